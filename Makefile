@@ -9,7 +9,6 @@
 ## make bench-gpu OUT=results/gpu-limit   how near this machine's GPUs are to their limit, by bars
 ##                             (TP="1 2" to choose; rows in OUT; without a GPU it says so, and ends 2)
 ## make figures                every figure from results/ into figures/  (ARGS="--results=out")
-## make report                 one HTML page of them, with their numbers: figures/report.html
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
 ## make parity                 greedy tokens against Hugging Face transformers, some minutes
@@ -40,7 +39,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat serve sweep submit doctor probe figures report bench-gpu test test-mpi parity check venv clean help
+.PHONY: run chat serve sweep submit doctor probe figures bench-gpu test test-mpi parity check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -146,10 +145,6 @@ bench-gpu:
 figures:
 	$(call check_only,figures,ARGS)$(setup)
 	@$(python) -m analysis all $(call given,ARGS)
-
-report:
-	$(call check_only,report,ARGS)$(setup)
-	@$(python) -m analysis report $(call given,ARGS)
 
 # All tests run in two halves at once; what ARGS picks, in one process.
 test:

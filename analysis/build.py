@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from analysis.figures import FIGURES, Spec
-from analysis.findings import FINDINGS
 from analysis.load import Data
 from analysis.notes import Notes, NothingLeft
-from analysis.real_pair import beside
 from analysis.select import by_pair, machines, on_machine
 from analysis.style import Poster, save, themed
 
@@ -25,7 +23,6 @@ class Drawn:
     name: str
     poster: Poster
     notes: tuple[str, ...] = ()
-    finding: str = ""
 
     @property
     def stem(self) -> Path:
@@ -67,14 +64,7 @@ def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skippe
         return Skipped(machine, name, str(nothing))
     if poster.table().empty:
         return Skipped(machine, name, "no two rows that it could compare")
-    finding = FINDINGS[name.split("-")[0]](poster.table()) + beside(poster.caption)
-    return Drawn(machine, name, poster, data.notes.lines, finding)
-
-
-def draw_all(data: Data) -> Iterator[Drawn | Skipped]:
-    """Draws every figure of every machine."""
-    for device, name in jobs_of(data):
-        yield from draw(data, name, device)
+    return Drawn(machine, name, poster, data.notes.lines)
 
 
 def jobs_of(data: Data) -> list[tuple[str, str]]:
@@ -118,4 +108,4 @@ def outcome_line(item: Drawn | Skipped, out: Path, kinds: Sequence[str]) -> str:
         return f"{slug(item.machine)}/{item.name}: skipped: {item.why}"
     paths = save(item.poster, out / item.stem, kinds)
     names = paths[0].with_suffix("").as_posix() + ".{" + ",".join(kinds) + "}"
-    return f"{names if len(kinds) > 1 else paths[0]}: {item.finding}"
+    return names if len(kinds) > 1 else str(paths[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from mpissd.common.compare import Comparison, claim_of, compare_rates, compare_rows
+from mpissd.common.compare import Comparison, compare_rates, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import NORMAL_Z, Rate, Rounds
 from mpissd.common.row import Row
@@ -54,11 +54,6 @@ def _frame(
                 (x, comparison.speedup, comparison.low, comparison.high, comparison.is_headline)
             )
     return pd.DataFrame(lines, columns=[by, *_GAIN])
-
-
-def claim(point: Mapping[str, Any] | pd.Series) -> str:
-    """Formats a drawn gain for a sentence, from its y, low, high and headline."""
-    return claim_of(*(float(point[name]) for name in ("y", "low", "high")), bool(point["headline"]))
 
 
 def records(rows: pd.DataFrame) -> list[Row]:

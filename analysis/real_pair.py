@@ -24,9 +24,3 @@ def sentence(rows: pd.DataFrame) -> str:
             span = low if low == high else f"{low} to {high}"
             parts.append(f"{span}× ({pair.prompts})")
     return f"{_START} {BESIDE_SOURCE}, SSD's tok/s are {', '.join(parts)} of these" if parts else ""
-
-
-def beside(caption: str) -> str:
-    """Returns that sentence from a caption, for the finding next to the figure."""
-    sentences = [part for part in caption.split(". ") if part.startswith(_START)]
-    return f" {sentences[0].rstrip('.')}." if sentences else ""

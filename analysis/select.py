@@ -109,7 +109,7 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def ranked_by(rows: pd.DataFrame) -> str:
-    """Returns the column that chooses among rows, as `mpissd best` does (common/choice.py)."""
+    """Returns the column that chooses among rows, as `compare` does (common/choice.py)."""
     is_predicted = are_predicted(rows["expected_tok_per_s"], rows["prediction_error"])
     return "expected_tok_per_s" if is_predicted else "tok_per_s"
 
@@ -125,7 +125,7 @@ class Case:
     """A pair on T target GPUs: its SD and SSD rows under the same conditions, and its target's AR
     rows.
 
-    wide: SD rows of the pair with other T, on at most T + 1 GPUs.
+    wide: SD rows of the pair with other T, on at most T + 1 GPUs. beyond: AR and SD inline on more.
     """
 
     target: str
@@ -134,6 +134,7 @@ class Case:
     rows: pd.DataFrame
     ar: pd.DataFrame
     wide: pd.DataFrame
+    beyond: pd.DataFrame
 
     @property
     def label(self) -> str:
@@ -199,7 +200,10 @@ def _case(
     of_pair = rows[is_wide & (rows["target"] == target) & (rows["draft"] == draft)]
     wide = _baselines(data, of_pair, kept, tp, alike, ["alpha", "lookahead"])
     baselines = _baselines(data, ar, kept, tp, alike, ["batch_size"])
-    return Case(target, draft, tp, pd.concat([sd, ssd]), baselines, wide)
+    far = (rows["mode"] == "sd") & (rows["num_drafts"] == 0) & (rows["gpus"] > tp + 1)
+    far = pd.concat([rows[far & (rows["target"] == target) & (rows["draft"] == draft)], ar])
+    far = far[(far["gpus"] > tp + 1) & (key(far, alike) == key(kept, alike).iloc[0])]
+    return Case(target, draft, tp, pd.concat([sd, ssd]), baselines, wide, far)
 
 
 def _baselines(

@@ -1,6 +1,6 @@
 """The common style of all figures, and how they are saved: poster-sized, colour-blind safe.
 
-A Poster is a matplotlib Figure that keeps the numbers it draws, for the report's downloads. Saved
+A Poster is a matplotlib Figure that keeps the numbers it draws, for csv. Saved
 files are byte-identical on a second run: no dates, fixed ids, embedded TrueType.
 """
 
@@ -41,7 +41,7 @@ METHODS = {
 SERIES = (RED, BLUE, GREEN, PURPLE, ORANGE, SKY, BLACK)
 MARKERS = "^soDvP*"
 WIDTH, DPI = 14.0, 110
-FORMATS = ("png", "pdf", "svg")
+FORMATS = ("png", "pdf", "svg", "csv")
 _FIXED = {
     "pdf.fonttype": 42,
     "ps.fonttype": 42,
@@ -195,11 +195,12 @@ def _small(png: io.BytesIO) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Figure, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes stem.png, stem.pdf and stem.svg; raises ConfigError if that fails."""
+def save(figure: Poster, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Path]:
+    """Writes stem.png and others; csv: the numbers. Raises ConfigError if that fails."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path, kind in zip(paths, kinds, strict=True):
-        write(path, rendered(figure, kind))
+        numbers = figure.table().to_csv(index=False, float_format="%.6g")
+        write(path, numbers.encode() if kind == "csv" else rendered(figure, kind))
     return paths
 
 

@@ -25,7 +25,7 @@ from analysis.interval import interval
 from analysis.real_pair import REAL
 from mpissd.common.real_pairs import under_real_pairs
 from mpissd.common.row import KEYS, Row
-from mpissd.lab.sweep.best import fan_out_text
+from mpissd.lab.tables.best import fan_out_text
 
 Line = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
@@ -44,6 +44,7 @@ _WHOLE = {  # and the least that each may be
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     **dict.fromkeys(("num_drafts", "lookahead", "context"), 0),
 }
+_RETIRED = ("draft_lookup",)  # keys of older rows alone, which figures show
 _SWITCHES = ("lm_head", "fuse", "graph", "inline_draft")
 _PLAIN = ("seed", "branch_budget", "num_layers", "full_num_layers")
 _NUMBERS = (
@@ -65,7 +66,7 @@ def complete(line: Line) -> Line:
         _check(row)
         if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
             raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
-        return {**dict.fromkeys(KEYS), **row, **_derived(row)}
+        return {**dict.fromkeys((*KEYS, *_RETIRED)), **row, **_derived(row)}
     except (TypeError, AttributeError, KeyError, OverflowError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
 
@@ -86,7 +87,7 @@ def _is_whole(value: Any, least: int) -> bool:
 
 def tidy(rows: list[Line]) -> pd.DataFrame:
     """Makes a frame of complete rows; without one, figures of loads alone can be drawn."""
-    known = dict.fromkeys((*KEYS, *_NUMBERS, *REAL))
+    known = dict.fromkeys((*KEYS, *_RETIRED, *_NUMBERS, *REAL))
     frame = pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(known))
     for name in (*_NUMBERS, *REAL):
         frame[name] = pd.to_numeric(frame[name], errors="coerce").astype(float)

@@ -11,24 +11,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 
 from analysis.select import Case
+from mpissd.common.config import RunConfig
 from mpissd.common.theory import expected_tokens, speedup_sd, speedup_ssd
+
+_LOOKED_UP = float(RunConfig.acceptance_fast.removeprefix("alpha:"))
 
 
 @dataclass(frozen=True)
 class Times:
     """Median seconds of a case on tp target GPUs.
 
-    ar_wide: a round of AR on tp + 1 GPUs, None if not measured. verify_wide: a verification there,
-    from SD inline's rows, or else scaled like a round of AR.
+    ar_wide: a round of AR on tp + 1 GPUs. verify_wide: a verification there, from SD inline's rows,
+    or else scaled like a round of AR. is_expected: whether ar_wide was not measured, and is
+    interpolated in 1/T between tp and the next measured T; with none beyond, it is tp/(tp + 1).
     """
 
     tp: int
     ar: float
-    ar_wide: float | None
-    verify_wide: float | None
+    ar_wide: float
+    verify_wide: float
+    is_expected: bool
     verify: float
     step: float
     grow: float
@@ -47,11 +51,14 @@ class Times:
             return None
         growth = ssd["t_growth_s"] / (ssd["lookahead"] + 1)  # One glue forward and K steps.
         verify = float(sd["t_target_s"].median())
+        ar_s = float(ar["round_s"])
+        wide_s = _ar_beyond(case, ar_s) if wide is None else float(wide["round_s"])
         return cls(
             tp=case.tp,
-            ar=float(ar["round_s"]),
-            ar_wide=None if wide is None else float(wide["round_s"]),
-            verify_wide=_verify_wide(case, batch_size, verify, ar, wide),
+            ar=ar_s,
+            ar_wide=wide_s,
+            verify_wide=_verify_wide(case, batch_size, verify * wide_s / ar_s),
+            is_expected=wide is None,
             verify=verify,
             step=float(sd["step_s"].median()),
             grow=float(growth.median()),
@@ -85,17 +92,18 @@ class Times:
         return max(self.sd(alpha, k) for k in range(1, most + 1))
 
     def best_sd_wide(self, alpha: float, most: int = 16) -> float:
-        """Returns the gain of SD inline on tp + 1 GPUs at its best K; 0 if its times are not
-        known."""
-        if self.verify_wide is None:
-            return 0.0
+        """Returns the gain of SD inline on tp + 1 GPUs at its best K."""
         wide = replace(self, verify=self.verify_wide)
         return wide.best_sd(alpha, most)
 
     def best_other(self, alpha: float) -> float:
-        """Returns the gain of the best other use of tp + 1 GPUs, of those that are known."""
-        ar = max(1.0, 0.0 if self.ar_wide is None else self.ar / self.ar_wide)
-        return max(ar, self.best_sd(alpha), self.best_sd_wide(alpha))
+        """Returns the gain of the best other use of tp + 1 GPUs, a lookup's among them."""
+        return max(self.lookup_wide, self.best_sd(alpha), self.best_sd_wide(alpha))
+
+    @property
+    def lookup_wide(self) -> float:
+        """The gain of a lookup of the default acceptance on tp + 1 GPUs; AR's is smaller."""
+        return expected_tokens(_LOOKED_UP, 8) * self.ar / (self.verify_wide + self.host)
 
     def best_ssd(self, alpha: float, p_hit: float, most: int = 16) -> float:
         """Returns the gain of SSD at its best K."""
@@ -106,14 +114,21 @@ class Times:
         return (self.verify + self.host) / self.ar
 
 
-def _verify_wide(
-    case: Case, batch_size: int, verify: float, ar: pd.Series, wide: pd.Series | None
-) -> float | None:
+def _ar_beyond(case: Case, ar_s: float) -> float:
+    """Returns what to expect of a round of AR on tp + 1 GPUs, of which there are no rows."""
+    rows = case.beyond[(case.beyond["mode"] == "ar") & (case.beyond["batch_size"] == 1)]
+    if rows.empty:
+        return ar_s * case.tp / (case.tp + 1)
+    far = int(rows["tp"].min())
+    far_s = float(rows.loc[rows["tp"] == far, "round_s"].median())
+    share = (1 / (case.tp + 1) - 1 / far) / (1 / case.tp - 1 / far)
+    return far_s + share * (ar_s - far_s)
+
+
+def _verify_wide(case: Case, batch_size: int, otherwise: float) -> float:
     rows = case.wide[(case.wide["batch_size"] == batch_size) & (case.wide["gpus"] == case.tp + 1)]
     inline = rows[rows["method"] == "SD inline"]["t_target_s"].dropna()
-    if len(inline):
-        return float(inline.median())
-    return None if wide is None else verify * float(wide["round_s"] / ar["round_s"])
+    return float(inline.median()) if len(inline) else otherwise
 
 
 def correlated(p_hit: float, batch_size: int, rho: float) -> float:

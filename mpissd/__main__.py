@@ -47,8 +47,7 @@ HEAD_START_S = 5.0
 ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
 ALONE = {  # commands without MPI, and where the function of that name is, once one is asked for
     **dict.fromkeys(("export", "collectives"), "mpissd.cli.exchange"),
-    **dict.fromkeys(("why", "compare", "tables"), "mpissd.cli.commands"),
-    **dict.fromkeys(("best", "claims"), "mpissd.lab.sweep.commands"),
+    "compare": "mpissd.cli.compare",
     "record": "mpissd.lab.record.command",
     "laws": "mpissd.lab.laws.command",
     "replicas": "mpissd.serve.replicas.command",
@@ -131,7 +130,7 @@ def front(command: cli.Command, arguments: list[str]) -> int:
 def alone(command: cli.Command) -> int:
     """Runs a command that needs no MPI."""
     if command.name == "doctor":
-        from mpissd.ops.doctor.examine import doctor
+        from mpissd.ops.doctor.command import doctor
 
         return doctor(command.config, check_before_mpi)
     if command.name in ("predict", "plan"):

@@ -33,12 +33,11 @@ from mpissd.lab.predict.derive import with_derived  # noqa: E402
 from mpissd.lab.predict.hosts import host_of  # noqa: E402
 from mpissd.lab.predict.recorded import predict_replay  # noqa: E402
 from mpissd.lab.predict.simulation import expected as mean_of  # noqa: E402
-from mpissd.lab.sweep.best import compare_methods  # noqa: E402
-from mpissd.lab.sweep.claims import claim_of  # noqa: E402
 from mpissd.lab.sweep.grid import read_grid  # noqa: E402
 from mpissd.lab.sweep.plan import make_plan  # noqa: E402
-from mpissd.lab.sweep.uses import verdicts  # noqa: E402
 from mpissd.lab.tables import load_rows  # noqa: E402
+from mpissd.lab.tables.best import compare_methods  # noqa: E402
+from mpissd.lab.tables.claims import judged as claims_of  # noqa: E402
 
 # Host work beside whole transformers: the medians of the phases of results/h200-real, SSD, K = 4.
 HOST = HostCosts(
@@ -149,16 +148,14 @@ def table(lines: Iterable[dict[str, Any]], measured: dict[str, list[Row]]) -> li
 def judged(rows: list[Row]) -> Iterator[str]:
     """Yields a line for each SSD beside the strongest other use of its GPUs.
 
-    `claims` chooses that use, `compare` says no difference, few seeds, or a speedup.
+    The line has no verdict where seeds are few, or a use that fits was not measured.
     """
     for comparison in compare_methods(rows):
-        setting = dict(comparison.setting)
+        setting = comparison.setting
         law = str(setting.get("acceptance") or setting.get("recording")).split()[0]
         about = f"{setting['target']}, {law}, b={setting['batch_size']}"
-        for verdict in verdicts(comparison, rows):
-            claim = claim_of(setting, verdict)
-            if claim is not None:
-                yield f"{about}: {verdict.ssd}, over {claim.other}: {claim.text}"
+        for claim in claims_of(setting, rows):
+            yield f"{about}: {claim}"
 
 
 def bars(rows: list[Row]) -> Iterator[str]:

@@ -66,9 +66,6 @@ NUMPY_ALONE = (
     "mpissd.lab.tables",
     "mpissd.lab.sweep.grid",
     "mpissd.lab.sweep.plan",
-    "mpissd.lab.sweep.best",
-    "mpissd.lab.sweep.claims",
-    "mpissd.lab.sweep.uses",
     "mpissd.ops.slurm",
     "mpissd.ops.warden",
 )
@@ -84,7 +81,6 @@ STARTS_MPI = (
     "mpissd.lab.limits",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",
-    "mpissd.ops.doctor.rehearsal",
 )
 MAY_NAME_MPI = (*STARTS_MPI, "mpissd.engine.comm", "mpissd.__main__")
 # CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.

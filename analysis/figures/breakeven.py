@@ -13,9 +13,8 @@ from analysis.load import Data
 from analysis.select import Case, cases, plain
 from analysis.style import BLACK, GREY, Poster
 from analysis.times import Times
-from analysis.uses import beside, best_rows, others
+from analysis.uses import best_a_gpu, best_rows, claim_of, over_strongest
 from mpissd.common.compare import Comparison
-from mpissd.common.rivals import tps_of
 
 _ALPHAS = np.linspace(0.3, 0.98, 35)
 _HITS = np.linspace(0.0, 1.0, 41)
@@ -48,16 +47,19 @@ def break_even(data: Data) -> Poster:
     bar.set_label("SSD over the best other use, ×", labelpad=12)
     bar.ax.set_yticklabels(["0.4", "0.6", "0.8", "1", "1.25", "1.5", "2"])
     used = [part for case, _ in shown for part in (case.rows, case.ar, case.wide)]
-    missing = {name for case, _ in shown for name in _missing(case)}
-    lacking = f". Not measured: {', '.join(sorted(missing))}" * bool(missing)
+    expected = [case.label for case, times in shown if times.is_expected]
+    lacking = (
+        f". Expected, not measured, of {', '.join(expected)}: the uses of T + 1 GPUs as targets"
+    )
+    lacking *= bool(expected)
     text = caption(
         data,
         used,
         "MODELLED: the closed formulas with these rows' median times; every method at its own best "
-        "K ≤ 16; a miss is drafted just in time. Black line: nothing is gained. Dots: measured SSD "
-        "rows, at the best K measured with their hits (often one alone), against the fastest "
-        "measured use of as many GPUs at its best K, filled with what they measured; squares: "
-        f"imposed hits, which cost no branches; grey rims: no difference{lacking}",
+        "K ≤ 16; a miss is drafted just in time; a lookup on all GPUs accepts .3. Black line: "
+        "nothing is gained. Dots: measured SSD rows, at the best K measured with their hits, over "
+        "the fastest use of as many GPUs, measured on any visit or expected from measured times; "
+        f"squares: imposed hits, which cost no branches; grey rims: no difference{lacking}",
         no_claim(used),
     )
     return poster.finish("Where the extra GPU pays", text, legend=False)
@@ -105,15 +107,8 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
 
 def _rivals(case: Case, times: Times) -> str:
     gpus = case.tp + 1
-    if times.verify_wide is None and gpus in tps_of(case.target, gpus):
-        return f"raw, over SD (AR, SD inline on {gpus} GPUs: not known)"
-    return f"raw, over the best other use of {gpus} GPUs"
-
-
-def _missing(case: Case) -> set[str]:
-    """Returns the uses of T + 1 GPUs that were not measured at some alpha."""
-    alphas = case.method("SSD", batch_size=1)["alpha"].dropna().unique()
-    return {str(family) for alpha in alphas for family in others(case, alpha).missing}
+    expected = f" (T={gpus}: expected)" if times.is_expected else ""
+    return f"raw, over the best other use of {gpus} GPUs{expected}"
 
 
 def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison, bool]]:
@@ -125,13 +120,14 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison,
     measured = []
     for alpha, group in rows.groupby("alpha"):
         ssd = group[group["method"] == "SSD"].dropna(subset=["hit_rate"])
-        rivals = others(case, float(alpha), per_gpu=per_gpu)
-        fastest = rivals.fastest
-        if fastest is None or (fastest.mode == "ar" and not (group["method"] != "SSD").any()):
-            continue
         for _, cell in ssd.groupby(["hit_law", "policy"]):
             best = best_rows(cell)
             hits, imposed = float(best["hit_rate"].median()), bool(best["p_hit"].notna().all())
-            gain = beside(best, rivals, per_gpu=per_gpu)
+            claim = claim_of(case, best)
+            gain = None if claim is None else over_strongest(claim)
+            if claim is not None and per_gpu:
+                gain = best_a_gpu(claim)
+            if gain is None:
+                continue
             measured.append((float(alpha), hits, gain, imposed))
     return measured

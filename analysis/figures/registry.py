@@ -10,7 +10,6 @@ from analysis.figures.breakeven import break_even
 from analysis.figures.drafts import drafts
 from analysis.figures.equal import equal_gpus
 from analysis.figures.fanout import fan_out
-from analysis.figures.head import lm_head_context
 from analysis.figures.heterogeneity import heterogeneity
 from analysis.figures.hits import cache_hits
 from analysis.figures.kinds import kinds
@@ -54,7 +53,6 @@ FIGURES = {
     "predicted": Spec(predicted, "predicted against measured"),
     "break_even": Spec(break_even, "where the extra GPU pays"),
     "heterogeneity": Spec(heterogeneity, "a slower or faster draft device"),
-    "head": Spec(lm_head_context, "what LM head and context do to T_SD and the verdict"),
     "load_speedup": Spec(load_speedup, "speedup over AR by rate of arrivals", of="loads"),
     "load_times": Spec(load_times, "TTFT and TPOT by rate of arrivals", of="loads"),
     "load_goodput": Spec(load_goodput, "good requests a second over GPUs", of="loads"),

@@ -12,7 +12,7 @@ from analysis.load import Data
 from analysis.real_pair import REAL
 from analysis.select import Case, cases, plain, points, richest
 from analysis.style import BLACK, GREY, Poster
-from analysis.uses import best_rows, keep_beside
+from analysis.uses import best_rows, claim_of, expected_lines
 
 _PER_GPU = ("per GPU", True), ("all GPUs", False)
 _METHODS = ("SD inline", "SD", "SSD")
@@ -43,7 +43,10 @@ def throughput(data: Data) -> Poster:
         ax.set_xlabel("lookahead K" if ax is not grid[1][-1] else "acceptance α")
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
-    apart = "SD and SSD have a draft GPU of their own; T= on a line: on that many target GPUs"
+    apart = (
+        "SD and SSD have a draft GPU of their own; T= on a line: on that many target GPUs, of "
+        "another visit, whose machine may differ by 4%; dashed: expected from measured times"
+    )
     text = caption(data, [used, case.ar], hits, apart, BARS, no_claim([used]))
     return poster.finish(f"AR, SD and SSD throughput: {case.label}", text)
 
@@ -95,8 +98,10 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool, case
     for label, method, group in _series(rows, case.tp):
         bests = best(group, "alpha")
         _draw(poster, ax, (label, method), bests, "alpha", per_gpu)
-        for alpha, ssd in group.groupby("alpha") if method == "SSD" else ():
-            keep_beside(poster, ax, case, float(alpha), best_rows(ssd), per_gpu=per_gpu)
+        ssds = group.groupby("alpha") if method == "SSD" else ()
+        claims = [(float(alpha), claim_of(case, best_rows(ssd))) for alpha, ssd in ssds]
+        if not per_gpu:
+            expected_lines(poster, ax, [(alpha, claim) for alpha, claim in claims if claim])
         for _, point in bests.iterrows() if method == "SSD" and not per_gpu else ():
             ax.annotate(
                 f"K={point['lookahead']:.0f}",

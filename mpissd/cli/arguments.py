@@ -22,8 +22,6 @@ from mpissd.cli.configs import (
     PlanConfig,
     PredictConfig,
     ProbeConfig,
-    TablesConfig,
-    WhyConfig,
 )
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
@@ -33,7 +31,7 @@ from mpissd.lab.chat.config import ChatConfig
 from mpissd.lab.laws.config import LawsConfig
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.record.config import RecordConfig
-from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
+from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.learn.config import DistillConfig
 from mpissd.online.config import OnlineConfig
 from mpissd.ops.doctor.config import DoctorConfig
@@ -77,21 +75,13 @@ SPECS = {
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
-    "best": Spec(
-        BestConfig, "The fastest method at equal K and at each one's own best K.", ("results",)
-    ),
-    "claims": Spec(
-        ClaimsConfig,
-        "The speedups that may be claimed: SSD against the best other use of its GPUs.",
-        ("results",),
-    ),
     "predict": Spec(PredictConfig, "Predicts a run from a profile; the last line is JSON."),
     "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
-    "why": Spec(WhyConfig, "The three largest gaps between a result and its floor.", ("result",)),
     "compare": Spec(
-        CompareConfig, "The speedup of one result over another, with its interval.", ("a", "b")
+        CompareConfig,
+        "Compares results: a pair, the best methods, claims, tables, gaps.",
+        ("a", "b"),
     ),
-    "tables": Spec(TablesConfig, "The milestone report's tables, from our rows.", ("results",)),
     "record": Spec(RecordConfig, "Records a real pair at temperature 0, for --workload=replay."),
     "laws": Spec(
         LawsConfig,

@@ -1,4 +1,4 @@
-"""The commands that need no MPI: predict, plan, why, compare, tables. Each prints and returns its
+"""The commands that need no MPI: predict and plan. Each prints and returns its
 exit code."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
-from mpissd.cli.configs import CompareConfig, PlanConfig, PredictConfig, TablesConfig, WhyConfig
+from mpissd.cli.configs import PlanConfig, PredictConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of, said
@@ -34,17 +34,9 @@ from mpissd.lab.predict.places import survey
 from mpissd.lab.predict.recorded import predict_replay
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Choice
-from mpissd.lab.predict.why import gaps
 from mpissd.lab.tables import (
-    Pair,
-    is_usable,
-    load_profiles,
-    load_rounds,
     load_rows,
-    of_one_group,
-    render,
 )
-from mpissd.lab.tables.find import find_pair, find_rows
 
 _HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
 _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
@@ -239,46 +231,9 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
 
 
-def why(config: WhyConfig) -> int:
-    """Prints the three largest gaps between a row and its floor."""
-    row = find_rows(config.result, config.out)[0][-1]
-    largest = gaps(row)
-    floor = "unknown" if row.floor_us is None else f"{row.floor_us:.1f} µs"
-    print(f"{row.run_id}: round {row.round_us['mean']:.1f} µs, floor {floor}")
-    for gap in largest:
-        print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
-    return 0
-
-
-def compare(config: CompareConfig) -> int:
-    """Prints the speedup of one result over another, with its confidence interval."""
-    a, b, paths = find_pair(config.a, config.b, config.out)
-    pair = Pair.of(a, b, load_rounds(paths, [a, b]), others=load_rows(paths))
-    print(pair)
-    print(json.dumps(pair.to_dict()))
-    return 0
-
-
-def tables(config: TablesConfig) -> int:
-    """Prints the milestone report's tables from all rows that it finds."""
-    named = config.results
-    folders = [Path(named)] if named else [p for p in (Path("results"), Path("out")) if p.exists()]
-    paths = [p for folder in folders for p in _row_files(folder)]
-    if named and not paths:
-        raise ConfigError(f"results {named!r}: no runs*.jsonl there")
-    rows = of_one_group(load_rows(paths))
-    used = [row for row in rows if is_usable(row)]
-    print(render(rows, load_profiles(paths, used), load_rounds(paths, used)))
-    return 0
-
-
 def _run_files(folder: Path) -> list[Path]:
     """Returns the files of rows in a folder and its subfolders that have rounds."""
     if folder.is_file():
         return [folder]
     found = sorted(folder.glob("**/*.jsonl"))
     return [path for path in found if '"num_rounds"' in path.open().readline()]
-
-
-def _row_files(folder: Path) -> list[Path]:
-    return [folder] if folder.is_file() else sorted(folder.glob("**/runs*.jsonl"))

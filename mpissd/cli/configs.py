@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, contained, flag, flags_of, integer, words
+from mpissd.common.flags import Checked, choice, contained, flag, flags_of, integer, words
 from mpissd.common.schedules import SCHEDULES
 
 _ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
@@ -97,33 +97,32 @@ class PlanConfig(Checked):
 
 
 @dataclass(frozen=True)
-class WhyConfig(Checked):
-    """Flags of `why`: the result whose gaps to its floor are shown."""
-
-    result: str | None = flag(
-        None, words, "result to explain: a run id in OUT, a runs.jsonl or a folder (default: OUT)"
-    )
-    out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
-
-
-@dataclass(frozen=True)
 class CompareConfig(Checked):
-    """Flags of `compare`: the two results to compare."""
+    """Flags of `compare`: the results, and what to show of them."""
 
     a: str | None = flag(
-        None, words, "first result: a run id in OUT, or the last row of a runs.jsonl or a folder"
+        None, words, "a run id in OUT, a runs.jsonl or a folder; best, claims: several, by commas"
     )
-    b: str | None = flag(
-        None, words, "second result (default: A is a folder of two configurations)"
+    b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
+    show: str | None = flag(
+        None,
+        choice("pair", "best", "claims", "tables", "why"),
+        "pair: B over A; best: the fastest method; claims: SSD over the strongest other use of its "
+        "GPUs; tables: the milestone report's; why: the gaps between a row and its floor "
+        "(default: pair where there are two configurations, else best)",
     )
+    into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
+    def check_into(self) -> None:
+        """Refuses results and --show with --into, whose tables name their own."""
+        if self.into is not None and (self.a or self.b or self.show):
+            raise ConfigError(f"into={self.into} with results: allowed: what its tables name")
 
-@dataclass(frozen=True)
-class TablesConfig(Checked):
-    """Flags of `tables`: the folder or file of rows."""
-
-    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
+    def check_b(self) -> None:
+        """Refuses a second result where one is shown."""
+        if self.b is not None and self.show not in (None, "pair"):
+            raise ConfigError(f"b={self.b} with show={self.show}: allowed: with show=pair")
 
 
 @dataclass(frozen=True)

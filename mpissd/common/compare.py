@@ -1,23 +1,23 @@
 """Compares two configurations: a speedup with its 95% interval, and the level of its evidence.
 
+Rows are compared within one *visit*: the same commit on the same GPUs, begun within half a day.
+Machines drift by 1.3 to 3.6% from visit to visit, which no interval contains. Rows that share no
+visit are compared too, but the result is labelled "few visits" and claims nothing.
+
 The first of three levels that the rows allow is used, and the result names it (How):
 
 seeds   Both configurations were measured under three or more common seeds. Each seed is a pair: the
         result is the mean of log(b/a) over the seeds, with Student's t. Runs of one seed use the
         same draws (a token, a coin and a rank are keyed by seed, sequence and absolute position),
-        so luck that both share cancels. The interval includes variation between measurements of
-        one sweep, but not between sweeps (another host, another day). Several rows of one seed
-        count as the mean of their logarithms; if rows of 400 rounds share three seeds, shorter
-        ones are left out.
+        so luck that both share cancels. Several pairs of one seed count as the mean of their
+        logarithms; if rows of 400 rounds share three seeds, shorter ones are left out.
 blocks  One row each, of the same seed and acceptance law, with both runs' rounds kept. Both runs
         are cut at the same token positions into at most 20 blocks of 5 or more rounds, so that
         runs with different K meet over the same coins. The result is the ratio of the summed
-        seconds, with the delta method over blocks and Student's t; a mean of the blocks' log
-        ratios would describe the mean block, not tokens a second. Single rounds are no independent
+        seconds, with the delta method over blocks and Student's t. Single rounds are no independent
         sample: on H200s they correlate with their neighbours (.4 to .7 at lag 1, none after 10).
         Only tokens that both runs emitted count; if those are less than half of the longer run's,
-        or one run is AR (which draws nothing), this level does not apply. Variation between
-        measurements is not included, as there is one of each.
+        or one run is AR (which draws nothing), this level does not apply.
 rounds, rows  Independent runs: the variances of both logarithms are added, from the rounds of both
         or from their rows alone (Rate.of_row). Shared luck is not removed, so the interval is
         too wide.
@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -38,12 +39,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rates import Rate, Rounds, num_blocks, rate_of, ratio_variance, student_t
+from mpissd.common.rates import (
+    Rate,
+    Rounds,
+    num_blocks,
+    rate_of,
+    ratio_variance,
+    student_p,
+    student_t,
+)
 from mpissd.common.row import Row
 
 SEVERAL = 3  # The number of seeds from which level "seeds" applies.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
+FEW_VISITS = "few visits: the two sides share no machine and commit"
+_VISIT_S = 12 * 3600  # Two runs of one visit begin within so many seconds.
 _LEAST_SHARE = 0.5  # Both runs must have emitted at least this share of the longer run's tokens.
 _LAW = "workload acceptance seed temperature vocab order divergence prompt_tokens recording".split()
 
@@ -61,7 +72,8 @@ class How(str, Enum):
 class Comparison:
     """The rate of b over that of a, with its 95% interval.
 
-    num_seeds: seeds that both share; num_rounds: rounds of the shortest run.
+    num_seeds: seeds that both share; num_rounds: rounds of the shortest run. one_visit: whether the
+    rows that were compared share a visit. p_value: two-sided, of a ratio of 1.
     """
 
     speedup: float
@@ -70,6 +82,8 @@ class Comparison:
     how: How = How.ROWS
     num_seeds: int = 1
     num_rounds: int = 0
+    one_visit: bool = True
+    p_value: float = 1.0
 
     @property
     def is_real(self) -> bool:
@@ -78,10 +92,9 @@ class Comparison:
 
     @property
     def is_headline(self) -> bool:
-        """Whether there are enough seeds and rounds to claim a speedup, if the interval shows
-        one."""
+        """Whether one visit has enough seeds and rounds to claim a speedup."""
         enough = self.num_seeds >= HEADLINE_SEEDS and self.num_rounds >= HEADLINE_ROUNDS
-        return self.how is How.SEEDS and enough
+        return self.how is How.SEEDS and enough and self.one_visit
 
     def scaled(self, factor: float) -> Comparison:
         """Returns the comparison times an exact factor, such as a ratio of GPUs."""
@@ -112,6 +125,8 @@ class Comparison:
     def claim(self) -> str:
         """The text for a sentence: the speedup if there are enough seeds, else only the
         interval."""
+        if not self.one_visit:
+            return f"{self.interval} (few visits)"
         return claim_of(self.speedup, self.low, self.high, self.is_headline)
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +140,7 @@ class Comparison:
             "how": self.how.value,
             "seeds": self.num_seeds,
             "headline": self.is_headline,
+            "one_visit": self.one_visit,
         }
 
 
@@ -151,15 +167,60 @@ def compare_rows(
     side, and for independent runs with fewer than 20 rounds or a row that lacks what `run` writes.
     """
     kept = rounds or {}
+    near = [[x for x in a if _meets(x, b)], [y for y in b if _meets(y, a)]]
+    one_visit = all(near)
+    if one_visit:
+        a, b = near
     for sides in ([_long(side) for side in (a, b)], [a, b]):
-        ratios = _log_ratios(*sides)
+        ratios = _log_ratios(sides[0], sides[1], one_visit)
         if len(ratios) >= SEVERAL:
             comparison = _of_pairs(ratios)
             break
     else:
         comparison = _of_blocks(a, b, kept) or _of_independent(a, b, kept)
     fewest = min(_num_rounds(row) for side in sides for row in side)
-    return replace(comparison, num_seeds=len(ratios), num_rounds=fewest)
+    return replace(
+        comparison, num_seeds=len(ratios), num_rounds=fewest, one_visit=one_visit or not (a and b)
+    )
+
+
+def same_visit(a: Row, b: Row) -> bool:
+    """Returns whether two rows are of one visit: one commit, a GPU in common, begun within 12 h.
+
+    Rows whose ranks name no GPU (CPUs, emulated devices) need a host in common.
+    """
+    if a.provenance is b.provenance:
+        return True
+    (commit, devices, began), (other_commit, other_devices, other_began) = _origin(a), _origin(b)
+    if commit != other_commit or bool(devices) != bool(other_devices):
+        return False
+    near = began is None or other_began is None or abs(began - other_began) <= _VISIT_S
+    return near and (not devices or bool(devices & other_devices))
+
+
+def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
+    """Returns a row's commit, its GPUs (else its hosts), and when it began, in seconds."""
+    origin = row.provenance or {}
+    ranks = origin.get("ranks") or []
+    devices = {str(rank["uuid"]) for rank in ranks if rank.get("uuid")}
+    devices = devices or {str(host) for host in origin.get("hosts") or []}
+    began = origin.get("started_at")
+    seconds = datetime.fromisoformat(str(began)).timestamp() if began else None
+    return origin.get("commit"), frozenset(devices), seconds
+
+
+def _meets(row: Row, others: Sequence[Row]) -> bool:
+    return any(same_visit(row, other) for other in others)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns the p-values after Holm's correction for testing all of them, in the same order."""
+    order = sorted(range(len(p_values)), key=lambda n: p_values[n])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, n in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[n]))
+        adjusted[n] = largest
+    return adjusted
 
 
 def compare_rates(a: Rate, b: Rate) -> Comparison:
@@ -193,21 +254,20 @@ def _long(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if _num_rounds(row) >= HEADLINE_ROUNDS]
 
 
-def _log_ratios(a: Sequence[Row], b: Sequence[Row]) -> NDArray[np.float64]:
-    """Returns log(b/a) for every seed that both have, [seeds]."""
-    logs = _by_seed(a), _by_seed(b)
-    shared = sorted(logs[0].keys() & logs[1].keys())
-    return np.array([logs[1][seed] - logs[0][seed] for seed in shared])
-
-
-def _by_seed(rows: Sequence[Row]) -> dict[int, float]:
-    """Returns {seed: mean log tok/s}, leaving out rows without a seed or a rate."""
+def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> NDArray[np.float64]:
+    """Returns log(b/a) for every seed that both have, [seeds]; of one visit, where they share
+    one."""
     logs: dict[int, list[float]] = {}
-    for row in rows:
-        seed, rate = row.seed, row.tok_per_s
-        if seed is not None and rate and 0 < rate < math.inf:
-            logs.setdefault(int(seed), []).append(math.log(rate))
-    return {seed: sum(of) / len(of) for seed, of in logs.items()}
+    sides = [[row for row in side if row.seed is not None and _has_rate(row)] for side in (a, b)]
+    for x in sides[0]:
+        for y in sides[1]:
+            if x.seed == y.seed and (not one_visit or same_visit(x, y)):
+                logs.setdefault(int(x.seed), []).append(math.log(y.tok_per_s / x.tok_per_s))
+    return np.array([sum(logs[seed]) / len(logs[seed]) for seed in sorted(logs)])
+
+
+def _has_rate(row: Row) -> bool:
+    return bool(row.tok_per_s) and 0 < row.tok_per_s < math.inf
 
 
 def _of_pairs(differences: NDArray[np.float64]) -> Comparison:
@@ -252,5 +312,8 @@ def _seconds_at(run: Rounds, edges: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _interval(middle: float, variance: float, freedom: int, how: How) -> Comparison:
-    half = student_t(freedom) * math.sqrt(variance)
-    return Comparison(math.exp(middle), math.exp(middle - half), math.exp(middle + half), how)
+    error = math.sqrt(variance)
+    half = student_t(freedom) * error
+    p_value = student_p(middle / error, freedom) if error > 0 else float(middle == 0)
+    low, high = math.exp(middle - half), math.exp(middle + half)
+    return Comparison(math.exp(middle), low, high, how, p_value=p_value)

@@ -107,14 +107,6 @@ class RunConfig(  # a dataclass lists the fields of its last base first
                 "temperature above 0"
             )
 
-    def check_draft_lookup(self) -> None:
-        """Refuses draft_lookup where no draft model answers misses."""
-        if self.draft_lookup is not None and (self.mode == "ar" or self.backup == "fast"):
-            raise ConfigError(
-                f"draft_lookup={self.draft_lookup} with mode={self.mode}, backup={self.backup}: "
-                "allowed: mode=sd or ssd, and backup=jit or auto"
-            )
-
     def check_groups(self) -> None:
         """Refuses several target groups without a draft rank, and what only one group has."""
         if self.groups == 1:

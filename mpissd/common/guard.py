@@ -8,7 +8,6 @@ unwatched.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import json
 import os
 import signal
@@ -16,8 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -33,19 +31,14 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _ATTEMPTS = 50  # attempts to join: the rank that bound the socket may die before it starts a warden
 _ANSWER_S = 5.0  # longest wait for the warden to print its line, which it may hold back for 3 s
 _MOST = 1000  # characters of a rank's report that are kept
-_REJOINS, _REJOIN_S = 5, 0.2  # replacements of a killed warden at most, and the wait before each
 
 
 class Guard:
     """One rank's connection to the warden of its host."""
 
-    def __init__(self, link: socket.socket, enter: Callable[[], socket.socket | None]) -> None:
-        """Starts the thread that listens to the warden.
-
-        link: the connection. enter: makes another one, to a new warden if the first one is gone;
-        returns None where that fails.
-        """
-        self._link, self._enter = link, enter
+    def __init__(self, link: socket.socket) -> None:
+        """Starts the thread that listens to the warden."""
+        self._link = link
         self._printed = threading.Event()
         self.has_spoken = False  # whether this rank has reported a fault or its end
         self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
@@ -68,41 +61,24 @@ class Guard:
         return self.tell(kind, text=text[:_MOST]) and self._printed.wait(_ANSWER_S)
 
     def _listen(self) -> None:
-        """Receives the warden's messages until the connection is closed for good.
+        """Receives the warden's messages until the connection is closed.
 
         "said": the warden printed this rank's report. "lost R …": the job goes on without these
         ranks. "end": this process ends at once with exit code 5.
         """
-        left = _REJOINS
         while True:
             try:
-                heard = self._link.recv(64).decode().split()
+                words = self._link.recv(64).decode().split()
             except OSError:
-                heard = []
-            if not heard:
-                if not left or not self._rejoin():
-                    return
-                left -= 1
-            elif heard[0] == "said":
+                return
+            if not words:
+                return
+            if words[0] == "said":
                 self._printed.set()
-            elif heard[0] == "lost":
-                self.lost = frozenset(map(int, heard[1:]))
-            elif heard[0] == "end":
+            elif words[0] == "lost":
+                self.lost = frozenset(map(int, words[1:]))
+            elif words[0] == "end":
                 os._exit(FaultError.exit_code)
-
-    def _rejoin(self) -> bool:
-        """Joins another warden after the first one is gone; returns whether that worked.
-
-        A rank that has reported or is in its teardown needs none.
-        """
-        time.sleep(_REJOIN_S)
-        if self.has_spoken or OWN.bytes[STAGE] >= Stage.TEARDOWN:
-            return False
-        link = self._enter()
-        if link is not None:
-            self._link.close()
-            self._link = link
-        return link is not None
 
 
 _guard: Guard | None = None
@@ -132,23 +108,14 @@ def join(
         "may_lose": list(may_lose),
         "hint": hint,
     }
-    # They are kept open, because a second warden would otherwise get the same descriptors.
-    ends: list[int] = []
-
-    def enter() -> socket.socket | None:
-        try:
-            link = _connect()
-            if link is not None:
-                ends[:] = ends or [OWN.share(), _report_signals()]
-                socket.send_fds(link, [json.dumps(about).encode()], ends)
-        except OSError:
-            return None
-        return link
-
-    link = enter()
-    if link is None:
+    try:
+        link = _connect()
+        if link is None:
+            return
+        socket.send_fds(link, [json.dumps(about).encode()], [OWN.share(), _report_signals()])
+    except OSError:
         return
-    _guard = Guard(link, enter)
+    _guard = Guard(link)
     sys.excepthook = _at_exception
     atexit.register(_at_exit)
 
@@ -165,19 +132,7 @@ def _report_signals() -> int:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, _: os._exit(128 + number))
-    if faulthandler.is_enabled():  # PYTHONFAULTHANDLER=1
-        _tell_where()
     return read
-
-
-def _tell_where() -> None:
-    """Makes SIGTERM print where this rank is, before it ends.
-
-    On the launcher's stderr: a launcher that ends its ranks no longer forwards what they print.
-    """
-    launcher = os.getppid()
-    stderr = process.borrow_stderr(launcher, process.open_pidfd(launcher))
-    faulthandler.register(signal.SIGTERM, sys.stderr if stderr is None else stderr, chain=True)
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
@@ -242,7 +197,7 @@ def _start_warden(listener: socket.socket) -> None:
     kept = without_ranks(os.environ)
     kept["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     subprocess.Popen(
-        [sys.executable, "-S", "-m", "mpissd.ops.warden.warden", str(listener.fileno())],
+        [sys.executable, "-S", "-m", "mpissd.ops.warden", str(listener.fileno())],
         env=kept,
         cwd="/",
         stdin=subprocess.DEVNULL,

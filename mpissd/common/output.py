@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -60,12 +61,27 @@ def make_output(out: str) -> None:
         raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error
 
 
+def json_line(row: Any) -> str:
+    """Returns strict JSON, in which a number that is not finite is null."""
+    return json.dumps(_finite(row), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Adds one line to a file that other jobs may be adding to, after repairing its last line.
 
     Raises OSError if the disk is full; then the line is missing, or cut off and removed later.
     """
-    line = f"{json.dumps(row)}\n".encode()
+    line = f"{json_line(row)}\n".encode()
     with path.open("ab", buffering=0) as file, _alone(file.fileno()):
         _repair(path)
         if file.write(line) != len(line):

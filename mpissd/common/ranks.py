@@ -63,7 +63,11 @@ class RanksFlags(Checked):
 
 def launcher() -> list[str]:
     """Returns the launcher's program and options; raises ConfigError without an mpirun."""
-    found = shlex.split(os.environ.get("MPIRUN") or "mpirun")
+    given = os.environ.get("MPIRUN", "").strip() or "mpirun"
+    try:
+        found = shlex.split(given)
+    except ValueError as error:
+        raise ConfigError(f"MPIRUN={given}: {error}") from error
     beside = Path(sys.executable).parent / found[0]
     if which(found[0]) is None and beside.exists():
         found[0] = str(beside)

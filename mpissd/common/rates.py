@@ -180,6 +180,19 @@ def student_t(freedom: int) -> float:
     return z + first / v + second / v**2 + third / v**3
 
 
+def student_p(t: float, freedom: int) -> float:
+    """Returns Student's P(|T| >= |t|), the two-sided p-value (Abramowitz, Stegun, 26.7.3-4)."""
+    angle = math.atan2(abs(t), math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, inside = (cosine if odd else 1.0), 0.0
+    for n in range(1 + odd, freedom, 2):
+        inside += term
+        term *= cosine**2 * n / (n + 1)
+    inside *= sine
+    return max(0.0, 1.0 - (2 / math.pi * (angle + inside) if odd else inside))
+
+
 def rate_of(row: Row, rounds: Rounds | None) -> Rate:
     """Returns the row's tok_per_s with the variance of its rounds, or of the row if none were kept.
 

@@ -1,19 +1,31 @@
-"""Finds the best other use of G GPUs, by one definition for every comparison of modes.
+"""The uses of G GPUs that a method must beat: one definition for `plan`, `compare` and figures.
 
-A *use* is a mode on T target ranks and D draft ranks with its tok/s at its own best K. The others
-of SSD are AR, SD inline (D = 0) and SD, at every T and D with T + D <= G; for other modes likewise.
+A *use* is a mode on T target ranks and D draft ranks with its tok/s at its own best K. On G GPUs
+SSD (T + D = G) must beat, for the same sequences:
+
+    AR T, SD inline T, lookup T, suffix T    no draft GPU
+    SD T D                                   a draft GPU of its own
+
+T is every number of ranks that a target can be divided into, evenly or not (tps_of). A lookup and a
+suffix automaton draft without a model. Where a law decides what is accepted, both have the
+acceptance that SSD's own lookup backup may assume (acceptance_fast, .3 by default), so they are one
+use; where text or a recording decides, both must be measured. For throughput there are independent
+copies: G // g jobs of a use of g GPUs (copies).
+
 If the throughput of a use that would fit is unknown, the comparison gives no verdict: that use is
 named, and no use is called the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
+
+LOOKUPS = ("lookup", "suffix")
 
 
 class Use(Protocol):
@@ -34,7 +46,10 @@ U = TypeVar("U", bound=Use)
 
 @dataclass(frozen=True, order=True)
 class Family:
-    """Key of the uses that share mode, T and D and differ in K."""
+    """Key of the uses that share mode, T and D and differ in K.
+
+    mode: ar, sd, ssd, or one of LOOKUPS (SD whose drafts are looked up).
+    """
 
     mode: str
     tp: int
@@ -50,11 +65,16 @@ class Family:
         """The number of GPUs, T + D."""
         return self.tp + self.num_drafts
 
+    @property
+    def name(self) -> str:
+        """The name without T and D: AR, SD inline, lookup, SD."""
+        if self.mode in LOOKUPS:
+            return self.mode
+        return self.mode.upper() + " inline" * (self.mode == "sd" and not self.num_drafts)
+
     def __str__(self) -> str:
         """Returns the name in tables and messages: AR T=2, SD inline T=2, SD T=1 D=1."""
-        inline = " inline" * (self.mode == "sd" and not self.num_drafts)
-        drafts = f" D={self.num_drafts}" * bool(self.num_drafts)
-        return f"{self.mode.upper()}{inline} T={self.tp}{drafts}"
+        return f"{self.name} T={self.tp}" + f" D={self.num_drafts}" * bool(self.num_drafts)
 
 
 @dataclass(frozen=True)
@@ -96,39 +116,45 @@ def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family]
     return Others(tuple(fastest.values()), tuple(sorted(missing)))
 
 
+def copies(gpus: int, uses: Iterable[U]) -> tuple[int, U] | None:
+    """Returns the use of which two copies or more give the most tok/s in all, and their number."""
+    several = [(gpus // f.gpus, use) for use in uses if 2 * (f := Family.of(use)).gpus <= gpus]
+    return max(several, key=lambda one: one[0] * one[1].tok_per_s, default=None)
+
+
 def families(tp: int, gpus: int, most_drafts: int = 1) -> tuple[Family, ...]:
-    """Returns every family with T target ranks that needs at most `gpus` GPUs."""
+    """Returns every family of a draft model with T target ranks that needs at most `gpus` GPUs."""
     drafts = range(1, 1 + min(most_drafts, gpus - tp))
     alone = (Family("ar", tp, 0), Family("sd", tp, 0)) if tp <= gpus else ()
     return (*alone, *(Family(mode, tp, d) for mode in ("sd", "ssd") for d in drafts))
 
 
-def widest(gpus: int, tps: Collection[int]) -> tuple[Family, ...]:
+def widest(
+    gpus: int, tps: Collection[int], lookups: Sequence[str] = LOOKUPS[:1]
+) -> tuple[Family, ...]:
     """Returns the families that rows must hold before one use is called the best.
 
-    These are AR, SD inline, SD and SSD, each on the largest T that fits and that the target divides
-    by. A smaller T reads more bytes a rank, and a second draft rank takes over only part of the
-    first one's work; such rows count if they exist, but are not required.
+    These are AR, SD inline, lookups, SD and SSD, each on the largest T that fits. lookups: those
+    that are uses of their own, one where a law decides and two where text does. A smaller T reads
+    more bytes a rank; such rows count if they exist, but are not required.
     """
-    whole, beside = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
-    possible = [*families(whole, whole), *families(beside, beside + 1)[2:]]
+    whole, less = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
+    possible = [Family(mode, whole, 0) for mode in ("ar", "sd", *lookups)]
+    possible += [Family(mode, less, 1) for mode in ("sd", "ssd")]
     return tuple(family for family in possible if family.tp)
 
 
-def tps_of(target: str, most: int, forward: str = "gemm") -> tuple[int, ...]:
-    """Returns every T up to `most` on which a target can run, judged by its name.
+def tps_of(target: str, most: int) -> tuple[int, ...]:
+    """Returns every T up to `most` into which a target can be divided, judged by its name.
 
-    model/shard.py divides heads and inner width by T; a transformer's ranks need a KV head each.
-    For an unknown name every T is returned.
+    Whole transformers divide their heads and columns unevenly where they must (70B on three GPUs);
+    each rank needs a KV head. For an unknown name every T is returned.
     """
     try:
-        shape = resolve_model(target)
+        heads = resolve_model(target).num_kv_heads
     except ConfigError:
-        return tuple(range(1, most + 1))
-    if forward == "transformer":
-        return tuple(range(1, min(most, shape.num_kv_heads) + 1))
-    widths = shape.num_heads, shape.num_kv_heads, shape.ffn
-    return tuple(t for t in range(1, most + 1) if not any(width % t for width in widths))
+        heads = most
+    return tuple(range(1, min(most, heads) + 1))
 
 
 def _rank(use: Use) -> tuple[float, int]:

@@ -113,9 +113,6 @@ class Row(Origin, Mapping[str, Any]):
         "how a fast backup finds what to copy: prompt or suffix; null if none may draft, or where "
         "`acceptance_fast` decides"
     )
-    draft_lookup: str | None = key(
-        "the lookup whose tokens the draft verified while it drafted (`--draft_lookup`); else null"
-    )
     num_layers: int = key("layers of the target that ran")
     full_num_layers: int = key("layers of the target before it was scaled")
     seed: int = key("seed of all random draws")
@@ -231,23 +228,11 @@ class Row(Origin, Mapping[str, Any]):
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(
-        "p50 of K sequential draft steps: of the measured full misses, else "
-        "of the calibration; null for prompt lookup and in AR. With several groups "
-        "it includes what the draft did for others meanwhile, as `t_growth_s` does",
+        "p50 of K sequential draft steps: of the measured full misses, else of the calibration "
+        "(until 2026-11-24 also in rounds that the device chains); null for prompt lookup and in "
+        "AR. With several groups it includes what the draft did for others meanwhile, as "
+        "`t_growth_s` does",
         "s",
-    )
-    draft_forwards: float | None = key(
-        "with `draft_lookup`, mean forwards in which the draft answered the misses of a round that "
-        "had some (those of late hits included); else null"
-    )
-    draft_lookup_offered: float | None = key(
-        "looked-up tokens that the draft verified in such a round, mean; null without "
-        "`draft_lookup`",
-        "tokens",
-    )
-    draft_lookup_accepted: float | None = key(
-        "those of them that were the draft's own, so that they needed no step of their own",
-        "tokens",
     )
     t_growth_s: float | None = key(
         "p50 of glue + K steps over all branches, where they ran to their end; null unless SSD", "s"
@@ -342,9 +327,9 @@ class Row(Origin, Mapping[str, Any]):
     )
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
-        "versions as loaded, hosts, devices, command line, commit; `variables`: those of the "
-        "environment that choose kernels, where the lead has them; `calibrated_at`: the time of "
-        "the oldest measurement behind the prediction; `kernel`: which kernels read the target's "
+        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
+        "the oldest measurement behind the prediction; `draws`: where the lead draws sampled "
+        "tokens, device or host; `kernel`: which kernels read the target's "
         "weights on the lead (of a transformer on a GPU: whole, one kernel where a forward has few "
         "rows, or cuda: docs/transformer.md); `sweep`: which sweep, task, repeat and flags "
         "(docs/sweep.md), null in a row of `run`"

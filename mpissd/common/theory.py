@@ -54,37 +54,6 @@ def speedup_sd(tokens: float, verify_ratio: float, t_draft: float) -> float:
     return tokens / (_at_least("verify_ratio", verify_ratio) + _at_least("t_draft", t_draft))
 
 
-def staged_draft(
-    kinds: Sequence[tuple[float, float, int]], lookahead: int, costs: Sequence[float]
-) -> tuple[float, float]:
-    """Returns (forwards, time) in which a draft that verifies guesses drafts K tokens [D].
-
-    The scheme: Spector, Re, arXiv 2308.04623; Chen et al., arXiv 2312.11462 (vertical cascade); Sun
-    et al., arXiv 2404.11912. kinds: (share, rate, count) of steps for which a lookup has `count`
-    guesses, each of them right with `rate` behind right ones; the other steps have none. costs[n]:
-    time of a forward of n + 1 rows, in units of one of 1 row; K of them.
-
-    With m tokens left a step reads n = min(count, m − 1) guesses and gives 1 + j tokens with
-    P_n(j) = accept_probabilities([rate]·n), so that T(0) = 0 and
-    T(m) = Σ_kinds share·(c(n) + Σ_j P_n(j)·T(m − 1 − j)); of the forwards c(n) = 1.
-    """
-    rest = 1.0 - math.fsum(share for share, _, _ in kinds)
-    steps = [*kinds, (max(0.0, _at_least("share without guesses", rest, -1e-9)), 0.0, 0)]
-    forwards, time = [0.0], [0.0]
-    for left in range(1, _at_least("lookahead", lookahead, 0) + 1):
-        now = [(share, rate, min(count, left - 1)) for share, rate, count in steps]
-        forwards.append(1.0 + math.fsum(_mean_rest(*one, forwards) for one in now))
-        cost = math.fsum(share * costs[count] for share, _, count in now)
-        time.append(cost + math.fsum(_mean_rest(*one, time) for one in now))
-    return forwards[-1], time[-1]
-
-
-def _mean_rest(share: float, rate: float, count: int, done: Sequence[float]) -> float:
-    """Returns share·Σ_j P_n(j)·done[m − 1 − j], where `done` has its first m entries."""
-    chances = accept_probabilities([rate] * count)
-    return share * math.fsum(p * done[-1 - j] for j, p in enumerate(chances))
-
-
 def speedup_ssd(
     p_hit: float,
     tokens_hit: float,

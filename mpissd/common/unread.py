@@ -1,4 +1,4 @@
-"""Ends a command quietly when its reader leaves, as in `mpissd best results | head`."""
+"""Ends a command quietly when its reader leaves, as in `mpissd compare results | head`."""
 
 from __future__ import annotations
 

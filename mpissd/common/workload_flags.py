@@ -81,13 +81,6 @@ class WorkloadFlags(Checked):
         modes=DRAFTING,
         in_digest="said",
     )
-    draft_lookup: str | None = flag(
-        None,
-        choice("prompt", "suffix"),
-        "a lookup whose tokens the draft verifies while it drafts: prompt or suffix (text)",
-        modes=DRAFTING,
-        in_digest="said",
-    )
     temperature: float = flag(
         0.0, number(0), "sampling temperature of both models (markov, text); 0 is greedy"
     )

@@ -71,6 +71,6 @@ register(
     "text",
     "mpissd.engine.workload.text.workload:TextWorkload",
     "temperature top_p saguaro_c stop_token prompt prompts prompt_ids chat_template stop show "
-    "lookup draft_lookup laws",
+    "lookup laws",
 )
 register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload", "recording lookup laws")

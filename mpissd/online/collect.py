@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.comm.lessons import Lesson
+from mpissd.engine.comm.logit_stream import Lesson
 from mpissd.online.examples import KEPT, Example, Floats, compressed
 
 

@@ -14,7 +14,7 @@ from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.stage import Stage
 from mpissd.engine.backend.registry import choose
-from mpissd.engine.comm import lessons
+from mpissd.engine.comm import logit_stream
 from mpissd.engine.comm.version_pieces import Bytes, pieces
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.workload import TextWorkload
@@ -23,7 +23,7 @@ from mpissd.online.examples import Example
 from mpissd.online.process import TrainerProcess
 
 if TYPE_CHECKING:
-    from mpissd.engine.comm.mpi_learner import LearnerSeats  # importing it starts MPI
+    from mpissd.engine.comm.mpi_learner import LearnerComms  # importing it starts MPI
 
 _NAP_S = 1e-3
 
@@ -31,8 +31,8 @@ _NAP_S = 1e-3
 class LearnerRank:
     """The state of a learner's rank between two polls."""
 
-    def __init__(self, seats: LearnerSeats, trainer: TrainerProcess, collector: Collector) -> None:
-        self._seats, self._trainer, self._collector = seats, trainer, collector
+    def __init__(self, comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
+        self._comms, self._trainer, self._collector = comms, trainer, collector
         self._pieces: Iterator[Bytes] = iter(())
         self._sending: tuple[Any, Bytes] | None = None
         self._fault: str | None = None
@@ -41,7 +41,7 @@ class LearnerRank:
     def run(self) -> None:
         """Works until the lead says stop."""
         while True:
-            is_over = self._seats.is_told_to_stop()
+            is_over = self._comms.is_told_to_stop()
             # Lessons for a trainer that is gone stay where they are: so the lead reads no more.
             is_busy = (self._trainer.is_alive and self._receive()) | self._send()
             if is_over:
@@ -55,13 +55,13 @@ class LearnerRank:
         if self._fault is not None:
             report |= {"state": "failed", "fault": self._fault}
         report |= {"version_sent": self.sent, "dropped_sequences": self._collector.dropped}
-        self._seats.finish(report, None if self._sending is None else self._sending[0])
+        self._comms.finish(report, None if self._sending is None else self._sending[0])
 
     def _receive(self) -> bool:
-        numbers = self._seats.lesson()
+        numbers = self._comms.lesson()
         if numbers is None:
             return False
-        self._post(lambda: self._collector.add(lessons.read(numbers)))
+        self._post(lambda: self._collector.add(logit_stream.read(numbers)))
         return True
 
     def _post(self, collected: Callable[[], list[Example]]) -> None:
@@ -86,18 +86,18 @@ class LearnerRank:
             self.sent = newest[0]
             self._pieces = pieces(*newest)
             message = next(self._pieces)
-        self._sending = self._seats.send_piece(message), message
+        self._sending = self._comms.send_piece(message), message
         return True
 
 
-def learn(config: RunConfig, seats: LearnerSeats) -> int:
+def learn(config: RunConfig, comms: LearnerComms) -> int:
     """Runs a learner's rank to the job's end; returns 0."""
     guard.stage(Stage.ROUNDS)
-    job = resolve_unopened(config, seats.world_size - config.learners - config.drafts, None)
+    job = resolve_unopened(config, comms.world_size - config.learners - config.drafts, None)
     workload = job.workload
     stops = workload.stop_ids if isinstance(workload, TextWorkload) else frozenset[int]()
-    task = task_of(config, job.target_where, job.draft_where, seats.local_rank)
-    LearnerRank(seats, TrainerProcess(task), Collector(stops)).run()
+    task = task_of(config, job.target_where, job.draft_where, comms.local_rank)
+    LearnerRank(comms, TrainerProcess(task), Collector(stops)).run()
     guard.stage(Stage.TEARDOWN)
     return 0
 

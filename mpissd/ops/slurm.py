@@ -28,23 +28,17 @@ class GpuType:
     cores: int | None = None
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A partition: the most GPUs that a job may take of a shared node (None: whole nodes only)."""
-
-    most_gpus: int | None
-
-
 BRIDGES2_TYPES = {
     "v100-16": GpuType(16_000_000_000, cores=5),
     "v100-32": GpuType(32_000_000_000, cores=5),
     "l40s-48": GpuType(48_000_000_000),
     "h100-80": GpuType(80_000_000_000),
 }
-BRIDGES2 = {"GPU": Partition(None), "GPU-shared": Partition(4)}
-_GPUS_A_NODE = 8
+SHARED, WHOLE = "GPU-shared", "GPU"  # Bridges-2's GPU partitions: part of one node, whole nodes
+_MOST_SHARED, _GPUS_A_NODE = 4, 8
 _DGX2 = ("v100-32", 16)  # one node of 16
 _LONGEST_MIN = 48 * 60
+_DEFAULT_CPUS = 5
 CLUSTERS = ("bridges2", "other")
 
 
@@ -74,25 +68,44 @@ class Request:
     flags: tuple[str, ...] = ()
     needs_gpus: bool = True
 
-    @property
-    def limits(self) -> Partition | None:
-        """The limits of the partition; None if it is not one of Bridges-2's."""
-        name = self.partition or self.header.get("partition", "")
-        return BRIDGES2.get(name) if self.cluster == "bridges2" else None
+    def command(self) -> list[str]:
+        """Returns the sbatch command, without options that the script's header has already."""
+        options = self.resolve().items()
+        given = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
+        return ["sbatch", *given, *self.extra, self.script, *self.flags]
 
     def resolve(self) -> dict[str, str]:
         """Returns all options for sbatch; raises ConfigError where Slurm would refuse them."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
-        nodes = self.nodes or self._said("nodes") or 1
-        ranks = max(self.ranks, self._said("ntasks"))
-        gpu_type, gpus = self._gpus(ranks, nodes)
+        name = self.partition or self.header.get("partition", "")
+        limited = name if self.cluster == "bridges2" and name in (SHARED, WHOLE) else None
+        nodes = self.nodes or self._number("nodes") or 1
+        ranks = max(self.ranks, self._number("ntasks"))
+        kind, _, count = self.header.get("gpus", "").rpartition(":")
+        gpu_type = self.gpu_type or kind or ("v100-32" if limited else None)
+        gpus = int(count) if count.isdigit() else 0
+        if self.gpus is not None:
+            gpus = self.gpus
+        elif limited == WHOLE:
+            gpus = max(gpus, nodes * _GPUS_A_NODE)
+        elif self.needs_gpus or limited:
+            gpus = max(gpus, ranks)
+        cpus = self.cpus or self._number("cpus-per-task") or (_DEFAULT_CPUS if limited else 0)
         time = self.time or self.header.get("time")
-        cpus = self.cpus or self._said("cpus-per-task") or self._default_cpus
-        self._check_time(time)
-        self._check_ranks(ranks, gpus, nodes)
-        self._check_limits(ranks, gpu_type, gpus, nodes)
-        self._check_cores(ranks, gpu_type, gpus, cpus)
+        if time is not None and minutes(time) > _LONGEST_MIN and limited:
+            raise ConfigError(
+                f"TIME={time}: Bridges-2 ends GPU jobs after 48 hours: allowed: up to 48:00:00; "
+                "an array goes on where it stopped when it is submitted again"
+            )
+        if self.needs_gpus and gpus and ranks > gpus:
+            whole = limited == WHOLE
+            fix = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if whole else f"GPUS={ranks}"
+            raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {fix}")
+        if nodes > ranks:
+            raise ConfigError(f"NODES={nodes}: allowed: up to T + D = {ranks}")
+        if limited:
+            _check_bridges2(limited, ranks, gpu_type or "", gpus, nodes, cpus)
         if self.array is not None and not _ARRAY.fullmatch(self.array):
             raise ConfigError(f"ARRAY={self.array}: allowed: 0-7, 0-7%2 (two at once), 3,5")
         options = {
@@ -110,83 +123,39 @@ class Request:
             options["export"] = ",".join(("ALL", *listed))
         return {**self.header, **{name: text for name, text in options.items() if text is not None}}
 
-    def _said(self, name: str) -> int:
+    def _number(self, name: str) -> int:
         """Returns a count from the script's header; 0 if the header lacks it."""
         text = self.header.get(name, "0")
         if not text.isdecimal():
             raise ConfigError(f"{self.script}: #SBATCH --{name}={text}: allowed: a whole number")
         return int(text)
 
-    def command(self) -> list[str]:
-        """Returns the sbatch command, without options that the script's header has already."""
-        options = self.resolve().items()
-        said = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
-        return ["sbatch", *said, *self.extra, self.script, *self.flags]
 
-    @property
-    def _default_cpus(self) -> int:
-        return 5 if self.limits else 0
-
-    def _gpus(self, ranks: int, nodes: int) -> tuple[str | None, int]:
-        """Returns (type, number) of the GPUs to ask for."""
-        kind, _, count = self.header.get("gpus", "").rpartition(":")
-        if self.limits is not None:
-            kind = kind or "v100-32"
-        given = int(count) if count.isdigit() else 0
-        if self.gpus is not None:
-            given = self.gpus
-        elif self.limits is not None and self.limits.most_gpus is None:
-            given = max(given, nodes * _GPUS_A_NODE)
-        elif self.needs_gpus or self.limits is not None:
-            given = max(given, ranks)
-        return self.gpu_type or kind or None, given
-
-    def _check_time(self, time: str | None) -> None:
-        if time is None:
-            return
-        asked = minutes(time)
-        if self.limits is not None and asked > _LONGEST_MIN:
-            raise ConfigError(
-                f"TIME={time}: Bridges-2 ends GPU jobs after 48 hours: allowed: up to 48:00:00; "
-                "an array goes on where it stopped when it is submitted again"
-            )
-
-    def _check_ranks(self, ranks: int, gpus: int, nodes: int) -> None:
-        if self.needs_gpus and gpus and ranks > gpus:
-            is_whole = self.limits is not None and self.limits.most_gpus is None
-            fix = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if is_whole else f"GPUS={ranks}"
-            raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {fix}")
-        if nodes > ranks:
-            raise ConfigError(f"NODES={nodes}: allowed: up to T + D = {ranks}")
-
-    def _check_limits(self, ranks: int, gpu_type: str | None, gpus: int, nodes: int) -> None:
-        if self.limits is None:
-            return
-        name = self.partition or self.header["partition"]
-        if gpu_type not in BRIDGES2_TYPES:
-            raise unknown("GPU_TYPE", gpu_type or "", BRIDGES2_TYPES)
-        most = self.limits.most_gpus
-        if most is not None and nodes > 1:
-            raise ConfigError(f"NODES={nodes}: {name} gives part of one node: PARTITION=GPU")
-        if most is not None and not 1 <= gpus <= most:
-            raise ConfigError(
-                f"{gpus} GPUs for T + D = {ranks} ranks: {name} gives 1 to {most}: PARTITION=GPU "
-                "(whole nodes of 8), or a smaller TP"
-            )
-        if most is None and gpus != nodes * _GPUS_A_NODE and (gpu_type, gpus, nodes) != (*_DGX2, 1):
-            raise ConfigError(
-                f"GPUS={gpus}: {name} gives whole nodes: GPUS={nodes * _GPUS_A_NODE} with "
-                f"NODES={nodes} (unused ones are charged, too)"
-            )
-
-    def _check_cores(self, ranks: int, gpu_type: str | None, gpus: int, cpus: int) -> None:
-        cores = BRIDGES2_TYPES[gpu_type].cores if self.limits and gpu_type else None
-        if cores is not None and ranks * cpus > gpus * cores:
-            most = gpus * cores // ranks
-            raise ConfigError(
-                f"CPUS={cpus}: {ranks} ranks of {cpus} cores, but {gpus} {gpu_type} come with "
-                f"{gpus * cores}: allowed: up to {most}"
-            )
+def _check_bridges2(
+    partition: str, ranks: int, gpu_type: str, gpus: int, nodes: int, cpus: int
+) -> None:
+    """Raises ConfigError for what a GPU partition of Bridges-2 does not give."""
+    if gpu_type not in BRIDGES2_TYPES:
+        raise unknown("GPU_TYPE", gpu_type, BRIDGES2_TYPES)
+    if partition == SHARED and nodes > 1:
+        raise ConfigError(f"NODES={nodes}: {SHARED} gives part of one node: PARTITION={WHOLE}")
+    if partition == SHARED and not 1 <= gpus <= _MOST_SHARED:
+        raise ConfigError(
+            f"{gpus} GPUs for T + D = {ranks} ranks: {SHARED} gives 1 to {_MOST_SHARED}: "
+            f"PARTITION={WHOLE} (whole nodes of 8), or a smaller TP"
+        )
+    whole = nodes * _GPUS_A_NODE
+    if partition == WHOLE and gpus != whole and (gpu_type, gpus, nodes) != (*_DGX2, 1):
+        raise ConfigError(
+            f"GPUS={gpus}: {WHOLE} gives whole nodes: GPUS={whole} with NODES={nodes} "
+            "(unused ones are charged, too)"
+        )
+    cores = BRIDGES2_TYPES[gpu_type].cores
+    if cores is not None and ranks * cpus > gpus * cores:
+        raise ConfigError(
+            f"CPUS={cpus}: {ranks} ranks of {cpus} cores, but {gpus} {gpu_type} come with "
+            f"{gpus * cores}: allowed: up to {gpus * cores // ranks}"
+        )
 
 
 def minutes(time: str) -> float:

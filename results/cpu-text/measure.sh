@@ -32,6 +32,6 @@ for repeat in $(seq "$REPEATS"); do # a sweep measures only the repeats that it 
 done
 
 mkdir -p "$out/rows" && cat "$out"/final*/runs.jsonl >"$out/rows/runs.jsonl"
-"$PYTHON" -m mpissd best --results="$out/rows" | tee "$out/best.txt"
+"$PYTHON" -m mpissd compare "$out/rows" --show=best | tee "$out/best.txt"
 "$PYTHON" "$here/choose.py" table "$out" | tee "$out/table.md"
 exit $failed

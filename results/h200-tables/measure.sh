@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What `mpissd tables` compares with the milestone report, T=1, alpha .9, K = 2 … 12; two GPUs:
+# What `mpissd compare --show=tables` compares with the milestone report, T=1, alpha .9, K = 2 … 12; two GPUs:
 #   results/h200-tables/measure.sh OUT
 # ROUNDS=1000, LIMIT_S=120 a run; PYTHON, MPIRUN: launch/env.sh.
 set -u -o pipefail

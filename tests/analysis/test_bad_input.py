@@ -51,14 +51,6 @@ def test_a_broken_line_in_the_middle_is_told_apart(tmp_path: Path) -> None:
     assert data.notes.lines == (f"{folder}/runs.jsonl:2: left out: no JSON object",)
 
 
-def test_an_empty_file_is_said(tmp_path: Path) -> None:
-    write(tmp_path / "a", "")
-    write(tmp_path / "b", lines()[0])
-    data = load([tmp_path])
-    assert len(data.rows) == 1
-    assert data.notes.lines == (f"{tmp_path}/a/runs.jsonl: empty: no row",)
-
-
 def test_another_schema_is_counted(tmp_path: Path) -> None:
     good = lines()[:4]
     other = [changed(line, schema=2) for line in good[:3]]
@@ -106,14 +98,6 @@ def test_a_row_of_other_types(tmp_path: Path, key: str, value: Any) -> None:
     assert len(data.rows) == 1
     assert len(data.notes.lines) == 1
     assert data.notes.lines[0].startswith(f"{folder}/runs.jsonl:1: left out: ")
-
-
-def test_a_file_that_cannot_be_read_costs_one_line(tmp_path: Path) -> None:
-    write(tmp_path / "a", lines()[0])
-    (tmp_path / "b/runs.jsonl").mkdir(parents=True)
-    data = load([tmp_path])
-    assert len(data.rows) == 1
-    assert data.notes.lines == (f"{tmp_path}/b/runs.jsonl: left out: Is a directory",)
 
 
 def test_a_row_twice_counts_once_and_two_rows_of_one_id_are_told(tmp_path: Path) -> None:
@@ -174,7 +158,7 @@ def test_measured_machines_come_first_and_the_null_device_never(tmp_path: Path) 
     assert machines(data.rows) == ["NVIDIA H200", "NVIDIA H100 80GB SXM (emulated)"]
 
 
-@pytest.mark.parametrize("what", ["all", "report"])
+@pytest.mark.parametrize("what", ["all"])
 def test_rows_of_the_null_device_alone_are_nothing(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,18 +178,3 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         stdin=subprocess.DEVNULL,
     )
-
-
-@pytest.mark.slow
-def test_from_the_shell_bad_input_is_a_line_and_exit_code_2(tmp_path: Path) -> None:
-    folder = write(tmp_path / "in", "\n".join([*lines(), lines()[0][:99]]))
-    out = tmp_path / "out"
-    done = call("predicted", f"--results={folder}", f"--out={out}", "--formats=png")
-    assert done.returncode == 0, done.stderr
-    assert "the last line, cut off" in done.stderr and "Traceback" not in done.stderr
-    assert (out / "nvidia-h100-80gb-sxm-emulated/predicted.png").is_file()
-    assert "median" in done.stdout.lower()
-    write(tmp_path / "in", "{")
-    done = call("predicted", f"--results={folder}", f"--out={out}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("analysis: results ") and done.stderr.count("\n") == 1

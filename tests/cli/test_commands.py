@@ -1,4 +1,4 @@
-"""predict, plan, why and tables on the command line: JSON at the end, or one line of refusal."""
+"""predict, plan and compare on the command line: JSON at the end, or one line of refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from tests.tiny_pair import tiny_pair
 
-COMMANDS = ("predict", "plan", "why", "compare", "tables", "probe")
+COMMANDS = ("predict", "plan", "compare", "probe")
 PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
 EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
 TWO = f"--profile={PROBED / 'h200-70b-1b-T2D1.json'}"  # 70B at T=2 and 1B, fused
@@ -431,19 +431,11 @@ def test_a_job_s_profile_of_another_schema(capfd: pytest.CaptureFixture[str]) ->
         # Three ranks divide neither model; what the profile lacks is said first.
         (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
         (("plan", TWO, "--gpus=3", "--pair=toy"), "doesn't cover toy-target T=1"),
-        (("why",), "runs.jsonl"),
-        (("why", "--result=nothing"), "runs.jsonl"),
-        (("why", "--result=./none.jsonl"), "none.jsonl"),
-        (("why", "--out=none"), "none"),
-        (("tables", "--results=none"), "results 'none'"),
         (("probe", "--backend=cuda"), "unknown backend 'cuda'"),
         (("predict", "word"), "'word' is not a flag"),
         (("plan", "word"), "'word' is not a flag"),
         (("probe", "word"), "'word' is not a flag"),
-        (("why", "word"), "runs.jsonl"),  # it may be the name of a run,
-        (("tables", "word"), "results 'word'"),  # and here a folder
-        (("why", "one", "two"), "'two' is not a flag"),
-        (("tables", "one", "two"), "'two' is not a flag"),
+        (("compare", "--into=none.md", "word"), "into=none.md with results"),
         *(((command, "--nonsense=1"), "unknown flag '--nonsense'") for command in COMMANDS),
     ],
 )
@@ -454,23 +446,17 @@ def test_refusals(
 
 
 @pytest.mark.parametrize("text", ["{}\n", "[]\n", "not json\n", "\n", '{"schema": 2}\n'])
-@pytest.mark.parametrize("command", ["why", "tables"])
-def test_rows_that_are_none(command: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("show", ["why", "tables", "best"])
+def test_rows_that_are_none(show: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
     """An empty line may pass in tables; a broken one is named."""
     Path("out").mkdir()
     Path("out/runs.jsonl").write_text(text)
-    code = main([command])
+    code = main(["compare", f"--show={show}"])
     out, err = capfd.readouterr()
-    if command == "tables" and text == "\n":
+    if show == "tables" and text == "\n":
         assert code == 0 and err == ""
     else:
-        assert code == 2 and out == "" and err.count("\n") == 1 and "runs.jsonl" in err
-
-
-def test_tables_without_rows_say_what_to_run(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["tables"]) == 0
-    out, err = capfd.readouterr()
-    assert err == "" and "make run" in out
+        assert code == 2 and out == "" and err.count("\n") == 1 and "out" in err
 
 
 def test_what_plan_says_to_run_for_a_pair_with_weights_can_be_run(

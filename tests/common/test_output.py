@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_output, make_output
+from mpissd.common.output import append_row, check_output, make_output
 from tests.needs import IS_ROOT, needs, needs_linux
 
 JUDGES = [check_output, make_output]
@@ -80,3 +80,10 @@ def test_earlier_rows_stay(tmp_path: Path) -> None:
     rows.write_text('{"schema": 1}\n')
     make_output(str(tmp_path))
     assert rows.read_text() == '{"schema": 1}\n'
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    row = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": -float("inf"), "e": "NaN"}}
+    append_row(tmp_path / "rows.jsonl", row)
+    line = (tmp_path / "rows.jsonl").read_text()
+    assert line == '{"a": null, "b": [1.5, null], "c": {"d": null, "e": "NaN"}}\n'

@@ -31,7 +31,6 @@ UNSEEN = {
 }
 UNSEEN |= {"learners", "learner_state", "draft_versions", "acceptance_by_version", "learner"}
 UNSEEN |= {"proposal_bytes_per_round", "proposal_wait_us"}  # keys that no committed row has yet
-UNSEEN |= {"draft_lookup", "draft_forwards", "draft_lookup_offered", "draft_lookup_accepted"}
 UNSEEN |= {"groups", "draft_wait_us", "per_group", "pool"}
 RANKS = [{"device": "A"}, {"device": "A"}, {"device": "B"}]
 OWN = {"device_name": "A", "num_drafts": 1, "tp": 2}

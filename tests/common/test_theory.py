@@ -131,41 +131,6 @@ def test_stationary_hit_rate_against_its_chain() -> None:
     assert theory.stationary_hit_rate(1.0, 0.3) == 1
 
 
-def test_a_draft_with_guesses_is_what_its_steps_are_drawn_as() -> None:
-    rng, costs = np.random.default_rng(SEED), (1.0, 1.1, 1.3, 1.6, 2.0, 2.4, 2.9)
-    kinds = [(0.3, 0.25, 1), (0.2, 0.6, 3), (0.1, 0.95, 9)]
-    forwards, times = np.zeros(20_000), np.zeros(20_000)
-    for n in range(len(forwards)):
-        left = 7
-        while left:
-            pick = rng.random()
-            found = next((k for i, k in enumerate(kinds) if pick < SUMS[i]), (0, 0.0, 0))
-            count = min(found[2], left - 1)
-            right = 0
-            while right < count and rng.random() < found[1]:
-                right += 1
-            left -= 1 + right
-            forwards[n] += 1
-            times[n] += costs[count]
-    mean, time = theory.staged_draft(kinds, 7, costs)
-    assert near(forwards, mean) and near(times, time)
-    assert not near(forwards, 1.02 * mean) and not near(times, 0.98 * time)
-
-
-SUMS = (0.3, 0.5, 0.6)
-
-
-def test_guesses_at_the_ends() -> None:
-    costs = (1.0, 1.1, 1.3, 1.6)
-    assert theory.staged_draft([], 4, costs) == (4, 4)
-    assert theory.staged_draft([(1.0, 0.0, 3)], 4, costs) == pytest.approx((4, 1.6 + 1.3 + 1.1 + 1))
-    assert theory.staged_draft([(1.0, 1.0, 3)], 4, costs) == pytest.approx((1, 1.6))
-    assert theory.staged_draft([(1.0, 1.0, 1)], 4, costs) == pytest.approx((2, 2.2))
-    assert theory.staged_draft([(0.5, 1.0, 1)], 0, costs) == (0, 0)
-    with pytest.raises(ConfigError, match="share without guesses"):
-        theory.staged_draft([(0.7, 0.5, 1), (0.4, 0.5, 1)], 4, costs)
-
-
 def test_power_law_miss() -> None:
     assert theory.power_law_miss(0, 0.1, 1.0) == 1
     assert theory.power_law_miss(3, 1.0, 1.0) == pytest.approx(1 / 3)

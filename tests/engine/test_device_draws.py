@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mpissd.common.errors import ConfigError, FaultError, ProtocolError
+from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.engine.model.draws import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -160,22 +160,6 @@ def test_rows_are_used_again_when_nobody_holds_them(gpu: Any) -> None:
     del first
     third = draws.propose([Drafting(1, 1.0, 0.5)], 1.0)
     assert third[0].kept.values.ctypes.data == address
-
-
-@pytest.mark.parametrize("asked, expected", [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_variable_decides(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: bool
-) -> None:
-    monkeypatch.delenv("MPISSD_DRAW", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("MPISSD_DRAW", asked)
-    assert cupy_draws.is_asked() == expected
-
-
-def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPISSD_DRAW", "yes")
-    with pytest.raises(ConfigError, match=r"^MPISSD_DRAW=yes: allowed: 0 \(on the host\), 1"):
-        cupy_draws.is_asked()
 
 
 def test_a_row_that_gives_another_probability_is_refused() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.comm.device_group import Seat, choose, shared_gpu, unique_id
-from mpissd.engine.comm.device_mpi import claims_cuda, scrubbed, trial
+from mpissd.engine.comm.device_mpi import claims_cuda
 
 APART = [Seat("n1", "0000:01:00.0", True), Seat("n1", "0000:02:00.0", True)]
 OTHER_NODE = [Seat("n1", "0000:01:00.0", True), Seat("n2", "0000:01:00.0", True)]
@@ -78,46 +75,5 @@ def test_an_nccl_id_suits_each_cupy() -> None:
     assert unique_id(identity, "14.2.0") == bytes([128, 255, 0, 1, 127])
 
 
-def test_the_trial_job_inherits_no_launcher() -> None:
-    kept = {
-        "PATH": "/bin",
-        "CUDA_VISIBLE_DEVICES": "0,1",
-        "UCX_TLS": "cuda",
-        "OMPI_MCA_btl": "self,sm",
-        "OMPI_MCA_plm_rsh_agent": "",  # without ssh, Open MPI 4 starts nothing unless it is empty
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
-    launcher = ["OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess", "PMIX_RANK", "PMI_RANK", "PRTE_LAUNCHED"]
-    launcher += ["SLURM_JOB_ID", "HYDI_CONTROL_FD", "OMPI_MCA_orte_hnp_uri"]
-    assert scrubbed({**kept, **dict.fromkeys(launcher, "x")}) == kept
-
-
 def test_cray_says_it_in_the_environment() -> None:
     assert claims_cuda({"MPICH_GPU_SUPPORT_ENABLED": "1"})
-
-
-def test_no_launcher_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert trial(1.0) == "there is no mpirun to try it with"
-
-
-@pytest.mark.parametrize("code, reason", [("sys.exit(0)", None), ("kill()", "ended 139")])
-def test_a_segfault_in_the_trial_job_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, reason: str | None
-) -> None:
-    fake = tmp_path / "mpirun"  # runs one rank and says how it ended, as launchers do
-    fake.write_text('#!/bin/sh\nshift 2\n"$@"\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    kill = f"import os, sys; kill = lambda: os.kill(os.getpid(), {int(signal.SIGSEGV)})"
-    found = trial(30.0, ["-c", f"{kill}; {code}"])
-    assert found == (reason and f"an exchange between two ranks {reason}")
-
-
-def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake = tmp_path / "mpirun"
-    fake.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert "took over 1 s" in str(trial(1.0, ["-c", "import time; time.sleep(60)"]))

@@ -40,26 +40,6 @@ def test_the_automaton_finds_the_longest_suffix_at_its_latest_place(
     assert lookup.drafted(count) == looked_up(tokens, len(tokens), count)
 
 
-def guessed(tokens: list[int], drafted: list[int], longest: int, most: int) -> list[int]:
-    """The definition: behind the latest end, in the sequence, of the largest suffix of both."""
-    both, ends = [*tokens, *drafted], len(tokens) - (not drafted)
-    for n in range(min(longest, len(both)), 0, -1):
-        for end in range(ends, n - 1, -1):
-            if tokens[end - n : end] == both[-n:]:
-                return [*tokens[end:], *drafted][: min(n, most)]
-    return []
-
-
-@given(TOKENS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 6))
-def test_guesses_follow_what_was_drafted(tokens: list[int], drafted: list[int], most: int) -> None:
-    """Of no more tokens than the occurrence has, and without reading what was drafted."""
-    for lookup, longest in ((PromptLookup(3), 3), (SuffixLookup(), len(tokens) + len(drafted))):
-        lookup.follow(tokens)
-        for _ in range(2):
-            assert lookup.guessed(drafted, most) == guessed(tokens, drafted, longest, most)
-        assert lookup.tokens == tokens
-
-
 @given(TOKENS, st.data())
 @pytest.mark.parametrize("kind", ["prompt", "suffix"])
 def test_a_sequence_may_arrive_in_pieces(kind: str, tokens: list[int], data: st.DataObject) -> None:

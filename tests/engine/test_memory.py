@@ -56,3 +56,13 @@ def test_a_default_context_of_text_is_as_long_as_memory_allows() -> None:
 def test_unknown_memory_limits_nothing() -> None:
     job = job_of(None, batch_size=1000, context=100_000)
     assert most_that_fits(job, "batch_size", 2, None, None) == 1000
+
+
+def test_a_gpu_that_draws_tokens_needs_room_for_their_distributions() -> None:
+    """Of K drafted tokens of each sequence, and one of each for the target that rejects."""
+    text = {"target": "8b", "draft": "1b", "pair": None, "workload": "text", "prompt_ids": "1,2,3"}
+    flags = {**text, "batch_size": 4, "lookahead": 5, "context": 512}
+    greedy, drawn = job_of(None, **flags), job_of(None, **flags, temperature=0.7)
+    more = sum(drawn.rank_bytes(2)) - sum(greedy.rank_bytes(2))
+    assert more == (4 + 4 * 5) * 128_256 * 4
+    assert drawn.rank_bytes(4) == greedy.rank_bytes(4)

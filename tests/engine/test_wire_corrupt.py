@@ -204,7 +204,7 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
 @given(st.data())
 def test_sealed_nonsense_is_refused_or_harmless(data: st.DataObject) -> None:
     """A peer with a defect, not a damaged message: what passes is within all limits."""
-    message = data.draw(st.sampled_from(SENT[:5]), "message")(data.draw(st.integers(0, 9), "seed"))
+    message = data.draw(st.sampled_from(SENT[:4]), "message")(data.draw(st.integers(0, 9), "seed"))
     body = message.buffer.body
     for _ in range(data.draw(st.integers(1, 3), "changes")):
         place = data.draw(st.integers(0, message.size - HEADER - 1), "place")

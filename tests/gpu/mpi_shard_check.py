@@ -107,7 +107,7 @@ def open_backend(name: str) -> tuple[Backend, bool]:
 
 
 def open_choice(backend: Backend, choice: str) -> Group:
-    """The group that `choice` names; the trial of device-aware MPI is left out for host memory."""
+    """The group that `choice` names; for host memory the MPI library is not asked."""
     if backend.name == "host" and choice == "device":
         from mpissd.engine.comm.device_mpi import DeviceMpiGroup
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.ops.doctor.host import read_cuda, read_host
-from mpissd.ops.doctor.smi import read_gpus, read_links
+from mpissd.ops.doctor.machine import read_cuda, read_gpus
 from tests.needs import lack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,32 +46,13 @@ def num_gpus() -> int:
     return read_cuda(0).count
 
 
-def test_cupy_and_nvidia_smi_name_the_same_gpus() -> None:
-    seen, (gpus, error) = read_cuda(0), read_gpus()
-    assert seen.error == "" and error == ""
-    by_bus = {gpu.bus_id: gpu for gpu in gpus}
-    gpu = by_bus[seen.bus_id.lower()]
-    assert seen.uuid in ("", gpu.uuid) and gpu.name == seen.name
-    assert str(gpu.capability) == seen.capability
-    assert gpu.memory_total is not None and seen.memory_total is not None
-    assert abs(gpu.memory_total - seen.memory_total) < 0.05 * gpu.memory_total
-    assert seen.nccl is not None and seen.nccl > 20000
-    assert seen.runtime is not None and seen.driver is not None
-    assert len(seen.peers) == seen.count and all(seen.peers[n][n] for n in range(seen.count))
-
-
-def test_a_rank_without_a_gpu() -> None:
-    seen = read_cuda(1000)
-    assert seen.error == "" and seen.count > 0 and seen.bus_id == ""
-
-
-def test_links_are_read() -> None:
-    gpus, _ = read_gpus()
-    if len(gpus) < 2:
-        lack("two GPUs")
-    links = read_links()
-    assert set(links) == {f"GPU{gpu.index}" for gpu in gpus}
-    assert read_host(None).links == links
+def test_cupy_and_nvidia_smi_name_the_same_gpu() -> None:
+    view, (gpus, error) = read_cuda(0), read_gpus()
+    assert view.error == "" and error == "" and view.count > 0
+    assert view.runtime is not None and view.driver is not None
+    assert view.name in {gpu.name for gpu in gpus if gpu.uuid == view.uuid or not view.uuid}
+    beyond = read_cuda(1000)
+    assert beyond.error == "" and beyond.count > 0 and beyond.bus_id == ""
 
 
 def test_the_default_run() -> None:
@@ -92,8 +72,6 @@ def test_two_target_ranks_of_one_host() -> None:
     assert code == 0, table
     assert line(table, "all-reduce").startswith("ok")
     assert any(name in line(table, "all-reduce") for name in ("oneshot", "nccl")), table
-    line(table, "peer access")
-    assert "loaded" in line(table, "NCCL")
 
 
 def test_no_gpu_is_visible() -> None:
@@ -101,12 +79,6 @@ def test_no_gpu_is_visible() -> None:
     assert code == 2 and line(table, "CUDA").startswith("BAD")
     code, table = doctor("--mode=ar", "--pair=toy", CUDA_VISIBLE_DEVICES="")
     assert code == 0 and line(table, "backend").startswith("warn")  # NumPy, though there are GPUs
-
-
-def test_more_ranks_than_gpus() -> None:
-    count = num_gpus()
-    code, table = doctor(f"--tp={count + 1}", "--mode=ar", "--backend=cupy", "--target=opt-125m")
-    assert code == 2 and "BAD" in table
 
 
 def test_one_visible_gpu_for_two_ranks() -> None:
@@ -127,13 +99,3 @@ def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     code, table = doctor("--tp=2", "--mode=ar", "--pair=toy", PYTHONPATH=path)
     assert "ranks 0 and 1 share GPU-" in line(table, "GPUs")
     assert code == 0 and "staged" in line(table, "all-reduce"), table
-
-
-def test_an_older_nccl_is_named_as_loaded() -> None:
-    """The version is the library's own, not the one that CuPy was built with."""
-    seen = read_cuda(0)
-    code, table = doctor("--tp=2", "--mode=ar", "--pair=toy") if num_gpus() > 1 else (0, "")
-    if table:
-        assert code == 0 and seen.nccl is not None
-        told = f"{seen.nccl // 10000}.{seen.nccl // 100 % 100}.{seen.nccl % 100}"
-        assert told in line(table, "NCCL")

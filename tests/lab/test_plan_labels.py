@@ -115,10 +115,10 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
 def test_what_does_not_fit_and_what_is_not_judged_are_said() -> None:
     config, advice = advise(3, pair="70b/8b", batch_size=2)
     text = render(advice, "", survey(config, H200, 3), 3)
-    assert "does not fit: SD inline T=1" in text and "SSD is judged at D = 1" in text
+    assert "does not fit: SD inline T=1" in text
     config, advice = advise(2)
     text = render(advice, "", survey(config, H200, 2), 2)
-    assert "does not fit" not in text and "D = 1\n" not in text
+    assert "does not fit" not in text
 
 
 def test_imposed_hits_have_a_price(capfd: pytest.CaptureFixture[str]) -> None:

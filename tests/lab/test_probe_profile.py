@@ -16,7 +16,7 @@ from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.seats import core_numa_nodes, gpu_links, numa_node
+from mpissd.engine.comm.rank_places import core_numa_nodes, gpu_links, numa_node
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.probe.device import DeviceProbe, product_shapes
@@ -220,6 +220,6 @@ def test_gpu_links_are_bounded_and_plain(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu_links(str(tool)) == "GPU0\tX"
     tool.write_text("#!/bin/sh\nexit 3\n")
     assert gpu_links(str(tool)) is None
-    monkeypatch.setattr("mpissd.engine.comm.seats._SMI_S", 0.2)
+    monkeypatch.setattr("mpissd.engine.comm.rank_places._SMI_S", 0.2)
     tool.write_text("#!/bin/sh\nexec sleep 30\n")
     assert gpu_links(str(tool)) is None

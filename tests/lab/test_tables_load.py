@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import Row
-from mpissd.lab.tables import load_profiles, load_rows, render
-from tests.common.tables_model import ar, everything, sd
+from mpissd.lab.tables import load_profiles, load_rows
+from tests.common.tables_model import ar, everything
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "runs.jsonl") -> Path:
@@ -36,7 +35,6 @@ def test_rows_and_profiles_are_found_under_a_folder_and_count_once(tmp_path: Pat
     assert load_profiles([tmp_path, first], loaded) == profiles
     assert load_profiles([first], loaded) == {}
     assert load_rows([tmp_path / "c" / "profiles"]) == []
-    assert render(loaded, profiles) == render(rows, profiles)
 
 
 GOOD = json.dumps(dict(ar("8b/1b")))
@@ -89,31 +87,3 @@ def test_a_bad_profile_is_named(tmp_path: Path, content: str, reason: str) -> No
     (tmp_path / "profiles" / "ar-8b-1b.json").write_text(content)
     with pytest.raises(ConfigError, match=rf"ar-8b-1b\.json.*{re.escape(reason)}"):
         load_profiles([path], load_rows([path]))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"tok_per_s": "fast"},
-        {"tok_per_s": float("nan")},
-        {"T_SD": -1.0},
-        {"t_target_s": float("inf")},
-        {"lookahead": 2.5},
-        {"tp": True},
-        {"device_name": ["A GPU"]},
-        {"fuse": None},
-        {"accept_histogram": None},
-        {"accept_histogram": [1, "2"]},
-        {"provenance": None},
-    ],
-)
-def test_a_value_that_no_run_writes_is_an_error(changed: dict[str, Any]) -> None:
-    (key,) = changed
-    with pytest.raises(ConfigError, match=rf"row 'sd-8b-1b-2-0\.9': {key}="):
-        render([ar("8b/1b"), sd("8b/1b", 2) | changed])
-
-
-def test_a_row_without_a_key_is_an_error() -> None:
-    without = {key: value for key, value in sd("8b/1b", 2).items() if key != "fuse"}
-    with pytest.raises(ConfigError, match=r"sd-8b-1b-2-0\.9': no fuse: allowed: a row of `run`"):
-        render([Row.from_dict(without)])

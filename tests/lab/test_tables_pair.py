@@ -104,16 +104,6 @@ def test_what_means_nothing_is_one_line(
     assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1 and message in err
 
 
-def test_drafts_on_other_devices_differ() -> None:
-    old = result("one", num_drafts=1, world_size=2)  # of before rows named the draft's device
-    own = old | {"draft_device_name": old.device_name}
-    slow = old | {"run_id": "two", "draft_device_name": "Old GPU"}
-    key = "draft_device_name"
-    assert Pair.of(own, slow, {}).differ == {key: (old["device_name"], "Old GPU")}
-    ranks = [{"device": old["device_name"]}, {"device": "Old GPU"}]
-    assert Pair.of(old | {"provenance": {"ranks": ranks}}, slow, {}).differ == {}
-
-
 def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
     one = result("one")
     check_alike(one, result("two", num_rounds=90, token_digest="beef"))
@@ -123,39 +113,6 @@ def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
     long = {"token_limit": 100}
     with pytest.raises(ConfigError, match="token_digest"):
         check_alike(one | long, result("two", num_rounds=90, token_digest="beef", **long))
-
-
-def test_both_may_be_emulated_and_a_row_of_another_tool_is_named() -> None:
-    check_alike(result("one", backend="emulated"), result("two", backend="emulated"))
-    for key in ("world_size", "token_digest", "num_rounds"):
-        poor = {name: value for name, value in result("two").items() if name != key}
-        with pytest.raises(ConfigError, match=f"row 'two': no {key}"):
-            check_alike(result("one"), poor)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "needs two results"),
-        (("one",), "needs two results"),
-        (("one", "other"), "result 'other': no such row"),
-        (("one", "none.jsonl"), "none.jsonl"),
-        (("one", "one", "one"), "'one' is not a flag"),
-        (("one", "one", "--outt=x"), "did you mean '--out'"),
-    ],
-)
-def test_what_is_not_there(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("out"), result("one"))
-    assert main(["compare", *arguments]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.count("\n") == 1 and message in err
 
 
 def test_tokens_beyond_the_limit_do_not_count(tmp_path: Path) -> None:

@@ -154,22 +154,3 @@ def test_ar_leaves_a_pair_s_draft_alone(
     assert fetched == [(None, str(pair.target))]
     with pytest.raises(ConfigError):
         resolve(RunConfig(mode="sd", **given), 1, backend="numpy", memory_bytes=None)
-
-
-@pytest.mark.parametrize("draft_lookup", [None, "suffix"])
-def test_a_row_tells_what_a_lookup_spared_the_draft(
-    pair: TinyPair, tmp_path: Path, draft_lookup: str | None
-) -> None:
-    """K forwards a round without it; one less for each guess that was right."""
-    row = answered(pair, tmp_path, mode="sd", draft_lookup=draft_lookup, num_tokens=40)
-    assert row["draft_lookup"] == draft_lookup and row["T_SD"] > 0
-    names = ("draft_forwards", "draft_lookup_offered", "draft_lookup_accepted")
-    forwards, offered, accepted = (row[name] for name in names)
-    if draft_lookup is None:
-        assert (forwards, offered, accepted) == (None, None, None)
-        assert row["predicted_tok_per_s"] > 0
-    else:
-        assert forwards < row["lookahead"] and 0 < accepted <= offered
-        # Prompts of one batch_size = 1 sequence: what a guess saves is a forward.
-        assert forwards == pytest.approx(row["lookahead"] - accepted, abs=1e-3)
-        assert row["predicted_tok_per_s"] is None

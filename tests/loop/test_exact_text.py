@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.workload.text.draft import TextDraftWorker
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
 from tests.loop.markov_rig import joint_law
 from tests.loop.text_rig import TextPair, text_workers
@@ -58,8 +56,6 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
         ({"temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
         ({"top_p": 0.7}, {CACHE, JIT}),
         ({"backup": "fast"}, {CACHE, FAST}),
-        ({"mode": "sd", "draft_lookup": "prompt"}, {JIT}),
-        ({"draft_lookup": "suffix"}, {CACHE, JIT}),
     ],
 )
 def test_the_law_of_the_text_is_the_target_s(
@@ -74,25 +70,6 @@ def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
     """q = 0 for what it does not know, whose text the target adds alone."""
     found = enumerated(narrow)
     assert any(1 in text for text in found.law) and found.bias <= EXACT
-
-
-def test_a_draft_that_takes_what_it_looked_up_is_found(
-    base: TextPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the law above rests on where guesses are verified: the token is the draft's own."""
-    draws = TextDraftWorker._draw
-
-    def trusting(self: TextDraftWorker, rollout: Any, n: int, place: int, drawn: Any) -> int:
-        token = draws(self, rollout, n, place, drawn)
-        chain = rollout.guesses.chains[n] if rollout.guesses is not None else []
-        if len(chain) > 1 and place == 0:
-            token = rollout.tokens[n, place] = chain[1]
-        return token
-
-    monkeypatch.setattr(TextDraftWorker, "_draw", trusting)
-    pair = replace(base, mode="sd", draft_lookup="suffix", prompts=((1, 2, 1), (2, 1, 2)))
-    with pytest.raises(ProtocolError, match="its proposal said"):
-        enumerated(pair)
 
 
 def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:

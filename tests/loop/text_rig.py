@@ -103,7 +103,6 @@ class TextPair(Pair):
     top_p: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
     wrong_top_p: float | None = None  # what the target judges by, where it is not top_p
-    draft_lookup: str | None = None
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
@@ -149,7 +148,7 @@ def text_workers(case: Case) -> tuple[Watching, Judging]:
         stepper.release(range(pair.batch))
     drafter = WatchedText(
         draft, pair.seed, pair.fans, Twin(pair.K),  # type: ignore[arg-type]
-        samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids, draft_lookup=pair.draft_lookup,
+        samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, Twin(pair.K), samples=True, draft_ids=pair.ids)  # type: ignore[arg-type]
     judge.wrong_top_p = pair.wrong_top_p

@@ -1,6 +1,6 @@
 """A CuPy of GPUs that nobody can compute on, as a package's __init__.py: what the doctor asks.
 
-Both ranks get one GPU, NCCL is older than CuPy's, CUDA newer than the driver, peers are apart.
+Both ranks get one GPU, and CUDA is newer than the driver.
 """
 
 from __future__ import annotations
@@ -43,9 +43,5 @@ _runtime = _module(
     getDeviceProperties=lambda device: _PROPERTIES,
     deviceGetPCIBusId=lambda device: "0000:18:00.0",
     memGetInfo=lambda: (100 << 30, 141 << 30),
-    deviceCanAccessPeer=lambda one, other: 0,
 )
-_nccl = _module(
-    "cuda.nccl", available=True, get_version=lambda: 21805, get_build_version=lambda: 22803
-)
-cuda = _module("cuda", runtime=_runtime, nccl=_nccl)
+cuda = _module("cuda", runtime=_runtime)

@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.common.stage import DOING, OWN, SIZE, STAGE, WAITING, Doing, Stage, words
-from mpissd.common.trace import _NEXT, DraftLedger, DraftPhase
-from mpissd.ops.warden.peer import Peer
-from mpissd.ops.warden.verdict import Host
-from mpissd.ops.warden.warden import Warden
+from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Stage
+from mpissd.ops.warden import Host, Peer, Warden
 from tests.needs import needs_linux
 
 pytestmark = needs_linux
@@ -65,25 +62,6 @@ def job() -> Iterator[Job]:
         process.wait()
 
 
-def test_a_page_says_the_phase_in_words() -> None:
-    assert words(Stage.START, Doing.GROWTH) == "start"
-    assert words(Stage.WARM_UP, Doing.NOTHING) == "warm-up"
-    assert words(Stage.WARM_UP, Doing.VERIFY) == "verify (warm-up)"
-    assert words(Stage.ROUNDS, Doing.OUTCOME_WAIT) == "outcome wait"
-    assert words(Stage.GATHER, Doing.VERIFY) == "gather"
-
-
-def test_a_draft_grows_from_its_answer_to_its_record() -> None:
-    ledger = DraftLedger()
-    told = {}
-    for phase in DraftPhase:
-        ledger.mark(phase)
-        told[phase.name] = Doing(OWN.bytes[DOING]).name
-    assert len(_NEXT) == len(DraftPhase)
-    assert told["SEND"] == told["GLUE"] == told["KEYS"] == told["GROW"] == "GROWTH"
-    assert told["WAIT"] == told["LOOKUP"] == "ANSWER" and told["RECORD"] == "OUTCOME_WAIT"
-
-
 def test_who_was_killed_is_at_fault_and_not_who_was_ended_for_it(job: Job) -> None:
     job.set(2, DOING, Doing.GROWTH)
     job.end(0, signal.SIGTERM, at=1.0)  # seen first
@@ -106,21 +84,6 @@ def test_on_one_of_several_hosts_the_fault_may_be_elsewhere(job: Job) -> None:
         job.end(rank, signal.SIGTERM)
     found = job.host.dead()
     assert found is not None and "to the ranks of this host" in found.line
-
-
-def test_who_stands_still_alone_on_its_host_is_named_and_not_judged(job: Job) -> None:
-    """Job control would look the same."""
-    for rank in range(3):
-        job.host.peers[rank].about["size"] = 4
-    for rank in (0, 2):
-        job.end(rank)
-        del job.host.peers[rank]
-    job.processes[1].send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    for now, is_late in ((100.0, False), (101.0 + DEADLINE_S, True)):
-        assert job.host.stopped(now) is None
-        found = job.host.halted(now)
-        assert (found is not None and "stopped in" in found.line) == is_late
 
 
 def test_an_mpi_that_loses_another_host_does_not_make_a_culprit(job: Job) -> None:
@@ -218,7 +181,7 @@ def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
 ) -> None:
     """The warden heard nothing, then looks, and the rank has ended in between; and however soon
     after the look before it is."""
-    monkeypatch.setattr("mpissd.ops.warden.warden._WAKE_S", 60.0)
+    monkeypatch.setattr("mpissd.ops.warden._WAKE_S", 60.0)
     name = str(tmp_path / "warden")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
@@ -234,7 +197,7 @@ def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
                     os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
                 return super().look()
 
-        monkeypatch.setattr("mpissd.ops.warden.warden.Peer", Late)
+        monkeypatch.setattr("mpissd.ops.warden.Peer", Late)
         Warden(listener).run()
     assert rank.wait() == code
     assert capfd.readouterr().err == said

@@ -21,8 +21,6 @@ STEPS = {
     "ssd-targets sd-learner sd sd-targets",
     "heads": "distill drafts0 ar0 lookup0 drafts0.7 ar0.7 lookup0.7 figure",
     "drafts": "distill rate ar",
-    "hierarchy": "humaneval edit summarise chat",
-    "draws": "host device",
 }
 ON_CPU = {"GPU": "1", "BACKEND": "numpy", "PYTHONPATH": "/packages"}
 FAKE = f"""#!{sys.executable}

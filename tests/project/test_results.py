@@ -63,3 +63,17 @@ def test_launch_holds_launchers_alone() -> None:
     launchers = "array chat doctor env job local replica serve setup slurm"
     launchers += " bridges2_8gpu bridges2_h100 bridges2_shared"
     assert names == {f"{name}.sh" for name in launchers.split()} | {"submit.py"}
+
+
+def test_every_file_is_strict_json() -> None:
+    """NaN and Infinity are no JSON: a value that was not measured is null."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{path}: {constant}")
+
+    paths = [path for end in ("jsonl", "json") for path in sorted(RESULTS.rglob(f"*.{end}"))]
+    assert len(paths) > 100
+    for path in paths:
+        text = path.read_text()
+        for line in text.splitlines() if path.suffix == ".jsonl" else [text]:
+            json.loads(line, parse_constant=refuse)

@@ -14,6 +14,7 @@ from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.decode.chained import ChainedTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.lab.measure import run
 from tests.tiny_pair import TinyPair, config, tiny_pair
 
 V, TOKENS, PAIR = 97, 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}
@@ -56,6 +57,20 @@ def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(NumpyBackend, "chains", True)
     monkeypatch.setattr(ChainedForwards, "launch", counted)
     return counts
+
+
+def test_a_row_has_the_time_that_chained_rounds_drafted(
+    pair: TinyPair, chained: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured in every round, and no calibrated forward stands in for it."""
+    monkeypatch.setattr(ChainedForwards, "draft_s", lambda self, round_: 1 + round_)
+    told = text(pair, out=str(tmp_path), lookahead=3, progress="off")
+    assert run.execute(RunConfig(**{**PAIR, **told})) == 0
+    (row,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert chained["ahead"] and row["t_draft_s"] >= 1
+    rounds = np.load(tmp_path / "rounds" / f"{row['run_id']}.npz")
+    table = dict(zip(rounds["draft_columns"], rounds["draft_rounds"].T, strict=True))
+    assert (table["t_draft_s"] == 1 + table["round"]).all() and (table["draft_forwards"] == 3).all()
 
 
 @pytest.mark.parametrize("flags", [

@@ -23,7 +23,7 @@ _REPORT_S = 10.0  # longest wait of the job for the learner's last words
 _NAP_S = 1e-3
 
 
-class LearnerSeats:
+class LearnerComms:
     """This rank's place in a job with one learner; `world` is the job without it.
 
     world_size counts the learner. is_learner, is_lead, is_draft: this rank's role; the first rank
@@ -98,7 +98,7 @@ class LearnerSeats:
 
 
 class MpiOutlet:
-    """The lead's sends to the learner; a few may be in flight (lessons.Outlet)."""
+    """The lead's sends to the learner; a few may be in flight (logit_stream.Outlet)."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._comm, self._learner = comm, learner
@@ -151,6 +151,6 @@ class MpiInbox:
             self._request.Wait()
 
 
-def open_seats() -> LearnerSeats:
+def open_learner_comms() -> LearnerComms:
     """Starts MPI and returns this rank's place in a job with a learner. Collective."""
-    return LearnerSeats(PatientComm(MPI.COMM_WORLD))
+    return LearnerComms(PatientComm(MPI.COMM_WORLD))

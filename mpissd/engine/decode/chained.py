@@ -41,10 +41,7 @@ def chained_forwards(
     if target is None or job.tp > 1 or job.serving is not None or job.config.drafts:
         return None
     if job.lookahead and (
-        draft is None
-        or job.config.backup != "jit"
-        or job.config.draft_lookup is not None
-        or job.backup_lookahead != job.lookahead
+        draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead
     ):
         return None
     workers = [worker for worker in (draft, target) if worker is not None]
@@ -72,9 +69,12 @@ class ChainedDrafter(Drafter):
         self.rollout.steps = self._policy.lookahead
 
     def complete(self, speculation: Speculation, draft_s: float) -> None:
-        """Ends a chained round, whose tokens `speculation` holds now."""
+        """Ends a chained round, whose tokens `speculation` holds now.
+
+        draft_s: device time of its draft forwards, in seconds.
+        """
         self.ledger.mark(DraftPhase.WAIT)
-        self._draft_s = draft_s
+        self._rows.draft_s = draft_s
         self.hear(speculation)
         self.close_round(speculation)
 

@@ -186,8 +186,6 @@ class Drafter:
         backup = self._worker.resume(self._batch, rows, self._backup)
         if self._backup == Source.JIT:
             self._rows.num_jit = len(rows)
-            if backup.guesses is not None:
-                backup.guesses.wanted = min(self._policy.backup_lookahead, self._most)
         else:
             # FAST tokens cost no draft step.
             backup.steps = min(self._policy.backup_lookahead, self._most)
@@ -219,10 +217,6 @@ class Drafter:
                 for rollout, want in wanted:
                     rollout.fill(want)
         drafting_s = perf_counter() - start
-        self._rows.forwards = steps
-        guesses = [one.guesses for one in rollouts if one.guesses is not None]
-        self._rows.guessed = sum(one.offered for one in guesses)
-        self._rows.guessed_right = sum(one.accepted for one in guesses)
         if self._observer is not None:
             has_misses = bool(rollouts) and rollouts[-1] is not self._ahead.growth
             self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)

@@ -18,33 +18,25 @@ class DraftRows:
 
     draft_s: seconds in which a whole speculation was drafted, NaN where hits gave a part. growth_s:
     seconds of a growth that ended, else NaN. num_jit: misses that the model drafted. steps_ready:
-    steps grown of the branches that hit. forwards, guessed, guessed_right: of the drafting of the
-    answer.
+    steps grown of the branches that hit.
     """
 
-    COLUMNS = (
-        *("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready"),
-        *("draft_forwards", "guessed", "guessed_right"),
-    )
+    COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self) -> None:
         self._tape = Tape("d")
         self.draft_s = self.growth_s = _UNKNOWN
         self.num_jit = self.steps_ready = 0
-        self.forwards = self.guessed = self.guessed_right = 0
 
     def close(self, round_: int) -> None:
         """Records the round, and begins the next one."""
-        # Eight calls of append take less time than one extend().
+        # Five calls of append take less time than one extend().
         add = self._tape.tail.append
         add(round_)
         add(self.draft_s)
         add(self.growth_s)
         add(self.num_jit)
         add(self.steps_ready)
-        add(self.forwards)
-        add(self.guessed)
-        add(self.guessed_right)
         self.growth_s = _UNKNOWN
         self.steps_ready = 0
         if round_ % SPILL_ROUNDS == LAST:

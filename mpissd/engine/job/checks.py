@@ -136,9 +136,6 @@ def check_states(
         raise ConfigError(f"{asked} with {told}: {why}: allowed: mode=sd, num_drafts=0")
     if not config.is_text:
         raise ConfigError(f"{asked} with workload={config.workload}: allowed: workload=text")
-    if config.draft_lookup is not None:
-        why = "no state is known behind a token that is only looked up"
-        raise ConfigError(f"{asked} with draft_lookup={config.draft_lookup}: {why}: allowed: none")
     if tp > 1:
         why = "it reads one rank's hidden states and LM head"
         raise ConfigError(f"{asked} with tp={tp}: {why}: allowed: tp=1")

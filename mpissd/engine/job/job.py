@@ -11,6 +11,8 @@ from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.registry import workload_kind
 from mpissd.engine.workload.resolved import Resolved
 
+_FLOAT32 = 4  # bytes of an entry of a distribution
+
 
 @dataclass(frozen=True)
 class Job(Resolved):
@@ -101,14 +103,27 @@ class Job(Resolved):
         if (shard := self.draft_shard) is not None:
             rows, sequences = self.draft_buckets(), self.draft_sequences
             parts.append((shard, rows, self.draft_options, sequences))
+        draws = self.config.is_text and self.workload.samples and itemsize < _FLOAT32
+        kept = self._kept_rows if draws else (0, 0)
         needed = [
             shard.weight_bytes(options, itemsize)
             + shard.cache_bytes(rows[-1], sequences, options, itemsize)
             + shard.scratch_bytes(rows[-1], options, itemsize)
-            for shard, rows, options, sequences in parts
+            + count * self.workload.proposal_width * _FLOAT32
+            for (shard, rows, options, sequences), count in zip(parts, kept, strict=False)
         ]
         target, draft = [*needed, 0][:2]
         return (target + draft, 0) if self.inline else (target, draft)
+
+    @property
+    def _kept_rows(self) -> tuple[int, int]:
+        """The most distributions that (a target, the draft) keeps on its GPU at a time.
+
+        Of each drafted token that it draws there, as the verification may need it: of the last
+        answer, and of the branches that grow. A target takes one for each sequence that rejects.
+        """
+        lanes = self.config.groups * self.group_lanes if self.fan_out else 0
+        return self.config.batch_size, (self.draft_sequences + lanes) * self.lookahead
 
 
 def fine_buckets(*exact: int) -> list[int]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from pathlib import Path
 
 from mpissd.engine.job.job import Job
 from mpissd.engine.model.transformer.made_for import doubt
-from mpissd.engine.workload.text.workload import TextWorkload
 
 
 def drafts_of(job: Job) -> dict[str, str]:
     """Returns the drafts with weights of a job, as its row names them: {name: where they are}."""
     if not job.config.is_transformer or not job.drafts_by_transformer:
         return {}
-    found, workload = {"draft": job.draft_where}, job.workload
-    if isinstance(workload, TextWorkload) and workload.tasks is not None:
-        found |= {f"draft {Path(each).name}": each for each in workload.tasks.folders}
-    return found
+    return {"draft": job.draft_where}
 
 
 def doubts(job: Job) -> list[str]:

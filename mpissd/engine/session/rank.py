@@ -124,6 +124,13 @@ class Rank:
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
+    @property
+    def draws(self) -> str:
+        """Where this rank draws a target's sampled tokens: device or host."""
+        stepper = None if self.target is None else self.target.stepper
+        on_device = isinstance(stepper, Stepper) and stepper.draws is not None
+        return "device" if on_device else "host"
+
     def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
         session = self.session

@@ -32,7 +32,7 @@ from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_gather import MpiLogitsGather
 from mpissd.engine.comm.mpi_group import open_group
-from mpissd.engine.comm.mpi_learner import LearnerSeats
+from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.stepper import Stepper
@@ -58,7 +58,7 @@ class Session:
     models: Models
     calibrations: Calibrations
     resources: ExitStack  # closed at the end of this job
-    learning: LearnerSeats | None = None
+    learning: LearnerComms | None = None
 
     @property
     def workload(self) -> Workload:
@@ -177,7 +177,7 @@ def rest(topology: Topology) -> None:
     Waiter(math.inf, spin=False).until(looked, "the other ranks")
 
 
-def open_session(config: RunConfig, learning: LearnerSeats | None = None) -> Session:
+def open_session(config: RunConfig, learning: LearnerComms | None = None) -> Session:
     """Opens this rank's part of one job; raises Refused on every rank if one rank fails.
 
     learning: this rank's place beside a learner, which has no part in what is opened here.
@@ -191,7 +191,7 @@ def open_session(config: RunConfig, learning: LearnerSeats | None = None) -> Ses
 
 
 @contextmanager
-def opened(config: RunConfig, learning: LearnerSeats | None = None) -> Iterator[Session]:
+def opened(config: RunConfig, learning: LearnerComms | None = None) -> Iterator[Session]:
     """Opens this rank's part of one job, and always closes it within the deadline."""
     session = open_session(config, learning)
     try:

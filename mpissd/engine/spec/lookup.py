@@ -46,16 +46,6 @@ class Lookup(ABC):
         rest = self.tokens[-1] if filler is None else filler
         return found + [rest] * (count - len(found))
 
-    def guessed(self, drafted: Sequence[int], most: int) -> list[int]:
-        """Returns up to `most` tokens that may follow the sequence and the tokens drafted behind
-        it, which are looked up without being read.
-
-        An occurrence of L tokens gives L guesses at most, since what a short one says is rarely
-        right; those behind the sequence's end are the drafted tokens themselves.
-        """
-        length, start = self._match(drafted)
-        return [*self.tokens[start:], *drafted][: min(length, most)]
-
     @abstractmethod
     def _add(self, token: int) -> None:
         """Indexes the newest token."""
@@ -63,11 +53,6 @@ class Lookup(ABC):
     @abstractmethod
     def _start(self) -> int | None:
         """Returns the index of the token behind the occurrence that was found."""
-
-    @abstractmethod
-    def _match(self, drafted: Sequence[int]) -> tuple[int, int]:
-        """Returns the length of the suffix of sequence and drafted tokens that occurs in the
-        sequence before its end (0: none), and the index behind that occurrence."""
 
 
 class PromptLookup(Lookup):
@@ -90,15 +75,6 @@ class PromptLookup(Lookup):
 
     def _start(self) -> int | None:
         return next((start for start in reversed(self._before) if start is not None), None)
-
-    def _match(self, drafted: Sequence[int]) -> tuple[int, int]:
-        longest = len(self._latest)
-        tail = tuple([*self.tokens[-longest:], *drafted][-longest:])
-        for n in range(len(tail), 0, -1):
-            start = self._latest[n - 1].get(tail[-n:]) if drafted else self._before[n - 1]
-            if start is not None:
-                return n, start
-        return 0, 0
 
 
 class SuffixLookup(Lookup):
@@ -156,18 +132,6 @@ class SuffixLookup(Lookup):
 
     def _start(self) -> int | None:
         return self._found or None
-
-    def _match(self, drafted: Sequence[int]) -> tuple[int, int]:
-        state = max(self._link[self._last], 0)
-        length, start = self._length[state], self._found
-        for token in drafted:
-            while state and token not in self._next[state]:
-                state = self._link[state]
-                length = self._length[state]
-            found = self._next[state].get(token)
-            state, length = (0, 0) if found is None else (found, length + 1)
-            start = self._end[state]
-        return length, start
 
 
 def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:

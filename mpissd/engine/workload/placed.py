@@ -19,7 +19,6 @@ from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.workload.placement import (
     LEAST_CHUNK,
     Gap,
-    LanePlaces,
     Placement,
     chunk,
     cut,
@@ -263,7 +262,7 @@ class PlacedWorker(ABC):
         for rollout in rollouts:
             assert rollout.places is not None, "a lane without a place"
             gaps += placement.missing(rollout.places, rollout.steps)
-            parts.append(_step(placement, rollout, rollout.places))
+            parts.append(placement.step(rollout.places, rollout.steps))
         if gaps:
             tokens = [*(self.committed(*gap) for gap in gaps), *tokens]
             parts = [placement.places_of(gaps), *parts]
@@ -283,14 +282,6 @@ def _first(gaps: list[Gap], most: int | None) -> list[Gap]:
         found.append(gap._replace(stop=min(gap.stop, gap.start + most)))
         most -= found[-1].stop - gap.start
     return found
-
-
-def _step(placement: Placement, rollout: Rollout, places: LanePlaces) -> Places:
-    """Returns the places of the rows that a rollout's next step reads."""
-    if rollout.guesses is None:
-        return placement.step(places, rollout.steps)
-    counts = np.array([len(chain) for chain in rollout.guesses.chains], np.int64)
-    return placement.chains(places, rollout.guesses.grown, counts)
 
 
 def _chunk_rows(stepper: Forwards) -> int:

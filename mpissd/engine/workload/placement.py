@@ -202,16 +202,6 @@ class Placement:
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1
         return _places(lanes.slots, positions, lanes.ids, lanes.first)
 
-    def chains(self, lanes: LanePlaces, grown: Index, counts: Index) -> Places:
-        """Returns the places of the next `counts` tokens of lanes in the cache, which have grown
-        `grown` tokens, both [lanes]."""
-        rows, ahead = _consecutive(counts)
-        return _trunk(lanes.slots[rows], (lanes.first + grown)[rows] + ahead)
-
-    def hold(self, lanes: LanePlaces, grown: Index) -> None:
-        """Notes that lanes in the cache hold all of their `grown` tokens but the last, [lanes]."""
-        self.filled[lanes.slots] = lanes.first + grown
-
     def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
         """Returns the gaps that lanes in the trunk have to fill before their first token."""
         if steps or not len(lanes.ids) or lanes.ids[0] != TRUNK:

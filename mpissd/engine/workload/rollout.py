@@ -11,54 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.spec.lookup import Lookup
 from mpissd.engine.workload.placement import LanePlaces
 
 
-class Guesses:
-    """How far each lane of a rollout has grown whose draft verifies looked-up tokens.
-
-    A step reads a lane's last token and those that a lookup guesses behind it; the lane grows by
-    the guesses that are the draft's own tokens, and by the draft's token behind them [Spector and
-    Re 2023, arXiv 2308.04623]. wanted: tokens of each lane in the end. grown: int64 [lanes].
-    chains: the tokens that each lane's step reads, none where it is complete. offered, accepted:
-    guesses so far.
-    """
-
-    def __init__(self, lookups: Sequence[Lookup], wanted: int) -> None:
-        """Takes the index of each lane's committed tokens."""
-        self._lookups, self.wanted = lookups, wanted
-        self.grown = np.zeros(len(lookups), np.int64)
-        self.chains: list[list[int]] = []
-        self.offered = self.accepted = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens of all chains."""
-        return sum(map(len, self.chains))
-
-    def look_up(self, first: Ints, tokens: Ints) -> None:
-        """Makes the next step's chains, behind the lanes' `first` tokens and those grown [lanes,
-        K]."""
-        self.chains = []
-        for lane, lookup in enumerate(self._lookups):
-            count = int(self.grown[lane])
-            drafted = tokens[lane, :count].tolist()
-            last = drafted[-1] if drafted else int(first[lane])
-            room = self.wanted - count
-            found = lookup.guessed(drafted, room - 1) if room > 1 else []
-            self.chains.append([last, *found] if room > 0 else [])
-            self.offered += len(found)
-
-    def take(self, lane: int, count: int) -> None:
-        """Grows a lane by the `count` tokens that its step gave."""
-        self.grown[lane] += count
-        self.accepted += max(0, count - 1)
-
-
 class Rollout:
-    """Token sequences (lanes) that a draft grows together, one token a lane in each step, or more
-    where tokens are guessed.
+    """Token sequences (lanes) that a draft grows together, one token a lane in each step.
 
     tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
     empty while a sequence has several lanes and the outcome has not yet chosen one.
@@ -69,7 +26,6 @@ class Rollout:
 
     q: NDArray[np.float64] | None = None
     places: LanePlaces | None = None
-    guesses: Guesses | None = None  # of lanes in the cache, whose draft verifies looked-up tokens
 
     def __init__(self, rows: NDArray[np.int64], first: Ints, tokens: Ints) -> None:
         self.rows = rows
@@ -81,15 +37,8 @@ class Rollout:
         return len(self.first)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the next step, or of the one that has just ended."""
-        return len(self) if self.guesses is None else self.guesses.num_rows
-
-    @property
     def inputs(self) -> Ints:
-        """Tokens that the next step reads, int32 [rows]: one of each lane, or a chain."""
-        if self.guesses is not None:
-            return np.array([token for chain in self.guesses.chains for token in chain], np.int32)
+        """The token of each lane that the next step reads, int32 [lanes]."""
         return self.tokens[:, self.steps - 1] if self.steps else self.first
 
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:

@@ -33,4 +33,3 @@ class RowFields:
     prompts_sha256: str | None = None
     recording: str | None = None
     lookup: str | None = None
-    draft_lookup: str | None = None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.lessons import Lesson, Sent
+from mpissd.engine.comm.logit_stream import Lesson, Sent
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.placed import PlacedWorker
@@ -183,11 +183,7 @@ class DraftWorker(Worker):
         return rollout
 
     def launch_step(self, rollouts: Sequence[Rollout]) -> None:
-        """Starts one forward that grows every lane of every rollout by one token, or by more where
-        tokens are guessed."""
-        for rollout in rollouts:
-            if rollout.guesses is not None:
-                rollout.guesses.look_up(rollout.first, rollout.tokens)
+        """Starts one forward that grows every lane of every rollout by one token."""
         inputs = [rollout.inputs for rollout in rollouts]
         if self.placement is not None:
             self.first_row = self._upload_lanes(self.placement, rollouts, inputs)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from mpissd.common.output import json_line
 from mpissd.lab.limits.bar import MS, US, Bar, Row, matching
 from mpissd.lab.limits.whole_bars import whole_bars
 
@@ -111,7 +112,7 @@ def add(out: Path, rows: Iterable[Row]) -> None:
     """Appends each row to the file of its T."""
     for row in rows:
         with open(out / f"T{row['tp']}.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_line(row) + "\n")
 
 
 def main(arguments: Iterable[str]) -> int:

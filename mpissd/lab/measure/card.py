@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
+from mpissd.common.output import json_line
 from mpissd.common.row import Row
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
@@ -171,7 +171,7 @@ def print_summary(row: Row, out: str = "") -> None:
     if row.stable is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
-    print(json.dumps(row.to_dict()), flush=True)
+    print(json_line(row.to_dict()), flush=True)
 
 
 def _learner(row: Row, told: Mapping[str, Any]) -> str:

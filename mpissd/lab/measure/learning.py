@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpissd.engine.backend.base import DeviceInfo
-from mpissd.engine.comm.mpi_learner import LearnerSeats
+from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.decode.teaching import Teaching
 from mpissd.engine.session.rank import Rank
@@ -26,7 +26,7 @@ def teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
 
 
 def ended(
-    loop: TargetLoop, teaching: Teaching | None, learning: LearnerSeats | None
+    loop: TargetLoop, teaching: Teaching | None, learning: LearnerComms | None
 ) -> dict[str, Any] | None:
     """Ends the learner behind the last measured round; returns its report and what it cost.
 

@@ -16,7 +16,6 @@ import mpissd
 from mpissd.engine.backend.base import DeviceInfo
 
 _STARTED = datetime.now(timezone.utc)
-_SWITCHES = ("MPISSD_DRAW", "MPISSD_WHOLE")  # they choose kernels
 
 
 def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str) -> dict[str, Any]:
@@ -31,7 +30,6 @@ def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str
         "mpi_library": mpi_library,
         "packages": {name: version(name) for name in ("numpy", "mpi4py", "nvmath-python")},
         "cuda": cuda_versions(),
-        "variables": {name: os.environ[name] for name in _SWITCHES if name in os.environ},
         "hosts": sorted(set(hosts)),
         "ranks": [
             {"host": host, "device": info.name, "uuid": info.uuid, "bus_id": info.bus_id}

@@ -37,6 +37,7 @@ class LeadReport:
     draft_lost_round: int | None  # the first measured round without a draft
     learner: dict[str, Any] | None = None  # what it did, and its cost; None without one
     kernel: str | None = None  # names of the kernels that read the target's weights
+    draws: str = "host"  # where sampled tokens are drawn
 
 
 @dataclass(frozen=True)

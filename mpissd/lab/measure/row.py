@@ -99,6 +99,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
             **provenance(session.infos, session.topology.hosts, _mpi_library()),
             "calibrated_at": measured.profile.calibrated_at,
             "kernel": lead.kernel,
+            "draws": lead.draws if job.workload.samples else None,
             "sweep": sweep,
         },
     )

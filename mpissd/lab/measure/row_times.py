@@ -27,7 +27,6 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
     return {
         "t_target_s": t_target,
         "t_draft_s": t_draft,
-        **_guesses(job, measured),
         "t_growth_s": t_growth,
         "T_SD": t_draft / t_target if timed and t_draft is not None and t_target else None,
         "floor_us": None if floor_s is None else round(floor_s * 1e6, 3),
@@ -42,32 +41,16 @@ def _t_draft(job: Job, measured: Measured) -> float | None:
     """Returns the median seconds in which K tokens are drafted; None without a draft model.
 
     Measured if at least 10 rounds missed the cache completely, else computed from the calibrated
-    draft forward (None where a lookup decides how many forwards there are).
+    draft forward.
     """
     if measured.draft is not None:
         times = measured.draft.column("t_draft_s")
         if np.isfinite(times).sum() >= 10:
             return median(times)
-    if job.draft is None or job.config.is_lookup or job.config.draft_lookup is not None:
+    if job.draft is None or job.config.is_lookup:
         return None
     step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
     return float(job.num_forwards(job.lookahead) * step)
-
-
-def _guesses(job: Job, measured: Measured) -> dict[str, float | None]:
-    """Returns the row's keys of looked-up tokens that the draft verified while it drafted."""
-    names = {
-        "draft_forwards": "draft_forwards",
-        "draft_lookup_offered": "guessed",
-        "draft_lookup_accepted": "guessed_right",
-    }
-    draft = measured.draft
-    if job.config.draft_lookup is None or draft is None:
-        return dict.fromkeys(names)
-    missed = draft.column("num_jit") > 0
-    if not missed.any():
-        return dict.fromkeys(names)
-    return {key: round(float(draft.column(name)[missed].mean()), 4) for key, name in names.items()}
 
 
 def _floor(session: Session, profile: JobProfile) -> tuple[dict[str, Any], float | None]:

@@ -62,14 +62,14 @@ def execute(config: RunConfig) -> int:
 
 def _beside_a_learner(config: RunConfig) -> int:
     """Runs one configuration with a learner, which is the last rank; returns the exit code."""
-    from mpissd.engine.comm.mpi_learner import open_seats
+    from mpissd.engine.comm.mpi_learner import open_learner_comms
 
-    with closing(open_seats()) as seats:
-        if seats.is_learner:
+    with closing(open_learner_comms()) as comms:
+        if comms.is_learner:
             from mpissd.online.rank import learn
 
-            return learn(config, seats)
-        with opened(config, seats) as session:
+            return learn(config, comms)
+        with opened(config, comms) as session:
             _run(session)
             guard.stage(Stage.TEARDOWN)
     return 0
@@ -242,6 +242,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         draft_lost_round=None if lost is None else max(0, lost - first),
         learner=learner,
         kernel=rank.kernel,
+        draws=rank.draws,
     )
 
 

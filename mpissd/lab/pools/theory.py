@@ -1,11 +1,11 @@
-"""A pool's means by queueing theory (common.queueing), from its durations and laws."""
+"""A pool's means by queueing theory (queueing.py), from its durations and laws."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpissd.common.queueing import Shared, SharedDraft, shared_draft
 from mpissd.lab.pools.durations import Pool
+from mpissd.lab.pools.queueing import Shared, SharedDraft, shared_draft
 from mpissd.lab.predict.simulation import Expected, expected
 
 
@@ -24,7 +24,7 @@ def by_queueing(pool: Pool) -> Sized:
     """Returns a pool's means: laws and forwards of one target alone, the wait of a closed network.
 
     The hit rate and the tokens of a round are those of a draft each, since on_late=finish lets no
-    wait change them; they are taken from lab.predict.closed.
+    wait change them; they are taken from lab.predict.simulation.
     """
     alone = expected(pool.job, pool.device, pool.host)
     host, batch = pool.host, pool.batch

@@ -29,11 +29,10 @@ def is_followable(job: Job) -> bool:
     """Returns whether the recurrence can time this job's rounds from their own outcomes.
 
     Of text and of replays: acceptance and hits are a pair's own. Nothing may adapt, and what is
-    served may not depend on how late it is, nor the draft's forwards on what a lookup finds.
+    served may not depend on how late it is.
     """
     on_time = not job.fan_out or job.config.on_late == "finish"
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
-    has_steps = has_steps and job.config.draft_lookup is None
     return job.workload.reports_outcomes and on_time and has_steps and _is_fixed(job)
 
 

@@ -28,7 +28,7 @@ from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.seats import seat
+from mpissd.engine.comm.rank_places import seat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks

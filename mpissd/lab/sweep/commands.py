@@ -1,27 +1,19 @@
-"""Sweep commands that need no MPI: check and list a plan, and read rows (`best`, `claims`)."""
+"""Sweep commands that need no MPI: check and list a plan."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import Row
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.job.checks import check_draft_device
 from mpissd.engine.workload.text.workload import check_prompts
-from mpissd.lab.sweep import claims as claimed
-from mpissd.lab.sweep.best import compare_methods
-from mpissd.lab.sweep.best_text import render, to_dict
-from mpissd.lab.sweep.configs import BestConfig, ClaimsConfig, SweepConfig
+from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.lab.sweep.forecast import duration_text, predicted_s
 from mpissd.lab.sweep.grid import read_grid
 from mpissd.lab.sweep.plan import Plan, Point, make_plan
-from mpissd.lab.sweep.uses import verdicts
-from mpissd.lab.tables import load_rows, of_one_group
 
 
 def planned(config: SweepConfig) -> Plan:
@@ -90,38 +82,3 @@ def list_plan(config: SweepConfig) -> None:
         f"about {duration_text(seconds)}",
         flush=True,
     )
-
-
-def best(config: BestConfig) -> int:
-    """Prints which method is fastest, at equal K and each at its own best K, from measured rows."""
-    rows = of_one_group(load_rows([Path(config.results or "out")]))
-    comparisons = compare_methods(rows)
-    if not comparisons:
-        raise ConfigError(f"results {config.results or 'out'!r}: no rows there")
-    beside = [verdicts(comparison, rows) for comparison in comparisons]
-    print(render(comparisons, beside))
-    methods = [
-        {**to_dict(one), "ssd_at_equal_gpus": [verdict.to_dict() for verdict in lines]}
-        for one, lines in zip(comparisons, beside, strict=True)
-    ]
-    print(json.dumps(methods))
-    return 0
-
-
-def claims(config: ClaimsConfig) -> int:
-    """Prints the table of claims, or rewrites the tables of a file."""
-    if config.into is None:
-        print(claimed.render(claimed.claims(_rows_of(config.results or "results"))))
-        return 0
-    path = Path(config.into)
-    if config.results is not None:
-        raise ConfigError("results with into: allowed: what the file's tables name")
-    try:
-        path.write_text(claimed.rewritten(path.read_text(), _rows_of))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"into={config.into!r}: {error}") from error
-    return 0
-
-
-def _rows_of(results: str) -> list[Row]:
-    return of_one_group(load_rows([name for name in results.split(",") if name]))

@@ -1,4 +1,4 @@
-"""The configurations of the commands `sweep`, `best` and `claims`."""
+"""The configuration of the command `sweep`."""
 
 from __future__ import annotations
 
@@ -64,20 +64,3 @@ class SweepConfig(Checked):
         if not 1 <= shard[0] <= shard[1]:
             raise ConfigError(f"shard={self.shard}: allowed: I/N with 1 <= I <= N")
         return shard
-
-
-@dataclass(frozen=True)
-class BestConfig(Checked):
-    """The configuration of `best`: which rows to read."""
-
-    results: str | None = flag(None, words, "folder or runs.jsonl (default: out)")
-
-
-@dataclass(frozen=True)
-class ClaimsConfig(Checked):
-    """The configuration of `claims`: which rows to read, or which file's tables to rewrite."""
-
-    results: str | None = flag(
-        None, words, "folders and runs.jsonl, separated by commas (default: results)"
-    )
-    into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")

@@ -10,10 +10,9 @@ from tqdm import tqdm
 from mpissd.common.row import Row
 from mpissd.engine.session.session import Machine
 from mpissd.lab.measure.card import open_bar
-from mpissd.lab.sweep.best import compare_methods
-from mpissd.lab.sweep.best_text import render, to_dict
 from mpissd.lab.sweep.forecast import duration_text, predicted_s
 from mpissd.lab.sweep.plan import Plan, Task
+from mpissd.lab.tables.best import compare_methods, render, to_dict
 
 _LINES_S = 10.0
 

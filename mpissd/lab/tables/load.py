@@ -1,19 +1,21 @@
 """Reads result rows, their jobs' profiles and their raw rounds; refuses malformed files.
 
-The files are runs*.jsonl, profiles/RUN_ID.json and rounds/RUN_ID.npz.
+The files are runs*.jsonl, profiles/RUN_ID.json and rounds/RUN_ID.npz. find_rows and find_pair take
+the names that people give to results: a run id, a file or a folder.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
 from mpissd.common.row import SCHEMA, Row
+from mpissd.lab.tables.pair import siblings
 
 Paths = Iterable[str | Path]
 
@@ -37,7 +39,7 @@ def load_rows(paths: Paths) -> list[Row]:
 
 
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of jobs with one target group: tables compare these alone."""
+    """Returns the rows of jobs with one target group, which are the only ones that are compared."""
     return [row for row in rows if (row.groups or 1) == 1]
 
 
@@ -47,15 +49,10 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
     Raises ConfigError, naming the file, if it is unreadable, truncated, of another schema, or not
     the profile of a job.
     """
-    ids = [str(row.run_id) for row in rows]
     profiles: dict[str, dict[str, Any]] = {}
-    for folder in dict.fromkeys(path.parent / "profiles" for path in _run_files(paths)):
-        for run_id in ids:
-            path = folder / f"{run_id}.json"
-            if run_id not in profiles and path.is_file():
-                profile = _parse(str(path), _read(path))
-                forward_times(str(path), profile)
-                profiles[run_id] = profile
+    for run_id, path in _kept(paths, rows, "profiles/{}.json"):
+        profiles[run_id] = _parse(str(path), _read(path))
+        forward_times(str(path), profiles[run_id])
     return profiles
 
 
@@ -64,15 +61,18 @@ def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
 
     Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
     """
-    known = list(rows)
-    rounds: dict[str, Rounds] = {}
-    for folder in dict.fromkeys(path.parent / "rounds" for path in _run_files(paths)):
-        for row in known:
-            run_id = str(row.run_id)
-            path = folder / f"{run_id}.npz"
-            if run_id not in rounds and path.is_file():
-                rounds[run_id] = Rounds.read(path, row)
-    return rounds
+    by_id = {str(row.run_id): row for row in rows}
+    kept = _kept(paths, by_id.values(), "rounds/{}.npz")
+    return {run_id: Rounds.read(path, by_id[run_id]) for run_id, path in kept}
+
+
+def _kept(paths: Paths, rows: Iterable[Row], pattern: str) -> Iterator[tuple[str, Path]]:
+    """Yields (run_id, file) of the rows whose file exists, the first folder's first."""
+    folders = list(dict.fromkeys(path.parent for path in _run_files(paths)))
+    for run_id in dict.fromkeys(str(row.run_id) for row in rows):
+        files = (folder / pattern.format(run_id) for folder in folders)
+        if (path := next((file for file in files if file.is_file()), None)) is not None:
+            yield run_id, path
 
 
 def forward_times(where: str, profile: Mapping[str, Any]) -> dict[int, float]:
@@ -116,3 +116,55 @@ def _parse(where: str, text: str) -> dict[str, Any]:
     if value.get("schema") != SCHEMA:
         raise ConfigError(f"{where}: schema {value.get('schema')!r}: allowed: {SCHEMA}")
     return value
+
+
+def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
+    """Returns the rows that a name stands for, latest last, and the file or folder that has them.
+
+    named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
+    `out`; None stands for all rows below `out`. Raises ConfigError if there is no such row.
+    """
+    is_file = (named or "").endswith(".jsonl")
+    is_id = named is not None and not is_file and not Path(named).is_dir()
+    path = Path(out if named is None or is_id else named)
+    rows = load_rows([path]) if is_file or path.is_dir() else []
+    if is_id:
+        rows = [row for row in rows if row.run_id == named]
+    elif not is_file:  # a folder may have one file for each shard
+        rows.sort(key=lambda row: str((row.provenance or {}).get("started_at") or ""))
+    if not rows:
+        raise ConfigError(
+            f"result {named or out!r}: no such row in {str(path)!r}: allowed: a run id there, a "
+            "folder, or a runs.jsonl"
+        )
+    return rows, path
+
+
+def find_pair(a: str, b: str | None, out: str) -> tuple[Row, Row, list[Path]] | None:
+    """Returns the two rows to compare, and the files or folders that hold them.
+
+    A name (see find_rows) stands for its last row and the rows of the same configuration under
+    other seeds. Of these, the latest two with a common seed are returned, or else the latest of
+    each name. Without b, a must hold two configurations, else None is returned.
+    """
+    rows, path = find_rows(a, out)
+    if b is None:
+        kinds: list[list[Row]] = []
+        while rows and len(kinds) < 3:
+            kinds.append(_alike(rows[0], rows))
+            rows = [row for row in rows if row not in kinds[-1]]
+        return (*_of_one_seed(*kinds), [path]) if len(kinds) == 2 else None
+    others, other_path = find_rows(b, out)
+    sides = _alike(rows[-1], rows), _alike(others[-1], others)
+    return (*_of_one_seed(*sides), [path, other_path])
+
+
+def _alike(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows that have one row's configuration, in order."""
+    alike = siblings(row, rows)
+    return [one for one in rows if one in alike]
+
+
+def _of_one_seed(a: Sequence[Row], b: Sequence[Row]) -> tuple[Row, Row]:
+    pairs = ((x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed)
+    return next(pairs, (a[-1], b[-1]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpissd.common.compare import FEW_SEEDS, Comparison, How, compare_rows
+from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, How, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
 from mpissd.common.row import Row
@@ -79,7 +79,9 @@ class Pair:
         if self.a.world_size != self.b.world_size:
             lines.append(f"per GPU: {self.per_gpu}")
         lines.append(f"({_HOW[self.comparison.how].format(self.comparison.num_seeds)})")
-        if self.comparison.is_real and not self.comparison.is_headline:
+        if not self.comparison.one_visit:
+            lines.append(f"({FEW_VISITS})")
+        elif self.comparison.is_real and not self.comparison.is_headline:
             lines.append(f"({FEW_SEEDS})")
         for name, row in (("a", self.a), ("b", self.b)):
             if row.stable is False:

@@ -15,7 +15,7 @@ from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm.workers import GemmDraftWorker
 from mpissd.engine.workload.placement import Index
-from mpissd.engine.workload.rollout import Branches, Guesses, Lanes, Rollout
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.sampled import (
     Draws,
     Lane,
@@ -59,21 +59,18 @@ class TextDraftWorker(SamplingDraftWorker):
         saguaro_c: float = 1.0,
         ids: Ints | None = None,
         lookup: str = "prompt",
-        draft_lookup: str | None = None,
     ) -> None:
         """Makes a worker.
 
-        lookup: how a fast backup finds what to copy. draft_lookup: how tokens are found that the
-        draft verifies while it drafts (None: it drafts token by token).
-        twin: what stands for it where forwards compute nothing. ids: the tokens that the draft's
-        logits are of, rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is
-        given others.
+        lookup: how a fast backup finds what to copy. twin: what stands for it where forwards
+        compute nothing. ids: the tokens that the draft's logits are of, rising (None: all).
+        Saguaro sampling uses `fan_outs` until `branches` is given others.
         """
         self.stepper, self._seed, self._fan_outs, self._twin = stepper, seed, fan_outs, twin
         self.lookahead = twin.lookahead
         self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
-        self._lookup, self._draft_lookup = lookup, draft_lookup
+        self._lookup = lookup
         self._histories = PromptHistories()
         self._is_replaced, self._is_sound = False, True
 
@@ -119,10 +116,6 @@ class TextDraftWorker(SamplingDraftWorker):
             histories = self._histories.rows(batch)
             for lane, row in enumerate(rows):
                 rollout.tokens[lane] = histories[row].copied(self.lookahead, self._lookup)
-        elif self._draft_lookup is not None:
-            histories = self._histories.rows(batch)
-            found = [histories[row].lookup(self._draft_lookup) for row in rows]
-            rollout.guesses = Guesses(found, self.lookahead)
         return rollout
 
     def _rollout(
@@ -166,15 +159,12 @@ class TextDraftWorker(SamplingDraftWorker):
         step = self._step_of(rollouts, head)
         row = 0
         for rollout in rollouts:
-            if rollout.guesses is None:
-                self._collect(rollout, step, row)
-            else:
-                self._verify(rollout, rollout.guesses, step, row)
-            row += rollout.num_rows
+            self._collect(rollout, step, row)
+            row += len(rollout)
 
     def _step_of(self, rollouts: Sequence[Rollout], head: int) -> _Step:
         """Reads the finished forward's results of these rollouts' rows."""
-        count = sum(rollout.num_rows for rollout in rollouts)
+        count = sum(map(len, rollouts))
         start, lanes = self.first_row, (getattr(rollout, "lanes", ()) for rollout in rollouts)
         results = self.stepper.results()
         ids = results.ids[head, :, 0]
@@ -197,7 +187,7 @@ class TextDraftWorker(SamplingDraftWorker):
         """Returns what the device is asked to draw; empty where it cannot draw all of it."""
         asked, drawn = list[Drafting](), Draws()
         for rollout in rollouts:
-            if rollout.guesses is not None or not isinstance(rollout, SampledRollout):
+            if not isinstance(rollout, SampledRollout):
                 return []
             for n, lane in enumerate(rollout.lanes):
                 top = self._damped(lane, rollout.steps)
@@ -206,7 +196,7 @@ class TextDraftWorker(SamplingDraftWorker):
                 if lane.temperature > 0:
                     u = self._u(lane, rollout.steps, drawn)
                     asked.append(Drafting(first + n, lane.temperature, u, top))
-            first += rollout.num_rows
+            first += len(rollout)
         return asked
 
     def _damped(self, lane: Lane, place: int) -> int:
@@ -222,43 +212,22 @@ class TextDraftWorker(SamplingDraftWorker):
                     row.append(None)  # a certain token has no distribution
         else:
             for n in range(len(rollout)):
-                self._token(rollout, n, rollout.steps, step, start + n)
+                self._token(rollout, n, step, start + n)
         rollout.steps += 1
 
-    def _verify(self, rollout: Rollout, guesses: Guesses, step: _Step, row: int) -> None:
-        """Stores each lane's tokens up to the first one that its lookup did not guess."""
-        for n, chain in enumerate(guesses.chains):
-            grown, count = int(guesses.grown[n]), 0
-            for guess in (*chain[1:], None) if chain else ():
-                token = self._token(rollout, n, grown + count, step, row + count)
-                count += 1
-                if token != guess:
-                    break
-            guesses.take(n, count)
-            row += len(chain)
-        rollout.steps = int(guesses.grown.min())
-        if self.placement is not None and rollout.places is not None:
-            self.placement.hold(rollout.places, guesses.grown)
-
-    def _token(self, rollout: Rollout, n: int, place: int, step: _Step, row: int) -> int:
-        """Stores token `place` of lane n, which row `row` of the finished forward decides.
-
-        A guess is right if it is the token that the draft draws itself. With the draft's
-        probability q(x) it is, and what is drawn in its place otherwise follows q without x: that
-        is rejection sampling of a certain proposal [Leviathan et al. 2023, theorem 1], by draws
-        that do not depend on the guess.
-        """
+    def _token(self, rollout: Rollout, n: int, step: _Step, row: int) -> None:
+        """Stores lane n's next token, which row `row` of the finished forward decides."""
+        place = rollout.steps
         if isinstance(rollout, SampledRollout):
-            if step.proposed and (found := step.proposed[row]) is not None:
-                return self._record(
-                    rollout, n, place, (self._named(found.token), found.q, found.kept)
-                )
+            if step.proposed and (drawn := step.proposed[row]) is not None:
+                self._record(rollout, n, place, (self._named(drawn.token), drawn.q, drawn.kept))
+                return
             if step.logits is not None and rollout.lanes[n].temperature > 0:
                 rollout.lanes[n].logits = step.logits[row]
-                return self._draw(rollout, n, place, step.drawn)
+                self._draw(rollout, n, place, step.drawn)
+                return
             rollout.recorded[n].append(None)
         rollout.tokens[n, place] = step.best[row]
-        return int(step.best[row])
 
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         """Draws the lane's next token with u: returns (token, its probability, the whole row)."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.lessons import Lesson, Sent
+from mpissd.engine.comm.logit_stream import Lesson, Sent
 from mpissd.engine.model.draws import Draws
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling

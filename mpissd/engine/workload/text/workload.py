@@ -131,7 +131,6 @@ class TextWorkload(Workload):
             "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
             "ids": self.draft_ids,
             "lookup": config.lookup,
-            "draft_lookup": config.draft_lookup,
         }
         if isinstance(shard := job.draft_shard, StateShard):
             return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
@@ -173,7 +172,6 @@ class TextWorkload(Workload):
             vocab=self.vocab,
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             lookup=config.fast_lookup,
-            draft_lookup=config.draft_lookup,
             laws=laws_label(config),
             top_p=config.top_p,
             stop=list(config.stop_strings),

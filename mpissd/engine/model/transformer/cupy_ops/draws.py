@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mpissd.common.errors import ConfigError, DivergedError
+from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.draws import Drafting, Judging, Proposed, Verdict
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 from mpissd.engine.spec.sampling import Row
 
-VARIABLE = "MPISSD_DRAW"
 _FILES, _THREADS, _SHARED_BYTES = ("types", "ampere", "draw"), 512, 512
 _LISTED = 64  # the most that the backend's top_k lists
 _REPLACED, _UNKNOWN, _NOT_FINITE = 1, 2, 3
@@ -23,15 +21,6 @@ _DOUBLES = ("temperature", "u", "coin", "q", "q_total")
 _INTS = ("row", "token", "top", "unused")
 _ASK = np.dtype([*((n, "f8") for n in _DOUBLES), ("kept", "u8"), *((n, "i4") for n in _INTS)])
 _TELL = np.dtype([("value", "f8"), ("total", "f8"), ("token", "i4"), ("verdict", "i4")])
-
-
-def is_asked() -> bool:
-    """Returns whether MPISSD_DRAW asks for draws on the device; raises ConfigError for another
-    value than 0 (the default) and 1."""
-    text = os.environ.get(VARIABLE) or "0"
-    if text not in ("0", "1"):
-        raise ConfigError(f"{VARIABLE}={text}: allowed: 0 (on the host), 1 (on the device)")
-    return text == "1"
 
 
 class KeptRow:

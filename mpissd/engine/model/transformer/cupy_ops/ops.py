@@ -14,7 +14,7 @@ from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
-from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws, is_asked
+from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.packing import Packer
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
@@ -208,9 +208,8 @@ class CupyOps:
         kernel = self._launcher.function("chained", _CHAINED_FILES)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
-    def draws(self, logits: Any) -> CupyDraws | None:
-        """Returns what MPISSD_DRAW asks for."""
-        return CupyDraws(self._backend, self._launcher, logits) if is_asked() else None
+    def draws(self, logits: Any) -> CupyDraws:
+        return CupyDraws(self._backend, self._launcher, logits)
 
     def read(self, logits: Any, rows: Sequence[int]) -> Floats:
         return np.stack([self._backend.to_host(logits[row]) for row in rows])

@@ -20,9 +20,9 @@ from mpissd.engine.model.transformer.numba_ops.vectors import (
     F32,
     I32,
     I64,
+    INT8_WIDTH,
     LANES,
     VECTOR,
-    WIDTH,
     add_products,
     at,
     by_rows,
@@ -44,10 +44,10 @@ def pack(weights: NDArray[np.int8], scales: Floats) -> tuple[NDArray[np.int8], F
     weights: [outputs, inputs], inputs a multiple of 32. scales: [outputs, inputs / 32].
     """
     outputs, inputs = weights.shape
-    blocks, groups = -(-outputs // WIDTH), inputs // GROUP
-    rest = ((0, blocks * WIDTH - outputs), (0, 0))
-    values = np.pad(weights, rest).reshape(blocks, WIDTH, groups, GROUP)
-    factors = np.pad(scales, rest).reshape(blocks, WIDTH, groups)
+    blocks, groups = -(-outputs // INT8_WIDTH), inputs // GROUP
+    rest = ((0, blocks * INT8_WIDTH - outputs), (0, 0))
+    values = np.pad(weights, rest).reshape(blocks, INT8_WIDTH, groups, GROUP)
+    factors = np.pad(scales, rest).reshape(blocks, INT8_WIDTH, groups)
     return (
         np.ascontiguousarray(values.transpose(0, 2, 3, 1)),
         np.ascontiguousarray(factors.transpose(0, 2, 1), np.float32),
@@ -88,7 +88,7 @@ def _kernel(module: ir.Module, rows: int, count: int) -> Any:
     with cgutils.for_range_slice(builder, I64(0), groups, I64(1)) as (group, _):
         first = builder.mul(group, I64(GROUP))
         sums = _group(builder, weights, inputs, first, count)
-        scale = at(builder, scales, builder.mul(group, I64(WIDTH)))
+        scale = at(builder, scales, builder.mul(group, I64(INT8_WIDTH)))
         _enter(builder, sums, scale, places, count)
     builder.ret_void()
     return function
@@ -97,15 +97,15 @@ def _kernel(module: ir.Module, rows: int, count: int) -> Any:
 def _group(
     builder: ir.IRBuilder, weights: Any, inputs: list[Any], first: Any, count: int
 ) -> list[Any]:
-    """Emits the loop over a group's inputs from `first`; returns the sums behind it."""
+    """Emits the loop over a group's inputs from `first`; returns the sums after it."""
     start = builder.block
     loop, end = (builder.append_basic_block(part) for part in ("inputs", "summed"))
     builder.branch(loop)
     builder.position_at_end(loop)
     step, sums = builder.phi(I64), [builder.phi(VECTOR) for _ in range(len(inputs) * count)]
     depth = builder.add(first, step)
-    vectors = _signed(builder, at(builder, weights, builder.mul(depth, I64(WIDTH))), count)
-    found = add_products(builder, vectors, inputs, depth, sums)
+    here = at(builder, weights, builder.mul(depth, I64(INT8_WIDTH)))
+    found = add_products(builder, _signed(builder, here, count), inputs, depth, sums)
     after = builder.add(step, I64(1))
     zeros = [I64(0), *[ir.Constant(VECTOR, [0.0] * LANES)] * len(sums)]
     for phi, none, value in zip([step, *sums], zeros, [after, *found], strict=True):
@@ -129,10 +129,10 @@ def _enter(
 
 @intrinsic
 def tile(typing, rows, weights, scales, x, y, groups, x_stride, y_stride):
-    """Adds to y [rows, 64] the product of x with one block of a packed weight.
+    """Adds to y [rows, INT8_WIDTH] the product of x with one block of a packed weight.
 
-    All arguments are integers, as those of vectors.weight_tile. weights: int8 [groups, 32, 64].
-    scales: float32 [groups, 64]. x: float32 [rows, 32 · groups].
+    All arguments are integers, as those of vectors.weight_tile. weights: int8 [groups, 32,
+    INT8_WIDTH]. scales: float32 [groups, INT8_WIDTH]. x: float32 [rows, 32 · groups].
     """
 
     def code(context, builder, signature, args):
@@ -141,9 +141,9 @@ def tile(typing, rows, weights, scales, x, y, groups, x_stride, y_stride):
         scales, x, y = (builder.inttoptr(part, ir.PointerType(F32)) for part in (scales, x, y))
 
         def call(m: int) -> None:
-            count = columns(m, WIDTH)
+            count = columns(m, INT8_WIDTH)
             kernel = _kernel(builder.module, m, count)
-            for first in range(0, WIDTH, count * LANES):
+            for first in range(0, INT8_WIDTH, count * LANES):
                 parts = (at(builder, part, I64(first)) for part in (weights, scales))
                 builder.call(kernel, [*parts, x, at(builder, y, I64(first)), *counts])
 
@@ -165,10 +165,10 @@ def product(x, packed, scales, out, rows):
             start, stop = group * rows // groups, (group + 1) * rows // groups
             tile(
                 stop - start,
-                base + block * count * GROUP * WIDTH,
-                factors + block * count * WIDTH * 4,
+                base + block * count * GROUP * INT8_WIDTH,
+                factors + block * count * INT8_WIDTH * 4,
                 source + start * depth * 4,
-                to + (start * width + block * WIDTH) * 4,
+                to + (start * width + block * INT8_WIDTH) * 4,
                 count,
                 depth,
                 width,

@@ -27,8 +27,8 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight of products.pack, uint32 [blocks, ⌈inputs / 2⌉, 64], or one of int8.pack, int8
-    [blocks, inputs / 32, 32, 64] with its scales."""
+    """A weight of products.pack, uint32 [blocks, ⌈inputs / 2⌉, columns], or one of int8.pack,
+    int8 [blocks, inputs / 32, 32, columns] with its scales."""
 
     words: NDArray[Any]
     outputs: int
@@ -120,8 +120,8 @@ class NumbaOps:
             np.copyto(to, source)
 
     def buffer(self, rows: int, width: int) -> Floats:
-        """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of 64 columns."""
-        return np.zeros((rows, -(-width // WIDTH) * WIDTH), np.float32)
+        """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of columns."""
+        return np.zeros((rows, -(-width // products.BLOCK) * products.BLOCK), np.float32)
 
     def normed(self, rows: int, width: int) -> Floats:
         """Returns a buffer that `norm` writes."""

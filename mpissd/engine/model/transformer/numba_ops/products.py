@@ -16,6 +16,7 @@ from mpissd.engine.model.transformer.numba_ops.vectors import (
 
 JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": True}
 AHEAD = 2048  # distance, in words, by which prefetches run ahead of reads
+BLOCK = 64  # columns to which activations are padded: a multiple of every block's
 
 
 @njit(**JIT)
@@ -29,7 +30,7 @@ def rounded(value):
 def pack(matrix, first, packed):
     """Writes matrix, float32 [outputs, inputs], into the outputs from `first` of a packed weight.
 
-    packed: uint32 [blocks, ⌈inputs / 2⌉, 64]; the lower half of a word is the even input.
+    packed: uint32 [blocks, ⌈inputs / 2⌉, WIDTH]; the lower half of a word is the even input.
     """
     outputs, inputs = matrix.shape
     for output in range(outputs):
@@ -59,8 +60,8 @@ def clear(array, rows):
 def product(x, packed, out, rows):
     """Sets out[:rows] = x[:rows] · weightᵀ, for a weight of `pack`.
 
-    x has 0 behind an odd number of inputs, and out has 64 · blocks columns. A block is read from
-    memory once for all groups of rows; while the last one computes, the next block is fetched.
+    x has 0 after an odd number of inputs, and out has at least WIDTH · blocks columns. A block is
+    read from memory once for all groups of rows; while the last one computes, the next is fetched.
     """
     blocks, pairs, _ = packed.shape
     groups, depth, width = groups_of(rows), x.shape[1], out.shape[1]

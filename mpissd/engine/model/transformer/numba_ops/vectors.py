@@ -1,46 +1,65 @@
 """Small matrix products written in LLVM's vectors, which Numba functions call as intrinsics.
 
-One *tile* is a product of `rows` vectors with a block of 64 (or fewer) columns. Its sums stay in
-registers, and each sum adds along the depth in order, one fused multiply-add at a time. A row's
-numbers therefore do not depend on how many rows stand beside it. Rows are compile-time constants
-(1 … MOST_ROWS): a tile branches to the code for its number of rows.
+One *tile* is a product of `rows` vectors with a block of columns. Its sums stay in registers, and
+each sum adds along the depth in order, one fused multiply-add at a time. A row's numbers therefore
+depend neither on the other rows nor on the block's width. Rows are compile-time constants (1 …
+MOST_ROWS): a tile branches to the code for its number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-WIDTH = 64  # columns of a packed weight's block
 
+class Tiles(NamedTuple):
+    """An instruction set's vector registers, and the blocks of columns that suit them."""
+
+    lanes: int  # floats of a register
+    registers: int
+    width: int  # columns of a block of bfloat16 weights
+    int8_width: int  # columns of a block of int8 weights
+
+
+# A narrow block is read once, cache line by cache line, by a tile of any number of rows. A wide one
+# is read in parts by tiles of many rows, each of which skips the cache lines of the others: on AVX2
+# that halves their speed. int8 costs more arithmetic for fewer bytes, and a single row's tile needs
+# four independent sums. Measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
+TILES = {
+    "avx512": Tiles(lanes=16, registers=32, width=64, int8_width=64),
+    "avx2": Tiles(lanes=8, registers=16, width=16, int8_width=32),
+    "neon": Tiles(lanes=4, registers=32, width=16, int8_width=32),
+    "sse": Tiles(lanes=4, registers=16, width=16, int8_width=32),
+}
+MOST_ROWS = 6  # of one tile
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def _host() -> tuple[int, int]:
-    """Returns (floats of a vector register, registers) of this processor."""
+def host() -> str:
+    """Returns the key in TILES of this processor."""
+    if binding.get_process_triple().startswith(("aarch64", "arm64")):
+        return "neon"
     features = binding.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 16, 32
-    if features.get("avx"):
-        return 8, 16
-    return 4, 32 if features.get("neon") else 16
+    return "avx512" if features.get("avx512f") else "avx2" if features.get("avx") else "sse"
 
 
-LANES, REGISTERS = _host()
-MOST_ROWS = 6 if REGISTERS == 32 else 5  # of one tile
-_MOST_SUMS = 24 if REGISTERS == 32 else 10  # more partial sums than this do not fit the registers
+LANES, REGISTERS, WIDTH, INT8_WIDTH = TILES[host()]
 VECTOR = ir.VectorType(F32, LANES)
 
 
 def columns(rows: int, width: int) -> int:
-    """Returns how many vectors of columns a tile of `rows` rows sums at once."""
+    """Returns how many vectors of columns a tile of `rows` rows sums at once.
+
+    Their sums, the weights of one depth (a single row uses each at once) and an input fit the
+    registers.
+    """
     count = width // LANES
-    while count > 1 and rows * count > _MOST_SUMS:
+    while count > 1 and rows * count + (count if rows > 1 else 1) >= REGISTERS:
         count //= 2
     return count
 
@@ -197,10 +216,10 @@ INTEGERS = types.void(*[types.intp] * 9)
 
 @intrinsic
 def weight_tile(typing, rows, weights, x, y, steps, stride, x_stride, y_stride, ahead):
-    """Adds to y [rows, 64] the product of x with one block of a packed bfloat16 weight.
+    """Adds to y [rows, WIDTH] the product of x with one block of a packed bfloat16 weight.
 
     All arguments are integers; weights, x and y are addresses, and a stride is the distance of two
-    rows in elements. weights: uint32 [steps, 64], two depths in a word. x: float32 [rows, 2 ·
+    rows in elements. weights: uint32 [steps, WIDTH], two depths in a word. x: float32 [rows, 2 ·
     steps]. ahead: words from what is read to what the memory is asked for.
     """
 

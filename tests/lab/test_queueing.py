@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.queueing import Shared, SharedDraft, closed_network, shared_draft
+from mpissd.lab.pools.queueing import Shared, SharedDraft, closed_network, shared_draft
 
 
 def chain(away_s: float, turns: float, frame_s: Sequence[float]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`why` and `compare` take a folder: which of its rows they mean, and what they refuse."""
+"""`compare` takes run ids, files and folders: which rows they mean, what it shows and refuses."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_why_takes_the_row_of_a_folder_that_was_measured_last(
     write(tmp_path / "a" / "runs_2.jsonl", result("old", **at(1)), result("late", **at(9)))
     write(tmp_path / "a" / "below" / "runs_3.jsonl", result("between", **at(5)))
     folder = str(tmp_path / "a")
-    said = {"positional": folder, "flag": f"--result={folder}", "out": f"--out={folder}"}[named]
-    assert main(["why", said]) == 0
+    said = {"positional": folder, "flag": f"--a={folder}", "out": f"--out={folder}"}[named]
+    assert main(["compare", "--show=why", said]) == 0
     assert capfd.readouterr().out.startswith("late: ")
 
 
 def test_why_finds_a_run_id_below_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "runs_1.jsonl", result("one"), result("two"))
-    assert main(["why", "one", f"--out={tmp_path}"]) == 0
+    assert main(["compare", "one", "--show=why", f"--out={tmp_path}"]) == 0
     assert capfd.readouterr().out.startswith("one: ")
 
 
@@ -88,20 +88,39 @@ def test_a_folder_with_two_configurations(
     assert compared(capfd, tmp_path) == ("three", "two")
 
 
-def test_a_folder_that_is_none_or_holds_too_little_or_too_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_folder_of_more_than_two_configurations_shows_the_best_methods(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "runs.jsonl", *(result(str(k), lookahead=k) for k in (1, 2, 3)))
+    assert main(["compare", str(tmp_path)]) == 0
+    methods = json.loads(capfd.readouterr().out.splitlines()[-1])[0]["methods"]
+    assert list(methods[0]["by_lookahead"]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("one", "--show=pair"), "a pair needs two results"),
+        (("--show=pair",), "a pair needs two results"),
+        (("one", "one", "--show=best"), "b=one with show=best: allowed: with show=pair"),
+        (("empty",), "result 'empty': no such row in 'empty'"),
+        (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
+        (("none", "--show=why", "--out=one"), "result 'none': no such row in 'one'"),
+        (("--show=why",), "result 'out': no such row in 'out'"),
+        (("one", "one", "one"), "'one' is not a flag"),
+        (("none", "--show=tables"), "results 'none': no runs*.jsonl there"),
+        (("one", "--show=claims"), "claims: no SSD with another use of its GPUs"),
+        (("one", "--show=all"), "unknown show 'all'"),
+    ],
+)
+def test_what_it_refuses_is_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("one/runs.jsonl"), result("a"), result("b", seed=1))
-    write(Path("three/runs.jsonl"), *(result(str(k), lookahead=k) for k in (1, 2, 3)))
     Path("empty").mkdir()
-    told = refused(capfd, "compare", "one")
-    assert "needs two results: 'one' holds 1 configuration: allowed: 2" in told
-    told = refused(capfd, "compare", "three")
-    hint = "or two run ids, such as: compare 2 3 --out=three"
-    assert f"'three' holds 3 configurations: allowed: 2; {hint}" in told
-    for command in (("compare", "empty"), ("compare", "one", "empty"), ("why", "empty")):
-        assert "result 'empty': no such row in 'empty'" in refused(capfd, *command)
-    for command in (("compare", "none"), ("compare", "one", "none"), ("why", "none")):
-        assert "result 'none': no such row in 'one'" in refused(capfd, *command, "--out=one")
-    assert "result 'out': no such row in 'out'" in refused(capfd, "why")
+    assert message in refused(capfd, "compare", *arguments)

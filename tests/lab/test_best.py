@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.sweep.best import compare_methods, method_of
-from mpissd.lab.sweep.best_text import render, to_dict
-from mpissd.lab.sweep.commands import best
-from mpissd.lab.sweep.configs import BestConfig
-from mpissd.lab.sweep.uses import verdicts
+from mpissd.lab.tables.best import compare_methods, method_of, render, to_dict
 
 SAME = {
     "workload": "gemm",
@@ -62,8 +56,8 @@ def test_each_method_is_compared_at_equal_and_at_its_own_best_lookahead() -> Non
     at_equal = [(method.at(4).median, method.at(8).median) for method in (sd, ssd)]  # type: ignore[union-attr]
     assert at_equal == [(600, 550), (900, 1000)]
     assert ar.at(4) is ar.best and sd.at(3) is None
-    assert ssd.best.spread == pytest.approx(0.02) and ssd.best.per_gpu == 500
-    assert dict(second.setting)["acceptance"] == "alpha:0.6"
+    assert ssd.best.spread == pytest.approx(0.02) and ssd.best.ranks == 2
+    assert second.setting["acceptance"] == "alpha:0.6"
     assert [method.best.median for method in second.methods] == [300, 400]  # AR is in both
 
 
@@ -98,83 +92,6 @@ def test_answers_to_other_prompts_are_not_compared() -> None:
         ["AR", "SD"], ["SD"], ["SD"]
     ]  # fmt: skip
     assert len(compare_methods([*ROWS[:4], row("sd", 4, 600, forward="gemm")])) == 1
-
-
-def of_two_gpus(*others: Row) -> list[Row]:
-    """SSD, SD and AR as ROWS have them, and what else ran on two GPUs."""
-    here = {"target": "llama-3.1-8b"}
-    rows = [r | here for r in ROWS[:-1]]
-    return rows + [r | here | {"num_drafts": 0, "world_size": 2} for r in others]
-
-
-def test_the_best_other_use_is_over_every_t() -> None:
-    inline = [row("sd", k, rate, tp=2) for k, rate in ((1, 800), (3, 950))]
-    rows = of_two_gpus(row("ar", 0, 525, tp=2), *inline)
-    first = next(c for c in compare_methods(rows) if dict(c.setting)["tp"] == 1)
-    (verdict,) = verdicts(first, rows)
-    best = verdict.others.best
-    assert (
-        best is not None
-        and best.cell.lookahead == 3
-        and str(verdict.others.judged[1]) == ("SD T=1 D=1 K=4: 600.0 tok/s")
-    )
-    assert verdict.gain is not None and verdict.gain.speedup == pytest.approx(1000 / 950)
-    assert "best other use of 2 GPUs, SD inline T=2 K=3: 950.0 tok/s" in str(verdict)
-    other_t = next(c for c in compare_methods(rows) if dict(c.setting)["tp"] == 2)
-    assert verdicts(other_t, rows) == []  # no SSD there
-
-
-def test_a_use_that_was_not_measured_is_said_and_nothing_is_best() -> None:
-    rows = of_two_gpus(row("ar", 0, 525, tp=2))
-    first = compare_methods(rows)[0]
-    (verdict,) = verdicts(first, rows)
-    assert verdict.others.best is None
-    assert "fastest measured of 2 GPUs, SD T=1 D=1 K=4" in str(verdict)
-    assert ", 1.62–1.71, no claim; its hits are imposed" in str(verdict)
-    assert str(verdict).endswith("not measured: SD inline T=2")
-    told = verdict.to_dict()
-    assert told["best_other_use"] is None and told["over_best"] is None
-    assert told["not_measured"] == ["SD inline T=2"]
-
-
-def test_a_lookup_is_a_rival_where_no_law_decides() -> None:
-    """It drafts beside any draft model; under a law its acceptance would be assumed."""
-    told = {"workload": "replay", "recording": "a.npz", "acceptance": None, "hit_law": None}
-    inline = {"num_drafts": 0, "inline_draft": True, "world_size": 2, "tp": 2}
-    looked_up = {**inline, "draft": "lookup", "backup": "fast"}
-
-    def beside(**laws: Any) -> str:
-        rows = [row("ssd", 4, 500, **laws), row("sd", 2, 450, **inline, **laws)]
-        rows += [row("sd", 8, 700, **looked_up, **laws)]
-        comparison = compare_methods(rows)[0]
-        assert {"tp": 1, "draft": "1b"}.items() <= dict(comparison.setting).items()
-        (verdict,) = verdicts(comparison, rows)
-        return str(verdict)
-
-    assert "fastest measured of 2 GPUs, lookup T=2 K=8: 700.0 tok/s" in beside(**told)
-    assert "SD inline T=2 K=2: 450.0 tok/s" in beside(hit_law="power:A=0.75,r=1.0")
-
-
-def test_a_lookup_does_not_stand_for_the_draft_that_was_not_measured() -> None:
-    """Its rows are a rival, and have a table of their own where no other row has their T."""
-    told: dict[str, Any] = {"workload": "replay", "recording": "a.npz"}
-    told |= {"acceptance": None, "hit_law": None}
-    two: dict[str, Any] = {"num_drafts": 0, "world_size": 2, "tp": 2}
-    looked_up = {**two, "inline_draft": True, "draft": "lookup", "backup": "fast"}
-    rows = [row("ssd", 4, 500, **told), row("sd", 4, 300, **told), row("ar", 0, 200, **two, **told)]
-    rows += [row("sd", 8, 300, **looked_up, **told)]
-    beside, alone = compare_methods(rows)
-    (verdict,) = verdicts(beside, rows)
-    assert str(verdict).endswith("no claim; not measured: SD inline T=2")
-    assert {"tp": 2, "draft": "lookup"}.items() <= dict(alone.setting).items()
-    assert [method.name for method in alone.methods] == ["AR", "SD inline backup=fast"]
-
-
-def test_gpus_of_another_kind_are_no_rivals() -> None:
-    rows = of_two_gpus(row("ar", 0, 525, tp=2))
-    mixed = rows[3] | {"draft_device_name": "V100", "tok_per_s": 5000.0}
-    (verdict,) = verdicts(compare_methods(rows)[0], [*rows, mixed])
-    assert verdict.others.fastest is not None and verdict.others.fastest.tok_per_s < 5000
 
 
 def test_what_a_method_is_called() -> None:
@@ -213,23 +130,6 @@ def test_what_drafts_a_miss_makes_another_method(other: dict[str, Any]) -> None:
         method_of(usual | {"backup": "fast"}),
     }
     assert len(names) == 2 + (other != {"backup": "fast"})
-
-
-def test_another_draft_device_makes_another_method() -> None:
-    own = row("ssd", 4, 900, draft_device_name="H200")
-    assert method_of(own) == method_of(row("ssd", 4, 900))
-    assert "draft on V100" in method_of(own | {"draft_device_name": "V100"})
-
-
-def test_graphs_and_single_launches_are_not_repeats() -> None:
-    found = compare_methods([row("ssd", 4, 900, graph=True), row("ssd", 4, 500, graph=False)])
-    assert [len(one.methods[0].best.tok_per_s) for one in found] == [1, 1]
-
-
-def test_what_is_no_row_is_not_compared() -> None:
-    spoiled = ({"mode": "x"}, {"lookahead": None}, {"tok_per_s": "fast"})
-    junk = [*map(Row.from_dict, ({}, {"tok_per_s": 5})), *(ROWS[0] | one for one in spoiled)]
-    assert compare_methods([*ROWS, *junk]) == compare_methods(ROWS)
 
 
 def test_the_table_and_the_json_say_the_same() -> None:
@@ -305,19 +205,11 @@ def test_rows_that_say_too_little_have_no_gain() -> None:
     assert to_dict(found)["methods"][1]["over_ar"] is None
 
 
-def test_without_ar_there_is_no_speedup() -> None:
-    (found,) = compare_methods(ROWS[3:6])
-    assert found.baseline is None and to_dict(found)["methods"][0]["speedup"] is None
-    assert compare_methods([]) == []
-    (alone,) = compare_methods(ROWS[:3])
-    assert [method.name for method in alone.methods] == ["AR"]
-
-
-def test_best_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [json.dumps({"schema": 1, "run_id": str(n), **row}) for n, row in enumerate(ROWS)]
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines) + "\n")
-    assert best(BestConfig(str(tmp_path))) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [m["tok_per_s"] for m in told[0]["methods"]] == [300, 600, 1000]
-    with pytest.raises(ConfigError, match="cannot be read"):
-        best(BestConfig(str(tmp_path / "nothing")))
+def test_a_lookup_belongs_to_every_draft_and_law() -> None:
+    """It has a table of its own only where no other row has its T."""
+    looked_up = {"num_drafts": 0, "world_size": 1, "inline_draft": True, "draft": "lookup"}
+    here, there = row("sd", 8, 700, **looked_up), row("sd", 8, 900, tp=2, **looked_up)
+    found = compare_methods([*ROWS, here, there])
+    assert [one.methods[1].name for one in found[:2]] == ["SD", "SD"]
+    assert all("SD inline" in {m.name for m in one.methods} for one in found[:2])
+    assert found[2].setting["tp"] == 2 and [m.name for m in found[2].methods] == ["SD inline"]

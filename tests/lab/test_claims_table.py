@@ -1,0 +1,254 @@
+"""SSD beside the strongest other use of its GPUs: which verdicts hold, and what they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
+from mpissd.lab.tables import Pair, load_rows
+from mpissd.lab.tables.claims import Claim, claims, judged, render, rewritten
+
+ROOT = Path(__file__).resolve().parents[2]
+LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
+FLAT = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
+Uses = dict[tuple[str, int, int], dict[int, float]]
+# (mode, T, D): tok/s at each K. SD inline over both GPUs is the strongest other use.
+USES: Uses = {
+    ("ar", 1, 0): {0: 300.0},
+    ("ar", 2, 0): {0: 520.0},
+    ("sd", 1, 0): {4: 400.0},
+    ("sd", 2, 0): {2: 690.0, 3: 700.0},
+    ("lookup", 2, 0): {8: 640.0},
+    ("sd", 1, 1): {4: 600.0},
+    ("ssd", 1, 1): {3: 740.0, 4: 770.0},
+}
+
+
+def rows(uses: Uses = USES, seeds: int = 5, visit: str = "a", **told: Any) -> list[Row]:
+    """Every use under every seed: a luck of 10% that all who draft share, of AR .1%.
+
+    visit: the GPU that all of these rows ran on.
+    """
+    found = []
+    for (mode, tp, num_drafts), by_k in uses.items():
+        for lookahead, rate in by_k.items():
+            for seed in range(seeds):
+                lucky = LUCK[seed] * (1 + 0.001 * (seed % 2)) if mode != "ar" else 1 + seed / 1000
+                row = {
+                    "schema": 1, "run_id": f"{visit}{mode}{tp}{num_drafts}-{lookahead}-{seed}",
+                    "mode": "sd" if mode == "lookup" else mode, "tp": tp, "num_drafts": num_drafts,
+                    "world_size": tp + num_drafts, "workload": "gemm", "backend": "cupy",
+                    "device_name": "H200", "target": "llama-3.1-8b", "dtype": "float16",
+                    "batch_size": 1, "context": 0, "fuse": True, "lm_head": True,
+                    "num_rounds": 400, "lookahead": lookahead, "seed": seed,
+                    "tok_per_s": rate * lucky, "expected_tok_per_s": rate, "round_us": FLAT,
+                    "sampling_sd": 0.1, "token_digest": "f00d", "t_target_s": 0.004 / tp,
+                    "t_draft_s": 1e-3 * lookahead,
+                    "provenance": {"commit": "1", "ranks": [{"uuid": visit}]},
+                }  # fmt: skip
+                if mode != "ar":
+                    row |= {"draft": "llama-3.2-1b", "acceptance": "alpha:0.8"}
+                    row |= {"inline_draft": not num_drafts}
+                if mode == "lookup":
+                    row |= {"draft": "lookup", "backup": "fast", "acceptance_fast": "alpha:0.3"}
+                if mode == "ssd":
+                    row |= {"hit_law": "power:A=0.75,r=1.0", "on_late": "finish"}
+                found.append(Row.from_dict(row | told))
+    return found
+
+
+def without(*names: tuple[str, int, int]) -> Uses:
+    return {key: of for key, of in USES.items() if key not in names}
+
+
+def one(found: list[Row]) -> Claim:
+    (claim,) = claims(found)
+    return claim
+
+
+def lines(found: list[Row]) -> list[str]:
+    return [line for line in render(claims(found)).splitlines() if line.startswith("| 0")]
+
+
+def test_ssd_stands_beside_the_strongest_other_use_and_independent_copies() -> None:
+    assert lines(rows()) == [
+        "| 0.8 | yes | T=1 D=1 K=4 | 770 (385) | SD inline T=2 K=3 | 700 (350) | 1.10× (1.10–1.10) "
+        "| 2 × SD inline T=1 K=4 | 800 (400) |"
+    ]
+    head = render(claims(rows())).splitlines()[0]
+    assert "2 × H200 (float16, fused, context 0, batch 1)" in head
+    assert "hits by power:A=0.75,r=1.0, assumed. 5 seeds × 400 rounds" in head
+
+
+def test_rivals_of_another_visit_give_no_verdict() -> None:
+    """Only what is slower by more than visits differ, 4%, needs no rows of SSD's own visit."""
+    own = rows(without(("sd", 2, 0), ("ar", 2, 0)))
+    far = rows({key: USES[key] for key in (("sd", 2, 0), ("ar", 2, 0))}, visit="b")
+    text = one(own + far).text
+    assert text == "1.20–1.20, no verdict: few visits: SD inline T=2, 700 tok/s on another"
+    slow = rows({("sd", 2, 0): {3: 600.0}, ("ar", 2, 0): {0: 520.0}}, visit="b")
+    assert one(own + slow).text == "1.20× (1.20–1.20)"  # over the lookup of its visit
+
+
+def test_no_pair_is_of_two_visits_or_two_commits() -> None:
+    """SD inline was faster on another machine, and by other code; neither touches the interval."""
+    faster = {("sd", 2, 0): {3: 760.0}}
+    older = {"provenance": {"commit": "0", "ranks": [{"uuid": "a"}]}}
+    for others in (rows(faster, visit="b"), [r | older for r in rows(faster, visit="c")]):
+        found = one(rows() + others)
+        assert found.gain is not None and found.gain.interval == "1.10–1.10" and found.is_verdict
+
+
+def test_what_was_not_measured_is_named_with_what_is_expected_of_it() -> None:
+    claim = one(rows(without(("sd", 2, 0))))
+    assert str(claim.other) == "lookup T=2 K=8" and not claim.is_verdict
+    assert "no verdict: SD inline T=2 not measured (" in claim.text
+    assert claim.text.endswith(" tok/s expected)")
+
+
+def test_a_lookup_is_ruled_out_by_what_it_can_reach_at_most() -> None:
+    """At acceptance .3 it adds at most 1/.7 tokens a forward: 743 of AR's 520, and 4%."""
+    text = one(rows(without(("lookup", 2, 0)))).text
+    assert "no verdict: lookup T=2 not measured" in text
+    fast = {**without(("lookup", 2, 0)), ("sd", 2, 0): {3: 790.0}, ("ssd", 1, 1): {4: 850.0}}
+    assert one(rows(fast)).text == "1.08× (1.08–1.08)"
+
+
+def test_a_lookup_counts_only_with_the_acceptance_that_ssd_may_assume() -> None:
+    lucky = rows({("lookup", 2, 0): {8: 900.0}}, acceptance_fast="alpha:0.6")
+    assert str(one(rows() + lucky).other) == "SD inline T=2 K=3"
+    assert str(one(rows({**USES, ("lookup", 2, 0): {8: 900.0}})).other) == "lookup T=2 K=8"
+
+
+def test_where_a_recording_decides_both_lookups_are_uses() -> None:
+    told = {"workload": "replay", "recording": "a.npz", "acceptance": None, "hit_law": None}
+    found = [r | told for r in rows()]
+    (claim,) = judged(next(r for r in map(setting, found) if r["tp"] == 1 and r["draft"]), found)
+    assert [str(one.family) for one in claim.unknown] == ["suffix T=2"]
+    found += [r | told | {"lookup": "suffix"} for r in rows({("lookup", 2, 0): {8: 900.0}})]
+    (claim,) = judged(next(r for r in map(setting, found) if r["tp"] == 1 and r["draft"]), found)
+    assert not claim.unknown and str(claim.other) == "suffix T=2 K=8"
+
+
+def setting(row: Row) -> dict[str, Any]:
+    from mpissd.lab.tables.best import setting_of
+
+    return setting_of(row)
+
+
+def test_70b_on_three_gpus_needs_three_targets() -> None:
+    """64 heads divide unevenly; what T = 3 would give is expected between T = 2 and T = 4."""
+    uses: Uses = {
+        ("ar", 2, 0): {0: 60.0},
+        ("ar", 4, 0): {0: 114.0},
+        ("sd", 2, 0): {8: 193.0},
+        ("sd", 4, 0): {5: 298.0},
+        ("sd", 2, 1): {7: 195.0},
+        ("ssd", 2, 1): {10: 245.0},
+    }
+    claim = one(rows(uses, target="llama-3.1-70b"))
+    assert [str(one.family) for one in claim.unknown] == ["SD inline T=3"] and claim.copies is None
+
+
+def test_a_loss_to_a_measured_use_holds_whatever_else_was_not_measured() -> None:
+    slow = {**without(("lookup", 2, 0)), ("ssd", 1, 1): {4: 350.0}}
+    assert lines(rows(slow))[0].count("loses, at most 0.50× (0.50–0.50): lookup T=2 not") == 1
+
+
+def test_verdicts_of_a_table_are_corrected_together() -> None:
+    """One line of p = .01 holds on its own, and not among four that show nothing."""
+    noise = (0.02, 0.05, 0.08, 0.03, 0.07)
+
+    def line(alpha: float, gain: float) -> list[Row]:
+        wide = {**USES, ("ssd", 1, 1): {4: 700.0 * gain}}
+        told = [r | {"run_id": f"{alpha}{r.run_id}"} for r in rows(wide)]
+        told = [r | {"acceptance": f"alpha:{alpha}"} if r.mode != "ar" else r for r in told]
+        return [
+            r | {"tok_per_s": r.tok_per_s * (1 + noise[r.seed] * (r.mode == "ssd"))} for r in told
+        ]
+
+    alone = one(line(0.8, 1.0))
+    assert alone.gain is not None and 0.01 < alone.gain.p_value < 0.05 and alone.is_verdict
+    many = claims([r for a in (0.8, 0.6, 0.65, 0.7, 0.75) for r in line(a, 1 - 0.048 * (a != 0.8))])
+    held = next(claim for claim in many if claim.setting["acceptance"] == "alpha:0.8")
+    assert held.text.endswith("no verdict after Holm's correction") and not held.is_verdict
+
+
+def test_what_is_not_faster_is_not_claimed() -> None:
+    noisy = [
+        r | {"tok_per_s": r.tok_per_s * (1 + 0.02 * (r.seed - 2) * (r.mode == "ssd"))}
+        for r in rows({**USES, ("ssd", 1, 1): {4: 707.0}})
+    ]
+    assert "no difference" in lines(noisy)[0]
+
+
+@pytest.mark.parametrize("poor", [{"seeds": 4}, {"num_rounds": 399}], ids=str)
+def test_few_seeds_and_short_rows_claim_nothing(poor: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="allowed: 5 seeds of 400 rounds"):
+        claims(rows(**poor))
+
+
+def test_predictions_choose_ssd_s_k_and_no_weak_rival() -> None:
+    """A lucky row does not choose K; a wrong prediction does not hide the strongest rival."""
+    lucky = rows({**USES, ("ssd", 1, 1): {3: 790.0, 4: 770.0}})
+    told = [r | {"expected_tok_per_s": 700.0 + r.lookahead * (r.mode == "ssd")} for r in lucky]
+    assert one(told).ssd.cell.lookahead == 4
+    wrong = rows({**USES, ("sd", 2, 0): {2: 690.0, 3: 770.0}})
+    by_k = {2: {"expected_tok_per_s": 900.0}, 3: {"expected_tok_per_s": 600.0}}
+    found = one(
+        [r | by_k.get(r.lookahead, {}) if (r.mode, r.tp) == ("sd", 2) else r for r in wrong]
+    )
+    assert found.other is not None and found.other.cell.lookahead == 3
+
+
+def test_imposed_hits_claim_nothing() -> None:
+    """They cost no branches, so their rows neither make a line nor stand in another's."""
+    imposed = [
+        row | {"run_id": f"{row.run_id}-p", "hit_law": "p_hit:0.9", "tok_per_s": 950.0}
+        for row in rows()
+        if row.mode == "ssd"
+    ]
+    assert lines([*rows(), *imposed]) == lines(rows())
+    told = [str(claim) for claim in judged(setting(imposed[0]), [*rows(), *imposed])]
+    assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
+
+
+def test_a_text_is_made_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fresh = rewritten("Before.\n<!-- claims a,b -->\nold\n<!-- /claims -->\n", lambda _: rows())
+    assert "old" not in fresh and "1.10× (1.10–1.10)" in fresh
+    with pytest.raises(ConfigError, match="<!-- claims"):
+        rewritten("no table", lambda _: rows())
+    folder = ROOT / "results" / "h200-pairs"
+    assert main(["compare", str(folder), "--show=claims"]) == 0
+    printed = capfd.readouterr().out
+    file = tmp_path / "page.md"
+    file.write_text(f"<!-- claims {folder} -->\n<!-- /claims -->\n")
+    assert main(["compare", f"--into={file}"]) == 0
+    assert file.read_text() == f"<!-- claims {folder} -->\n{printed}<!-- /claims -->\n"
+    for wrong in ([f"--into={tmp_path}/none"], [str(folder), f"--into={file}"]):
+        assert main(["compare", *wrong]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_the_committed_claims_are_those_of_a_pair() -> None:
+    """Each line over the H200 rows, as `compare A B` on one seed's two rows has it."""
+    every = load_rows([ROOT / "results" / "h200-pairs"])
+    for claim in claims(every):
+        assert claim.other is not None and claim.gain is not None
+        a = claim.other.cell.rows[0]
+        b = next(r for r in claim.ssd.cell.rows if r.seed == a.seed)
+        told = Pair.of(a, b, {}, others=every).comparison
+        assert (told.low, told.high) == pytest.approx((claim.gain.low, claim.gain.high))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+def test_a_table_of_a_page_is_that_of_its_rows(page: str) -> None:
+    """Every number is computed again."""
+    text = (ROOT / page).read_text()
+    again = rewritten(text, lambda told: load_rows([ROOT / name for name in told.split(",")]))
+    assert again == text, f"python -m mpissd compare --into={page}"
