@@ -20,6 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ Mask = NDArray[np.bool_]
 
 _LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
 _BURN_IN = 8  # first rounds of a chain, which do not count
+_WITHOUT_GROWTH = 1, 8  # the same, and the rounds that count, where no round depends on another
 _FEW_CELLS = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
 _MANY_CELLS = 64, 16, 16  # likewise; cells read the same draws, so that few tell them apart
 _MANY = 4  # cells from which on these numbers hold
@@ -144,8 +146,7 @@ class LawDraws(Draws):
     """
 
     def __init__(self, cells: Cells, chains: int, seed: int = 0) -> None:
-        self.chains, self._cells, self._number = chains, cells, 0
-        self._random = np.random.Generator(np.random.Philox(key=[seed, _LAW_SEQUENCE]))
+        self.chains, self._cells, self._seed, self._number = chains, cells, seed, 0
         same = len(cells) > 0 and all(
             (rates == rates[0]).all() for rates in (cells.hazards, cells.hazards_fast)
         )
@@ -176,10 +177,17 @@ class LawDraws(Draws):
         return np.asarray(self._spread() < self._chance[at])
 
     def _spread(self) -> Floats:
-        """Returns uniforms [R, b], each column one in every R-th of [0, 1)."""
-        shape = self.chains, self._cells.batch_size
-        order = self._random.permuted(np.tile(np.arange(self.chains)[:, None], shape[1]), axis=0)
-        return np.asarray((order + self._random.random(shape)) / self.chains)
+        """Returns the next uniforms, [R, b]."""
+        self._number += 1
+        return _spread(self.chains, self._cells.batch_size, self._seed, self._number)
+
+
+@lru_cache(maxsize=512)
+def _spread(chains: int, batch: int, seed: int, number: int) -> Floats:
+    """Returns the n-th uniforms of a seed, [R, b], each column one in every R-th of [0, 1)."""
+    random = np.random.Generator(np.random.Philox(key=[seed, _LAW_SEQUENCE + number]))
+    order = random.permuted(np.tile(np.arange(chains)[:, None], batch), axis=0)
+    return np.asarray((order + random.random((chains, batch))) / chains)
 
 
 class ReplayDraws(Draws):
@@ -495,12 +503,14 @@ def _expect(cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool
     """Returns the means of cells whose forwards use one kernel."""
     few = precise or len(cells) < _MANY
     sequences, least, num_rounds = _FEW_CELLS if few else _MANY_CELLS
-    chains = max(least, sequences // cells.batch_size)
+    chains, skipped = max(least, sequences // cells.batch_size), _BURN_IN
+    if not (cells.branches.any() or cells.branches_miss.any()):
+        skipped, num_rounds = _WITHOUT_GROWTH
     rounds = Rounds(cells, device, host, LawDraws(cells, chains))
     sums = {name: np.zeros(len(cells)) for name in ("tokens", "round_s", "hit", "wait_s")}
-    for number in range(_BURN_IN + num_rounds):
+    for number in range(skipped + num_rounds):
         of_round = rounds.advance(number)
-        if number >= _BURN_IN:
+        if number >= skipped:
             for name, total in sums.items():
                 total += of_round[name].reshape(len(cells), -1).sum(axis=1)
     count = chains * num_rounds
