@@ -48,7 +48,7 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
     alone = [expected(job, device, host) for job in jobs]
     for name in ("tok_per_s", "round_s", "tokens"):
         one_by_one = np.concatenate([getattr(found, name) for found in alone])
-        np.testing.assert_allclose(getattr(together, name), one_by_one, rtol=0.02)
+        np.testing.assert_allclose(getattr(together, name), one_by_one, rtol=0.04)
 
 
 # Time is counted in single-row forwards: t_target(1) = 1.
