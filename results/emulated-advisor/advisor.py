@@ -90,8 +90,9 @@ class Cell:
 
 def _rivals(advice: Advice) -> tuple[Choice, ...]:
     """The advice, two alternatives, and the best of the other modes."""
-    others = {choice.mode: choice for choice in reversed(advice.by_method)}
-    others.pop(advice.best.mode)
+    drafted = [choice for choice in advice.by_method if choice.mode != "lookup"]
+    others = {choice.mode: choice for choice in reversed(drafted)}
+    others.pop(advice.best.mode, None)
     return (advice.best, *advice.alternatives, *others.values())
 
 

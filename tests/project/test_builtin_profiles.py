@@ -41,7 +41,7 @@ def gpu_rows() -> list[Row]:
     rows: list[Row] = []
     for path in sorted(RESULTS.glob("**/*.jsonl")):
         first = json.loads(path.open().readline() or "{}")
-        if "num_rounds" in first:
+        if "num_rounds" in first and first.get("schema") is not None:
             rows += [row for row in load_rows([path]) if row.backend == "cupy"]
     return rows
 

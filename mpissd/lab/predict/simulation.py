@@ -572,6 +572,11 @@ class Prediction:
         return spread * math.sqrt(self.num_rounds / num_rounds)
 
     @property
+    def tok_per_s_error(self) -> float:
+        """Standard error of tok_per_s, from the spread of the chains; nan for one chain."""
+        return self.tok_per_s_noise(self.num_rounds) / math.sqrt(self.round_s.shape[1])
+
+    @property
     def hit_rate(self) -> float | None:
         """The share of outcomes that were keys, without forced misses; None if no key was asked
         for."""
