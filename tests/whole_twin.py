@@ -5,7 +5,7 @@ A twin takes the tensors that the device had before the operation, so that a dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,6 @@ from tests.transformer_reference import rotated
 KINDS = (QKV, ATTEND, ADD, GATED, ADD)  # of a layer
 NAMES = "q,k,v", "attention", "o", "gate,up", "down"
 Tensors = dict[str, Any]
-Everyone = Callable[[Tensors], Sequence[Tensors]]
-SPLIT = {"attended": 1, "inner": 1, "logits": 1, "queries": 1, "keys": 0, "values": 0,
-         "new keys": 1, "new values": 1}  # fmt: skip
 
 
 class Twin:
@@ -93,14 +90,9 @@ class Twin:
         return before["x"] * (self.scale(before, norm) / before[f"powers {norm}"])[:, None]
 
 
-def differences(
-    rig: Rig, context: int, rows: int, everyone: Everyone = lambda own: [own]
-) -> Iterator[tuple[str, float]]:
+def differences(rig: Rig, context: int, rows: int) -> Iterator[tuple[str, float]]:
     """Yields (operation and tensor, relative error) of every operation of a forward of `rows` rows
-    behind `context` tokens.
-
-    everyone: what all ranks bring that share the model, each with its own rig.
-    """
+    behind `context` tokens."""
     stack, ops = rig.stack, rig.stack.weights.ops
     assert ops is not None
     tokens = prompt(rig, context + rows)
@@ -119,8 +111,8 @@ def differences(
         ops._norm(stack.buffers.hidden, None, first, stack.buffers.x, rows, stack.cache.counters)  # type: ignore[attr-defined]
         if count:
             norm = ops._first_norm  # type: ignore[attr-defined]
-            whole.launch(stack.group, stack.weights, stack.buffers, stack.cache, rows, norm, count)
-        return joined(everyone(tensors(rig, layer, context, rows)))
+            whole.launch(stack.weights, stack.buffers, stack.cache, rows, norm, count)
+        return tensors(rig, layer, context, rows)
 
     layers = rig.checkpoint.config.shape.num_layers
     for number in range(5 * layers + 1):
@@ -133,19 +125,6 @@ def differences(
             name, expected = f"{layer} {NAMES[which]}", operation(twin, which, before, layer)
         for tensor, values in expected.items():
             yield f"{name}: {tensor}", relative_error(behind[tensor], values)
-
-
-def joined(parts: Sequence[Tensors]) -> Tensors:
-    """The tensors of the whole model; those that all ranks have are equal to the bit."""
-    found = {}
-    for name, first in parts[0].items():
-        every = [part[name] for part in parts]
-        if name in SPLIT:
-            found[name] = np.concatenate(every, axis=SPLIT[name])
-        else:
-            assert all(np.array_equal(first, other) for other in every), f"{name} of two ranks"
-            found[name] = first
-    return found
 
 
 def operation(twin: Twin, which: int, before: Tensors, layer: int) -> Tensors:

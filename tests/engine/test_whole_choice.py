@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
 from mpissd.engine.model.transformer.sources import config_of
 
 SMALL, LARGE = 99 << 10, 227 << 10  # bytes of shared memory that a block may have
-
-
-@pytest.fixture(autouse=True)
-def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MPISSD_WHOLE", raising=False)
 
 
 def gpu(capability: str = "9.0", room: int = LARGE) -> Any:
@@ -57,23 +52,15 @@ def test_the_model_decides(changed: dict[str, Any], expected: bool) -> None:
     assert WholeOps.suits(gpu(), model(**changed), heads=32) == expected
 
 
-@pytest.mark.parametrize(
-    "asked, whole_model, share",
-    [(None, True, False), ("", True, False), ("0", False, False), ("1", True, False),
-     ("2", True, True)],
-)  # fmt: skip
-def test_the_variable_decides_when_it_is_asked(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None, whole_model: bool, share: bool
-) -> None:
+def test_a_rank_s_share_of_heads_is_never_one_kernel() -> None:
     """Of a model's 32 heads, a rank of two has 16."""
-    if asked is not None:
-        monkeypatch.setenv("MPISSD_WHOLE", asked)
-    assert WholeOps.suits(gpu(), model(), heads=32) == whole_model
-    assert WholeOps.suits(gpu(), model(), heads=16) == share
+    assert not WholeOps.suits(gpu(), model(), heads=16)
 
 
-@pytest.mark.parametrize("asked", ["false", "off", "no", "3", "01", " 1"])
-def test_another_value_is_refused_on_any_gpu(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    monkeypatch.setenv("MPISSD_WHOLE", asked)
-    with pytest.raises(ConfigError, match=rf"^MPISSD_WHOLE={asked}: allowed: 0 \(never\), 1"):
-        WholeOps.suits(gpu("8.0", SMALL), model(), heads=32)
+def test_a_gpu_that_mps_divides_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert WholeOps.suits(gpu(), model(), heads=32)
+    (tmp_path / "control").touch()
+    assert not WholeOps.suits(gpu(), model(), heads=32)

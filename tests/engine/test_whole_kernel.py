@@ -14,7 +14,7 @@ from mpissd.engine.model.transformer.cupy_ops import packing, whole_plan
 from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import ALONE, VARIABLE, WholeOps, chosen
+from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps, chosen
 from mpissd.engine.model.transformer.cupy_ops.whole_plan import (
     OPERATION,
     Step,
@@ -43,7 +43,6 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
 @pytest.fixture(autouse=True)
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets few rows of models of any width be one kernel."""
-    monkeypatch.setenv(VARIABLE, str(ALONE))
     monkeypatch.setattr(Whole, "least_hidden", 0)
     monkeypatch.setattr(Whole, "wide", 0)
 

@@ -222,10 +222,10 @@ def test_forwards_of_a_search_are_those_of_a_job() -> None:
 
 
 def test_flags_name_what_was_chosen() -> None:
-    choice = Choice("ssd", 2, 1, 4, 6, "geometric:24", "fast", 3, "serve", 100.0, 9.0, 0.8)
+    choice = Choice("ssd", 2, 1, 4, 6, "geometric:24", "fast", 3, 100.0, 9.0, 0.8)
     assert choice.flags() == {
         "mode": "ssd", "num_drafts": "1", "lookahead": "6", "fan_out": "geometric:24",
-        "backup": "fast", "backup_lookahead": "3", "on_late": "serve",
+        "backup": "fast", "backup_lookahead": "3",
     }  # fmt: skip
     assert choice.gpus == 3 and choice.tok_per_s_per_gpu == pytest.approx(100 / 3)
     alone = replace(choice, mode="ar", num_drafts=0, lookahead=0, fan_out=None)
@@ -242,7 +242,7 @@ def test_both_fan_outs_of_a_search_are_those_of_a_job(
 ) -> None:
     """Behind a hit and behind a backup that drafts K_b tokens of its own law."""
     config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
-    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, "serve", 100.0, 9.0, 0.8)
+    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, 100.0, 9.0, 0.8)
     flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
     flags |= {name: str(value) for name, value in law.items()} | choice.flags()
     job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
@@ -260,9 +260,7 @@ def test_a_law_is_cut_to_what_is_drafted() -> None:
         assert cut_law(text, 1) == text
 
 
-@pytest.mark.parametrize(
-    ("batch", "most"), [(1, MOST_WEIGHED), (8, MOST_WEIGHED), (9, 2000), (256, 2000)]
-)
+@pytest.mark.parametrize(("batch", "most"), [(1, 3000), (8, 3000), (9, 1000), (256, 1000)])
 def test_large_batches_are_weighed_more_roughly(batch: int, most: int) -> None:
     """Each of their configurations takes longer, with the sequences that may hit."""
     assert most / 2 < advise(8, pair="70b/1b", batch_size=batch).num_evaluated < most

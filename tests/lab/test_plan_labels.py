@@ -38,7 +38,7 @@ def advise(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
 def row_of(config: RunConfig, choice: Choice) -> Row:
     """A row as a run of that choice on this device would write it."""
     job = job_of(config, choice)
-    names = "mode num_drafts batch_size fuse lm_head context on_late backup acceptance_fast"
+    names = "mode num_drafts batch_size fuse lm_head context backup acceptance_fast"
     told = {name: getattr(job.config, name) for name in names.split()}
     told |= {"target": job.target.name, "draft": job.draft and job.draft.name, "seed": 0}
     told |= {"workload": "gemm", "device_name": H200.device_name, "num_rounds": 400, "tp": job.tp}

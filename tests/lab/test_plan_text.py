@@ -62,7 +62,7 @@ def test_every_ratio_names_its_gpus_and_no_words_stand_twice() -> None:
         f"tok/s a GPU: {2 * grown / inline / 3:.3f}×",
     }
     (legend,) = (x for x in lines if "SSD's line:" in x)
-    assert re.search(r"--fan_out.*--backup.*K_b.*--on_late", legend)
+    assert re.search(r"--fan_out.*--backup.*K_b", legend)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ def pool_of(targets: int, device: str = "h200", tp: int = 1, **flags: Any) -> Po
 CASES: dict[str, dict[str, Any]] = {
     "in time": {"lookahead": 4, "fan_out": "geometric:20", "backup_lookahead": 2},
     "late": {"lookahead": 7, "fan_out": "uniform:3"},
-    "served late": {"lookahead": 7, "fan_out": "uniform:3", "on_late": "serve", "batch_size": 3},
     "batch, fast": {"lookahead": 4, "fan_out": "uniform:3", "batch_size": 5, "backup": "fast"},
     "sd": {"mode": "sd", "lookahead": 4, "batch_size": 2},
     "imposed": {"lookahead": 3, "fan_out": "uniform:1", "p_hit": 0.9},
@@ -202,7 +201,6 @@ def test_predict_takes_groups(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "why"),
     [
         (("--num_tokens=100",), "and rounds"),
-        (("--rounds=9", "--on_late=auto"), "nothing that adapts"),
         (("--rows=results",), "groups=3 with rows"),
     ],
 )

@@ -78,7 +78,7 @@ class SleepyGroup(Group):
 def test_a_chain_is_as_many_all_reduces_as_a_forward_has() -> None:
     group, cost = SleepyGroup(), Cost(8, 0, 0, 0, 0, 4, 0, 2)
     seconds = calibrate.chain_s(NumpyBackend(), group, 64, cost, WAITER)
-    assert 4 * 2e-3 <= seconds < 1.0
+    assert seconds >= 4 * 2e-3
     assert len(group.arrays) % 4 == 0 and group.arrays[0].shape == (8, 64)
 
 

@@ -26,10 +26,8 @@ def make_job(**flags: Any) -> Job:
 
 
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
-    ways = itertools.product(
-        (0.5, 0.9), ("uniform:2", "geometric:30"), ("finish", "serve"), ("jit", "fast"), (1, 6)
-    )
-    names = ("alpha", "fan_out", "on_late", "backup", "backup_lookahead")
+    ways = itertools.product((0.5, 0.9), ("uniform:2", "geometric:30"), ("jit", "fast"), (1, 6))
+    names = ("alpha", "fan_out", "backup", "backup_lookahead")
     jobs = [
         make_job(mode="ssd", lookahead=6, batch_size=3, **dict(zip(names, way, strict=True)))
         for way in ways
@@ -113,17 +111,6 @@ def test_hit_rate_is_the_stationary_one_of_two_laws() -> None:
     found = expected(job, device, FREE)
     rate = theory.stationary_hit_rate(after_hit, after_miss)
     assert found.hit_rate[0] == pytest.approx(rate, rel=NEAR)
-
-
-def test_the_recurrence_s_worked_numbers() -> None:
-    """THEORY, one round: 8B/1B, K = 7, h = .7 served late with K_b = 3 beats K_b = 7 and finish."""
-    device = DeviceCosts.from_points({1: 5.3, 8: 5.5}, {1: 0.9, 24: 0.95})
-    flags = {"mode": "ssd", "lookahead": 7, "p_hit": 0.7, "fan_out": "uniform:3"}
-    finish, serve, short = (
-        float(expected(make_job(**flags, **way), device, FREE).tok_per_s[0])
-        for way in ({}, {"on_late": "serve"}, {"on_late": "serve", "backup_lookahead": 3})
-    )
-    assert finish < serve < short
 
 
 def test_a_round_that_takes_no_time_has_no_rate() -> None:

@@ -32,20 +32,20 @@ CASES: dict[str, dict[str, Any]] = {
     "sd, inline": {"mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 2},
     "ssd, late": {"mode": "ssd", "lookahead": 4},
     "ssd, in time": {"mode": "ssd", "lookahead": 2},
-    "ssd, late, served": {"mode": "ssd", "lookahead": 7, "on_late": "serve"},
+    "ssd, very late": {"mode": "ssd", "lookahead": 7},
     "ssd, batch": {"mode": "ssd", "lookahead": 5, "batch_size": 5, "fan_out": "geometric:24"},
     "ssd, short backup": {"mode": "ssd", "lookahead": 7, "batch_size": 3, "backup_lookahead": 3},
-    "ssd, fast, served": {
+    "ssd, fast, short": {
         "mode": "ssd", "lookahead": 6, "batch_size": 4, "backup": "fast",
-        "backup_lookahead": 2, "on_late": "serve", "fan_out": "uniform:6",
+        "backup_lookahead": 2, "fan_out": "uniform:6",
     },
     "ssd, imposed": {"mode": "ssd", "lookahead": 5, "p_hit": 0.8, "batch_size": 2},
     "ssd, hits of a real pair": {
         "mode": "ssd", "lookahead": 5, "hit_law": "smollm2-chat", "batch_size": 3,
         "fan_out": "geometric:30", "backup_lookahead": 3,
     },
-    "ssd, hits of two ends, served": {
-        "mode": "ssd", "lookahead": 7, "hit_law": "power:A=1.1/0.1,r=0.3/0.9", "on_late": "serve",
+    "ssd, hits of two ends": {
+        "mode": "ssd", "lookahead": 7, "hit_law": "power:A=1.1/0.1,r=0.3/0.9",
     },
     "ssd, lists of candidates": {
         "mode": "ssd", "lookahead": 4, "batch_size": 2, "fan_out": "geometric:40", "lm_head": True,
@@ -77,7 +77,6 @@ def test_predicts_random_configurations(seed: int) -> None:
         alpha=rnd.choice([0.5, 0.8, 0.95]),
         backup=rnd.choice(["jit", "fast"]),
         backup_lookahead=rnd.randint(1, lookahead),
-        on_late=rnd.choice(["finish", "serve"]),
         seed=seed,
     )
     check(job, rounds=40)
@@ -101,10 +100,6 @@ def test_a_late_round_waits_for_whole_growth_steps() -> None:
     # glue ends at 1.5, steps at 3.0 … 9.0, 10.5: the outcome of t = 10 is seen at 10.5 with 6 of 8.
     assert finish.steps[2:, 0].tolist() == [6] * 18
     np.testing.assert_allclose(finish.wait_s[2:, 0], 0.5 + 2 * 1.5)
-    served = replay(_with(job, on_late="serve"), device, HostCosts(), 20)
-    np.testing.assert_allclose(served.wait_s[2:, 0], 0.5)
-    assert served.num_draft[2:, 0, 0].tolist() == [6] * 18
-    assert served.tokens[2:, 0].tolist() == [7] * 18
 
 
 def test_a_lead_that_commits_slowly_delays_the_round() -> None:
@@ -142,7 +137,7 @@ def test_laws_give_the_mean_and_the_noise_of_runs() -> None:
 
 
 def test_equal_decisions_in_every_mode_that_finishes() -> None:
-    """SD ≡ SSD in (k, t*) for equal K, on_late=finish, backup=jit and one acceptance law."""
+    """SD ≡ SSD in (k, t*) for equal K, backup=jit and one acceptance law."""
     digests = set()
     for flags in ({"mode": "sd"}, {"mode": "sd", "num_drafts": 0}, {"mode": "ssd"}):
         job = make_job(lookahead=6, batch_size=2, **flags)

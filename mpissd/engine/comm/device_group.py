@@ -28,10 +28,9 @@ from mpi4py import MPI
 from mpissd.common.errors import ConfigError, FaultError, unknown
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
-from mpissd.engine.comm.device_needs import Device as Device
-from mpissd.engine.comm.device_needs import IpcDevice
 from mpissd.engine.comm.device_oneshot import MAX_RANKS, OneshotGroup
-from mpissd.engine.comm.group import ALL_REDUCES, Group
+from mpissd.engine.comm.group import ALL_REDUCES, Group, IpcDevice
+from mpissd.engine.comm.group import Device as Device
 
 _SEAT_BYTES = 256  # of a seat as text
 _UNIQUE_ID_BYTES = 128

@@ -21,8 +21,7 @@ from mpi4py import MPI
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.device_needs import Device
-from mpissd.engine.comm.group import Group
+from mpissd.engine.comm.group import Device, Group
 
 
 class DeviceMpiGroup(Group):

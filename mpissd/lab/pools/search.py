@@ -34,7 +34,6 @@ _SPACE = Space(
     (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
     fan_outs((1, 2, 3, 5, 9), (4, 8, 16, 32, 64)),
     (0.5, 1.0),
-    ((False, False), (True, False)),
 )
 _COPIES = (1, 2, 3, 4, 6, 8)
 _SIMULATED = 4  # candidates of each number of targets and of seated ones

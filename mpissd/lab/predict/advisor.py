@@ -206,16 +206,15 @@ class Search:
 
 
 def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs with every fan-out at a leader's K and K ± 1, and its policy."""
+    """Returns (T, space) pairs with every fan-out at a leader's K and K ± 1, and its backup."""
     near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
     share = leader.backup_lookahead / leader.lookahead
-    policy = leader.backup == "fast", leader.on_late == "serve"
-    own = replace(FULL, backup_shares=(share,), policies=(policy,))
+    own = replace(FULL, backup_shares=(share,), fast=(leader.backup == "fast",))
     return [(leader.tp, replace(own, lookaheads=(k,))) for k in near if k in FULL.lookaheads]
 
 
 def _policies(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs: every backup, K_b and lateness at a leader's K and fan-out."""
+    """Returns (T, space) pairs: every backup and K_b at a leader's K and fan-out."""
     assert leader.fan_out is not None, leader
     return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
 

@@ -47,7 +47,7 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
         and forward in (None, "transformer" if key.sequences else "gemm")
     ]
     if forward is None and not all(key.sequences for key in measured):
-        measured = {key for key in measured if not key.sequences}  # runs are of products by default
+        measured = [key for key in measured if not key.sequences]  # runs are of products by default
     models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
     said: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}

@@ -32,7 +32,6 @@ _DRAFTED = (
     "acceptance_fast",
     "backup",
     "backup_lookahead",
-    "on_late",
     "hit_law",
 )
 _DECIDED = {
@@ -166,6 +165,8 @@ def _unpredictable(row: Row) -> str | None:
         return "several target groups share their drafts"
     if row.schedule in ("pearl", "amusd"):
         return f"{row.schedule} keeps candidates behind the last served token alone"
+    if row.on_late == "serve":
+        return "they serve late hits as they are, which is retired"
     return None
 
 

@@ -142,7 +142,6 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
             fan_out=choice.fan_out,
             backup=choice.backup,
             backup_lookahead=choice.backup_lookahead,
-            on_late=choice.on_late,
         )
     return resolve(config, choice.tp, backend="emulated", memory_bytes=None)
 

@@ -1,7 +1,7 @@
 """The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
 
-A Space says which K, fan-outs, backups K_b and on_late are tried. FULL is the exhaustive grid; the
-advisor starts from COARSE, or from ROUGH for large batches.
+A Space says which K, fan-outs and K_b are tried. FULL is the exhaustive grid; the advisor
+starts from COARSE, or from ROUGH for large batches.
 """
 
 from __future__ import annotations
@@ -61,21 +61,19 @@ def _way(method: tuple[str, int]) -> tuple[str, int]:
 
 
 LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
-_POLICIES = ((False, False), (False, True), (True, False), (True, True))
 
 
 @dataclass(frozen=True)
 class Space:
     """The values that are tried of each parameter.
 
-    K_b: shares of K, rounded up (None: every value in 1..K). policies: pairs of booleans
-    (backup=fast, on_late=serve).
+    K_b: shares of K, rounded up (None: every value in 1..K). fast: whether backup=fast.
     """
 
     lookaheads: tuple[int, ...]
     fan_outs: tuple[str, ...]
     backup_shares: tuple[float, ...] | None = None
-    policies: tuple[tuple[bool, bool], ...] = _POLICIES
+    fast: tuple[bool, ...] = (False, True)
 
 
 def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
@@ -109,7 +107,6 @@ class Choice:
     fan_out: str | None
     backup: str
     backup_lookahead: int
-    on_late: str
     tok_per_s: float
     round_us: float
     hit_rate: float | None
@@ -138,7 +135,7 @@ class Choice:
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
         if self.fan_out is not None:
-            flags |= {"fan_out": self.fan_out, "backup": self.backup, "on_late": self.on_late}
+            flags |= {"fan_out": self.fan_out, "backup": self.backup}
             flags["backup_lookahead"] = str(self.backup_lookahead)
         return flags
 
@@ -173,7 +170,6 @@ class Group:
             fan_out=self.fan_out[index],
             backup="fast" if cells.fast[index] else "jit",  # what drafts a miss
             backup_lookahead=int(cells.backup_lookahead[index]),
-            on_late="serve" if cells.serve[index] else "finish",
             tok_per_s=float(expected.tok_per_s[index]),
             round_us=float(expected.round_s[index]) * 1e6,
             hit_rate=float(expected.hit_rate[index]) if self.fan_out[index] is not None else None,
@@ -184,7 +180,7 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
     """Returns AR on T ranks as a choice."""
     expected = expect_ar(batch, place.device, place.host(("ar", 0), host))
     rate, round_us = float(expected.tok_per_s[0]), float(expected.round_s[0]) * 1e6
-    nothing = None, "jit", 0, "finish"
+    nothing = None, "jit", 0
     return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None)
 
 
@@ -218,11 +214,11 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
             continue
         if not place.judges(("ssd", 1)):
             continue
-        ways = itertools.product(texts, _backups(space, lookahead), space.policies)
+        ways = itertools.product(texts, _backups(space, lookahead), space.fast)
         rows = [
             (text, row)
-            for text, backup, (fast, serve) in ways
-            if (row := _row(text, laws, lookahead, fast, backup, serve)) is not None
+            for text, backup, fast in ways
+            if (row := _row(text, laws, lookahead, fast, backup)) is not None
             and place.allows(batch * max(lookahead + 1, sum(row.fan_out), sum(row.fan_out_miss)))
         ]
         if rows:
@@ -232,7 +228,7 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
 
 def cells_of(choice: Choice, laws: Laws) -> Cells:
     """Returns the one cell of a choice that drafts."""
-    way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
+    way = choice.backup == "fast", choice.backup_lookahead
     row = _row(choice.fan_out, laws, choice.lookahead, *way)
     assert row is not None, choice
     return _cells(laws, choice.lookahead, choice.batch_size, choice.num_drafts, [row])
@@ -240,13 +236,12 @@ def cells_of(choice: Choice, laws: Laws) -> Cells:
 
 @dataclass(frozen=True)
 class _Row:
-    """The values of one cell's arrays: F after a hit and after a miss, K_b, and the policy."""
+    """The values of one cell's arrays: F after a hit and after a miss, K_b, and the backup."""
 
     fan_out: tuple[int, ...]
     fan_out_miss: tuple[int, ...]
     backup_lookahead: int
     fast: bool = False
-    serve: bool = False
 
 
 def _not_grown(lookahead: int) -> _Row:
@@ -255,9 +250,7 @@ def _not_grown(lookahead: int) -> _Row:
     return _Row(nothing, nothing, lookahead)
 
 
-def _row(
-    text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
-) -> _Row | None:
+def _row(text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int) -> _Row | None:
     """Returns a cell's row; SD's without a fan-out, None if the laws do not allow the fan-out."""
     if text is None:
         return replace(_not_grown(lookahead), fast=fast)
@@ -270,7 +263,7 @@ def _row(
         return None
     if max(*fan_out, *fan_out_miss) > laws.most_candidates:
         return None
-    return _Row(fan_out, fan_out_miss, backup, fast, serve)
+    return _Row(fan_out, fan_out_miss, backup, fast)
 
 
 def _backups(space: Space, lookahead: int) -> Sequence[int]:
@@ -324,7 +317,6 @@ def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_
         candidates=1 + np.maximum(fans.max(axis=1), fans_miss.max(axis=1)),
         fast=np.array([row.fast for row in rows]),
         backup_lookahead=np.array([row.backup_lookahead for row in rows]),
-        serve=np.array([row.serve for row in rows]),
     )
 
 

@@ -64,7 +64,6 @@ class Cells:
     candidates: Ints  # [G], ids that a glue reads out of each row
     backup_lookahead: Ints  # [G]
     fast: Mask  # [G]
-    serve: Mask  # [G]
 
     def __len__(self) -> int:
         return len(self.branches)
@@ -100,7 +99,6 @@ class Cells:
             candidates=np.array([job.widest + 1]),
             backup_lookahead=np.array([job.backup_lookahead]),
             fast=np.array([job.config.backup == "fast"]),
-            serve=np.array([job.config.on_late == "serve"]),
         )
 
     def take(self, chosen: Ints) -> Cells:
@@ -379,14 +377,14 @@ class Rounds:
         won, live = hit.sum(axis=2), self.live.sum(axis=2)
         if cells.inline:
             seen = ready + self._drafting_s(won, live, steps) + host.draft_s + host.draft_record
-            return seen, self._num_draft(hit, steps), steps
+            return seen, self._num_draft(hit), steps
         noticed, steps = self._poll(self._clock + host.lead_send + host.link)
         self._sent = noticed + self._drafting_s(won, live, steps) + host.reply_s
         self._growing = live
         self._lanes = won * cells.branches[:, None] + (live - won) * cells.branches_miss[:, None]
         arrived = self._sent + host.link
         arrived = arrived + found_after_s(arrived - ready, host)
-        return np.maximum(ready, arrived), self._num_draft(hit, steps), steps
+        return np.maximum(ready, arrived), self._num_draft(hit), steps
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
         """Returns (when the draft sees the outcome, growth steps taken by then), each [G, R]."""
@@ -412,20 +410,16 @@ class Rounds:
         """
         cells, lanes_s = self.cells, self.lanes_s
         missed = live - won
-        left = np.where(cells.serve[:, None], 0, cells.lookahead - steps)
-        finish = np.where(won > 0, left, 0)
+        finish = np.where(won > 0, cells.lookahead - steps, 0)
         most = np.where(cells.fast, 0, cells.backup_lookahead)[:, None]
         backup = np.where(missed > 0, most, 0)
         shared = np.minimum(finish, backup)
         apart = (finish - shared) * lanes_s[won] + (backup - shared) * lanes_s[missed]
         return np.asarray(shared * lanes_s[live] + apart, np.float64)
 
-    def _num_draft(self, hit: Mask, steps: Ints) -> Ints:
-        """Returns k' of every sequence: K for hits (what has grown if served late), K_b for
-        misses."""
-        cells = self.cells
-        served = np.where(cells.serve[:, None], steps, cells.lookahead)
-        return np.where(hit, served[..., None], cells.backup_lookahead[:, None, None])
+    def _num_draft(self, hit: Mask) -> Ints:
+        """Returns k' of every sequence: K for hits, K_b for misses."""
+        return np.where(hit, self.cells.lookahead, self.cells.backup_lookahead[:, None, None])
 
 
 def in_buckets(held: Sequence[int], rows: Ints) -> Ints:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import read_gguf
+from mpissd.common.gguf import read_gguf
 from mpissd.engine.model.transformer.checkpoint import ALL, Floats
 from mpissd.engine.model.transformer.libraries import library
 from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, LAST_NORM

@@ -1,15 +1,12 @@
 """All layers and the LM head of a forward as one persistent kernel (kernels/whole.cu).
 
 The kernel needs compute capability 9.0, and no norm of q and k. Its numbers are those of the
-separate kernels, bit for bit, so that any number of rows may take either way. Ranks that share a
-model sum within it, where they map each other's memory.
+separate kernels, bit for bit, so that any number of rows may take either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import count as counted
 from typing import Any
 
 import numpy as np
@@ -66,7 +63,6 @@ class Whole:
 
     def launch(
         self,
-        group: Any,
         weights: Any,
         memory: Any,
         cache: Any,
@@ -76,22 +72,19 @@ class Whole:
     ) -> None:
         """Computes all layers and the LM head, behind the embedding.
 
-        group: of one rank, or one whose inboxes kernels can write (device_oneshot). norm: enqueues
-        the first norm. count: only so many operations of the table; 0: all.
+        norm: enqueues the first norm. count: only so many operations of the table; 0: all.
         """
         if rows not in cache.tables:
-            cache.tables[rows] = self._tables(group, weights, memory, cache, rows)
+            cache.tables[rows] = self._tables(weights, memory, cache, rows)
         table, model = cache.tables[rows]
         norm(memory.hidden, weights.layers[0].attention_norm, memory.x, rows, cache.counters)
         geometry = self._geometry(rows)
         shared = geometry.shared_bytes
-        is_alone = group.size == 1
-        macros = geometry.macros(group.size, 0 if is_alone else group.done_counts)
-        kernel = self._launcher.function("whole", SOURCES, macros, shared)
+        kernel = self._launcher.function("whole", SOURCES, geometry.macros, shared)
         every = OPERATIONS * len(weights.layers) + 1
         stop = np.uintp(self._stop.ctypes.data)
-        limit = np.uint64(_LIMIT_NS if is_alone else group.limit_ns)
-        args = (table, np.int32(count or every), model, np.int32(rows), stop, limit)
+        counts = np.int32(count or every), model, np.int32(rows)
+        args = (table, *counts, stop, np.uint64(_LIMIT_NS))
         grid = (self._launcher.multiprocessors,)
         self._launcher.launch(kernel, grid, (whole_plan.THREADS,), args, shared)
 
@@ -99,10 +92,9 @@ class Whole:
         head, room = self._config.shape.head_dim, self._launcher.shared_bytes
         return whole_plan.geometry(rows, head, self._attention.page, room)
 
-    def _tables(self, group: Any, weights: Any, memory: Any, cache: Any, rows: int) -> Any:
+    def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> Any:
         """Returns the operations of a forward and struct Model on the device."""
-        steps = _steps(weights, memory)
-        table = whole_plan.table(steps if group.size == 1 else _over_ranks(steps, group), rows)
+        table = whole_plan.table(_steps(weights, memory), rows)
         arrays = (array.view(np.int32) for array in (table, self._model(memory, cache)))
         return tuple(self._launcher.uploaded(array, np.int32) for array in arrays)
 
@@ -153,14 +145,6 @@ def _steps(weights: Any, memory: Any) -> Iterator[Step]:
         yield _product(GATED, n, layer.gate_up, x, memory.inner, norm=FFN_NORM)
         yield _product(ADD, n, layer.down, memory.inner, x, following, norm=FFN_NORM)
     yield _product(LOGITS, last + 1, weights.head, x, memory.logits)
-
-
-def _over_ranks(steps: Iterator[Step], group: Any) -> Iterator[Step]:
-    """Numbers the sums over a group's ranks: what o and down give."""
-    number = counted(1)
-    for step in steps:
-        exchange = next(number) if step.kind == ADD else 0
-        yield replace(step, exchange=exchange, peers=group.everybody)
 
 
 def counters(layers: int, kv_heads: int) -> int:

@@ -1,20 +1,19 @@
 """The operations of a transformer of which up to 32 rows are one persistent kernel (whole.py).
 
 RMSNorm comes in two parts (arithmetic.cu), and q and k in the order of their rotation, so that
-nothing stands between two products. More rows take separate kernels with the same bits (late.cu),
-as do ranks that do not map each other's memory.
+nothing stands between two products. More rows take separate kernels with the same bits (late.cu).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpissd.common.errors import ConfigError
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
@@ -39,20 +38,12 @@ _NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
 _ROTATE_FILES = (*attention.FILES, "arithmetic", "late_rotate")
 
 
-VARIABLE, NEVER, ALONE, OVER_RANKS = "MPISSD_WHOLE", 0, 1, 2
+def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a daemon of CUDA's MPS may give parts of the GPU to other processes.
 
-
-def asked_use() -> int:
-    """Returns the value of MPISSD_WHOLE: where a forward of few rows is one kernel, if it can be.
-
-    NEVER: nowhere (the kernel's blocks wait for one another, so that no other process may keep some
-    of them from the GPU, as under MPS). ALONE: at T = 1, the default. OVER_RANKS: at any T. Raises
-    ConfigError for another value.
+    The kernel's blocks wait for one another, so all of them have to be on the GPU at once.
     """
-    text = os.environ.get(VARIABLE) or str(ALONE)
-    if text not in map(str, (NEVER, ALONE, OVER_RANKS)):
-        raise ConfigError(f"{VARIABLE}={text}: allowed: 0 (never), 1 (at T = 1), 2 (at any T)")
-    return int(text)
+    return Path(environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 @dataclass(frozen=True)
@@ -78,11 +69,12 @@ class WholeOps(CupyOps):
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
-        """Returns whether these operations compute a share of heads; raises as asked_use."""
-        use, is_all = asked_use(), heads == config.shape.num_heads
+        """Returns whether these operations compute a model's `heads` heads: all of them, of a model
+        and on a GPU that the kernel knows."""
+        is_all = heads == config.shape.num_heads
         capability = int(str(backend.info.compute_capability).replace(".", ""))
         fits = not config.qk_norm and config.shape.hidden >= Whole.least_hidden and not config.kind
-        if use < (ALONE if is_all else OVER_RANKS) or not fits or capability < FIRST_CAPABILITY:
+        if not (is_all and fits) or capability < FIRST_CAPABILITY or shares_gpu():
             return False
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry(1, config.shape.head_dim, 0, room).fits
@@ -144,10 +136,9 @@ class WholeOps(CupyOps):
         self.product(x, gate_up, inner, rows)
 
     def at_once(self, group: Group, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
-        is_mapped = group.size == 1 or group.name == "oneshot"
-        if not (is_mapped and self._whole.suits(rows)):
+        if group.size > 1 or not self._whole.suits(rows):
             return False
-        self._whole.launch(group, weights, memory, cache, rows, self._first_norm)
+        self._whole.launch(weights, memory, cache, rows, self._first_norm)
         return True
 
     def _first_norm(self, hidden: Any, weight: Any, x: Normed, rows: int, counters: Any) -> None:
@@ -159,6 +150,6 @@ class WholeOps(CupyOps):
 
 
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:
-    """Returns the operations of a model's share of heads; raises as CupyOps and asked_use."""
+    """Returns the operations of a model's share of heads; raises as CupyOps."""
     kind = WholeOps if WholeOps.suits(backend, config, heads) else CupyOps
     return kind(backend, config, heads=heads, **sizes)

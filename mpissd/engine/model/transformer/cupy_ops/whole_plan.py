@@ -21,7 +21,7 @@ ATTENTION_NORM, FFN_NORM = 0, 1
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
     + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]
-    + [("peers", np.uint64)]
+    + [("unused", np.uint64)]
 )
 MODEL = np.dtype(  # struct Model
     [(name, np.uint64) for name in ("hidden", "squares", "powers")]
@@ -41,7 +41,7 @@ _TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
 _TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
 _AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
 _FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of weights under way
-extra_macros: tuple[tuple[str, int], ...] = ()  # of a trace (results/h200-transformer/trace.py)
+extra_macros: tuple[tuple[str, int], ...] = ()  # set by a program that traces the kernel
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Geometry:
     head: int
     page: int
 
-    def macros(self, ranks: int = 1, done_counts: int = 0) -> tuple[tuple[str, int], ...]:
-        """Names and values of all macros, for ranks that count exchanges in so many places."""
-        shared = (("RANKS", ranks), ("DONE_COUNTS", done_counts)) if ranks > 1 else ()
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """Names and values of all macros."""
         return (
             ("ORDERED", 1),
             ("ROW_TILES", self.row_tiles),
@@ -71,7 +71,6 @@ class Geometry:
             ("HEAD", self.head),
             ("PAGE", self.page),
             ("QUERY_TILES", attention.QUERY_TILES),
-            *shared,
             *extra_macros,
         )
 
@@ -109,7 +108,6 @@ class Step:
     """One operation; addresses of device arrays. weight 0: an attention.
 
     depth: inputs; tiles: of 16 columns; columns: of `out`. vector, norm: see struct Operation.
-    exchange: n: `out` is the n-th sum over ranks. peers: the address of struct Peers.
     """
 
     kind: int
@@ -122,8 +120,6 @@ class Step:
     columns: int = 0
     vector: int = 0
     norm: int = ATTENTION_NORM
-    exchange: int = 0
-    peers: int = 0
 
 
 def table(steps: Iterator[Step], rows: int) -> NDArray[Any]:
