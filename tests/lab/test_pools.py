@@ -25,8 +25,8 @@ from mpissd.lab.pools.simulation import simulate
 from mpissd.lab.pools.theory import by_queueing
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.recurrence import expect_by_law
 from mpissd.lab.predict.search import Choice
+from mpissd.lab.predict.simulation import sampled
 
 H200 = load_profile("h200")
 
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_one_target_is_a_draft_of_its_own(device: str, flags: dict[str, Any]) -> None:
     pool = pool_of(1, device, **flags)
     alone = DeviceCosts.from_profile(load_profile(device), pool.job)
-    mean = expect_by_law(pool.job, alone, pool.host, chains=128)
+    mean = sampled(pool.job, alone, pool.host, chains=128)
     rates = [simulate(pool, 200, seed).tok_per_s for seed in range(20)]
     error = float(np.hypot(np.std(rates, ddof=1) / np.sqrt(20), mean.tok_per_s_error))
     assert abs(np.mean(rates) - mean.tok_per_s) < 5 * error

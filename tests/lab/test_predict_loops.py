@@ -34,7 +34,7 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.recurrence import replay
+from mpissd.lab.predict.simulation import replay
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_upload=5e-6, lead_launch=9e-6,

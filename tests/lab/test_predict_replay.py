@@ -18,7 +18,7 @@ from mpissd.engine.workload.replay.recording import load, save
 from mpissd.lab.pair.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.recorded import outcomes, predict_replay
-from mpissd.lab.predict.recurrence import follow
+from mpissd.lab.predict.simulation import follow
 from tests.loop.recorded import recording_of
 
 LAWS = MarkovLaws(MarkovModel(60, 2, 3), MarkovModel(60, 2, 3, 0.3), 0.0, seed=6, prompt_tokens=2)

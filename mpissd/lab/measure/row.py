@@ -40,8 +40,8 @@ from mpissd.lab.measure.reports import (
 )
 from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.recurrence import follow
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
+from mpissd.lab.predict.simulation import follow
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 

@@ -3,7 +3,7 @@
 A *frame* of the draft is the host work of the groups that have some, in turn, and one forward that
 carries the next turn of every group: steps that answer an outcome, rows of a glue, growth lanes.
 An outcome that arrives while a forward runs waits for its end. A target's own round is that of
-lab.predict.recurrence, which this reproduces with one target.
+lab.predict.simulation, which this reproduces with one target.
 
 Outcomes on their way wait in a heap, and the draft's forwards come one after another. Growth is not
 counted lane by lane: all that grow take part in every forward, so that the number of forwards since

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.lab.pools.durations import Pool
 from mpissd.lab.pools.queueing import Shared, SharedDraft, shared_draft
-from mpissd.lab.predict.closed import Expected, expected
+from mpissd.lab.predict.simulation import Expected, expected
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ def by_queueing(pool: Pool) -> Sized:
     """Returns a pool's means: laws and forwards of one target alone, the wait of a closed network.
 
     The hit rate and the tokens of a round are those of a draft each, since no wait
-    changes them; they are taken from lab.predict.closed.
+    changes them; they are taken from lab.predict.simulation.
     """
     alone = expected(pool.job, pool.device, pool.host)
     host, batch = pool.host, pool.batch

@@ -20,7 +20,7 @@ from mpissd.engine.spec.hits import hit_law_of
 from mpissd.lab.predict.places import Survey
 from mpissd.lab.predict.search import Choice
 
-# Errors of predictions for H200 at T = 1: 2.6% (median), 8.6% (p95); see docs/predictions.md.
+# Errors of predictions for an H200: 2.9% (median), 9.0% (p95); see docs/predictions.md.
 ERROR = 0.05
 _LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
 

@@ -16,7 +16,7 @@ from mpissd.common.records import is_first_round, outcome_digest
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.recurrence import follow
+from mpissd.lab.predict.simulation import follow
 
 
 def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:

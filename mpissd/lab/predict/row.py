@@ -8,10 +8,9 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
 from mpissd.engine.job import Job
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.imposed import imposed_hits
-from mpissd.lab.predict.recurrence import expect_by_law, replay
+from mpissd.lab.predict.simulation import expected, replay, sampled
 
 _CHAINS = 64
 _LAW_ROUNDS = 32
@@ -64,7 +63,7 @@ def predict_row(
         )
     replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
-    law = expect_by_law(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
+    law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
     t_target, t_draft = replayed.t_target_s, replayed.t_draft_s
     rate = replayed.tok_per_s if math.isfinite(mean) else None  # rounds that take no time
     return {

