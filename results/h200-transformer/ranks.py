@@ -7,18 +7,14 @@ included, and the share of its floor: weights, LM head and the context's keys an
 over the read rate measured here. A launch counts as long as it took the rank that began last.
 `bits`: whether the logits of rows computed M at a time are those of the rows alone, on every rank.
 The last line is what the all-reduces take alone, in a chain. --rows and --contexts choose others
-(--rows=1,5,8: bits are compared in parts of the last). MPISSD_WHOLE=0 and 2 are separate kernels
-and one kernel; --trace says where the one kernel's time goes (trace.py). --backend=emulated
-rehearses.
+(--rows=1,5,8: bits are compared in parts of the last). --backend=emulated rehearses.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,9 +105,6 @@ class Bench:
     def stack(self) -> Any:
         return self.stepper.stack
 
-    def program(self, body: Callable[[], None]) -> Any:
-        return self.backend.program(body, self.shard.cost(1, 1, 2, self.options))
-
 
 def main() -> int:
     """Measures one model; returns the exit code."""
@@ -120,7 +113,6 @@ def main() -> int:
     parser.add_argument("--backend", default="cupy")
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--contexts", default=CONTEXTS)
-    parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     device = "h200" if given.backend == "emulated" else None
     backend = open_backend(given.backend, device=device, local_rank=COMM.rank, graph=True)
@@ -130,7 +122,7 @@ def main() -> int:
     made_s = COMM.allreduce(MPI.Wtime() - begun, op=MPI.MAX)
     say(f"{backend.info.name}, {given.model}, T={COMM.size}, {bench.group.name}, graphs:", end=" ")
     say(f"{backend.capture}; read rate {rate / 1e9:.0f} GB/s; weights and programs {made_s:.1f} s;")
-    say(f"kernels: {bench.stack.weights.kernel}, MPISSD_WHOLE={os.environ.get('MPISSD_WHOLE', 1)}")
+    say(f"kernels: {bench.stack.weights.kernel}")
     is_real = backend.info.kind != "emulated"
     alone = bench.alone() if is_real else None
     good = True
@@ -149,23 +141,11 @@ def main() -> int:
         say(
             f"{count} all-reduces alone {1e3 * alone_s:.3f} ms, {1e6 * alone_s / count:.2f} µs each"
         )
-    if given.trace and is_real:
-        told(bench, contexts[0])
     bench.stepper.close()
     backend.synchronize()
     bench.group.close()
     backend.close()
     return int(not good)
-
-
-def told(bench: Bench, context: int) -> None:
-    """Says where the time of one row's forward goes, by the first rank."""
-    import trace
-
-    found = trace.marks(bench, 1, context)
-    if COMM.rank == 0:
-        trace.show(found)
-    COMM.Barrier()
 
 
 def say(text: str, end: str = "\n") -> None:

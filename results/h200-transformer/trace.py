@@ -10,7 +10,6 @@ products, their epilogues, and the message to the others; then the slowest block
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -20,8 +19,7 @@ import numpy as np
 
 from mpissd.engine.backend.cupy_backend import CupyBackend
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.cupy_ops import whole_plan
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import ALONE, VARIABLE
+from mpissd.engine.model.transformer.cupy_ops import megakernel
 
 OPERATIONS = ("q,k,v", "attention", "o", "gate,up", "down", "head")
 PHASES = ("wait", "bring", "multiply", "finish", "tell")
@@ -32,11 +30,11 @@ def marks(bench: Any, rows: int, context: int) -> Any:
     """Returns the cycles [operation, block, mark] of a forward's blocks."""
     stack = bench.stack
     stack.place(trunk_rows(0, context - rows, context))
-    whole_plan.extra_macros = (("TRACE", MOST),)
+    megakernel.extra_macros = (("TRACE", MOST),)
     program = bench.program(stack.body(rows))
     measure.timed(program, 5)
     program.close()
-    whole_plan.extra_macros = ()
+    megakernel.extra_macros = ()
     launcher: Any = stack.weights.ops._launcher  # type: ignore[union-attr]
     tiles = f"-DROW_TILES={-(-rows // 8)}"
     every = launcher._modules.items()
@@ -66,7 +64,7 @@ def show(found: Any) -> None:
 
 def main(names: list[str]) -> None:
     """Traces each row count and context of the named cases."""
-    backend, os.environ[VARIABLE] = CupyBackend(0), str(ALONE)
+    backend = CupyBackend(0)
     for name in names:
         where, every_rows, contexts = measure.CASES[name]
         bench = measure.Bench(backend, where, max(contexts) + measure.CHUNK)

@@ -16,8 +16,7 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import NEVER, OVER_RANKS, VARIABLE
+from mpissd.engine.model.transformer.cupy_ops.megakernel import Megakernel, MegakernelOps
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
@@ -39,11 +38,13 @@ UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
 }
 
 
-def use_whole(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
-    """Makes up to 32 rows of models of any width, on any number of ranks, one kernel, or none."""
-    monkeypatch.setenv(VARIABLE, str(OVER_RANKS if is_on else NEVER))
-    monkeypatch.setattr(Whole, "least_hidden", 0)
-    monkeypatch.setattr(Whole, "wide", 0)
+def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
+    """Computes up to 32 rows of models of any width by the megakernel, or none."""
+    if is_on:
+        monkeypatch.setattr(Megakernel, "least_hidden", 0)
+        monkeypatch.setattr(Megakernel, "wide", 0)
+    else:
+        monkeypatch.setattr(MegakernelOps, "suits", lambda *_, **__: False)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:

@@ -16,7 +16,7 @@ from mpissd.lab.limits.table import line_of
 from mpissd.lab.limits.whole import Case, Whole
 from mpissd.lab.limits.whole_bars import whole_bars
 from tests.emulator.launcher import EmulatedGpu
-from tests.gpu.transformer_rig import tiny, use_whole
+from tests.gpu.transformer_rig import tiny, use_megakernel
 from tests.scripts import ROOT
 
 Row = dict[str, Any]
@@ -172,7 +172,7 @@ def test_rows_of_lanes_and_of_a_second_slot_stand_beside_them(
 def test_one_kernel_has_a_row_s_bits_in_any_mix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    use_whole(monkeypatch, is_on=True)
+    use_megakernel(monkeypatch, is_on=True)
     monkeypatch.setattr(model, "BIT_ROWS", (5, 9))
     gpu: Any = EmulatedGpu(tmp_path)
     tested = whole_model(gpu)

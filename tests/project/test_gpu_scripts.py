@@ -74,16 +74,6 @@ def test_nothing_begins_once_the_budget_is_over(box: Path, name: str) -> None:
     assert done.stdout.count("SKIPPED") == len(STEPS[name].split())
 
 
-def test_one_kernel_of_ranks_is_timed_beside_separate_kernels(box: Path) -> None:
-    tools = {"PYTHON": f"{box}/fakes/bin/python", "MPIRUN": f"{box}/fakes/bin/mpirun"}
-    command = ("results/h200-transformer/ranks.sh", f"{box}/out")
-    every = ["check", *(f"llama-3.1-{size}-{whole}" for size in ("70b", "8b") for whole in (0, 2))]
-    done = call(box, *command, **tools, **ON_CPU)
-    assert done.returncode == 0 and tried(done.stdout) == every, done.stdout + done.stderr
-    failing = call(box, *command, **tools, **ON_CPU, FAILS="mpi_transformer_check")
-    assert failing.returncode == 1 and tried(failing.stdout) == every
-
-
 def test_a_command_ends_with_its_time(tmp_path: Path) -> None:
     script = f". {ROOT}/results/study.sh; within 1 told slow sleep 600; within 5 told next true"
     done = call(tmp_path, "bash", "-c", script, out=str(tmp_path / "out"), BUDGET_S="99")

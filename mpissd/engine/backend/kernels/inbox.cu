@@ -5,9 +5,6 @@
 // sends exchange n + 2 only when it has n + 1 from all ranks, each of which read n before it sent
 // n + 1: two slots are enough, and nothing is ever cleared.
 constexpr int MAX_RANKS = 8;
-#ifndef RANKS  // that a kernel is compiled for
-#define RANKS MAX_RANKS
-#endif
 
 struct Peers {
   u64* inbox[MAX_RANKS];  // of every rank
@@ -63,7 +60,7 @@ constexpr u32 POISON = 0x7FFF7FFFu;  // two NaN
 // code that always runs.)
 __device__ __noinline__ void send(const Peers& peers, u32 number, long long index, u32 own) {
 #pragma unroll
-  for (int r = 0; r < RANKS; ++r)
+  for (int r = 0; r < MAX_RANKS; ++r)
     if (r < peers.size && r != peers.rank)
       push(place_of(peers, r, peers.rank, number, index), message(own, number));
 }
@@ -72,24 +69,24 @@ __device__ __noinline__ void send(const Peers& peers, u32 number, long long inde
 // that all ranks get the same bits. NaN if a rank never sent.
 __device__ __noinline__ u32 sum_over_ranks(const Peers& peers, u32 number, long long index, u32 own,
                                            const Watch& watch) {
-  u64 words[RANKS];
+  u64 words[MAX_RANKS];
   Patience patience(watch);
   bool whole = false;
   while (!whole) {
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) {
+    for (int r = 0; r < MAX_RANKS; ++r) {
       words[r] = message(own, number);
       if (r < peers.size && r != peers.rank)
         words[r] = peek(place_of(peers, peers.rank, r, number, index));
     }
     whole = true;
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) whole = whole && is_of(words[r], number);
+    for (int r = 0; r < MAX_RANKS; ++r) whole = whole && is_of(words[r], number);
     if (!whole && patience.over()) return POISON;
   }
   float a = 0, b = 0;
 #pragma unroll
-  for (int r = 0; r < RANKS; ++r)
+  for (int r = 0; r < MAX_RANKS; ++r)
     if (r < peers.size) {
       a += low((u32)words[r]);
       b += high((u32)words[r]);

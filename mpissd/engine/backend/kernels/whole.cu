@@ -7,10 +7,6 @@
 // merging of its queries. Between two operations all blocks wait for each other, while one warp of each
 // reads weights ahead (units.cu).
 //
-// Where ranks share a model, o and down give float16 parts of sums. A block sends each of its parts to
-// all ranks as soon as it has it, waits for theirs, and adds them in rank order (inbox.cu); as all ranks
-// divide the columns of o and down among blocks alike, blocks wait for blocks.
-//
 // Every number is computed as by the kernels of attention.cu, rows.cu and skinny.cu, bit for bit.
 enum Kind { QKV, ATTEND, ADD, GATED, LOGITS };
 
@@ -19,7 +15,7 @@ struct Operation : Product {  // an attention has no tiles
   int kind, layer;
   int columns;  // of `out`
   int norm;     // which of the two norms x was last through (0: attention's or the head's, 1: the FFN's)
-  const Peers* peers;  // the ranks that share the model
+  u64 padding;  // to whole 16 bytes, as fetch_operation copies
 };
 
 struct Model {
@@ -54,9 +50,6 @@ constexpr int OPERATIONS_AT = (SEATS_AT + 8 * ROW_TILES * (int)sizeof(Seat) + 15
 constexpr int FACTORS_AT = OPERATIONS_AT + 2 * (int)sizeof(Operation);
 constexpr int WHOLE_BYTES = FACTORS_AT + 8 * ROW_TILES * 4;
 constexpr int MODEL_WORDS = sizeof(Model) / 4;
-#ifndef DONE_COUNTS  // counts of finished exchanges (Peers::done); 0: one rank has the model
-#define DONE_COUNTS 0
-#endif
 #ifndef TEAMS  // that attend tasks in a block
 #define TEAMS 2
 #endif
@@ -103,9 +96,6 @@ struct Spot {
       : row(r / GROUPS * 8 + at.warp), tile(first + r % GROUPS * ROUND + at.lane / 8),
         c(at.lane % 8), mine(row < product.rows && tile < first + tiles) {}
   __device__ __forceinline__ long long in(int width) const { return (long long)row * width + 16 * tile + c; }
-  __device__ __forceinline__ long long message(int width) const {
-    return (long long)row * width + 8 * tile + c;
-  }
 };
 
 // Brings the factors of this warp's rows.
@@ -228,41 +218,12 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
   }
 }
 
-__device__ __forceinline__ Peers& the_peers() { return *(Peers*)(block_memory() + PEERS_AT); }
-
-// The same for o and down of several ranks; all parts of a unit are sent before any is waited for.
-// number: of this sum among all exchanges of the ranks.
-__device__ __forceinline__ void finish_over_ranks(const Sums& sums, const Operation& op, int first,
-                                                  int tiles, u32 number, Brought& brought,
-                                                  const Watch& watch, const Place& at) {
-  const int width = the_model().width / 2;  // messages of a row: columns c and c + 8 of a tile
-  u32 words[ROUNDS];
-#pragma unroll 1
-  for (int step = 0; step < 2 * ROUNDS; ++step) {
-    const int r = step % ROUNDS;
-    if (r % GROUPS * ROUND >= tiles || r / GROUPS * 8 >= op.rows) continue;
-    const Spot spot(op, r, first, tiles, at);
-    const long long index = spot.message(width);
-    if (step < ROUNDS) {
-      const Both sum = sum_of_round(sums, r, tiles, at);
-      words[r] = finite_halves(sum.a, sum.b);
-      if (spot.mine) send(the_peers(), number, index, words[r]);
-      continue;
-    }
-    const u32 word = spot.mine ? sum_over_ranks(the_peers(), number, index, words[r], watch) : 0;
-    const Brought now = brought;
-    if (r + 1 < ROUNDS) bring_hidden(brought, op, Spot(op, r + 1, first, tiles, at));
-    store_added(op, spot, now, {low(word), high(word)});
-  }
-}
-
 // The counter of the blocks that have finished the operation before this one; null before the first.
 __device__ __forceinline__ const u32* before(int number) {
   return number ? the_model().finished + number - 1 : nullptr;
 }
 
-// exchanges: of the ranks, before this forward.
-__device__ __forceinline__ void run_product(const Operation& op, int number, Ring& ring, u32 exchanges,
+__device__ __forceinline__ void run_product(const Operation& op, int number, Ring& ring,
                                             const Watch& watch, const Place& at) {
   const Product product = op;  // in registers
   const Share share = share_of(product);
@@ -284,10 +245,7 @@ __device__ __forceinline__ void run_product(const Operation& op, int number, Rin
     bring_hidden(brought, op, Spot(product, 0, first, tiles, at));
     multiply_unit(sums, product, depth, tiles, ahead, ring, at);
     MARK(number, 3);
-    if (DONE_COUNTS && op.kind == ADD)
-      finish_over_ranks(sums, op, first, tiles, exchanges + op.exchange, brought, watch, at);
-    else
-      finish_operation(sums, op, first, tiles, brought, at);
+    finish_operation(sums, op, first, tiles, brought, at);
     first = stop;
     if (unit + 1 < share.units) stop = unit_start(share, unit + 2);
   }
@@ -358,13 +316,6 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
   MARK(number, 3);
 }
 
-// Counts a forward's exchanges, by the first block, when all blocks have read the count before.
-__device__ __forceinline__ void count_exchanges(u32 count, const Watch& watch) {
-  if (blockIdx.x) return;
-  wait_for_blocks(the_model().finished, gridDim.x, watch);
-  for (int i = threadIdx.x; i < DONE_COUNTS; i += MULTIPLIERS) the_peers().done[i] = count;
-}
-
 // Starts a copy of an operation to its place, by one warp.
 __device__ __forceinline__ void fetch_operation(const Operation* operations, int number) {
   const int i = (int)threadIdx.x - (MULTIPLIERS - 32);
@@ -386,11 +337,8 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
   const Model& model = the_model();
   if ((int)threadIdx.x < rows)
     ((Seat*)(block_memory() + SEATS_AT))[threadIdx.x] = found_seat(model, threadIdx.x, rows);
-  if (DONE_COUNTS && threadIdx.x == 0) the_peers() = *operation(0).peers;
   const int tasks = *model.task_count;
   sync_some(MULTIPLIERS);
-  const u32 exchanges = DONE_COUNTS ? load_acquire(the_peers().done) : 0;
-  u32 done = exchanges;
   for (int p = 0; p < count; ++p) {
     const Operation& op = operation(p);
     if (p + 1 < count) fetch_operation(operations, p + 1);
@@ -398,15 +346,13 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
     if (op.kind == ATTEND)
       run_attention(op, p, rows, tasks, watch);
     else
-      run_product(op, p, ring, exchanges, watch, at);
-    if (DONE_COUNTS && op.exchange) done = exchanges + op.exchange;
+      run_product(op, p, ring, watch, at);
     wait_for_copies<0>();
     MARK(p, 4);
     sync_some(MULTIPLIERS);  // the place of op is used again behind the barrier
     if (threadIdx.x == 0) add_release(model.finished + p);
     MARK(p, 5);
   }
-  if (DONE_COUNTS) count_exchanges(done, watch);
 }
 
 // grid: as many blocks as can be there at once, one a multiprocessor. Counters are 0 (late_norm).

@@ -24,7 +24,7 @@ from mpissd.engine.model.transformer.libraries import library
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Stage
 
-_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.whole_ops", "chosen")}
+_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Ops(Protocol):
     def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
 
-    def at_once(self, group: Group, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
+    def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
         """Computes all layers and the LM head in one operation, behind `embed`, if it can.
 
         weights: TransformerWeights. memory: Buffers. Returns whether it has done so.

@@ -160,7 +160,7 @@ class TransformerStack:
         ops.begin(self.cache, rows)
         delta = self._enter(ops, rows)
         is_read = self._reads or ops.computes_padding
-        parts = self.group, self.weights, self.buffers, self.cache
+        parts = self.weights, self.buffers, self.cache
         if self.states is not None or not ops.at_once(*parts, rows):
             self._compute(ops, rows, delta, is_read)
         if is_read:

@@ -154,7 +154,7 @@ class CupyOps:
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
         self._products.multiply(x, gate_up, inner, rows)
 
-    def at_once(self, group: Group, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
+    def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         return False
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:

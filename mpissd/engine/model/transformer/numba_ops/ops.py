@@ -242,7 +242,7 @@ class NumbaOps:
             found = self._products[weight.outputs] = self.buffer(count, weight.outputs)
         return found
 
-    def at_once(self, group: Group, weights: Any, memory: Any, cache: Any, count: int) -> bool:
+    def at_once(self, weights: Any, memory: Any, cache: Any, count: int) -> bool:
         """Returns False: every operation is called by itself."""
         return False
 
