@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.tensors import (
+from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
     HEAD,
     HEAD_NORM,
@@ -24,6 +23,7 @@ from mpissd.engine.model.transformer.tensors import (
     LAST_NORM,
     tensors,
 )
+from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
 
 INITIAL = 0.02  # standard deviation of fresh weights

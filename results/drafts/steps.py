@@ -31,8 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "results/cpu-forward")]
 import numpy as np  # noqa: E402
 
 from mpissd.common.output import append_row, read_rows  # noqa: E402
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, tensors  # noqa: E402
 from mpissd.engine.model.transformer.sources import config_of  # noqa: E402
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors  # noqa: E402
 from mpissd.lab.measure.provenance import commit  # noqa: E402
 from mpissd.learn.export import quantized, save  # noqa: E402
 

@@ -13,6 +13,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import packing
 from mpissd.engine.model.transformer.cupy_ops.attention import Attention
@@ -28,7 +29,6 @@ from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.tensors import tensors
 from mpissd.engine.model.transformer.weights import load_weights
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.transformer_rig import HEADS, Rig, joined, prompt, tiny, use_megakernel

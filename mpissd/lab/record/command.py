@@ -18,9 +18,8 @@ from mpissd.common.output import check_file, tool
 from mpissd.common.presets import files_of, split_pair
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
-from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.replay.recording import Recorded, Recording, save
 from mpissd.engine.workload.text.prompts import Prompt, read_prompts
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer

@@ -20,7 +20,7 @@ from mpissd.engine.model.draws import Draws
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.libraries import library
+from mpissd.engine.model.transformer.files import library
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Stage
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
-from mpissd.engine.model.transformer.file_digest import digest
+from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.workload.text.template import render
 from mpissd.engine.workload.text.vocabulary import Vocabulary, from_folder, from_gguf
 

@@ -11,7 +11,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, Seats
-from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, Floats, tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -22,7 +22,6 @@ from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer, Part
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Ends, Stage
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 _PAGE = 256
 _FIRST_CAPABILITY = 80
