@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend import kernels
-from mpissd.engine.comm.device_needs import IpcDevice
-from mpissd.engine.comm.group import Group
+from mpissd.engine.comm.group import Group, IpcDevice
 
 MAX_RANKS = 8
 BLOCKS, THREADS = 64, 256  # launch sizes of the kernel `exchange`

@@ -16,8 +16,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.draws import Draws
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.forwards import Draws
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.files import library
@@ -110,7 +110,7 @@ class Ops(Protocol):
     def logits(self, rows: int, width: int) -> Array:
         """Returns a buffer of logits (float32), which the LM head's product writes."""
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> Array:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Array:
         """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
 
     def clear(self, cache: Array) -> None:

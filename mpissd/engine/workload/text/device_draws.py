@@ -12,7 +12,7 @@ from typing import Any
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.draws import Draws, Judging
+from mpissd.engine.model.forwards import Draws, Judging
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.sampled import Case
 

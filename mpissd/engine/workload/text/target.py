@@ -10,8 +10,7 @@ import numpy as np
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.logit_stream import Lesson, Sent
-from mpissd.engine.model.draws import Draws
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Draws, Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.gemm.workers import GemmTargetWorker
 from mpissd.engine.workload.history import History

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, THREADS
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import attention
@@ -342,7 +342,7 @@ class MegakernelOps(CupyOps):
     def normed(self, rows: int, width: int) -> Normed:
         return normed(self._launcher, self.buffer(rows, width))
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> MegakernelCache:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> MegakernelCache:
         made = self._attention.cache(sizes, seats)
         count = counters(sizes.layers, sizes.kv_heads)
         return MegakernelCache(**vars(made), counters=self._launcher.zeros((count,), np.int32))

@@ -10,7 +10,7 @@ import numpy as np
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, Floats, tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
@@ -101,7 +101,7 @@ class CupyOps:
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
         return self._attention.cache(sizes, seats)
 
     def clear(self, cache: Cache) -> None:
