@@ -6,8 +6,8 @@
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
-## make bench-gpu OUT=results/gpu-limit   how near this machine's GPUs are to their limit, by bars
-##                             (TP="1 2" to choose; rows in OUT; without a GPU it says so, and ends 2)
+## make bench-gpu OUT=out/gpu-limit   how near this machine's GPUs are to their limit, beside an H200
+##                             (SMOLLM2=model.gguf adds text; without a GPU it says so, and ends 2)
 ## make figures                every figure from results/ into figures/  (ARGS="--results=out")
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
@@ -87,7 +87,7 @@ run:
 chat_of := MODE:mode DRAFTS:drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
-setup_chat = $(setup) $(or $(call flag,PAIR,pair),--pair=smollm2)
+setup_chat = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
 
 chat:
 	$(call check_only,chat,$(chat_names))$(setup_chat)
@@ -138,9 +138,8 @@ probe:
 	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
 
 bench-gpu:
-	$(call check_names,REPLAYS RUNS LIMIT_S,bench-gpu)$(setup)
-	@PYTHON=$(python) $(if $(call given,TP),TP=$(call quote,$(call given,TP))) \
-	    results/h200-limit/measure.sh $(call quote,$(or $(call given,OUT),results/gpu-limit))
+	$(call check_only,bench-gpu,OUT SMOLLM2 MPIRUN)$(setup)
+	@PYTHON=$(python) $(python) results/study.py run results/h200-limit $(call quote,$(or $(call given,OUT),out/gpu-limit))
 
 figures:
 	$(call check_only,figures,ARGS)$(setup)

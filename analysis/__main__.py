@@ -18,7 +18,7 @@ from analysis.select import on_machine
 from analysis.style import FORMATS
 from mpissd.common.errors import ConfigError, MpissdError, unknown
 from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, words
-from mpissd.common.unread import unless_unread
+from mpissd.common.sigpipe import unless_unread
 
 ABOUT = {name: spec.about for name, spec in FIGURES.items()}
 ABOUT["all"] = "every figure of every machine for which there are rows"

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from analysis.figures import FIGURES, Spec
-from analysis.load import Data
-from analysis.notes import Notes, NothingLeft
+from analysis.load import Data, Notes, NothingLeft
 from analysis.select import by_pair, machines, on_machine
 from analysis.style import Poster, save, themed
 

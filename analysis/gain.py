@@ -1,17 +1,25 @@
-"""Speedups of rows over rows: mpissd.common.compare's, for every figure, table and sentence."""
+"""Speedups of rows over rows (mpissd.common.compare), and the 95% interval of one row's tok/s."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
 
 from mpissd.common.compare import Comparison, compare_rates, compare_rows
 from mpissd.common.errors import ConfigError
-from mpissd.common.rates import NORMAL_Z, Rate, Rounds
+from mpissd.common.rates import (
+    NORMAL_Z,
+    Rate,
+    Rounds,
+    clock_error,
+    length_error,
+    student_t,
+)
 from mpissd.common.row import Row
 
 _GAIN = ("value", "low", "high", "headline")
@@ -77,3 +85,30 @@ def _rounds(rows: Sequence[Row]) -> dict[str, Rounds]:
 def _rate(row: Row) -> Rate:
     half = math.log(row["high"] / row["low"]) / (2 * NORMAL_Z)
     return Rate(row.tok_per_s, half**2, 1000, from_rounds=False)
+
+
+def interval(row: Row) -> tuple[float, float]:
+    """Returns the low and high tok/s; both equal the rate if the row has no data on its
+    variance."""
+    rate, round_us = float(row.tok_per_s), row.round_us
+    luck, histogram = row.sampling_sd, row.accept_histogram or []
+    if luck is None:
+        luck = length_error(histogram) if sum(histogram) else 0.0
+    count = round_us.get("n")
+    clock = clock_error(round_us, count) if count and round_us.get("mean") else 0.0
+    half = NORMAL_Z * math.hypot(float(luck), clock)
+    return rate * math.exp(-half), rate * math.exp(half)
+
+
+def of_seeds(rows: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return the geometric mean of tok/s over two seeds or more, and its 95% interval.
+
+    Rows of one seed count as their mean; Student's t over seeds, as mpissd.common.compare has it.
+    """
+    logs: dict[Any, list[float]] = {}
+    for row in rows:
+        logs.setdefault(row["seed"], []).append(math.log(row["tok_per_s"]))
+    means = [fmean(of) for of in logs.values()]
+    middle = fmean(means)
+    half = student_t(len(means) - 1) * stdev(means) / math.sqrt(len(means))
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis.load import Data
-from analysis.notes import Notes, NothingLeft
+from analysis.load import Data, Notes, NothingLeft
 from mpissd.common.choice import are_predicted
 from mpissd.common.errors import unknown
 

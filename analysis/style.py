@@ -158,7 +158,7 @@ class Poster(Figure):
         return 0.1 + 0.27 * -(-len(handles) // columns)
 
     def table(self) -> pd.DataFrame:
-        """Returns the numbers behind the figure."""
+        """Returns the numbers that the figure shows."""
         frame = pd.DataFrame(self.numbers)
         return frame.loc[:, frame.notna().any()] if len(frame) else frame
 

@@ -5,11 +5,11 @@ gpus         world_size: the draft's are counted
 alpha        of acceptance law alpha:…, else NaN        p_hit  of hit law p_hit:…, else NaN
 policy       uniform:F or geometric:B (any other list of budget B), "" unless SSD
 per_gpu      tok_per_s / gpus              per_sequence  tok_per_s / batch_size
-low, high    95% interval of tok_per_s (interval.py)
+low, high    95% interval of tok_per_s (gain.interval)
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
 other_draft  the drafts' device, where it is another than the lead's
-real_…       tok_per_s that an SSD row would give with a real pair's hits (real_pair.py)
+real_…       tok_per_s that an SSD row would give with a real pair's hits (real_pairs.py)
 step_s       t_draft_s / lookahead: one sequential draft step
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.interval import interval
-from analysis.real_pair import REAL
-from mpissd.common.real_pairs import under_real_pairs
+from analysis.gain import interval
+from mpissd.common.real_pairs import BESIDE, under_real_pairs
 from mpissd.common.row import KEYS, Row
 from mpissd.lab.tables.best import fan_out_text
 
 Line = dict[str, Any]
+REAL = tuple(f"real_{name}" for name in BESIDE)  # tok/s with the hits of real pairs
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
 _DEFAULTS: Line = {  # None for the other keys
     **dict.fromkeys(("num_drafts", "lookahead", "context", "seed"), 0),
@@ -36,17 +36,7 @@ _DEFAULTS: Line = {  # None for the other keys
     "workload": "gemm",
     "batch_size": 1,
 }
-_TEXTS = (
-    "mode device_name target draft schedule workload acceptance hit_law all_reduce dtype backend "
-    "on_late backup"
-).split()
-_WHOLE = {  # and the least that each may be
-    **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
-    **dict.fromkeys(("num_drafts", "lookahead", "context"), 0),
-}
 _RETIRED = ("draft_lookup",)  # keys of older rows alone, which figures show
-_SWITCHES = ("lm_head", "fuse", "graph", "inline_draft")
-_PLAIN = ("seed", "branch_budget", "num_layers", "full_num_layers")
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
     "predicted_tok_per_s prediction_error expected_tok_per_s sampling_sd branch_budget "
@@ -57,32 +47,17 @@ _NUMBERS = (
 def complete(line: Line) -> Line:
     """Adds the derived columns to a row, and defaults for keys that it lacks.
 
-    Raises ValueError if a needed key is missing, or a value has another type than a row's.
+    Raises ValueError if a needed key is missing, or its value is none that a row has.
     """
     if missing := [name for name in NEEDED if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")
     row = Row.from_dict({**_DEFAULTS, **line})
     try:
-        _check(row)
         if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
             raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
         return {**dict.fromkeys((*KEYS, *_RETIRED)), **row, **_derived(row)}
-    except (TypeError, AttributeError, KeyError, OverflowError) as error:
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
-
-
-def _check(row: Row) -> None:
-    """Raises ValueError for a value of another type than rows have, as rows must be comparable."""
-    wrong = [name for name in _TEXTS if not isinstance(row.get(name), (str, type(None)))]
-    wrong += [name for name, least in _WHOLE.items() if not _is_whole(row[name], least)]
-    wrong += [name for name in _SWITCHES if type(row[name]) is not bool]
-    wrong += [name for name in _PLAIN if not isinstance(row.get(name), (int, float, type(None)))]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is {row[wrong[0]]!r}")
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value < 1 << 53
 
 
 def tidy(rows: list[Line]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""SSD beside the other uses of as many GPUs (mpissd/lab/tables/claims.py), from the rows of a
+"""SSD against the other uses of as many GPUs (mpissd/lab/tables/claims.py), from the rows of a
 case."""
 
 from __future__ import annotations

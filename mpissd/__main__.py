@@ -29,33 +29,28 @@ from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
 from mpissd.common.ranks import RanksFlags  # noqa: E402
+from mpissd.common.sigpipe import unless_unread  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
-from mpissd.common.unread import unless_unread  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
-from mpissd.engine.comm.recovery import check_recovery  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402
     Refused,
+    check_recovery,
     check_world,
     launcher_rank,
     launcher_size,
 )
-from mpissd.lab.chat.config import ChatConfig  # noqa: E402
 from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
-from mpissd.serve.config import ServeConfig  # noqa: E402
+from mpissd.serve.config import ChatConfig, ServeConfig  # noqa: E402
 
 HEAD_START_S = 5.0
 ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
 ALONE = {  # commands without MPI, and where the function of that name is, once one is asked for
-    **dict.fromkeys(("export", "collectives"), "mpissd.cli.exchange"),
     "compare": "mpissd.cli.compare",
-    "record": "mpissd.lab.record.command",
-    "laws": "mpissd.lab.laws.command",
-    "replicas": "mpissd.serve.replicas.command",
+    "pair": "mpissd.lab.pair.command",
+    "replicas": "mpissd.serve.replicas",
     "load": "mpissd.lab.load.command",
-    "online": "mpissd.online.command",
     "distill": "mpissd.learn.command",
 }
-STARTS = "MPISSD_STARTS"  # likewise launch/local.sh, of a dry run behind which the ranks start
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,9 +71,11 @@ def execute(arguments: list[str] | None) -> int:
         check_backend(command)
         if isinstance(command.config, RanksFlags) and launcher_size() is None:
             return front(command, arguments)
-        if command.run.learners and command.name in ("chat", "serve", "probe", "sweep"):
+        if command.name == "chat":
+            raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
+        if command.run.learners and command.name in ("serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
-        if command.name not in ("run", "chat", "serve", "probe", "sweep"):
+        if command.name not in ("run", "serve", "probe", "sweep"):
             return alone(command)
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
@@ -108,8 +105,7 @@ def execute(arguments: list[str] | None) -> int:
 
 def check_backend(command: cli.Command) -> None:
     """Raises ConfigError for a backend that this host lacks, where all ranks start on it next."""
-    starts = bool(os.environ.get(STARTS)) or not command.run.dry_run
-    is_here = starts and bool(os.environ.get(ONE_HOST)) and launcher_size() is None
+    is_here = bool(os.environ.get(ONE_HOST)) and launcher_size() is None
     if is_here and command.name in ("run", "chat", "serve", "probe", "sweep"):
         from mpissd.engine.backend.registry import check_here
 
@@ -119,9 +115,9 @@ def check_backend(command: cli.Command) -> None:
 def front(command: cli.Command, arguments: list[str]) -> int:
     """Runs the half of a command that talks to people; it starts the ranks by itself."""
     if isinstance(command.config, ChatConfig):
-        from mpissd.lab.chat.front import chat
+        from mpissd.lab.chat import chat
 
-        return chat(command.config, arguments)
+        return chat(command.config)
     from mpissd.serve.front import serve
 
     return serve(command.config, arguments)
@@ -218,10 +214,6 @@ def carry_out(command: cli.Command) -> int:
     from mpissd.lab.probe.command import execute_probe
     from mpissd.lab.sweep.run import execute_sweep
 
-    if isinstance(command.config, ChatConfig):
-        from mpissd.lab.chat.serve import execute_chat
-
-        return execute_chat(command.config)
     if isinstance(command.config, ServeConfig):
         from mpissd.serve.ranks import execute_serve
 

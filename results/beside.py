@@ -28,11 +28,11 @@ from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.row import Row  # noqa: E402
 from mpissd.engine.backend.profile import load_profile  # noqa: E402
 from mpissd.engine.job import Job, resolve  # noqa: E402
-from mpissd.lab.predict.closed import expected as mean_of  # noqa: E402
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts  # noqa: E402
 from mpissd.lab.predict.derive import with_derived  # noqa: E402
 from mpissd.lab.predict.hosts import host_of  # noqa: E402
 from mpissd.lab.predict.recorded import predict_replay  # noqa: E402
+from mpissd.lab.predict.simulation import expected as mean_of  # noqa: E402
 from mpissd.lab.sweep.grid import read_grid  # noqa: E402
 from mpissd.lab.sweep.plan import make_plan  # noqa: E402
 from mpissd.lab.tables import load_rows  # noqa: E402

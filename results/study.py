@@ -1,103 +1,287 @@
-"""What studies of many runs share: the rows that are there, and runs on a machine of their own."""
+#!/usr/bin/env python3
+"""Runs a study and prints its table. A study is a folder with steps, grids and expected figures.
+
+    results/study.py run STUDY OUT [STEP …]      # STUDY: results/two-gpus; default: every step
+    results/study.py table STUDY [OUT]           # of OUT's rows; default: the study's own rows
+
+STUDY/study.ini has a section for each step, in order of importance, and one section `study`:
+
+    [study]
+    gpus = 2                    steps that need more are left out; `detect`: those of this machine
+    budget_s = 530              no step begins with less than 15 s of it left
+    flags = --backend=cupy      flags of every step
+    columns = use, tok_per_s    keys of a row, such as round_us.p99; see COMPUTED for the others
+    expected = tok_per_s        the key of STUDY/expected.jsonl that is compared
+
+    [real-T1D1]                 the sweep of STUDY/real-T1D1.grid with T = 1 and D = 1
+    limit_s = 100
+
+A step that is not such a sweep has `ranks`, `command` (run, sweep, probe) and `flags`, or `shell`,
+a command line. `env` sets environment variables; `needs` (of a step, or of the study) names those
+without which a step is left out; `show = yes` prints what a step printed. Each step writes OUT/STEP
+and OUT/STEP.log, rows as they are measured. A step that fails does not stop the others; the exit
+code is then 1.
+
+BACKEND and BUDGET_S replace what the file has, FLAGS are added: BACKEND=emulated
+FLAGS=--device=null rehearses a study without GPUs. DRY=1 only plans each step. PYTHON, MPIRUN: see
+launch/env.sh.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
-import shutil
+import re
+import shlex
 import subprocess
-import tempfile
+import sys
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from configparser import ConfigParser, SectionProxy
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from mpissd.common.output import read_rows
-from mpissd.common.row import Row
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-LOCAL = Path(__file__).resolve().parents[1] / "launch" / "local.sh"
-OTHERS = 0.1  # of the machine: what may run beside a run that is kept
-PATIENCE_S = 60.0  # for a machine to fall quiet
+from mpissd.common.row import Row  # noqa: E402
 
-
-def flags_of(row: Row) -> tuple[str, ...]:
-    """The flags of a row that name its configuration, as a study writes them."""
-    return tuple(flag for flag in row.command[1:] if not flag.startswith(("--out=", "--progress=")))
+FEWEST_S = 15  # a step is not begun with less
+AFAR = 0.1  # a cell whose ratio to the expected figure is further from 1 is marked
 
 
-def rows_of(out: Path) -> list[Row]:
-    """The rows measured so far."""
-    return [Row.from_dict(line) for line in read_rows(out / "runs.jsonl")]
+def use(row: Row) -> str:
+    """Returns how a row uses its GPUs: "SSD T=1 D=1 K=3 F=8"."""
+    mode = row["mode"].upper() + (" inline" if row.get("inline_draft") else "")
+    is_lookup = row["mode"] == "sd" and row.get("backup") == "fast"
+    words = ["lookup" if is_lookup else str(row.get("schedule") or mode), f"T={row['tp']}"]
+    words += [f"D={row['num_drafts']}"] if row.get("num_drafts") else []
+    words += [f"K={row['lookahead']}"] if row.get("lookahead") else []
+    words += [f"F={row['branch_budget']} {row['backup']}"] if row.get("branch_budget") else []
+    return " ".join(words)
 
 
-def run_alone(ranks: int, flags: list[str], out: Path) -> str:
-    """One run; its files move to OUT if the machine was its own. Says what was wrong, else ""."""
-    waited = time.monotonic() + PATIENCE_S
-    while time.monotonic() < waited:
-        with tempfile.TemporaryDirectory() as folder:
-            before = Busy.now()
-            ended = subprocess.run(
-                command(ranks, flags, Path(folder)),
-                check=False,
-                timeout=120,
+def setting(row: Row) -> str:
+    """Returns what a row decodes: model, acceptance or recording, forward, context, batch."""
+    words = [str(row["target"]).rpartition("-")[2] if row.get("workload") != "text" else "text"]
+    recording = (row.get("recording") or "").partition(" ")[0].removesuffix(".npz")
+    law = recording.rpartition("-")[2] or row.get("acceptance")
+    words += [str(law)] if law and row["mode"] != "ar" else []
+    words += ["whole"] if row.get("forward") == "transformer" else []
+    words += ["LM head"] if row.get("lm_head") and "whole" not in words else []
+    words += [f"context {row['context']}"] if row.get("context") else []
+    words += [f"T={row['temperature']:g}"] if row.get("temperature") else []
+    words += [f"b={row['batch_size']}"] if row.get("batch_size", 1) > 1 else []
+    return ", ".join(words)
+
+
+COMPUTED: dict[str, Callable[[Row], Any]] = {
+    "use": use,
+    "setting": setting,
+    "rows": lambda row: row["batch_size"] * (row["lookahead"] + 1),
+    "ms": lambda row: row["t_target_s"] and 1e3 * row["t_target_s"],
+    "p99_over_p50": lambda row: row["round_us"]["p99"] / row["round_us"]["p50"],
+}
+
+
+def value_of(row: Row, key: str) -> Any:
+    """Returns a computed value, or the row's own; a dot leads into an object."""
+    if key in COMPUTED:
+        return COMPUTED[key](row)
+    first, *rest = key.split(".")
+    value: Any = row.get(first)
+    for name in rest:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def cell_of(row: Row) -> str:
+    """Returns a row's cell as text: T, and its grid's flags without the seed."""
+    sweep = (row.get("provenance") or {}).get("sweep") or {}
+    return cell(row["tp"], sweep.get("flags", {"run": row.get("config_digest")}))
+
+
+def cell(tp: int, flags: Mapping[str, Any]) -> str:
+    """Returns the cell of these flags as text."""
+    return json.dumps([tp, sorted((k, v) for k, v in flags.items() if k != "seed")])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the JSON lines of a file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def table(folder: Path, out: Path) -> Iterator[str]:
+    """Yields a Markdown table: a line a cell, with medians over its rows and expected figures."""
+    config = settings(folder)["study"]
+    columns = [name.strip() for name in config["columns"].split(",")]
+    key = config.get("expected")
+    files = [p for name in ("runs", "measured") for p in sorted(out.rglob(f"{name}*.jsonl"))]
+    cells: dict[str, list[Row]] = defaultdict(list)
+    for row in (Row.from_dict(line) for path in files for line in read(path)):
+        cells[cell_of(row)].append(row)
+    path = folder / "expected.jsonl"
+    expected = read(path) if key and path.exists() else []
+    known = {cell(line["tp"], line["flags"]): line[key] for line in expected if key in line}
+    heads = [*columns, "n", *([f"expected {key}", "measured / expected"] if known else [])]
+    yield line_of(heads)
+    yield "|---" * len(heads) + "|"
+    order = list(known)
+    for name in sorted(cells, key=lambda name: order.index(name) if name in known else len(order)):
+        rows = cells[name]
+        shown = [text_of([value_of(row, column) for row in rows]) for column in columns]
+        shown.append(str(len(rows)))
+        if known:
+            figure = known.get(name)
+            measured = [float(v) for row in rows if (v := value_of(row, str(key))) is not None]
+            ratio = median(measured) / figure if figure and measured else None
+            mark = " !" if ratio and abs(ratio - 1) > AFAR else ""
+            shown += [text_of([figure]), "" if ratio is None else f"{ratio:.2f}{mark}"]
+        yield line_of(shown)
+
+
+def line_of(cells: list[str]) -> str:
+    """Returns one line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def text_of(values: list[Any]) -> str:
+    """Returns the median of numbers, or the texts that differ, as a cell."""
+    numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    if numbers:
+        middle = median(numbers)
+        places = 0 if middle >= 100 or all(isinstance(v, int) for v in numbers) else 3
+        return f"{middle:.{places}f}"
+    return ", ".join(dict.fromkeys(str(v) for v in values if v is not None))
+
+
+def settings(folder: Path) -> ConfigParser:
+    """Reads a study's file."""
+    config = ConfigParser(interpolation=None)
+    if not config.read(folder / "study.ini", "utf-8") or "study" not in config:
+        raise SystemExit(f"{folder}: no study.ini with a section [study] there")
+    return config
+
+
+def gpus_of(told: str, backend: str) -> int:
+    """Returns how many GPUs a study may use; ends the program with 2 where it needs one, and none
+    is there."""
+    if told != "detect" or backend != "cupy" or os.environ.get("GPUS"):
+        return int(os.environ.get("GPUS") or (8 if told == "detect" else told))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        count = listed.stdout.count("GPU ")
+    except (OSError, subprocess.TimeoutExpired):
+        count = 0
+    if not count:
+        print("nothing to measure: nvidia-smi lists no GPU here", file=sys.stderr)
+        raise SystemExit(2)
+    return count
+
+
+class Runner:
+    """Runs the steps of one study, each within its limit and all within the budget."""
+
+    def __init__(self, folder: Path, out: Path) -> None:
+        self._folder, self._out, self._begun = folder, out, time.monotonic()
+        self._config = settings(folder)
+        study = self._config["study"]
+        backend = os.environ.get("BACKEND", "cupy")
+        self._gpus = gpus_of(study.get("gpus", "1"), backend)
+        self._budget_s = float(os.environ.get("BUDGET_S") or study.get("budget_s", "530"))
+        flags = study.get("flags", "") + f" {os.environ.get('FLAGS', '')}"
+        self._flags = [f"--backend={backend}", *shlex.split(os.path.expandvars(flags))]
+        self._is_dry = bool(os.environ.get("DRY"))
+
+    def run(self, names: list[str]) -> int:
+        """Runs the named steps, or all; returns how many did not succeed."""
+        steps = {name: self._config[name] for name in self._config.sections() if name != "study"}
+        if unknown := set(names) - set(steps):
+            raise SystemExit(f"no step {', '.join(unknown)}: allowed: {', '.join(steps)}")
+        self._out.mkdir(parents=True, exist_ok=True)
+        return sum(not self._step(name, steps[name]) for name in names or steps)
+
+    def _step(self, name: str, step: SectionProxy) -> bool:
+        needed = f"{self._config['study'].get('needs', '')} {step.get('needs', '')}".split()
+        if missing := [variable for variable in needed if not os.environ.get(variable)]:
+            print(f"{name}: left out, {' and '.join(missing)} not set")
+            return True
+        command, environment = self._command(name, step)
+        if command is None:
+            return True
+        left = self._budget_s - (time.monotonic() - self._begun)
+        if left < FEWEST_S:
+            print(f"{name}: SKIPPED, {max(left, 0):.0f} s are left")
+            return False
+        limit, begun = min(left, float(step.get("limit_s", "600"))), time.monotonic()
+        log = self._out / f"{name}.log"
+        with log.open("w") as file:
+            done = subprocess.run(
+                ["timeout", "-k", "15", f"{limit:.0f}", *command],
+                cwd=ROOT,
+                env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
             )
-            if ended.returncode != 0:
-                return f" FAILED ({ended.returncode})"
-            if Busy.now().others_since(before) <= OTHERS:
-                keep(Path(folder), out)
-                return ""
-        while time.monotonic() < waited and not is_quiet():
-            pass
-    return " DISTURBED: not kept"
+        files = (self._out / name).rglob("runs*.jsonl")
+        rows = sum(len(path.read_text().splitlines()) for path in files)
+        taken = time.monotonic() - begun
+        what = "planned" if self._is_dry else f"{rows} rows"
+        print(f"{name}: {what}, exit code {done.returncode}, {taken:.0f} s", flush=True)
+        lines = log.read_text(errors="replace").splitlines()
+        if done.returncode or step.getboolean("show", False):
+            print("\n".join(lines if step.getboolean("show", False) else lines[-3:]))
+        return done.returncode == 0
+
+    def _command(self, name: str, step: SectionProxy) -> tuple[list[str] | None, dict[str, str]]:
+        """Returns the command line of a step (None: this machine lacks its GPUs) and its
+        environment."""
+        out = str((self._out / name).resolve())
+        environment = os.environ | {"OUT": out, "PYTHONFAULTHANDLER": "1"}
+        environment |= dict(word.split("=", 1) for word in shlex.split(step.get("env", "")))
+        if shell := step.get("shell"):
+            return (None if self._is_dry else ["bash", "-c", shell]), environment
+        command, grid = step.get("command", "sweep"), self._folder / f"{name}.grid"
+        flags = [*self._flags, *shlex.split(os.path.expandvars(step.get("flags", "")))]
+        if named := re.search(r"-T(\d+)D(\d+)$", name):
+            tp, drafts = map(int, named.groups())
+            ranks = tp + drafts
+            flags.append(f"--num_drafts={drafts}")
+        else:
+            ranks = int(step["ranks"])
+        if command == "sweep":
+            flags += [f"--grid={grid.resolve()}"] if grid.exists() else []
+            flags += ["--repeats=1", "--progress=off"]
+        if ranks > self._gpus:
+            return None, environment
+        flags.append(f"--out={out}")
+        if self._is_dry:
+            python = os.environ.get("PYTHON", sys.executable)
+            dry = [python, "-m", "mpissd", command, "--dry_run", f"--world_size={ranks}"]
+            return [*dry, *flags], environment
+        environment["COMMAND"] = command
+        return [str(ROOT / "launch" / "local.sh"), str(ranks), *flags], environment
 
 
-def keep(tried: Path, out: Path) -> None:
-    """Moves a run's row and rounds to OUT."""
-    (out / "rounds").mkdir(parents=True, exist_ok=True)
-    for path in (tried / "rounds").iterdir():
-        shutil.move(path, out / "rounds" / path.name)
-    (row,) = rows_of(tried)
-    command = [f"--out={out}" if word == f"--out={tried}" else word for word in row.command]
-    row |= {"provenance": {**row.provenance, "command": command}}
-    with (out / "runs.jsonl").open("a") as file:
-        file.write(json.dumps(row.to_dict()) + "\n")
+def main(words: list[str]) -> int:
+    """Returns 0, 1 where a step failed, 2 with the usage where the words are wrong."""
+    if words[:1] == ["run"] and len(words) > 2:
+        folder, out = Path(words[1]).resolve(), Path(words[2])
+        failed = Runner(folder, out).run(words[3:])
+        if not os.environ.get("DRY"):
+            print("\n".join(table(folder, out)))
+        return int(failed > 0)
+    if words[:1] == ["table"] and len(words) in (2, 3):
+        folder = Path(words[1]).resolve()
+        print("\n".join(table(folder, Path(words[2]) if len(words) > 2 else folder)))
+        return 0
+    print(__doc__, file=sys.stderr)
+    return 2
 
 
-@dataclass(frozen=True)
-class Busy:
-    """Seconds of CPU that the machine and this script's runs have used so far (Linux; else 0)."""
-
-    at: float
-    machine: float
-    own: float
-
-    @classmethod
-    def now(cls) -> Busy:
-        """As the kernel counts them."""
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        try:
-            ticks = [int(n) for n in Path("/proc/stat").read_text().split()[1:9]]
-        except OSError:
-            return cls(time.monotonic(), 0.0, 0.0)
-        busy = sum(ticks) - ticks[3] - ticks[4]  # neither idle nor waiting for a disk
-        return cls(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), used.ru_utime + used.ru_stime)
-
-    def others_since(self, before: Busy) -> float:
-        """The share of the machine that others took."""
-        others = self.machine - before.machine - (self.own - before.own)
-        return others / ((self.at - before.at) * (os.cpu_count() or 1))
-
-
-def is_quiet() -> bool:
-    """Whether others leave the machine alone for half a second."""
-    before = Busy.now()
-    time.sleep(0.5)
-    return Busy.now().others_since(before) <= OTHERS
-
-
-def command(ranks: int, flags: list[str], out: Path) -> list[str]:
-    """As launch/local.sh, without its dry run."""
-    line = '. "$0"; np=$1; shift; exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd run "$@"'
-    return ["bash", "-c", line, str(LOCAL.with_name("env.sh")), str(ranks), f"--out={out}", *flags]
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -35,21 +35,18 @@ LAYERS = {
     "mpissd.lab": 7,
     "mpissd.lab.gates": 7,
     "mpissd.lab.tables": 7,
-    "mpissd.lab.interchange": 7,
-    "mpissd.lab.record": 7,
-    "mpissd.lab.laws": 7,
+    "mpissd.lab.pair": 7,
     "mpissd.lab.predict": 8,
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,
     "mpissd.lab.pools": 9,
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
+    "mpissd.lab.terminal": 7,
     "mpissd.lab.load": 10,
-    "mpissd.lab.limits": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
     "mpissd.online": 8,
-    "mpissd.online.config": 7,
     "mpissd.ops": 7,
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
@@ -76,9 +73,7 @@ STARTS_MPI = (
     "mpissd.engine.session",
     "mpissd.lab.measure",
     "mpissd.lab.probe",
-    "mpissd.lab.chat.serve",
     "mpissd.serve.ranks",
-    "mpissd.lab.limits",
     "mpissd.lab.sweep.run",
     "mpissd.lab.sweep.progress",
 )
@@ -94,31 +89,24 @@ MAY_NAME_CUPY = (
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported where they are used alone
-# PyTorch is an extra: `distill` and one measurement of the limits use it.
+# PyTorch is an extra: `distill` and `online` use it.
 MAY_NAME_TORCH = (
     "mpissd.learn",
     "mpissd.online",
-    "mpissd.lab.limits.torch_graph",
-    "mpissd.lab.limits.torch_whole",
 )
 STARTS_TORCH = (
-    "mpissd.lab.limits.torch_graph",
-    "mpissd.lab.limits.torch_whole",
     *(
         f"mpissd.learn.{name}"
         for name in (
-            "attend batches evaluate exam group job llama muon pair result sample shape source "
-            "state_exam state_job state_losses states "
-            "train triton_attend"
+            "attend evaluate exams job llama muon pair result sample shape source states train "
+            "triton_attend"
         ).split()
     ),
-    *(f"mpissd.online.{name}" for name in "answers learner own replay student trainer".split()),
+    *(f"mpissd.online.{name}" for name in "learner student trainer".split()),
 )
 # The libraries of an HTTP server are an extra: `serve` alone uses them.
-MAY_NAME_HTTP = ("mpissd.serve.http",)
-STARTS_HTTP = tuple(
-    f"mpissd.serve.http.{name}" for name in "app body guard limits metrics server".split()
-)
+MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")
+STARTS_HTTP = tuple(f"mpissd.serve.{name}" for name in "app metrics server".split())
 BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
 
 

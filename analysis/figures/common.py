@@ -8,12 +8,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import real_pair
-from analysis.load import Data
-from analysis.notes import NothingLeft
+from analysis.load import Data, NothingLeft
 from analysis.select import best_point, points
 from analysis.style import METHODS, Poster
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
+from mpissd.common.real_pairs import BESIDE, BESIDE_SOURCE
 
 BARS = "Bars: 95% interval of a run (luck of its draws, spread of its rounds), widest of repeats."
 GAINS = "Bars: 95% interval of the ratio, in pairs of seeds where both have three or more"
@@ -53,7 +52,7 @@ def caption(
         f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
     )
     rows = " · ".join(filter(None, [counts, version]))
-    sentences = [" · ".join(words), *extra, real_pair.sentence(used), rows]
+    sentences = [" · ".join(words), *extra, _with_real_hits(used), rows]
     return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
 
 
@@ -116,3 +115,21 @@ def best(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     columns = points(rows, [by, "lookahead", "policy"]).columns
     found = [best_point(part, [by, "lookahead", "policy"]) for _, part in rows.groupby(by)]
     return pd.DataFrame(found, columns=columns)
+
+
+_START = "The hit law of these rows is assumed: predicted with hits as"
+
+
+def _with_real_hits(rows: pd.DataFrame) -> str:
+    """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
+
+    Returns "" if no row uses the assumed law, or none has the values that the prediction needs.
+    """
+    parts = []
+    for name, pair in BESIDE.items():
+        share = (rows[f"real_{name}"] / rows["tok_per_s"]).dropna()
+        if len(share):
+            low, high = f"{share.min():.2f}", f"{share.max():.2f}"
+            span = low if low == high else f"{low} to {high}"
+            parts.append(f"{span}× ({pair.prompts})")
+    return f"{_START} {BESIDE_SOURCE}, SSD's tok/s are {', '.join(parts)} of these" if parts else ""

@@ -12,8 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.figures.common import caption, look, need
-from analysis.gain import records
-from analysis.interval import of_seeds
+from analysis.gain import of_seeds, records
 from analysis.load import Data
 from analysis.select import plain, short
 from analysis.style import Poster, parity

@@ -25,7 +25,7 @@ def cache_hits(data: Data) -> Poster:
     shown = [(case, _sweep(case)) for case in cases(data, wanted, ["p_hit"])]
     shown = [(case, ssd) for case, ssd in shown if ssd["p_hit"].nunique() >= 3]
     shown = shown[:3]
-    need(shown, "SSD with imposed hit rates, three or more, beside SD")
+    need(shown, "SSD with imposed hit rates, three or more, and SD")
     poster = Poster(7.4)
     grid = poster.panels(1, len(shown), sharey=True)[0]
     used: list[pd.DataFrame] = []

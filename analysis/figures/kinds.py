@@ -14,7 +14,7 @@ from analysis.load import Data
 from analysis.select import CONDITIONS, points, short, usual
 from analysis.style import GREY, MARKERS, SERIES, Poster
 
-# What rows of one plane share beside their device: the same tokens are wanted of every draft.
+# What rows of one plane share besides their device: the same tokens are wanted of every draft.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)
 _SAME = 0.02  # distance of two points, in tokens and forwards, whose labels would overlap
 _NEAR = 0.1  # forwards up to which a label left of its point would leave the panel

@@ -31,7 +31,7 @@ def pools(data: Data) -> Poster:
     """Draws tok/s a GPU, for up to two b, and ms a token at the smallest, over targets a draft."""
     rows = richest(data.pools, ("acceptance", "hit_law"), ("pair", "tp", "batch_size", "targets"))
     shown = _cases(rows)
-    need(shown, "pools of two or more sizes, with AR and SD inline beside them")
+    need(shown, "pools of two or more sizes, with AR and SD inline")
     batches = sorted({int(b) for _, part in shown for b in part["batch_size"]})[:2]
     poster = Poster(3.0 + 3.7 * (len(batches) + 1))
     grid = poster.panels(len(batches) + 1, len(shown), sharex="col")

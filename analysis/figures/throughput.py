@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 
 from analysis.figures.common import BARS, best, caption, look, need, no_claim
 from analysis.load import Data
-from analysis.real_pair import REAL
 from analysis.select import Case, cases, plain, points, richest
 from analysis.style import BLACK, GREY, Poster
+from analysis.tidy import REAL
 from analysis.uses import best_rows, claim_of, expected_lines
 
 _PER_GPU = ("per GPU", True), ("all GPUs", False)

@@ -16,9 +16,7 @@ import fire
 from fire.decorators import SetParseFn
 
 from mpissd.cli.configs import (
-    CollectivesConfig,
     CompareConfig,
-    ExportConfig,
     PlanConfig,
     PredictConfig,
     ProbeConfig,
@@ -27,16 +25,12 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import parse_into
 from mpissd.common.manual import manual, signed
-from mpissd.lab.chat.config import ChatConfig
-from mpissd.lab.laws.config import LawsConfig
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.record.config import RecordConfig
+from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.learn.config import DistillConfig
-from mpissd.online.config import OnlineConfig
 from mpissd.ops.doctor.config import DoctorConfig
-from mpissd.serve.config import ServeConfig
-from mpissd.serve.replicas.config import ReplicasConfig
+from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +76,11 @@ SPECS = {
         "Compares results: a pair, the best methods, claims, tables, gaps.",
         ("a", "b"),
     ),
-    "record": Spec(RecordConfig, "Records a real pair at temperature 0, for --workload=replay."),
-    "laws": Spec(
-        LawsConfig,
-        "A pair's laws from recordings and rows of text; --laws imposes them.",
+    "pair": Spec(
+        PairConfig,
+        "Records a real pair for --workload=replay, or measures its laws for --laws.",
         ("sources",),
     ),
-    "export": Spec(
-        ExportConfig, "Rows as tidy CSV or Parquet, or as vLLM's K by batch size.", ("results",)
-    ),
-    "collectives": Spec(
-        CollectivesConfig, "A profile whose all-reduces are what nccl-tests measured.", ("file",)
-    ),
-    "online": Spec(OnlineConfig, "Replays how fast a draft learns a stream of prompts."),
     "distill": Spec(DistillConfig, "Makes a draft of a target from what the target itself writes."),
 }
 

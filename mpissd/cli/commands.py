@@ -86,9 +86,9 @@ def _judge(config: PredictConfig, rows: str) -> int:
     """Prints the three errors of predictions over rows; the last line is JSON."""
     for name in filter(None, [*(config.profile or "").split(","), config.host]):
         _check_there(name)
-    paths = [path for part in rows.split(",") for path in _row_files(Path(part))]
+    paths = [path for part in rows.split(",") for path in _run_files(Path(part))]
     if not paths:
-        raise ConfigError(f"rows {rows!r}: no runs*.jsonl there")
+        raise ConfigError(f"rows {rows!r}: no runs there")
     text, numbers = judge(load_rows(paths), profile_of_another_job(config.profile, config.host))
     print(f"{text}\n{json.dumps(numbers)}")
     return 0
@@ -177,8 +177,8 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     price = real_hits.price_line(run, ssd, placed.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
-    what = "run the fastest of these" if advice.missing else "→ run it"
-    print(f"   {what}: {_command(run, advice.best)}")
+    if not advice.missing:
+        print(f"   → run it: {_command(run, advice.best)}")
     if most is not None and most.copies * most.targets > 1:
         command = _command(run, most.choice, most.targets)
         print(f"   most tok/s, {most.copies} such job{'s' * (most.copies > 1)}: {command}")
@@ -231,5 +231,9 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
 
 
-def _row_files(folder: Path) -> list[Path]:
-    return [folder] if folder.is_file() else sorted(folder.glob("**/runs*.jsonl"))
+def _run_files(folder: Path) -> list[Path]:
+    """Returns the files of rows in a folder and its subfolders that have rounds."""
+    if folder.is_file():
+        return [folder]
+    found = sorted(folder.glob("**/*.jsonl"))
+    return [path for path in found if '"num_rounds"' in path.open().readline()]

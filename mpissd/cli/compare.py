@@ -54,7 +54,7 @@ def show_pair(config: CompareConfig) -> int:
 
 
 def show_best(config: CompareConfig) -> int:
-    """Prints which method is fastest, at equal K and each at its own best K, and SSD beside the
+    """Prints which method is fastest, at equal K and each at its own best K, and SSD against the
     strongest other use of its GPUs."""
     rows = rows_of(config.a or config.out)
     comparisons = best.compare_methods(rows)
@@ -71,7 +71,7 @@ def show_best(config: CompareConfig) -> int:
 
 
 def show_claims(config: CompareConfig) -> int:
-    """Prints the tables of SSD beside the strongest other use of its GPUs."""
+    """Prints the tables of SSD against the strongest other use of its GPUs."""
     print(claims.render(claims.claims(rows_of(config.a or "results"))))
     return 0
 

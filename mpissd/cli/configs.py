@@ -50,18 +50,13 @@ class PredictConfig(Checked):
         None, words, "with rows: a run's profile that gives the host costs (default: the profile)"
     )
 
-    def check_host(self) -> None:
-        """Refuses --host without --rows."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if self.host is not None and self.rows is None:
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
-
-    def check_groups(self) -> None:
-        """Refuses several groups with --rows, whose rows say their groups."""
         if self.run.groups > 1 and self.rows is not None:
             raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
-
-    def check_schedule(self) -> None:
-        """Refuses --schedule, because flags that are not given are taken from the profile."""
         if self.run.schedule is not None:
             name = self.run.schedule
             flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())
@@ -114,33 +109,10 @@ class CompareConfig(Checked):
     into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
-    def check_into(self) -> None:
-        """Refuses results and --show with --into, whose tables name their own."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if self.into is not None and (self.a or self.b or self.show):
             raise ConfigError(f"into={self.into} with results: allowed: what its tables name")
-
-    def check_b(self) -> None:
-        """Refuses a second result where one is shown."""
         if self.b is not None and self.show not in (None, "pair"):
             raise ConfigError(f"b={self.b} with show={self.show}: allowed: with show=pair")
-
-
-@dataclass(frozen=True)
-class ExportConfig(Checked):
-    """Flags of `export`: the rows to write, and the file whose suffix names the format."""
-
-    results: str | None = flag(None, words, "folder or runs.jsonl (default: results and out)")
-    to: str | None = flag(None, words, "file to write: .csv, .parquet, or a vLLM schedule's .json")
-    where: str | None = flag(None, words, "take only rows with these values: key=value; key=value")
-
-
-@dataclass(frozen=True)
-class CollectivesConfig(Checked):
-    """Flags of `collectives`: a file of nccl-tests, and the profile that it extends."""
-
-    file: str | None = flag(None, words, "nccl-tests' JSON (-J), its printed table, or CSV")
-    profile: str | None = flag(None, words, "device profile to start from: a name or a file")
-    ranks: int | None = flag(
-        None, integer(2), "number of GPUs that took part, if FILE does not name it"
-    )
-    to: str | None = flag(None, words, "file to write: a .json for --profile and --device")

@@ -7,14 +7,10 @@ whose flags are then the command's too.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import field
-from functools import partial
 from typing import Any, TypeVar
 
 from mpissd.common.errors import ConfigError, unknown
@@ -22,7 +18,6 @@ from mpissd.common.schedules import with_schedule
 
 Parse = Callable[[str, str], Any]
 Config = TypeVar("Config", bound="Checked")
-Excused = Callable[[AbstractSet[str]], bool]
 MODES = ("ar", "sd", "ssd")
 DRAFTING = ("sd", "ssd")  # The modes with a draft.
 GROWING = ("ssd",)  # The mode that fills a speculation cache.
@@ -105,18 +100,24 @@ def flag(
 
 
 def contained(
-    kind: type[Config], only: Collection[str] | None = None, **instead: dataclasses.Field[Any]
+    kind: type[Config],
+    only: Collection[str] | None = None,
+    *,
+    is_unchecked: bool = False,
+    **instead: dataclasses.Field[Any],
 ) -> Any:
     """Makes a dataclass field that holds another configuration, whose flags the holder also has.
 
-    only: those of its flags that the holder takes (None: all). instead: flags of the holder that
-    replace the contained flags of the same name, with another default and help.
+    only: those of its flags that the holder takes (None: all). is_unchecked: whether the holder
+    checks its combination of values itself. instead: flags of the holder that replace the contained
+    flags of the same name, with another default and help.
     """
     flags = {**flags_of(kind), **instead}
     flags = {name: known for name, known in flags.items() if only is None or name in only}
     defaults = {name: known.default for name, known in instead.items()}
     return field(
-        default_factory=lambda: kind(**defaults), metadata={"contains": kind, "flags": flags}
+        default_factory=lambda: kind(**defaults),
+        metadata={"contains": kind, "flags": flags, "is_unchecked": is_unchecked},
     )
 
 
@@ -137,73 +138,26 @@ def said(config: Checked) -> dict[str, str]:
 class Checked:
     """The base of every configuration: checks each one that is made, in whichever way.
 
-    Parsing, a constructor call and dataclasses.replace all end in __post_init__. It raises
-    ConfigError for a value that its flag does not take, and then runs every method named `check_…`,
-    those of base classes first. A subclass can add checks but not drop one: TypeError if it defines
-    __post_init__ or a check that a base class has.
+    Parsing, a constructor call and dataclasses.replace all end in __post_init__.
     """
 
-    def __init_subclass__(cls) -> None:
-        for name in vars(cls):
-            if name == "__post_init__" or (_is_check(name) and hasattr(super(cls, cls), name)):
-                raise TypeError(f"{cls.__name__}.{name} would replace a check of its base class")
-
     def __post_init__(self) -> None:
-        self._judge(lambda flags: False)
+        self.check()
 
-    def _judge(self, excused: Excused) -> None:
+    def check(self) -> None:
+        """Raises ConfigError for a value that its flag does not take.
+
+        Subclasses call this first, and then refuse combinations of values.
+        """
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if "parse" in f.metadata and value != f.default:
                 f.metadata["parse"](f.name, str(value))
-        for kind in reversed(type(self).__mro__):
-            for name in filter(_is_check, vars(kind)):
-                self._run(getattr(kind, name), excused)
-
-    def _run(self, check: Check, excused: Excused) -> None:
-        try:
-            check(self)
-        except ConfigError:
-            if not excused(flags_read(check, self)):
-                raise
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
         """Returns flags with those that they stand for; all values are text."""
         return with_schedule(flags)
-
-    @classmethod
-    def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
-        """Returns whether a check that the contained configuration failed is left for later.
-
-        own: the given values of the flags that this class adds to the contained ones. flags: the
-        names of the flags that the check read.
-        """
-        return False
-
-
-Check = Callable[[Any], None]
-
-
-def _is_check(name: str) -> bool:
-    return name.startswith("check_")
-
-
-def flags_read(check: Check, config: Checked) -> set[str]:
-    """Returns the names of the flags that a check reads of this configuration before it refuses."""
-    names = set[str]()
-
-    class Reading:
-        def __getattr__(self, name: str) -> Any:
-            attribute = inspect.getattr_static(config, name)
-            if isinstance(attribute, property):
-                return attribute.fget(self)  # type: ignore[misc]
-            names.add(name)
-            return getattr(config, name)
-
-    with contextlib.suppress(ConfigError):
-        check(Reading())
-    return names
 
 
 def without(arguments: Sequence[str], name: str) -> list[str]:
@@ -241,21 +195,19 @@ def _filled(kind: type[Config], values: Mapping[str, Any]) -> Config:
     """Makes a configuration from typed values, putting each into the configuration that has its
     flag."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    own = {f.name: values[f.name] for f in fields if f.name in values}
-    held = {}
+    arguments = {f.name: values[f.name] for f in fields if f.name in values}
     for f in fields:
         if flags := f.metadata.get("flags"):
             inner = {name: values.get(name, known.default) for name, known in flags.items()}
-            excused = partial(kind.excuses, own)
-            held[f.name] = _judged_but(f.metadata["contains"], inner, excused)
-    return kind(**own, **held)
+            held = f.metadata["contains"]
+            is_unchecked = f.metadata["is_unchecked"]
+            arguments[f.name] = unchecked(held, **inner) if is_unchecked else held(**inner)
+    return kind(**arguments)
 
 
-def _judged_but(kind: type[Config], values: Mapping[str, Any], excused: Excused) -> Config:
-    """Makes a configuration from these values; `excused` decides whether a failed check is
-    ignored."""
+def unchecked(kind: type[Config], **values: Any) -> Config:
+    """Makes a configuration whose combination of values is not checked."""
     made = kind.__new__(kind)
     for f in dataclasses.fields(kind):  # type: ignore[arg-type]
         object.__setattr__(made, f.name, values.get(f.name, f.default))
-    made._judge(excused)
     return made

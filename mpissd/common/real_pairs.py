@@ -3,7 +3,7 @@ laws.
 
 miss(F) = min(1, floor + A·F^−r), with one law after a rejection and one after a trunk that was
 accepted whole. DEFAULT, the law that runs impose if no flag says another, is that of the shipped
-draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd laws`). REAL_PAIRS are those
+draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd pair`). REAL_PAIRS are those
 of a draft that came before: A is the miss rate measured at F = 1, and r the least-squares slope of
 log miss through it, for F = 2..16. ASSUMED was the default before, and committed rows of GPUs are
 of it. BESIDE names the laws that tables and figures put beside such rows: the shipped draft's.

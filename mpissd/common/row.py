@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from mpissd.common.row_origin import Origin
-
 SCHEMA = 1
 Means = Mapping[str, float]
 
@@ -25,6 +23,49 @@ Means = Mapping[str, float]
 def key(meaning: str, unit: str = "") -> Any:
     """Makes a field of the row from its meaning, as docs/row.md prints it, and its unit."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit})
+
+
+class Origin:
+    """The part of common.row.Row that reads its provenance."""
+
+    num_drafts: int
+    tp: int
+    device_name: str
+    draft_device_name: str | None
+    provenance: Mapping[str, Any]
+    absent: frozenset[str]
+
+    @property
+    def draft_device(self) -> str | None:
+        """Device name of the first draft rank; None if there is none or it is unknown."""
+        if not self.num_drafts:
+            return None
+        if "draft_device_name" not in self.absent:
+            return self.draft_device_name
+        ranks, place = self._origin("ranks"), self.tp
+        if not isinstance(ranks, list) or type(place) is not int or not 0 <= place < len(ranks):
+            return None
+        return ranks[place].get("device") if isinstance(ranks[place], Mapping) else None
+
+    @property
+    def other_draft_device(self) -> str | None:
+        """Device name of the first draft rank if it differs from the lead's, else None."""
+        name = self.draft_device
+        return None if name == self.device_name else name
+
+    @property
+    def sweep(self) -> dict[str, Any] | None:
+        """The row's sweep: its id, task, repeat and flags; None in a row of `run`."""
+        sweep = self._origin("sweep")
+        return sweep if isinstance(sweep, dict) else None
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command line that wrote the row."""
+        return [str(word) for word in self._origin("command") or ()]
+
+    def _origin(self, name: str) -> Any:
+        return (self.provenance or {}).get(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +96,7 @@ class Row(Origin, Mapping[str, Any]):
     )
     dtype: str = key("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
-    fan_out: list[int] | None = key(
-        "the list F_0 … F_K used after a hit (`adaptive`: the first list); null unless SSD"
-    )
+    fan_out: list[int] | None = key("the list F_0 … F_K used after a hit null unless SSD")
     branch_budget: int | None = key("the sum of `fan_out`")
     fan_out_miss: list[int] | None = key(
         "the list F_0 … F_K used after a miss, which a backup drafted. A small `markov` vocabulary "
@@ -102,7 +141,8 @@ class Row(Origin, Mapping[str, Any]):
         "say; missing: an older row). Null for `forward` gemm"
     )
     on_late: str | None = key(
-        "value of `--on_late`, for outcomes that arrive before growth is complete; null unless SSD"
+        "finish: hits that arrive before growth is complete are finished first; serve and auto in "
+        "older rows. Null unless SSD"
     )
     backup: str | None = key("what drafts after a miss; in SD it drafts every round; null in AR")
     backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
@@ -199,10 +239,10 @@ class Row(Origin, Mapping[str, Any]):
         "Null: the draft was present to the end"
     )
     learned: Mapping[str, Any] | None = key(
-        "what the draft estimated from committed outcomes: their number, the last lists, hazards, "
-        "ranks ([candidates kept, rank, how often]; rank 0: none of them) and the fitted (A, r) "
-        "with 95% intervals, for a bonus that replaces a rejection and for one behind k' accepted "
-        "tokens; null where nothing adapts and outcomes are imposed"
+        "what the draft counted of committed outcomes: their number, and ranks ([candidates kept, "
+        "rank, how often]; rank 0: none of them), for a bonus that replaces a rejection and for "
+        "one after k' accepted tokens; null where outcomes are imposed. Rows of before 2026-11-24 "
+        "also have hazards, lists and fitted (A, r)"
     )
     learners: int | None = key("L, ranks that train the draft meanwhile; null: none")
     learner_state: str | None = key(
@@ -270,8 +310,8 @@ class Row(Origin, Mapping[str, Any]):
     )
     predicted_tok_per_s: float | None = key(
         "rate that the replay predicts from this run's draws and this job's own calibration; of "
-        "text, from its own acceptance, hits and `t_prefill_s`, where a model drafts, nothing "
-        "adapts and nothing is served late (else null)",
+        "text, from its own acceptance, hits and `t_prefill_s` where a model "
+        "drafts (else null)",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")

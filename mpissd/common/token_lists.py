@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import read_gguf
+from mpissd.common.gguf import read_gguf
 
 _NORMAL = 1  # a GGUF token type: neither control nor padding
 

@@ -59,12 +59,12 @@ def refused_flags(name: str) -> list[tuple[str, list[str]]]:
 
 register(
     "gemm",
-    "mpissd.engine.workload.gemm.workload:GemmWorkload",
+    "mpissd.engine.workload.gemm:GemmWorkload",
     "alpha acceptance acceptance_fast p_hit hit_a hit_r hit_law laws lookup",
 )
 register(
     "markov",
-    "mpissd.engine.workload.markov.workload:MarkovWorkload",
+    "mpissd.engine.workload.markov:MarkovWorkload",
     "temperature vocab order divergence saguaro_c prompt_tokens stop_token",
 )
 register(

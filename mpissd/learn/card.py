@@ -1,4 +1,4 @@
-"""The texts beside a draft's weights: model card, NOTICE and licence."""
+"""The texts with a draft's weights: model card, NOTICE and licence."""
 
 from __future__ import annotations
 
@@ -12,53 +12,17 @@ library_name: mpissd
 license: {license}
 base_model: {target}
 ---
-# Draft of {target}
+# {title} of {target}
 
-A draft model for speculative decoding with {target}:
-{num_layers} layers that started as {origin},
-the target's own input embedding (not stored here), and an LM head over the {head_vocab} most
-frequent tokens of its answers{head_origin}: {parameters:.1f} million parameters are stored.
-It proposes tokens that the target then checks; it is not meant to be used alone.
+A draft model for speculative decoding with {target}.
+{what}
+It proposes tokens that the target then checks; it is not meant to be used without it.
 
-`python -m mpissd distill` made it on {processes} × {device}: the target {wrote_told}
-({sequences} conversations, {answered:.3g} million answered tokens), and the draft was
-trained on the target's distributions over them for {steps} steps of all processes:
-Kullback-Leibler divergence first, then mostly total variation{on_policy_told}.
-No other text was used; the prompts of the evaluation below were not trained on. curves.jsonl holds
-the training's losses, some of them on conversations that were held out.
-
-## Format
-`int8-32`: a matrix `X.weight` is int8 [outputs, inputs] and `X.scale` float16
-[outputs, inputs / 32]; a weight is its integer times its block's scale. `head_ids` (int32, rising)
-names the token of each row of `lm_head.weight`. Norms are float32.
-
-## Evaluation
-Answers of at most {answer} tokens that the target gave at temperature 0. *hits*: the target's own
-token behind the accepted ones is among the draft's F likeliest there, the proposed one left out.
-
-{rows}
-"""
-_COLUMNS = (
-    "prompts | answers | greedy agreement | overlap at T=1 | tokens a round, K=4 | K=7 | "
-    "hits at K=4, F=4 | F=8 | F=16"
-)
-_STATE_CARD = """\
----
-library_name: mpissd
-license: {license}
-base_model: {target}
----
-# {kind} draft of {target}
-
-A draft for speculative decoding that reads the last hidden state of {target} behind each of its
-verifications ({kind}: see docs/drafts.md of mpissd). Its LM head is that of the target, for the
-{head_vocab} most frequent tokens of its answers; the input embedding is the target's. Neither is
-stored here: {parameters:.2f} million parameters are.
-
-`python -m mpissd distill` made it on {processes} × {device}: the target wrote its own prompts and
-answers ({sequences} conversations, {answered:.2f} million answered tokens), and the draft was
-trained on the target's distributions over them, {steps_ahead} tokens ahead, for {steps} steps of
-all processes. No other text was used.
+`python -m mpissd distill` made it on {processes} × {device}: the target {source}
+({sequences} conversations, {answered:.3g} million answered tokens), and the draft was trained on
+the target's distributions over them for {steps} steps of all processes. No other text was used;
+the prompts of the evaluation below were not trained on. curves.jsonl has the training's losses,
+some of them on conversations that were held out.
 
 ## Format
 `int8-32`: a matrix `X.weight` is int8 [outputs, inputs] and `X.scale` float16
@@ -66,11 +30,28 @@ all processes. No other text was used.
 names the token of each row of the LM head. Norms are float32.
 
 ## Evaluation
-Answers of at most {answer} tokens that the target gave at temperature 0. *agreement*: of the
-token drafted t places ahead with the answer's.
+Answers of at most {answer} tokens that the target gave at temperature 0. {legend}
 
 {rows}
 """
+_MODEL = """\
+It has {num_layers} layers that started as {origin}, the target's own input embedding (not stored
+here), and an LM head over the {head_vocab} most frequent tokens of its answers{head_origin}:
+{parameters:.1f} million parameters are stored."""
+_STATES = """\
+It reads the last hidden state of {target} after each of its verifications (docs/heads.md of
+mpissd) and is trained {steps_ahead} tokens ahead. Its LM head is that of the target, for the
+{head_vocab} most frequent tokens of its answers; the input embedding is the target's. Neither is
+stored here: {parameters:.2f} million parameters are."""
+_HITS = (
+    "*hits*: the target's own token after the accepted ones is among the draft's F likeliest "
+    "there, the proposed one left out."
+)
+_PLACES = "*agreement*: of the token drafted t places ahead with the answer's."
+_COLUMNS = (
+    "prompts | answers | greedy agreement | overlap at T=1 | tokens a round, K=4 | K=7 | "
+    "hits at K=4, F=4 | F=8 | F=16"
+)
 _STATE_COLUMNS = "prompts | answers | agreement, t = 1 to 4 | overlap at T=1 | tokens a round, K=4"
 _NOTICE = """\
 Draft of {target}
@@ -83,20 +64,20 @@ texts that {target} wrote; quantised the weights to 8 bits (see README.md).
 
 def write(folder: Path, report: Mapping[str, Any], license_name: str) -> None:
     """Writes README.md, NOTICE and, for apache-2.0, LICENSE into the draft's folder."""
-    found = report.get("evaluation", {})
-    reads_states = "kind" in report
-    columns, row = (_STATE_COLUMNS, _state_row) if reads_states else (_COLUMNS, _row)
+    on_states = "kind" in report
+    columns, row = (_STATE_COLUMNS, _state_row) if on_states else (_COLUMNS, _row)
+    figures = report.get("evaluation", {})
     heading = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
-    rows = "\n".join([*heading, *(row(name, told) for name, told in found.items())])
-    told = {**report, "license": "other" if license_name == "target" else license_name}
-    told["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
-    told["wrote_told"] = "wrote its own prompts and\nanswers"
+    texts = {**report, "license": "other" if license_name == "target" else license_name}
+    texts["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
+    texts["title"] = f"{report['kind']} draft" if on_states else "Draft"
+    texts["what"] = (_STATES if on_states else _MODEL).format(**texts)
+    texts["legend"] = _PLACES if on_states else _HITS
+    texts["source"] = "wrote its own prompts and answers"
     if report["on"] is not None:
-        told["wrote_told"] = f"answered the prompts of\n{report['on']}"
-    share = report["on_policy"]
-    told["on_policy_told"] = f", {share:.0%} of it\non the draft's own proposals" if share else ""
-    card = _STATE_CARD if reads_states else _CARD
-    (folder / "README.md").write_text(card.format(**told, rows=rows))
+        texts["source"] = f"answered the prompts of\n{report['on']}"
+    texts["rows"] = "\n".join([*heading, *(row(name, told) for name, told in figures.items())])
+    (folder / "README.md").write_text(_CARD.format(**texts))
     notice = _NOTICE.format(**report)
     if license_name == "apache-2.0":
         notice += "Licensed under the Apache License, Version 2.0, as its target is: see LICENSE.\n"
@@ -105,17 +86,20 @@ def write(folder: Path, report: Mapping[str, Any], license_name: str) -> None:
     (folder / "NOTICE").write_text(notice)
 
 
-def _row(name: str, told: Mapping[str, Any]) -> str:
-    four, seven = (told["by_lookahead"][k] for k in ("4", "7"))
+def _row(name: str, figures: Mapping[str, Any]) -> str:
+    four, seven = (figures["by_lookahead"][k] for k in ("4", "7"))
     hits = [four["hits"][fan_out] for fan_out in ("4", "8", "16")]
-    rounds = [four["tokens_per_round"], seven["tokens_per_round"]]
-    values = [told["greedy_agreement"], told["alpha"], *rounds, *hits]
-    cells = " | ".join("–" if value is None else f"{value:.3f}" for value in values)
-    return f"| {name} | {told['answers']} | {cells} |"
+    values = [figures["greedy_agreement"], figures["alpha"]]
+    values += [four["tokens_per_round"], seven["tokens_per_round"], *hits]
+    return f"| {name} | {figures['answers']} | {' | '.join(map(_number, values))} |"
 
 
-def _state_row(name: str, told: Mapping[str, Any]) -> str:
-    agreed = ", ".join(f"{part:.3f}" for part in told["agreement_by_place"][:4])
-    four = told["by_lookahead"].get("4", {}).get("tokens_per_round")
-    rounds = "–" if four is None else f"{four:.3f}"
-    return f"| {name} | {told['answers']} | {agreed} | {told['alpha']:.3f} | {rounds} |"
+def _state_row(name: str, figures: Mapping[str, Any]) -> str:
+    agreed = ", ".join(map(_number, figures["agreement_by_place"][:4]))
+    rounds = figures["by_lookahead"].get("4", {}).get("tokens_per_round")
+    cells = [name, figures["answers"], agreed, _number(figures["alpha"]), _number(rounds)]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.flags import said
 from mpissd.learn.config import DistillConfig
 
 if TYPE_CHECKING:
-    from mpissd.learn.log import Log
+    from mpissd.learn.job import Distillation
+    from mpissd.learn.result import Result
     from mpissd.learn.source import Source
 
 
@@ -76,26 +80,27 @@ def _worker(rank: int, config: DistillConfig, place: str, started: float) -> Non
 
 def work(rank: int, config: DistillConfig, place: str, started: float) -> int:
     """Samples, trains, saves and evaluates; all of them but the first process only help."""
-    from mpissd.learn.log import Log
     from mpissd.learn.source import read
 
     source = read(config)
     log = Log(Path(config.out), rank, started, partial(print, flush=True))
     log.begin(config)
     try:
-        return _made(rank, config, place, source, log)
+        return _made(rank, config, place, source, log, started)
     except BaseException as error:
         log.end(error)
         raise
 
 
-def _made(rank: int, config: DistillConfig, place: str, source: Source, log: Log) -> int:
-    from mpissd.learn.group import join
+def _made(
+    rank: int, config: DistillConfig, place: str, source: Source, log: Log, started: float
+) -> int:
     from mpissd.learn.job import Distillation
+    from mpissd.learn.train import join
 
     gpu = config.device != "cpu" and _has_gpu()
     group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
-    job = Distillation(config, source, log, group)
+    job = Distillation(config, source, log, group, started)
     job.sample()
     code = 0
     for result in job.drafts():
@@ -111,18 +116,61 @@ def _has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _finished(job: object, result: object, config: DistillConfig, log: Log) -> int:
+def _finished(job: Distillation, result: Result, config: DistillConfig, log: Log) -> int:
     """Saves and evaluates a draft; returns 1 if the disk or the device fails."""
-    from mpissd.learn.job import Distillation
-    from mpissd.learn.result import Result
-
-    assert isinstance(job, Distillation) and isinstance(result, Result)
     if not result.try_save(result.draft, log):
         return 1
     deadline = min(job.deadline, time.monotonic() + config.seconds_evaluating)
     try:
-        result.evaluate(job.answers(), deadline, log)
+        result.evaluate(job.answers(deadline), deadline, log)
     except (RuntimeError, OSError) as error:
         log(f"evaluation stopped: {error}")
         return 1
     return 0
+
+
+class Log:
+    """Shows lines with the seconds since `started` (of time.monotonic()); keeps them in `folder`.
+
+    Of several processes the first one (rank 0) says everything, the others what they sampled. A
+    file that can no longer be written (a full disk) is said once; the work goes on.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, started: float, show: Callable[[str], None]
+    ) -> None:
+        self._path, self._rank, self._started = folder / "log.txt", rank, started
+        self._show = show
+        self._keeps = True
+
+    def begin(self, config: DistillConfig) -> None:
+        """Adds a line with the date and the command; what an earlier command left stays."""
+        if not self._rank:
+            flags = [f"--{name}={value}" for name, value in said(config).items()]
+            now = datetime.now(timezone.utc).isoformat(" ", "seconds")
+            self._keep(" ".join([now, "mpissd distill", *flags]))
+
+    def __call__(self, text: str) -> None:
+        """Says a line."""
+        if not self._rank or "batch" in text:
+            line = self._dated(text)
+            self._show(line)
+            self._keep(line)
+
+    def end(self, error: BaseException) -> None:
+        """Keeps what ended the work early, which another place tells the user."""
+        self._keep(self._dated(f"ended: {type(error).__name__}: {error}"))
+
+    def _dated(self, text: str) -> str:
+        return f"{time.monotonic() - self._started:7.1f} s  {text}"
+
+    def _keep(self, line: str) -> None:
+        """Adds a line in one write, so that lines of several processes stay whole."""
+        if not self._keeps:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            self._keeps = False
+            self._show(self._dated(f"{self._path}: {error.strerror}: no further lines"))

@@ -7,8 +7,31 @@ from dataclasses import dataclass
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
 from mpissd.common.heads import STATE_KINDS
-from mpissd.learn.form import Form, form_of
-from mpissd.learn.openings import TASKS
+
+
+@dataclass(frozen=True)
+class Form:
+    """A fresh draft's shape; its hidden size and head size are the target's.
+
+    name: "LAYERSxHEADSxKV_HEADSxFFN".
+    """
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+
+
+def form_of(text: str) -> Form:
+    """Parses "4x9x3x1536"; raises ConfigError for another text."""
+    parts = text.split("x")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    is_shape = len(parts) == len(numbers) == 4 and min(numbers) > 0
+    if not is_shape or numbers[1] % numbers[2] or numbers[3] % 32:
+        told = "allowed: LAYERSxHEADSxKV_HEADSxFFN, heads a multiple of KV heads, FFN of 32"
+        raise ConfigError(f"shapes={text}: {told}")
+    return Form(text, *numbers)
 
 
 def _layers(name: str, text: str) -> str:
@@ -64,9 +87,6 @@ class DistillConfig(Checked):
     heads: int = flag(4, integer(1), "Medusa's heads, and steps ahead that `kinds` are trained for")
     start: str = flag("", words, "an earlier draft of this target to go on from, instead of layers")
     vocab: int = flag(12288, integer(32), "rows of the draft's LM head: the most frequent tokens")
-    task: str = flag(
-        "any", choice(*TASKS), "how users' messages begin: any, chat, code, or text to work over"
-    )
     on: str | None = flag(
         None,
         words,
@@ -86,14 +106,13 @@ class DistillConfig(Checked):
     steps: int = flag(10**6, integer(1), "training steps at most")
     optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
     learning_rate: float = flag(1.5e-3, number(0, 1), "the highest of the schedule")
-    on_policy: float = flag(
-        0.0, number(0, 1), "share of the later steps on states that the draft itself proposes"
+    seconds_sampling: float = flag(
+        120.0, number(0), "time for samples; the last batch is finished, within `seconds`"
     )
-    seconds_sampling: float = flag(120.0, number(0), "time for samples; the last batch is finished")
     seconds_training: float = flag(240.0, number(0), "time for training, of each draft")
     seconds_evaluating: float = flag(60.0, number(0), "time for evaluation, answers included")
     seconds: float = flag(
-        86400.0, number(0), "time for everything: training ends early enough for the evaluation"
+        86400.0, number(0), "time for everything: samples take .4 of it at most, the evaluation .2"
     )
     save_every: float = flag(300.0, number(1), "seconds of training between copies of the draft")
     prompts: str | None = flag(
@@ -137,15 +156,13 @@ class DistillConfig(Checked):
         """Returns how many conversations have as many tokens as `count` of the first length."""
         return max(1, count * self.lengths[0] // self.length_of(rank))
 
-    def check_target(self) -> None:
-        """Refuses a command without a target, and two starting points."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
         if bool(self.shapes) + bool(self.start) + bool(self.kinds) > 1:
             raise ConfigError("shapes, start and kinds: allowed: one of them")
-
-    def check_on(self) -> None:
-        """Refuses to train on the files of the evaluation."""
         both = set((self.on or "").split(",")) & set((self.prompts or "").split(",")) - {""}
         if both:
             raise ConfigError(f"on and prompts: {min(both)} in both: allowed: other prompts")

@@ -13,23 +13,23 @@ import numpy as np
 import torch
 
 from mpissd.common.errors import ConfigError
-from mpissd.learn import exam
-from mpissd.learn.config import DistillConfig
-from mpissd.learn.form import Form
-from mpissd.learn.group import Group
+from mpissd.learn import exams
+from mpissd.learn.config import DistillConfig, Form
+from mpissd.learn.evaluate import LOOKAHEADS, chain_summary
 from mpissd.learn.llama import angles, blocks_of, compiled, load, mapped
 from mpissd.learn.openings import Openings
 from mpissd.learn.pair import Pair
-from mpissd.learn.result import SAVING_S, Result
-from mpissd.learn.rounds import LOOKAHEADS
+from mpissd.learn.result import Result, rounded
 from mpissd.learn.sample import USER, Sampler, Samples, blank
-from mpissd.learn.shape import cut, draft_config, frequent_tokens, fresh, trained
+from mpissd.learn.shape import cut, draft_config, frequent_tokens, fresh, state_config, trained
 from mpissd.learn.source import Source
-from mpissd.learn.state_job import made
-from mpissd.learn.train import Plan, Told, train
+from mpissd.learn.states import StateDraft, StateLosses
+from mpissd.learn.states import fresh as fresh_states
+from mpissd.learn.train import Group, Observer, Plan, learn, train
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
+SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
 HELD = 32  # of the first batch, one conversation in so many is held out for the curves
 Ids = Any
 
@@ -38,10 +38,18 @@ class Distillation:
     """Drafts in the making, in one of the processes that make them."""
 
     def __init__(
-        self, config: DistillConfig, source: Source, log: Callable[[str], None], group: Group
+        self,
+        config: DistillConfig,
+        source: Source,
+        log: Callable[[str], None],
+        group: Group,
+        started: float | None = None,
     ) -> None:
+        """Loads the target. started: of the command, in seconds of time.monotonic()."""
         self.config, self.source, self.log, self.group = config, source, log, group
-        self.deadline = time.monotonic() + config.seconds
+        self.started = time.monotonic() if started is None else started
+        self.deadline = self.started + config.seconds
+        self.sampled_by = self.started + SAMPLING * config.seconds
         self.rate: int | None = None  # tokens a second that all processes sampled
         gpu = config.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", group.rank) if gpu else torch.device("cpu")
@@ -69,15 +77,20 @@ class Distillation:
         config, is_compiled = self.config, self.device.type == "cuda"
         blocks = compiled(self.blocks) if is_compiled else self.blocks
         sampler = Sampler(self.target, blocks, self.table, is_compiled)
-        self.openings = Openings(self.source.tokenizer, config.task)
+        self.openings = Openings(self.source.tokenizer)
         self.parts: list[Samples] = []
         started, num, last = time.monotonic(), self._rows(), 0.0
         for number in range(config.batches):
             elapsed = time.monotonic() - started
             is_full = self._free() < 1.25 * self._bytes(num)
-            if self.parts and (elapsed + last > config.seconds_sampling or is_full):
+            is_late = elapsed + last > config.seconds_sampling
+            is_late |= time.monotonic() + last > self.sampled_by
+            if self.parts and (is_late or is_full):
                 break
-            self.parts.append(self._batch(sampler, number, num))
+            part = self._batch(sampler, number, num)
+            if self.parts and part.tokens.shape[1] < self.length:  # cut at the deadline
+                break
+            self.parts.append(part)
             answered = int(self.parts[-1].answered.sum())  # waits for the device
             last = time.monotonic() - started - elapsed
             rate = num * self._written / last
@@ -101,14 +114,18 @@ class Distillation:
         for lesson in self.source.lessons.values():
             mine = lesson.part(group.rank, group.size)
             room = self.room
-            self.parts.append(exam.answered(sampler, mine, self.source.mould, config.answer, room))
+            self.parts.append(
+                exams.answered(
+                    sampler, mine, self.source.template, config.answer, room, self.sampled_by
+                )
+            )
         self._hold_out()
         self._count()
 
     @property
     def _written(self) -> int:
-        """Tokens of a conversation behind what opens each of them."""
-        return self.length - len(self.source.mould.before)
+        """Tokens of a conversation after what opens each of them."""
+        return int(self.parts[0].tokens.shape[1]) - len(self.source.template.before)
 
     def _hold_out(self) -> None:
         """Takes some of the first batch's conversations for the curves."""
@@ -124,9 +141,14 @@ class Distillation:
         for part in self.parts:
             counts += torch.bincount(part.tokens[part.answered], minlength=vocab)
         self.counts = self.group.add(counts).cpu()
-        told = [[len(part.tokens), int(part.answered.sum())] for part in self.parts]
-        self.sampled = self.group.add(torch.tensor(told, device=self.device).sum(0)).tolist()
+        sizes = [[len(part.tokens), int(part.answered.sum())] for part in self.parts]
+        self.sampled = self.group.add(torch.tensor(sizes, device=self.device).sum(0)).tolist()
         if not self.sampled[1]:
+            if self.parts[0].tokens.shape[1] < self.length and not self.source.lessons:
+                raise ConfigError(
+                    f"seconds={self.config.seconds}: no answer was sampled in {SAMPLING:.0%} of "
+                    "that time: allowed: more time, or fewer --sequences"
+                )
             why = f"the target ended no user's message within {self.length} tokens"
             raise ConfigError(f"length={self.config.length}: {why}: allowed: a greater length")
         self.log(f"{self.sampled[1] / 1e6:.1f} M answered tokens")
@@ -153,48 +175,79 @@ class Distillation:
     def _batch(self, sampler: Sampler, number: int, num: int) -> Samples:
         """Returns a batch of conversations, most of which start with an opening."""
         choose = random.Random(f"{self.config.seed}, {self.group.rank}, {number}")
-        before = self.source.mould.before
+        before = self.source.template.before
         starts = [before + self.openings.draw(choose) for _ in range(num)]
         warmth = [
             torch.tensor(choose.choices(WARMTHS[who], k=num), device=self.device)
             for who in ("user", "answer")
         ]
         given = blank(starts, self.length, self.device)
-        return sampler.write(given, self.source.mould, USER, (warmth[0], warmth[1]), keep=True)
+        return sampler.write(
+            given,
+            self.source.template,
+            USER,
+            (warmth[0], warmth[1]),
+            keep=True,
+            deadline=self.sampled_by,
+        )
 
     def drafts(self) -> Iterator[Result]:
         """Trains, and yields each draft as it is ready to be saved."""
         folder, kinds = Path(self.config.out), self.config.kind_names
-        for kind in kinds:
-            yield made(self, kind, folder / kind if len(kinds) > 1 else folder, self._plan())
+        for number, kind in enumerate(kinds):
+            place = folder / kind if len(kinds) > 1 else folder
+            yield self._state_draft(kind, place, self._plan(len(kinds) - number))
         forms = () if kinds else self.config.forms or (None,)
-        for form in forms:
-            yield self._made(folder / form.name if len(forms) > 1 and form else folder, form)
+        for number, form in enumerate(forms):
+            place = folder / form.name if len(forms) > 1 and form else folder
+            yield self._token_draft(form, place, self._plan(len(forms) - number))
 
-    def _made(self, folder: Path, form: Form | None) -> Result:
+    def _token_draft(self, form: Form | None, folder: Path, plan: Plan) -> Result:
         pair, architecture = self._start(form)
-        facts = self.facts(pair.head_ids, len(pair.draft.layers), self._origin(form))
+        origin = (
+            "an earlier draft" if self.config.start else f"the target's layers {self.config.layers}"
+        )
+        facts = self.facts(
+            pair.head_ids, len(pair.draft.layers), "fresh layers" if form else origin
+        )
         result = Result(self.config, self.source, pair, architecture, folder, facts)
-        plan, log = self._plan(), self.log
-        if self.group.rank:
-            told = Told(lambda point: None)
-        else:
-            told = Told(lambda p: result.point(p, log), lambda d: result.try_save(d, log))
-        draft = train(pair, self.parts, plan, told, held=self.held, group=self.group)
+        observer = self._observer(result)
+        draft = train(pair, self.parts, plan, observer, held=self.held, group=self.group)
         return result.trained(draft)
 
-    def _plan(self) -> Plan:
-        config = self.config
+    def _state_draft(self, kind: str, folder: Path, plan: Plan) -> Result:
+        """Trains one of heads.STATE_KINDS; all processes do so together."""
+        draft = self._start_states(kind)
+        facts = self.facts(draft.head_ids, draft.config.shape.num_layers, f"a fresh {kind} draft")
+        facts |= {"kind": kind, "head": "target", "steps_ahead": self.config.heads}
+        result = StateResult(self.config, self.source, draft, draft.config, folder, facts)
+        losses = StateLosses(draft, self.config.heads, self.device.type == "cuda")
+        observer = self._observer(result)
+        return result.trained(
+            learn(losses, self.parts, plan, observer, held=self.held, group=self.group)
+        )
+
+    def _observer(self, result: Result) -> Observer:
+        """Returns what the first process records of a training, and the others ignore."""
+        if self.group.rank:
+            return Observer(lambda point: None)
+        log = self.log
+        return Observer(lambda p: result.point(p, log), lambda draft: result.try_save(draft, log))
+
+    def _plan(self, left: int) -> Plan:
+        """Returns the plan of one of `left` trainings that share the rest of the time."""
+        config, now = self.config, time.monotonic()
+        evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
+        spare = self.deadline - evaluating - SAVING * config.seconds - now
         return Plan(
             config.seconds_training,
-            self.deadline - config.seconds_evaluating - SAVING_S,
+            now + spare / left,
             config.steps,
             config.scaled(config.batch, self.group.rank),
             config.learning_rate,
             config.seed,
             self.device.type == "cuda",
             config.optimizer,
-            config.on_policy,
             config.save_every,
         )
 
@@ -221,13 +274,25 @@ class Distillation:
         pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
         return pair, architecture
 
-    def _origin(self, form: Form | None) -> str:
-        """Returns what the draft started as, in words."""
-        if form is not None:
-            return "fresh layers"
-        return (
-            "an earlier draft" if self.config.start else f"the target's layers {self.config.layers}"
+    def _start_states(self, kind: str) -> StateDraft:
+        """Returns an untrained draft over the most frequent tokens, whose head is the target's."""
+        config, source = self.config, self.source
+        ids = frequent_tokens(self.counts.numpy(), config.vocab, source.stop_ids)
+        architecture = state_config(source.checkpoint.config, kind, config.heads, len(ids))
+        head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
+        states = self.parts[0].states
+        assert states is not None, "samples without states"
+        scale = float(states.hidden[states.total != 0].float().square().mean().sqrt())
+        draft = StateDraft(
+            architecture,
+            fresh_states(architecture, config.seed, scale),
+            self.target,
+            self.target.head[head_ids],
+            head_ids,
+            self.blocks,
+            self.table,
         )
+        return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
 
     def facts(self, head_ids: Any, num_layers: int, origin: str) -> dict[str, Any]:
         """Returns what a draft's report says of its making."""
@@ -243,21 +308,61 @@ class Distillation:
             "sampling_tokens_per_s": self.rate,
             "processes": self.group.size,
             "optimizer": self.config.optimizer,
-            "on_policy": self.config.on_policy,
-            "task": self.config.task,
             "on": self.config.on,
             "answer": self.config.answer,
             "seed": self.config.seed,
             "device": torch.cuda.get_device_name() if gpu else "cpu",
         }
 
-    def answers(self) -> Iterator[tuple[str, Samples]]:
-        """Yields each set of prompts with the target's answers at temperature 0."""
+    def answers(self, deadline: float) -> Iterator[tuple[str, Samples]]:
+        """Yields each set of prompts with the target's answers at temperature 0.
+
+        Writing the answers of a set takes half of the time that is left at most.
+        """
         sampler = Sampler(self.target, self.blocks, self.table, False)
-        config, mould = self.config, self.source.mould
-        for name, asked in self.source.exams.items():
-            yield name, exam.answered(sampler, asked, mould, config.answer, self.room)
-        if not config.held_out:
-            return
-        length = min(config.length_of(0), self.room)
-        yield "own", exam.own(sampler, config.held_out, length, mould, config.answer)
+        config, template = self.config, self.source.template
+
+        def half() -> float:
+            return (time.monotonic() + deadline) / 2
+
+        def sets() -> Iterator[tuple[str, Samples]]:
+            for name, asked in self.source.exams.items():
+                found = exams.answered(sampler, asked, template, config.answer, self.room, half())
+                yield name, found
+            if config.held_out:
+                length = min(config.length_of(0), self.room)
+                yield (
+                    "own",
+                    exams.own(sampler, config.held_out, length, template, config.answer, half()),
+                )
+
+        for name, samples in sets():
+            if bool(samples.answered.any()):
+                yield name, samples
+            else:
+                self.log(f"{name}: no time for an answer")
+
+
+class StateResult(Result):
+    """A draft that reads hidden states, its curves and its folder."""
+
+    @property
+    def draft(self) -> StateDraft:
+        """The draft as it was trained."""
+        draft: StateDraft = self.pair
+        return draft
+
+    def arrays(self, draft: StateDraft) -> dict[str, Any]:
+        return {name: w.float().cpu().numpy() for name, w in draft.weights.items()}
+
+    def trained(self, draft: StateDraft) -> StateResult:
+        self.pair = draft
+        return self
+
+    def rounded(self) -> StateDraft:
+        return self.draft.mapped(rounded)
+
+    def figures(self, pair: Any, asked: Samples, deadline: float) -> dict[str, Any]:
+        config = self.architecture
+        steps = config.shape.num_layers if config.kind == "medusa" else max(LOOKAHEADS)
+        return chain_summary(pair, asked, steps, deadline)

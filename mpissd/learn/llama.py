@@ -22,7 +22,7 @@ Tensor = Any
 class Layer(NamedTuple):
     """A decoder layer's weights; q, k, v are one matrix and so are gate and up.
 
-    bias: of q, k and v behind one another (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None where
+    bias: of q, k and v joined (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None where
     the architecture has none.
     """
 
@@ -87,7 +87,7 @@ class Blocks:
         return (x.float() * cos + turned * sin).to(self.dtype)
 
     def back(self, x: Tensor, attended: Tensor, w: Layer) -> Tensor:
-        """Returns the residual x behind the output product and the feed-forward block."""
+        """Returns the residual x after the output product and the feed-forward block."""
         x = x + self.product(attended, w.o).to(x.dtype)
         gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
         return x + self.product(F.silu(gate) * up, w.down).to(x.dtype)

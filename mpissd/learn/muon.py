@@ -19,36 +19,27 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 RMS = 0.2  # of an update, relative to the learning rate: that of AdamW's
 
 
-def optimizer_of(name: str, draft: Llama) -> Any:
-    """Returns the optimiser of a draft's trained tensors; name: "adamw" or "muon"."""
-    rest = [t for t in parameters(draft) if name == "adamw" or t.ndim == 1 or t is draft.head]
-    adam = _adam(rest)
-    if name == "adamw":
-        return _Both([], adam)
-    first = draft.layers[0]._asdict()
-    kinds = [name for name, weight in first.items() if weight is not None and weight.ndim > 1]
-    return _Both([_Muon([getattr(w, kind) for w in draft.layers]) for kind in kinds], adam)
+def optimizer_for(name: str, tensors: Sequence[Tensor], heads: Sequence[Tensor] = ()) -> Any:
+    """Returns the optimiser of these tensors; name: "adamw" or "muon".
 
-
-def optimizer_for(name: str, tensors: Sequence[Tensor]) -> Any:
-    """Returns the optimiser of these tensors; with "muon", matrices of a shape go together."""
-    rest = [t for t in tensors if name == "adamw" or t.ndim == 1]
+    Muon is for matrices, those of one shape together; AdamW trains vectors and `heads`.
+    """
     shapes: dict[Any, list[Tensor]] = {}
+    rest = []
     for tensor in tensors:
-        if name != "adamw" and tensor.ndim > 1:
+        if name == "adamw" or tensor.ndim == 1 or any(tensor is head for head in heads):
+            rest.append(tensor)
+        else:
             shapes.setdefault(tensor.shape, []).append(tensor)
-    return _Both([_Muon(matrices) for matrices in shapes.values()], _adam(rest))
-
-
-def _adam(tensors: Sequence[Tensor]) -> Any:
-    fused = tensors[0].is_cuda or None
-    return torch.optim.AdamW(tensors, betas=(0.9, 0.95), weight_decay=DECAY, fused=fused)
+    fused = rest[0].is_cuda or None
+    adam = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=DECAY, fused=fused)
+    return _Both([_Muon(matrices) for matrices in shapes.values()], adam)
 
 
 def parameters(draft: Llama) -> list[Tensor]:
     """Returns the tensors of a draft that are trained."""
-    found = [draft.norm, draft.head, *(t for w in draft.layers for t in w)]
-    return [tensor for tensor in found if tensor is not None and tensor.requires_grad]
+    every = [draft.norm, draft.head, *(t for w in draft.layers for t in w)]
+    return [tensor for tensor in every if tensor is not None and tensor.requires_grad]
 
 
 class _Both:

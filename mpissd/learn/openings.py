@@ -1,6 +1,6 @@
 """How users' messages begin, so that the target also writes prompts that it seldom starts itself.
 
-They are general: none is a beginning of one evaluation prompt alone. A word of the tokenizer behind
+They are general: none is a beginning of one evaluation prompt alone. A word of the tokenizer after
 an opening leads to subjects that a small model would not come to.
 """
 
@@ -47,45 +47,8 @@ def|import math
 def|def solve(values: list) -> int:
     \"\"\"|class
 """
-EDITING = """
-Rename the function in this code and return the whole code.
-
-def|Rename the variables in the following Python code:
-
-def|Add type hints to this function:
-
-def|Add a docstring to this function:
-
-def|Fix the bug in this code:
-
-def
-"""
-WORKING = """
-Summarise the following text in two sentences.
-
-|Summarize this article:
-
-|Summarise these paragraphs:
-
-|Rewrite the following text in simpler words:
-
-|Correct the mistakes in this text:
-
-|Translate into formal English:
-
-|Repeat the following text, with every date removed:
-
-|Make a list of the facts in this text:
-
-
-"""
-# By the task that a draft is for, the shares of ways to begin.
-TASKS = {
-    "any": {"nothing": 3, "asking": 5, "word": 6, "coding": 2},
-    "chat": {"nothing": 3, "asking": 5, "word": 6},
-    "code": {"coding": 2, "editing": 1},
-    "text": {"working": 1},
-}
+# The shares of ways to begin.
+SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
 RANKS = 20_000  # words are looked for among so many token ids: merges are numbered by frequency
 _WORD = re.compile(" [a-z]{4,}")
 
@@ -107,21 +70,18 @@ class Words(Protocol):
 class Openings:
     """Draws the beginning of a user's message: nothing, an opening, an opening and a word."""
 
-    def __init__(self, tokenizer: Words, task: str = "any") -> None:
-        """Takes the task that the messages are about, of TASKS."""
-        self.shares = TASKS[task]
-        texts = {"asking": ASKING, "coding": CODING, "editing": EDITING, "working": WORKING}
+    def __init__(self, tokenizer: Words) -> None:
         self.beginnings = {
             name: [tuple(tokenizer.encode(text)) for text in _split(each)]
-            for name, each in texts.items()
+            for name, each in {"asking": ASKING, "coding": CODING}.items()
         }
         ids = range(min(RANKS, tokenizer.vocab_size))
-        found: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.decode([i]))]
-        self.words = found or [()]
+        words: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.decode([i]))]
+        self.words = words or [()]
 
     def draw(self, choose: random.Random) -> tuple[int, ...]:
         """Returns the token ids of a beginning."""
-        (kind,) = choose.choices(list(self.shares), list(self.shares.values()))
+        (kind,) = choose.choices(list(SHARES), list(SHARES.values()))
         if kind == "nothing":
             return ()
         opening = choose.choice(self.beginnings["asking" if kind == "word" else kind])
@@ -129,5 +89,5 @@ class Openings:
 
 
 def _split(texts: str) -> list[str]:
-    """Returns the texts between bars; a line break behind a bar is none of theirs."""
+    """Returns the texts between bars; a line break after a bar is none of theirs."""
     return [text.removeprefix("\n") for text in texts[1:-1].split("|")]

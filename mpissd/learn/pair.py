@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpissd.learn.batches import Batch, batch_of
 from mpissd.learn.llama import Blocks, Llama, Tensor, compiled, mapped
-from mpissd.learn.muon import optimizer_of, parameters
+from mpissd.learn.muon import optimizer_for, parameters
 from mpissd.learn.sample import Samples, States
 
-SWAPPED = 0.2  # of the answered tokens are the draft's own in a batch of proposed states
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens: [b, n]. rows: positions in the flattened tokens. weights: [rows], 0 for one that does
+    not count. states: what the target computed at these rows ([rows, …] each)."""
+
+    tokens: Tensor
+    rows: Tensor
+    weights: Tensor
+    states: States | None
+
+
+def batch_of(samples: Samples, num_rows: int) -> Batch:
+    """Returns a batch of all these sequences with `num_rows` rows, drawn among the answered."""
+    counts = samples.answered[:, 1:].flatten().float()
+    rows = (counts + 0.5 * torch.rand_like(counts)).topk(min(num_rows, len(counts))).indices
+    states = samples.states
+    if states is not None:
+        states = States(
+            states.hidden[:, :-1].flatten(0, 1)[rows],
+            states.total[:, :-1].flatten()[rows],
+            states.best[:, :-1].flatten()[rows].long(),
+        )
+    return Batch(samples.tokens[:, :-1].long(), rows, counts[rows], states)
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,7 @@ class Losses:
 
     def optimizer(self, name: str) -> Any:
         """Returns their optimiser."""
-        return optimizer_of(name, self.pair.draft)
+        return optimizer_for(name, self.trained, [self.pair.draft.head])
 
     def batch(self, samples: Samples, num_rows: int) -> Batch:
         """Returns a batch of all these sequences with num_rows rows."""
@@ -65,21 +87,16 @@ class Losses:
 
         The target's probability outside the draft's vocabulary counts as lost.
         """
-        pair = self.pair
+        pair, angles = self.pair, self.pair.angles(batch.tokens.shape[1])
         states = batch.states or self._states(batch)
+        hidden = self.draft_blocks.hidden(pair.draft, batch.tokens, *angles)
         p_logits = pair.blocks.product(states.hidden, self.known_rows)
-        q_logits = pair.draft_blocks.product(self._mine(batch, self.draft_blocks), pair.draft.head)
+        q_logits = pair.draft_blocks.product(hidden.flatten(0, 1)[batch.rows], pair.draft.head)
         return tuple(
             self.distance(
                 p_logits, states.total, states.best, q_logits, pair.head_ids, batch.weights
             )
         )
-
-    def _mine(self, batch: Batch, blocks: Blocks) -> Tensor:
-        """Returns the draft's last hidden rows at a batch's rows."""
-        angles = self.pair.angles(batch.tokens.shape[1])
-        hidden = blocks.hidden(self.pair.draft, batch.tokens, *angles)
-        return hidden.flatten(0, 1)[batch.rows]
 
     def _states(self, batch: Batch) -> States:
         """Returns what the target computes at a batch's rows."""
@@ -89,23 +106,6 @@ class Losses:
             hidden = hidden.flatten(0, 1)[batch.rows]
             logits = pair.blocks.product(hidden, pair.target.head)
             return States(hidden, logits.float().logsumexp(-1), logits.argmax(-1))
-
-    def proposed(self, batch: Batch) -> Batch:
-        """Returns a batch in which some answered tokens are those that the draft draws there.
-
-        Behind them the states are ones that the draft itself proposes; the target's distributions
-        there are computed anew.
-        """
-        with torch.no_grad():
-            mine = self._mine(batch, self.pair.draft_blocks)
-            logits = self.pair.draft_blocks.product(mine, self.pair.draft.head).float()
-        noise = -torch.log(-torch.log(torch.rand_like(logits)))
-        own = self.pair.head_ids[(logits + noise.clamp(max=1e4)).argmax(-1)]
-        swapped = (torch.rand_like(batch.weights) < SWAPPED) & (batch.weights > 0)
-        flat, length = batch.tokens.clone().flatten(), batch.tokens.shape[1]
-        swapped &= batch.rows % length < length - 1  # the next token is in the batch
-        flat[batch.rows[swapped] + 1] = own[swapped]
-        return replace(batch, tokens=flat.view_as(batch.tokens), states=None)
 
 
 def distance(

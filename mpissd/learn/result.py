@@ -16,13 +16,11 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.sources import origin_of
 from mpissd.learn import card, export
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.evaluate import judge
+from mpissd.learn.evaluate import judge, summary
 from mpissd.learn.llama import mapped, named
-from mpissd.learn.rounds import summary
 from mpissd.learn.sample import Samples
 from mpissd.learn.source import Source
 
-SAVING_S = 10.0  # what writing the files may take
 Log = Callable[[str], None]
 
 
@@ -110,23 +108,19 @@ class Result:
         card.write(folder, self.report, self.config.license)
 
     def evaluate(self, answers: Any, deadline: float, log: Log) -> None:
-        """Judges the draft as stored, and as trained, on held-out answers; completes the report.
+        """Judges the draft as it is stored on held-out answers; completes the report.
 
         answers: (name, samples) each; those that are reached before the deadline.
         """
-        stored = self.rounded()
-        self.report |= {"evaluation": {}, "before_quantising": {}}
+        stored, figures = self.rounded(), dict[str, Any]()
+        self.report["evaluation"] = figures
         for name, asked in answers:
-            self._judged(name, asked, stored, deadline, log)
+            figures[name] = self.figures(stored, asked, deadline)
+            with export.whole_folder(self.folder) as folder:
+                self._write_report(folder)
+            log(f"{name}: {figures[name]}")
             if time.monotonic() > deadline:
                 break
-
-    def _judged(self, name: str, asked: Samples, stored: Any, deadline: float, log: Log) -> None:
-        for part, pair in (("evaluation", stored), ("before_quantising", self.pair)):
-            self.report[part][name] = self.figures(pair, asked, deadline)
-        with export.whole_folder(self.folder) as folder:
-            self._write_report(folder)
-        log(f"{name}: {self.report['evaluation'][name]}")
 
 
 def rounded(tensor: Any) -> Any:

@@ -1,13 +1,14 @@
 """The target's own conversations: it writes the prompts as well as the answers.
 
-Behind the chat template's opening of a user's turn, a chat model writes a user's message
-(Magpie, 2406.08464). When it ends the message, the template's opening of an answer is put behind
-it and the model answers; when it ends the answer, the next user's turn is opened, until the
-sequence is full. All sequences are at the same position, so one static cache serves all of them.
+After the chat template's opening of a user's turn, a chat model writes a user's message
+(Magpie, 2406.08464). When it ends the message, the template's opening of an answer follows and the
+model answers; when it ends the answer, the next user's turn is opened, until the sequence is full.
+All sequences are at the same position, so one static cache serves all of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,15 @@ import torch
 
 from mpissd.learn.attend import attend
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
-from mpissd.learn.mould import Mould
+from mpissd.learn.template_parts import TemplateParts
 
+CHECK = 8  # positions between two looks at the clock
 USER, OPENING, ANSWER, REOPENING = range(4)  # what a sequence is writing
 
 
 @dataclass(frozen=True)
 class States:
-    """What the target computed behind each position of sequences [n, length].
+    """What the target computed after each position of sequences [n, length].
 
     hidden: normalised last hidden rows, [n, length, hidden] in the samples' type. total: logsumexp
     of the logits, float32. best: the likeliest next token, int32. Nothing stands at the last
@@ -79,42 +81,58 @@ class Sampler:
     def write(
         self,
         given: Tensor,
-        mould: Mould,
+        template: TemplateParts,
         first: int,
         warmth: tuple[Tensor, Tensor],
         *,
         keep: bool = False,
+        deadline: float = float("inf"),
     ) -> Samples:
         """Returns the conversations that start with `given` [n, length] (−1: to be written).
 
         first: what is written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
-        and of answers. keep: whether the target's states are kept.
+        and of answers. keep: whether the target's states are kept. deadline: of time.monotonic();
+        conversations that reach it are cut there, all at one length.
         """
         with torch.no_grad():
-            turns = _Turns(given, mould, first)
+            turns = _Turns(given, template, first)
             states = self._blank(given) if keep else None
-            self._write(turns, warmth, states)
-            return Samples(turns.tokens, turns.answered, states)
+            length = self._write(turns, warmth, states, deadline)
+            if states is not None:
+                states = States(
+                    states.hidden[:, :length], states.total[:, :length], states.best[:, :length]
+                )
+            return Samples(turns.tokens[:, :length], turns.answered[:, :length], states)
 
     def _blank(self, given: Tensor) -> States:
         hidden = given.new_zeros(*given.shape, self.model.head.shape[1], dtype=self.blocks.dtype)
         total = torch.zeros_like(given, dtype=torch.float32)
         return States(hidden, total, torch.zeros_like(given, dtype=torch.int32))
 
-    def _write(self, turns: _Turns, warmth: tuple[Tensor, Tensor], states: States | None) -> None:
+    def _write(
+        self,
+        turns: _Turns,
+        warmth: tuple[Tensor, Tensor],
+        states: States | None,
+        deadline: float,
+    ) -> int:
+        """Writes every position until the deadline; returns how many were written."""
         num, length = turns.given.shape
         caches = self._caches(num, length, turns.given.device)
         tokens = turns.next(0, None)
         for position in range(1, length):
+            if position % CHECK == 0 and time.monotonic() > deadline:
+                return position
             hidden = self._step(tokens, position - 1, caches)
-            told = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
+            temperature = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
             logits = self.blocks.product(hidden, self.model.head)
-            picked, total, best = self.pick(logits, told)
+            picked, total, best = self.pick(logits, temperature)
             if states is not None:
                 states.hidden[:, position - 1] = hidden
                 states.total[:, position - 1] = total
                 states.best[:, position - 1] = best
             tokens = turns.next(position, picked)
+        return int(length)
 
     def _caches(self, num: int, length: int, device: Any) -> list[tuple[Tensor, ...]]:
         shape = (num, self.blocks.kv_heads, length, self.blocks.head_dim)
@@ -124,7 +142,7 @@ class Sampler:
         ]
 
     def _step(self, tokens: Tensor, at: int, caches: list[tuple[Tensor, ...]]) -> Tensor:
-        """Returns the last hidden rows [n, hidden] behind one token of each sequence."""
+        """Returns the last hidden rows [n, hidden] after one token of each sequence."""
         x = self.model.embedding[tokens]
         cos, sin = self.cos[at], self.sin[at]
         for w, cache in zip(self.model.layers, caches, strict=True):
@@ -155,11 +173,11 @@ def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _Turns:
     """Whose turn each sequence is at, and the tokens so far."""
 
-    def __init__(self, given: Tensor, mould: Mould, first: int) -> None:
+    def __init__(self, given: Tensor, template: TemplateParts, first: int) -> None:
         device = given.device
-        self.given, self.end = given, mould.end
-        self.opening = torch.tensor(mould.between, device=device)
-        self.reopening = torch.tensor(mould.again, device=device)
+        self.given, self.end = given, template.end
+        self.opening = torch.tensor(template.between, device=device)
+        self.reopening = torch.tensor(template.again, device=device)
         self.state = torch.full((len(given),), first, device=device)
         self.count = torch.zeros_like(self.state)  # of the template's tokens
         self.tokens = given.clamp(min=0).int()

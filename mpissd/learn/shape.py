@@ -14,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import BLOCK
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.learn.form import Form
+from mpissd.learn.config import Form
 from mpissd.learn.llama import Layer, Llama, Tensor, mapped
 
 INITIAL = 0.02  # standard deviation of fresh weights

@@ -15,10 +15,10 @@ from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.learn.asked import Exam, read_exams
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.mould import Mould, mould_of
+from mpissd.learn.exams import Exam, read_exams
 from mpissd.learn.shape import draft_config, state_config
+from mpissd.learn.template_parts import TemplateParts, template_parts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Source:
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    mould: Mould
+    template: TemplateParts
     exams: dict[str, Exam]
     start: Checkpoint
     lessons: Mapping[str, Exam]
@@ -54,8 +54,8 @@ def read(config: DistillConfig) -> Source:
     _check_draft(config, checkpoint)
     exams = read_exams(config.prompts, tokenizer, vocab)
     lessons = read_exams(config.on, tokenizer, vocab, "on")
-    start, mould = _start(config, checkpoint), mould_of(tokenizer)
-    return Source(checkpoint, tokenizer, mould, exams, start, lessons)
+    start, template = _start(config, checkpoint), template_parts(tokenizer)
+    return Source(checkpoint, tokenizer, template, exams, start, lessons)
 
 
 def _check_draft(config: DistillConfig, target: Checkpoint) -> None:

@@ -1,8 +1,13 @@
 """Drafts that read their target's last hidden state, in PyTorch: what state_drafts.py computes.
 
-Row p of a sequence stands for its token at position p and the state h in front of it (zeros in
-front of the first). A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's
-own, as behind accepted tokens they are.
+Row p of a sequence stands for its token at position p and the state before it (zeros before the
+first). A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's own, as
+after accepted tokens they are.
+
+Each step is judged by the target's distribution there: divergence first, then mostly total
+variation, as for other drafts (train.py). The relative error of the states themselves is added
+(2401.15077, section 4.2, regresses them too), which costs no LM head, so that only some rows need
+one.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ from mpissd.engine.model.transformer.checkpoint import (
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
+from mpissd.learn.muon import optimizer_for
+from mpissd.learn.pair import distance
+from mpissd.learn.sample import Samples, States
 
 INITIAL = 0.02  # standard deviation of fresh weights
 
@@ -51,7 +59,7 @@ class StateDraft:
     def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
         """Yields, for t = 1 … count, the states s_t [b, n − count, hidden] that the head reads.
 
-        tokens: int64 [b, n]. hidden: the target's states behind them, [b, n, hidden].
+        tokens: int64 [b, n]. hidden: the target's states after them, [b, n, hidden].
         """
         before = F.pad(hidden, (0, 0, 1, 0))[:, : tokens.shape[1] - count].float()
         if self.config.kind == "medusa":
@@ -92,7 +100,7 @@ class StateDraft:
         return before + embedded + state
 
     def _attention(self, x: Tensor, part: slice, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns the residual stream behind the attention of one step; adds its keys to `past`.
+        """Returns the residual stream after the attention of one step; adds its keys to `past`.
 
         A row attends the first step's rows up to its own, whose states are the target's, and its
         own rows of the steps since then.
@@ -143,3 +151,61 @@ def fresh(config: TransformerConfig, seed: int, scale: float) -> dict[str, Tenso
         else:
             found[name] = torch.randn(size, generator=generator) * INITIAL
     return found
+
+
+FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
+ROWS = {"cpu": 256, "cuda": 8192}  # of a step's LM head
+
+
+class StateLosses:
+    """Divergence, total variation, agreement and regression of a draft on batches of samples."""
+
+    def __init__(self, draft: StateDraft, steps: int, compiled: bool) -> None:
+        """Takes the draft in training and how many steps it looks ahead."""
+        self.draft, self.count = draft, steps
+        self.distance: Any = torch.compile(distance, dynamic=False) if compiled else distance
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The draft's own weights."""
+        return list(self.draft.weights.values())
+
+    def optimizer(self, name: str) -> Any:
+        """Returns their optimiser; "muon" is for matrices."""
+        return optimizer_for(name, self.trained)
+
+    def batch(self, samples: Samples, num_rows: int) -> Samples:
+        """Returns the sequences as they are: the losses choose their rows."""
+        return samples
+
+    def copy(self) -> StateDraft:
+        """Returns the draft so far, without gradients."""
+        return self.draft.mapped(lambda tensor: tensor.detach())
+
+    def of(self, batch: Samples) -> tuple[Tensor, ...]:
+        """Returns means over the steps, earlier ones weighing more: divergence, total variation,
+        agreement, and the states' relative error."""
+        assert batch.states is not None, "samples without states"
+        tokens, hidden = batch.tokens.long(), batch.states.hidden
+        parts = []
+        for step, states in enumerate(self.draft.steps(tokens, hidden, self.count)):
+            parts.append(torch.stack(self._step(batch, batch.states, states, step)))
+        weights = torch.tensor([FADING**n for n in range(len(parts))], device=tokens.device)
+        means = (torch.stack(parts) * weights[:, None]).sum(0) / weights.sum()
+        return tuple(means.unbind())
+
+    def _step(self, batch: Samples, found: States, states: Tensor, step: int) -> list[Tensor]:
+        """Returns the losses of one step; row p is judged by the target at p + step."""
+        draft, width = self.draft, states.shape[1]
+        part = slice(step, step + width)
+        answered = batch.answered[:, step + 1 : step + 1 + width].flatten().float()
+        wanted = found.hidden[:, part].flatten(0, 1).float()
+        mine = states.flatten(0, 1)
+        error = ((mine - wanted) ** 2).sum(-1) / (wanted**2).sum(-1).clamp(min=1e-6)
+        error = (error * answered).sum() / answered.sum().clamp(min=1)
+        most = min(ROWS[answered.device.type], len(answered))
+        rows = (answered + 0.5 * torch.rand_like(answered)).topk(most).indices
+        p_logits = draft.logits(wanted[rows])
+        total, best = (each[:, part].flatten()[rows] for each in (found.total, found.best))
+        told = p_logits, total, best.long(), draft.logits(mine[rows]), draft.head_ids
+        return [*self.distance(*told, answered[rows]), error]

@@ -1,19 +1,20 @@
-"""What a learner keeps of the target: sequences, and its distributions behind some positions.
+"""What a learner keeps of the target: sequences, and its distributions after some positions.
 
 Of each distribution the likeliest tokens are kept, float16 log-probabilities of the whole
-vocabulary. What the others weigh is lost to training, and counted (`Example.tail`).
+vocabulary. The probability of the others is lost to training.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
+from mpissd.engine.comm.logit_stream import Lesson
 
 KEPT = 64  # tokens of a distribution: 390 bytes a position, where a float32 row has 4 V
 HELD = 8  # one sequence in so many is held out, to judge versions before they are published
@@ -22,9 +23,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence's tokens, int32 [n], and the target's distributions behind some positions.
+    """One sequence's tokens, int32 [n], and the target's distributions after some positions.
 
-    at: int32 [m], rising; entry i is about the token behind position at[i]. ids: int32 [m, k], the
+    at: int32 [m], rising; entry i is about the token after position at[i]. ids: int32 [m, k], the
     likeliest tokens, best first. logs: float16 [m, k], their log-probabilities.
     """
 
@@ -33,26 +34,16 @@ class Example:
     ids: Ints
     logs: NDArray[np.float16]
 
-    @property
-    def tail(self) -> float:
-        """The mean probability of the tokens that are not kept."""
-        return float(1 - np.exp(self.logs.astype(np.float64)).sum(-1).mean()) if len(self.at) else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(part.nbytes for part in (self.tokens, self.at, self.ids, self.logs))
-
     def take(self, chosen: Ints | NDArray[np.bool_]) -> Example:
-        """Returns the example with some of its distributions alone."""
+        """Returns the example with some of its distributions only."""
         return Example(self.tokens, self.at[chosen], self.ids[chosen], self.logs[chosen])
 
     def whole(self) -> Example:
-        """Returns all positions behind the first one, each with the token that followed it.
+        """Returns all positions after the first one, each with the token that followed it.
 
-        The example itself where it has all. Where rejected positions alone were kept, any other
-        version would look better on these than the one that was rejected there: so also on the
-        first one, behind which positions are as they come.
+        The example itself where it has all. Where only rejected positions were kept, any other
+        version would look better on these than the one that was rejected there. That holds for the
+        first one too; the positions after it were not selected by a rejection.
         """
         if len(self.at) == len(self.tokens) - 1 - self.at[0]:
             return self
@@ -114,8 +105,61 @@ class Memory:
         return [*last, *self._random.sample(rest, min(len(rest), max(0, size - len(last))))]
 
 
-def epoch(examples: Iterable[Example], size: int, seed: int) -> list[list[Example]]:
-    """Returns all examples in random order, in batches of at most `size`."""
-    order = list(examples)
-    random.Random(seed).shuffle(order)
-    return [order[n : n + size] for n in range(0, len(order), size)]
+@dataclass
+class _Growing:
+    """A sequence that is still answered."""
+
+    tokens: list[int] = field(default_factory=list)
+    prompt: int = 0
+    at: list[int] = field(default_factory=list)
+    ids: list[Ints] = field(default_factory=list)
+    logs: list[Floats] = field(default_factory=list)
+
+
+class Collector:
+    """Keeps the sequences of the rounds, and yields each as it ends."""
+
+    def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
+        """stop_ids: tokens that end an answer; what a round committed after one is dropped."""
+        self._stops, self._kept = frozenset(stop_ids), kept
+        self._live: dict[tuple[int, int], _Growing] = {}
+        self.dropped = 0  # sequences of which a round is missing
+
+    def add(self, lessons: Sequence[Lesson]) -> list[Example]:
+        """Takes a round's lessons; returns the sequences that are not in it any more."""
+        names = {one.name for one in lessons}
+        ended = [self._example(self._live.pop(n)) for n in [*self._live] if n not in names]
+        for one in lessons:
+            self._take(one)
+        return ended
+
+    def _take(self, lesson: Lesson) -> None:
+        growing = self._live.setdefault(lesson.name, _Growing(prompt=lesson.prompt))
+        if lesson.start != len(growing.tokens):
+            self.dropped += lesson.start > 0
+            growing = self._live[lesson.name] = _Growing(prompt=lesson.prompt)
+            if lesson.start:
+                return
+        growing.tokens += lesson.tokens.tolist()
+        if len(lesson.at):
+            ids, logs = compressed(lesson.logits, self._kept)
+            growing.at += lesson.at.tolist()
+            growing.ids += list(ids)
+            growing.logs += list(logs)
+
+    def rest(self) -> list[Example]:
+        """Returns the sequences that have not ended."""
+        found = [self._example(growing) for growing in self._live.values()]
+        self._live = {}
+        return found
+
+    def _example(self, growing: _Growing) -> Example:
+        tokens, answer = growing.tokens, growing.tokens[growing.prompt :]
+        stop = next((n for n, token in enumerate(answer) if token in self._stops), len(answer))
+        end = growing.prompt + stop + 1  # the stop token included
+        kept = sum(at + 1 < end for at in growing.at)
+        width = len(growing.ids[0]) if kept else 0
+        rows = np.array(growing.ids[:kept], np.int32).reshape(kept, width)
+        logs = np.array(growing.logs[:kept], np.float16).reshape(kept, width)
+        at = np.array(growing.at[:kept], np.int32)
+        return Example(np.array(tokens[:end], np.int32), at, rows, logs)

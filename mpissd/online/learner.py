@@ -8,16 +8,22 @@ versions that gain nothing one in forty (docs/online.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpissd.learn.llama import Llama
 from mpissd.online.examples import Example, Memory
-from mpissd.online.judging import Counted, counted, is_ahead, paired
 from mpissd.online.student import Step, Student
 
+ERRORS = 2.0  # standard errors by which a version must be ahead (docs/online.md)
 FALL = 0.02  # of held-out agreement, up to which a version that is not published trains on
 PATIENCE = 3  # versions in a row that fell further, before training begins again from the last one
+
+Counted = NDArray[np.float64]
 
 
 class State(str, Enum):
@@ -109,7 +115,7 @@ class Learner:
         if len(self.memory.held) < self.plan.min_held:
             return None
         gain, error = self._gained()
-        if not is_ahead(gain, error):
+        if not gain > ERRORS * error:
             self._refuse(gain)
             return False
         self.state, self._bad = State.LEARNING, 0
@@ -137,3 +143,21 @@ class Learner:
         computes with them."""
         with self.student.using(weights), self.student.stored():
             return counted(self.student.judge(self.memory.held))
+
+
+def counted(judged: Sequence[Sequence[tuple[int, float]]]) -> Counted:
+    """Returns (right, all) positions of each sequence that `Student.judge` judged, [n, 2]."""
+    return np.array([[sum(rank == 0 for rank, _ in one), len(one)] for one in judged], float)
+
+
+def paired(mine: Counted, other: Counted) -> tuple[float, float]:
+    """Returns the difference of two shares, and its standard error over the rows, two or more.
+
+    mine, other: (counted, all) of the same rows, [n, 2]; the error is that of a ratio's estimate
+    with n − 1 degrees of freedom.
+    """
+    total, n = other[:, 1].sum(), len(other)
+    gains = mine[:, 0] - other[:, 0]
+    gain = gains.sum() / total
+    squares = ((gains - gain * other[:, 1]) ** 2).sum() * n / (n - 1)
+    return float(gain), float(np.sqrt(squares) / total)

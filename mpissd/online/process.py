@@ -21,7 +21,7 @@ from mpissd.online.examples import Example
 PYTHON = "MPISSD_LEARNER_PYTHON"  # another interpreter that has PyTorch; default: this one
 _MOST = 256  # examples that wait for the trainer; further ones are dropped
 _PATIENCE_S = 3.0  # for its last report
-_NEEDED = ("numpy", "safetensors", "torch")  # what a trainer imports beside mpissd
+_NEEDED = ("numpy", "safetensors", "torch")  # what a trainer imports in addition to mpissd
 _LACKS = f"from importlib.util import find_spec as f; print(*[n for n in {_NEEDED} if not f(n)])"
 
 

@@ -18,8 +18,7 @@ from mpissd.engine.comm import logit_stream
 from mpissd.engine.comm.version_pieces import Bytes, pieces
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.workload import TextWorkload
-from mpissd.online.collect import Collector
-from mpissd.online.examples import Example
+from mpissd.online.examples import Collector, Example
 from mpissd.online.process import TrainerProcess
 
 if TYPE_CHECKING:

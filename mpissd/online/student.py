@@ -25,7 +25,7 @@ from mpissd.learn.llama import (
     mapped,
     named,
 )
-from mpissd.learn.muon import optimizer_of, parameters
+from mpissd.learn.muon import optimizer_for, parameters
 from mpissd.learn.pair import distance
 from mpissd.learn.shape import trained
 from mpissd.online.examples import Example
@@ -64,7 +64,7 @@ class Student:
 
     def __init__(
         self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
-        rate: float = 1e-4, optimizer: str = "adamw", longest: int = 1024, exact: bool = False,
+        rate: float = 1e-4, longest: int = 1024, exact: bool = False,
     ) -> None:  # fmt: skip
         """Reads the weights. draft, target: as open_checkpoint takes them.
 
@@ -76,7 +76,6 @@ class Student:
         config = self.source.config
         self.device, self.rate, self.longest = device, rate, longest
         self._int8 = config.int8 and not exact
-        self._optimizer_name = optimizer
         self.blocks = blocks_of(config, product_dtype(device))
         self.table = angles(config, longest, device)
         loaded = load(self.source, device, torch.float32)
@@ -95,7 +94,7 @@ class Student:
         if self.shares_head:
             draft = draft._replace(head=self._frozen.head)
         self.draft, self._steps = draft, 0
-        self.optimizer = optimizer_of(self._optimizer_name, draft)
+        self.optimizer = optimizer_for("adamw", parameters(draft))
         return draft
 
     def copy(self) -> Llama:

@@ -188,7 +188,7 @@ class Host:
         return sorted(set(range(self.about["size"])) - set(self.peers))
 
     def phase(self, peer: Peer) -> str:
-        """Returns what a rank did last, in words. The lead alone records that the job warms up."""
+        """Returns what a rank did last, in words. Only the lead records that the job warms up."""
         lead, stage = self.peers.get(0), peer.stage
         if lead is not None and stage == Stage.ROUNDS and lead.stage == Stage.WARM_UP:
             stage = Stage.WARM_UP

@@ -1,28 +1,43 @@
-"""The configuration of `serve`: a run's, without what only a measurement has, and the server's."""
+"""The flags of `serve`, of its client `chat`, and of `replicas`."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
+from mpissd.common.default_flags import with_measured, with_text
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import choice, contained, flag, integer, number, switch, words
-from mpissd.common.implied import with_measured, with_text
+from mpissd.common.flags import (
+    Checked,
+    choice,
+    contained,
+    flag,
+    integer,
+    number,
+    said,
+    switch,
+    words,
+)
 from mpissd.common.ranks import ANSWERING, RanksFlags
+from mpissd.serve.folder import EXPIRE_S
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-# Which the ranks are not told. Their own temperature is 0, as each request brings its own.
+# The ranks do not get these. Their own temperature is 0: each request brings its own.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
 DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
 AUTO = "auto"
+# Flags of `chat` that its requests carry, or that only show answers.
+_OF_REQUESTS = ("mode", "num_tokens", "temperature", "top_p", "stop", "show", "workload")
+_BIND = re.compile(r"\S{0,253}:\d{1,5}")
 
 
 @dataclass(frozen=True)
 class ServeConfig(RanksFlags):
-    """Flags of `serve`: those of a run that are about models, methods and sampling, and its own."""
+    """Flags of `serve`: those of a run that are about models and methods, and its own."""
 
     run: RunConfig = contained(
         RunConfig,
@@ -49,21 +64,20 @@ class ServeConfig(RanksFlags):
     max_wait_s: float = flag(
         600.0, number(0.1), "longest time of a request, from its arrival to its last token"
     )
-
     register: str | None = flag(
-        None, words, "shared folder in which to say the address, while requests are taken"
+        None, words, "shared folder in which to write the address, while requests are taken"
     )
     drain_s: float = flag(
         0.0,
         number(0, 86400),
-        "seconds that requests have to end behind SIGTERM, which are cut off then; with register: "
-        f"{DRAIN_S:g}",
+        "seconds that requests have to end after SIGTERM; the rest is cut off (default 0, with "
+        f"register {DRAIN_S:g})",
     )
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, the K and fan-out of a run of SSD, and what
-        mode=auto stands for; AR alone needs no draft rank."""
+        """Adds pair=smollm2 if the flags name no model, the K and fan-out of a run of SSD, and the
+        flags of mode=auto; AR alone needs no draft rank."""
         given = with_measured(with_text({"workload": "text", **super().completed(flags)}))
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("drafts") == "0" else "ssd", "auto": "true"}
@@ -73,13 +87,11 @@ class ServeConfig(RanksFlags):
             given.setdefault("drain_s", str(DRAIN_S))
         return given
 
-    def check_auto(self) -> None:
-        """Refuses --auto in a mode of which the others are no part: all but ssd, and sd inline."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if self.auto and self.run.mode != ("ssd" if self.drafts else "sd"):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
-
-    def check_host(self) -> None:
-        """Refuses to listen where other machines reach it without an API key."""
         if not is_local(self.host) and self.key is None:
             raise ConfigError(
                 f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "
@@ -88,7 +100,7 @@ class ServeConfig(RanksFlags):
 
     @property
     def decoding(self) -> RunConfig:
-        """The ranks' configuration; a request says itself how it is sampled."""
+        """The ranks' configuration; each request has its own temperature."""
         run = self.of_mode(self.run.mode)
         return replace(run, batch_size=self.max_running, temperature=0.0)
 
@@ -96,6 +108,34 @@ class ServeConfig(RanksFlags):
     def key(self) -> str | None:
         """The API key that clients have to send, or None."""
         return self.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+@dataclass(frozen=True)
+class ChatConfig(RanksFlags):
+    """Flags of `chat`: those of a run that are about models, methods and sampling, T and D."""
+
+    run: RunConfig = contained(
+        RunConfig,
+        only=ANSWERING | {"workload", "num_tokens", "show"},
+        workload=flag("text", choice("text"), "what chat decodes"),
+        num_tokens=flag(512, integer(1), "most tokens of an answer"),
+        show=flag(True, switch, "colour each token by what drafted it"),
+    )
+    url: str | None = flag(None, words, "a running `mpissd serve`: http://HOST:PORT/v1")
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds pair=smollm2 if the flags name no model, and that pair's K and fan-out."""
+        return with_measured(with_text({"workload": "text", **super().completed(flags)}))
+
+    def server_arguments(self) -> list[str]:
+        """Returns the arguments of the `serve` that answers; each request names its mode."""
+        flags = {name: text for name, text in said(self.run).items() if name not in _OF_REQUESTS}
+        flags |= {"tp": f"{self.tp}", "drafts": f"{self.drafts}", "port": "0", "max_running": "1"}
+        flags |= {"mode": "ssd" if self.drafts else "sd", "lookahead": f"{self.run.lookahead}"}
+        if self.drafts:
+            flags["fan_out"] = self.run.fan_out
+        return ["serve", "--auto", *(f"--{name}={value}" for name, value in flags.items())]
 
 
 def is_local(host: str) -> bool:
@@ -106,3 +146,28 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class ReplicasConfig(Checked):
+    """Flags of `replicas`."""
+
+    folder: str = flag("out/replicas", words, "folder in which servers write their addresses")
+    haproxy: str | None = flag(None, words, "HAProxy's configuration file to write")
+    bind: str = flag("127.0.0.1:8000", words, "where HAProxy listens: HOST:PORT, *:PORT")
+    watch: bool = flag(False, switch, "stay, and keep the file true until SIGTERM or Ctrl-C")
+    pid_file: str | None = flag(
+        None, words, "HAProxy's (haproxy -W -p FILE): to make it read a new configuration"
+    )
+    expire_s: float = flag(
+        EXPIRE_S, number(1), "with watch: seconds after its last beat until a replica is dead"
+    )
+
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
+        if not _BIND.fullmatch(self.bind):
+            raise ConfigError(f"bind={self.bind}: allowed: HOST:PORT, *:PORT")
+        if self.haproxy is None and (self.watch or self.pid_file):
+            name = "watch" if self.watch else "pid_file"
+            raise ConfigError(f"{name} without haproxy: allowed: with haproxy=FILE")

@@ -19,7 +19,7 @@ from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, S
 
 _STATS_S = 0.1
 _ALL = 1 << 30  # tokens: more than any draft lacks
-_KEPT = 3  # rounds for which a choice stands where no other count of sequences asks for a new one
+_KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
 _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
 
 
@@ -29,7 +29,7 @@ class Mail(Protocol):
     is_closed: bool
 
     def take(self, wait_s: float = 0.0) -> Sequence[Message]:
-        """Returns the messages that have arrived; waits for one for at most wait_s seconds."""
+        """Returns the messages that have arrived; waits at most wait_s seconds for the first."""
 
     def put(self, message: Message) -> None:
         """Keeps a message until it is sent."""
@@ -39,38 +39,33 @@ class Mail(Protocol):
 
 
 class Rounds(Protocol):
-    """The lead's loop, as the driver uses it: a TargetLoop, or one in virtual time."""
+    """The lead's loop: a TargetLoop, or one in virtual time.
+
+    live_ids: the sequences that the next round verifies. is_storing: whether prompts are being
+    stored; unstored: their tokens that are left. lacking: tokens of live sequences that a draft on
+    the lead's own device has not stored. most_rows: rows of the largest forward. draft_lost_round:
+    the first round without the draft, or None.
+    """
 
     control: Control
     ledger: Ledger
     meanwhile: Callable[[], None] | None
 
     @property
-    def live_ids(self) -> list[int]:
-        """The sequences that the next round verifies."""
-
+    def live_ids(self) -> list[int]: ...
     @property
-    def is_storing(self) -> bool:
-        """Whether prompts are being stored."""
-
+    def is_storing(self) -> bool: ...
     @property
-    def unstored(self) -> int:
-        """The tokens of opened prompts that are still to be stored."""
-
+    def unstored(self) -> int: ...
     @property
-    def lacking(self) -> int:
-        """The tokens of live sequences that a draft on the lead's own device has not stored."""
-
+    def lacking(self) -> int: ...
     @property
-    def most_rows(self) -> int:
-        """The rows of the largest forward."""
-
+    def most_rows(self) -> int: ...
     @property
-    def draft_lost_round(self) -> int | None:
-        """The first round without the draft, or None."""
+    def draft_lost_round(self) -> int | None: ...
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Lets these sequences join once their prompts are stored."""
+        """Starts to store these prompts; their sequences join once that is done."""
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """Releases these sequences."""
@@ -80,10 +75,10 @@ class Rounds(Protocol):
 
 
 class Driver:
-    """Takes requests from the mail, has the loop decode them, and sends what they are given.
+    """Takes requests from the mail, has the loop decode them, and sends their tokens.
 
-    It reads the mail between two rounds and sends while the target verifies. clock: the seconds of
-    arrivals and deadlines.
+    It reads the mail between two rounds and sends while the target verifies. clock: returns seconds
+    for arrivals and deadlines.
     """
 
     def __init__(
@@ -96,37 +91,35 @@ class Driver:
         samples: bool = True,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Makes a driver of one server.
-
-        vocab: token ids are below it. samples: whether requests may ask for a temperature.
-        """
+        """vocab: token ids are below it. samples: whether requests may ask for a temperature."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self._stop_ids, self._vocab, self._samples = stop_ids, vocab, samples
         self.times = RowTimes()
         self.goodput: Goodput | None = None  # chooses each round's way; None: it stays the same
         self._live: list[int] = []  # the sequences for which it has chosen
-        # For which counts of live and storing sequences it has, and the rounds since.
+        # The numbers of live and storing sequences of the last choice, and the rounds since.
         self._chosen, self._kept = (0, 0), 0
-        self._loop: Rounds | None = None  # that decodes
+        self._modes: dict[int, str] = {}  # by request, for those that asked for a mode
+        self._loop: Rounds | None = None
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
-        self._told_s = -_STATS_S
+        self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # what changes before the next round
-        # What waits for the next verification: to be said, and to be shown to the controller.
-        self._unsaid: list[Emitted | Ended] = []
+        # Handled while the next round verifies: what to send, and what to show the controller.
+        self._unsent: list[Emitted | Ended] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
         """Waits for a request; returns whether one runs now.
 
-        Then `drive` decodes at least a round, since it reads no mail before: a pass without a round
-        would end the job.
+        `drive` then decodes at least one round, because it reads no mail before: other ranks take a
+        pass without a round for the end of the job.
         """
         self._read(wait_s)
         self._take_turn()
         if not self._has_round:
-            self._say()
-            self._tell_stats()
+            self._send_answers()
+            self._send_stats()
             self._mail.flush()
         return self._has_round
 
@@ -134,23 +127,23 @@ class Driver:
         """Decodes until nothing is left, or the front has left."""
         loop.ledger = NullLedger(LeadPhase)
         self._loop = loop
-        loop.meanwhile = self._send
+        loop.meanwhile = self._meanwhile
         self._change(loop)
         while self._has_round:
-            given = self.scheduler.take(self._round(loop))  # says what was there before
-            self._unsaid += given
+            emitted = self.scheduler.take(self._round(loop))  # `_meanwhile` runs inside
+            self._unsent += emitted
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
             self._read()
             self._take_turn()
             self._change(loop)
         loop.meanwhile = None
-        self._send()
+        self._meanwhile()
 
     def finish(self) -> None:
-        """Ends every request, and sends what is left to say."""
+        """Ends every request, and sends their ends."""
         self.scheduler.cancel_all()
         self._take_turn()
-        self._say()
+        self._send_answers()
         self._mail.flush()
 
     @property
@@ -159,7 +152,7 @@ class Driver:
 
     def _take_turn(self) -> None:
         self._turn = self.scheduler.turn(self._clock())
-        self._unsaid += self._turn.ended
+        self._unsent += self._turn.ended
 
     def _change(self, loop: Rounds) -> None:
         if self._turn.leave:
@@ -168,17 +161,17 @@ class Driver:
             loop.open(self._turn.join)
 
     def _round(self, loop: Rounds) -> RoundResult:
-        """Decodes one round in the way that promises most."""
+        """Decodes one round in the way with the highest expected goodput."""
         live = loop.live_ids
         way = self._way(live)
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
             fill = self.times.beside(rows, loop.most_rows, way.lookahead)
-            fill = min(fill, MOST_FILL)  # as many as other ranks are told
-        loop.control = self._control(way, rows, fill)
+            fill = min(fill, MOST_FILL)  # the most that the message to other ranks can hold
+        loop.control = self._control(loop, way, rows, fill)
         start = self._clock()
         result = loop.step()
-        if len(live):
+        if live:
             self.times.add(result.num_rows, result.t_target_s)
             if result.stored:
                 apart = loop.control.catch_up is not None
@@ -188,28 +181,41 @@ class Driver:
             self._unseen = way, result, self._clock() - start
         return result
 
-    def _control(self, way: Way, rows: int, fill: int) -> Control:
-        """Returns what the lead says of a round that verifies `rows` and stores `fill` rows."""
+    def _control(self, loop: Rounds, way: Way, rows: int, fill: int) -> Control:
+        """Returns the control of a round that verifies `rows` rows and stores `fill`."""
         if self.goodput is None:
             return Control(fill=fill)
-        lookahead = way.lookahead
         catch_up = 0
-        if lookahead and self._loop is not None:
-            catch_up = _ALL  # a sequence alone delays no other
-            if rows != lookahead + 1:
-                catch_up = self.times.catch_up(rows, lookahead, fill, self._loop.lacking)
+        if way.lookahead:
+            catch_up = _ALL  # a single sequence delays no other
+            if rows != way.lookahead + 1:
+                catch_up = self.times.catch_up(rows, way.lookahead, fill, loop.lacking)
         return Control(*way, fill, catch_up)
 
     def _way(self, live: list[int]) -> Way:
-        """Returns how the next round is decoded; where the batch is that of the last one, this was
-        chosen while the target verified."""
+        """Returns how the next round is decoded.
+
+        If the batch is that of the last round, the controller has chosen while the target verified.
+        """
         if self.goodput is None or self.draft_lost:
             return Way(0 if self.draft_lost else self.lookahead)
-        if live != self._live:
+        way = self._way_asked(live)
+        if way is not None:
+            self._live = []
+        elif live != self._live:
             self._live = live
             self._choose(self.goodput)
-        self.mode = self.goodput.way.mode
-        return self.goodput.way
+        way = way or self.goodput.way
+        self.mode = way.mode
+        return way
+
+    def _way_asked(self, live: list[int]) -> Way | None:
+        """Returns the way of the mode that all live requests ask for, or None."""
+        modes = {self._modes.get(request_id) for request_id in live} if self._modes else {None}
+        mode = modes.pop() if len(modes) == 1 else None
+        if mode is None:
+            return None
+        return Way(0 if mode == "ar" else self.lookahead, None if mode == "ssd" else 0)
 
     def _read(self, wait_s: float = 0.0) -> None:
         for message in self._mail.take(wait_s):
@@ -224,15 +230,18 @@ class Driver:
     def _submit(self, asked: Submit) -> None:
         try:
             self.scheduler.submit(self._task(asked))
-        except ConfigError as refused:
-            self._mail.put(RefusedRequest(asked.id, 400, str(refused)))
+        except ConfigError as error:
+            self._mail.put(RefusedRequest(asked.id, 400, str(error)))
+            return
+        if asked.mode is not None and self.goodput is not None:
+            self._modes[asked.id] = asked.mode
 
     def _task(self, asked: Submit) -> Task:
-        """Returns the task of a request; raises ConfigError for numbers that cannot be."""
+        """Returns the task of a request; raises ConfigError for values out of range."""
         prompt, now = tuple(asked.prompt), self._clock()
         if prompt and self._vocab is not None and not 0 <= min(prompt) <= max(prompt) < self._vocab:
-            found = f"{min(prompt)}..{max(prompt)}"
-            raise ConfigError(f"prompt: tokens {found}: allowed: 0..{self._vocab - 1}")
+            tokens = f"{min(prompt)}..{max(prompt)}"
+            raise ConfigError(f"prompt: tokens {tokens}: allowed: 0..{self._vocab - 1}")
         if not 0 <= asked.temperature < float("inf") or not 0 < asked.top_p <= 1:
             raise ConfigError(
                 f"temperature={asked.temperature}, top_p={asked.top_p}: allowed: 0 or more, and "
@@ -255,29 +264,30 @@ class Driver:
             stop_ids=self._stop_ids,
         )
 
-    def _say(self) -> None:
-        """Puts into the mail what requests were given, and which of them ended, in order."""
-        for one in self._unsaid:
-            self._end(one) if isinstance(one, Ended) else self._give(one)
-        self._unsaid = []
+    def _send_answers(self) -> None:
+        """Puts new tokens and ends into the mail, in order."""
+        for one in self._unsent:
+            if isinstance(one, Emitted):
+                task, sources = one.task, [_NAMES[source] for source in one.sources]
+                self._mail.put(
+                    Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
+                )
+            reason = one.ended if isinstance(one, Emitted) else one.reason
+            if reason is not None:
+                self._end(one.task, reason)
+        self._unsent = []
 
-    def _give(self, given: Emitted) -> None:
-        sources = [_NAMES[source] for source in given.sources]
-        self._mail.put(Tokens(given.task.request_id, given.tokens, sources, given.logprobs))
-        if given.ended is not None:
-            self._end(Ended(given.task, given.ended))
-
-    def _end(self, ended: Ended) -> None:
-        task = ended.task
-        counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
+    def _end(self, task: Task, reason: str) -> None:
+        self._modes.pop(task.request_id, None)
         if self.goodput is not None:
             self.goodput.stored.ended(len(task.prompt), len(task.tokens))
-        self._mail.put(End(task.request_id, ended.reason, *counts))
+        counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
+        self._mail.put(End(task.request_id, reason, *counts))
 
-    def _send(self) -> None:
+    def _meanwhile(self) -> None:
         """Does what can be done while the target verifies."""
-        self._say()
-        self._tell_stats()
+        self._send_answers()
+        self._send_stats()
         self._mail.flush()
         if self.goodput is None:
             return
@@ -288,10 +298,10 @@ class Driver:
             self._choose(self.goodput)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Has the next round's way chosen; sequences that run and are not live wait for it.
+        """Chooses the next round's way for the live sequences; the others that run wait for it.
 
-        Where the target computes on the lead's own core a choice lengthens the round, so that one
-        stands for a few rounds, unless it was a try or an inline draft catches up meanwhile.
+        If the target computes on the lead's own core, choosing lengthens the round. A choice
+        therefore holds for a few rounds, unless it was a trial or an inline draft catches up.
         """
         tasks, loop = self.scheduler.tasks(self._live), self._loop
         storing = len(self.scheduler.running) - len(tasks)
@@ -306,11 +316,11 @@ class Driver:
         waiting = Backlog(storing, loop.unstored, loop.most_rows) if storing else NOTHING
         goodput.choose(tasks, waiting, lacking)
 
-    def _tell_stats(self) -> None:
+    def _send_stats(self) -> None:
         now = self._clock()
-        if now - self._told_s < _STATS_S:
+        if now - self._stats_sent_s < _STATS_S:
             return
-        self._told_s, scheduler = now, self.scheduler
+        self._stats_sent_s, scheduler = now, self.scheduler
         self._mail.put(
             Stats(
                 running=len(scheduler.running),

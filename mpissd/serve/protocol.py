@@ -1,28 +1,36 @@
-"""The messages between the front and the lead: JSON objects, one a line, over a local socket.
+"""Messages between the front and the lead: JSON objects, one a line, over a local socket.
 
     front → lead    submit, cancel, stop
     lead → front    ready, tokens, end, refused, stats
 
-A closed socket says that the other side is gone. A message is a frozen dataclass; its line is an
-object of its fields and `op`. The front decodes text: the lead sees token ids alone.
+A closed socket means that the other side is gone. A message is a frozen dataclass; its line is an
+object of its fields and `op`. Only the front decodes text: the lead handles token ids.
 """
 
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mpissd.common.errors import ProtocolError
 
-SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # names the front's socket to the ranks
+SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # path of the front's socket, for the ranks
+_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; reads between two rounds, at most
+_MOST_UNREAD = 64 << 20  # bytes that the front may leave unread before it counts as gone
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A request. id: chosen by the front, never used twice. seed: None leaves it to the lead.
-    deadline_s: seconds from now after which it ends as it is, or None."""
+    """A request.
+
+    id: chosen by the front, never reused. seed: None lets the lead choose. deadline_s: seconds from
+    now after which the answer ends as it is, or None. mode: "ar", "sd" or "ssd" for the rounds of
+    this request, or None: the server's own choice.
+    """
 
     op: ClassVar[str] = "submit"
     id: int
@@ -33,11 +41,12 @@ class Submit:
     seed: int | None = None
     logprobs: bool = False
     deadline_s: float | None = None
+    mode: str | None = None
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Ends a request early; an `End` answers, unless one is on its way."""
+    """Ends a request early. The lead sends its `End`, unless it has sent it already."""
 
     op: ClassVar[str] = "cancel"
     id: int
@@ -45,15 +54,18 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ends the job, with every request of it."""
+    """Ends the job and every request of it."""
 
     op: ClassVar[str] = "stop"
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The lead decodes from now on. model: the target's name. context: tokens of prompt and answer
-    together, at most. backend, device_name: the lead's."""
+    """The lead decodes from now on.
+
+    model: the target's name. context: most tokens of prompt and answer together. backend,
+    device_name: the lead's.
+    """
 
     op: ClassVar[str] = "ready"
     model: str
@@ -67,14 +79,18 @@ class Ready:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens of a request, what drafted each, and the natural logarithms of the target's
-    probabilities, if they were asked for. A token that ends an answer is among them."""
+    """New tokens of a request, from one round; a stop token is among them.
+
+    sources: what drafted each token. logprobs: natural logarithms of the target's probabilities, if
+    the request asked for them. hits: rounds so far whose outcome was in the speculation cache.
+    """
 
     op: ClassVar[str] = "tokens"
     id: int
     tokens: Sequence[int]
     sources: Sequence[str] = ()
     logprobs: Sequence[float] | None = None
+    hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ class End:
 
 @dataclass(frozen=True)
 class RefusedRequest:
-    """A request that does not run. status: 400 (its fault) or 503 (not now)."""
+    """A request that does not run. status: 400 (the request is wrong) or 503 (not now)."""
 
     op: ClassVar[str] = "refused"
     id: int
@@ -107,8 +123,10 @@ class RefusedRequest:
 
 @dataclass(frozen=True)
 class Stats:
-    """The state of the scheduler, some ten times a second. draft: "present" or "lost"; preempted,
-    rounds, tokens: counted from the start."""
+    """The state of the scheduler, some ten times a second.
+
+    draft: "present" or "lost". preempted, rounds, tokens: counted from the start.
+    """
 
     op: ClassVar[str] = "stats"
     running: int = 0
@@ -134,15 +152,77 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(line: bytes) -> Message:
-    """Returns the message of a line; raises ProtocolError for one that is none.
+    """Returns the message of a line; ignores fields that this version does not know.
 
-    Fields that this version does not know are passed over.
+    Raises ProtocolError for a line that is no message.
     """
     try:
-        found = json.loads(line)
-        kind = _KINDS[found.pop("op")]
-        known = _NAMES[kind]
-        message: Message = kind(**{name: found[name] for name in found if name in known})
+        values = json.loads(line)
+        kind = _KINDS[values.pop("op")]
+        message: Message = kind(**{name: values[name] for name in values if name in _NAMES[kind]})
         return message
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ProtocolError(f"serve: no message: {line[:80]!r} ({error})") from error
+
+
+class Line:
+    """The lead's end of the socket: reads and writes that never block a round.
+
+    `is_closed` is true once the front is gone.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self._rest = b""
+        self._unsent: list[Message] = []
+        self._out = bytearray()
+        self.is_closed = False
+
+    def take(self, wait_s: float = 0.0) -> Sequence[Message]:
+        """Returns the messages that have arrived; waits at most wait_s seconds for the first."""
+        if self.is_closed or not self._poll.poll(1000 * wait_s):
+            return ()
+        *lines, self._rest = (self._rest + self._read()).split(b"\n")
+        return [unpack(line) for line in lines]
+
+    def _read(self) -> bytes:
+        """Returns what has arrived: a cancellation may follow long prompts."""
+        data = bytearray()
+        for _ in range(_CHUNKS):
+            try:
+                new = self._socket.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                new = b""
+            if not new:
+                self.is_closed = True
+                break
+            data += new
+        return bytes(data)
+
+    def put(self, message: Message) -> None:
+        """Keeps a message for the next flush."""
+        self._unsent.append(message)
+
+    def flush(self) -> None:
+        """Sends as much as the socket takes."""
+        if self._unsent:
+            self._out += b"".join(pack(message) for message in self._unsent)
+            self._unsent = []
+        while self._out and not self.is_closed:
+            try:
+                del self._out[: self._socket.send(self._out)]
+            except BlockingIOError:
+                self.is_closed = len(self._out) > _MOST_UNREAD
+                return
+            except OSError:
+                self.is_closed = True
+
+    def close(self) -> None:
+        """Sends what the socket still takes, and closes it."""
+        self.flush()
+        self._socket.close()

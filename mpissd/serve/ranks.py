@@ -1,6 +1,6 @@
 """The half of `serve` that runs on the ranks: passes of the decoding loops while requests run.
 
-The lead waits for requests on its socket, the other ranks for the next pass of the lead; none of
+The lead waits for requests on its socket, the other ranks wait for the lead's next pass; none of
 them spins. A pass without a round ends the job.
 """
 
@@ -12,53 +12,47 @@ import socket
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
-from mpissd.common.trace import DraftPhase, NullLedger
+from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.goodput import Goodput, widths_of
+from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
+from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Machine, opened_machine, session_of
+from mpissd.engine.session.session import opened_machine, session_of
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
-from mpissd.serve.line import Line
-from mpissd.serve.protocol import SOCKET_VARIABLE, Ready
-from mpissd.serve.warm import warm
+from mpissd.serve.protocol import SOCKET_VARIABLE, Line, Ready
 
-_POLL_S = 0.2  # between two looks at lost ranks, while nothing arrives
+_POLL_S = 0.2  # between two checks for lost ranks, while nothing arrives
+_WARM_ID, _WARM_ROUNDS, _WARM_PROMPT = 1 << 30, 6, (0, 1, 2)
 
 
 def execute_serve(config: ServeConfig) -> int:
     """Serves on all ranks until the front leaves; returns the exit code."""
     sharpen_sleep()
     run = config.decoding
-    with opened_machine(run, run.drafts) as machine:
-        _serve(machine, config)
-    return 0
-
-
-def _serve(machine: Machine, config: ServeConfig) -> None:
     serving = Serving(config.kv_tokens, config.sampling, config.prefix_cache)
-    session = session_of(machine, config.decoding, serving)
-    if machine.topology.is_lead:
-        tell_doubts(session.job)
-    rank = Rank(session)
-    gc.collect()
-    gc.freeze()  # what lives as long as the job; collections look at the rest alone
-    try:
+    with opened_machine(run, run.drafts) as machine:
+        session = session_of(machine, run, serving)
         if machine.topology.is_lead:
-            _lead(rank, config)
-        else:
-            _follow(rank)
-    finally:
-        session.resources.close()
-    rank.close()
+            tell_doubts(session.job)
+        rank = Rank(session)
+        gc.collect()
+        gc.freeze()  # exempts what lives as long as the job from later collections
+        try:
+            _lead(rank, config) if machine.topology.is_lead else _follow(rank)
+        finally:
+            session.resources.close()
+        rank.close()
+    return 0
 
 
 def _drafter(rank: Rank) -> Drafter | None:
@@ -124,16 +118,42 @@ def _stepper(rank: Rank) -> Stepper:
 
 
 def room_of(job: Job, rank: Rank) -> Room:
-    """Returns the room of the target ranks; that of the drafts has as many pages."""
+    """Returns the room of the target ranks; the draft ranks have as many pages."""
     pages = _stepper(rank).pages
     assert pages is not None, "text without a KV cache"
-    sizes = pages.sizes
-    ahead = job.lookahead + 1
+    sizes, ahead = pages.sizes, job.lookahead + 1
     return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 
 
+def warm(loop: TargetLoop, job: Job, times: RowTimes, room: Room) -> None:
+    """Decodes a few rounds of batches of several sizes, and measures their forwards.
+
+    So no request waits for compilers or cold caches. A batch has at most as many sequences as there
+    are pages for.
+    """
+    loop.ledger = NullLedger(LeadPhase)
+    sampled = job.serving is not None and job.serving.samples
+    pages = room.pages_of(len(_WARM_PROMPT) + _WARM_ROUNDS * (job.lookahead + 1))
+    most = max(1, room.pages // pages)
+    batches = [(1, k, 0.0) for k in range(job.lookahead + 1)]
+    batches += [(count, job.lookahead, 0.0) for count in warm_sizes(job) if count <= most]
+    batches += [(1, job.lookahead, 1.0)] * sampled
+    first = _WARM_ID
+    for count, lookahead, temperature in batches:
+        ids = range(first, first + count)
+        loop.control = Control(lookahead)
+        loop.admit([Request(n, _WARM_PROMPT[-1], 0, _WARM_PROMPT, temperature) for n in ids])
+        for number in range(_WARM_ROUNDS):
+            result = loop.step()
+            if number > 1:
+                times.add(result.num_rows, result.t_target_s)
+        loop.finish(list(ids))
+        first += count
+    loop.control = Control()
+
+
 def _connected() -> socket.socket:
-    """Returns a connection to the front; raises ConfigError where there is none."""
+    """Returns a connection to the front; raises ConfigError if no front started this rank."""
     path = os.environ.get(SOCKET_VARIABLE)
     if not path:
         raise ConfigError("serve under a launcher: allowed: without one, which starts the ranks")

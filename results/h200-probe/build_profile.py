@@ -3,6 +3,8 @@
 
     results/h200-probe/build_profile.py PROFILE.json … --to=mpissd/engine/backend/profiles/h200.json
 
+    results/h200-probe/build_profile.py PROFILE.json … --base=OLD.json --hosts=PROFILE.json --to=…
+
 Every probe adds its forwards, those that its jobs of other batches were measured by too, and its
 host costs; where several measured the same, each number is their median. A probe from before
 kernels were told apart (its forwards have no "kernel") adds its all-reduce alone. One that has no
@@ -16,6 +18,9 @@ branches: these are left out. What no probe measured is derived, and says so in 
     host costs of T, D = 1    the lead's of T with SD inline, the link's and the draft's of T = 1;
                               a follower hears of a plan by a link and a nap later
     all-reduces of more ranks as --base, the profile before kernels were told apart, had them
+    host costs of a method    as the profile --hosts has them, where no probe measured the method
+
+A probe of whole transformers adds forwards, shares of T > 1 and host costs, and no numbers.
 
 Rows of commits in OTHER_KERNELS ran cuBLAS alone, before the chained products (e3455b3): the
 profile does not speak for them. Forwards at other T are derived when they are asked for
@@ -42,12 +47,19 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
 
 Entry = dict[str, Any]
-FORWARD = ("model", "tp", "fuse", "lm_head", "kv_tokens", "params", "kernel", "most_rows")
+FORWARD = (
+    *("model", "tp", "fuse", "lm_head", "kv_tokens", "sequences"),
+    *("params", "kernel", "most_rows"),
+)
 LISTS = ("columns", "forward", "candidates")
-HOST = ("mode", "tp", "num_drafts", "batch_size", "lookahead", "lanes")
+HOST = (
+    *("mode", "tp", "num_drafts", "batch_size", "lookahead", "lanes"),
+    *("context", "forward"),
+)
 BEFORE = Path(__file__).with_name("before.json")
 FEW_ROWS = 32  # of the largest forward of a job that runs the chain
 OTHER_KERNELS = ("5fdeef53237c", "7f18aa139c59")
+OTHER_LISTS = ("e7f9f3713f92",)  # it read lists of candidates in every draft forward
 REMOTE = ("link", "nap", "patience", "glue", "keys", "keys_lane", "step")  # and draft_*
 
 
@@ -62,8 +74,15 @@ def merged(entries: Iterable[Entry], key: Sequence[str]) -> list[Entry]:
     ]
 
 
+def is_whole(probe: Entry) -> bool:
+    """Whether the probe measured whole transformers."""
+    return any(entry.get("sequences") for entry in probe["tables"]["forwards"])
+
+
 def single(probe: Entry) -> list[Entry]:
     """The probe's forwards that read one candidate a row, those of its own jobs among them."""
+    if is_whole(probe):
+        return list(probe["tables"]["forwards"])
     forwards = [*probe["tables"]["forwards"], *of_jobs(probe)]
     if probe["tables"].get("read_outs") or all(way["mode"] != "ssd" for way in probe["host"]):
         return forwards
@@ -102,6 +121,7 @@ def with_heads(forwards: Sequence[Entry]) -> list[Entry]:
     """Forwards with the LM head where only those without it were measured."""
     known = {_identity(entry): entry for entry in forwards}
     plain = [entry for entry in forwards if not entry["lm_head"]]
+    assert not any(entry["sequences"] for entry in plain), "a transformer without its LM head"
     pairs = [(e, known[key]) for e in plain if (key := _identity({**e, "lm_head": True})) in known]
     headed = []
     for entry in plain:
@@ -143,7 +163,8 @@ def _with_head(entry: Entry, plain: Entry, headed: Entry) -> Entry:
 def unfused(forwards: Sequence[Entry]) -> list[Entry]:
     """Forwards without --fuse where only those with it were measured."""
     known = {_identity(entry) for entry in forwards}
-    others = [{**entry, "fuse": False} for entry in forwards if entry["fuse"]]
+    fused = [entry for entry in forwards if entry["fuse"] and not entry["sequences"]]
+    others = [{**entry, "fuse": False} for entry in fused]
     why = "derived: as with --fuse, which reads the same weights"
     return [
         {**entry, "from": f"{why} ({entry['from']})"}
@@ -155,6 +176,7 @@ def unfused(forwards: Sequence[Entry]) -> list[Entry]:
 def remote(hosts: Sequence[Entry]) -> list[Entry]:
     """Host costs of a draft rank beside T > 1 targets, where only T targets alone, and a draft rank
     beside one target, were measured."""
+    hosts = [entry for entry in hosts if entry["forward"] != "transformer"]
     measured = {(e["mode"], e["tp"]) for e in hosts if e["num_drafts"]}
     leads = [e for e in hosts if e["tp"] > 1 and e["mode"] == "sd" and not e["num_drafts"]]
     return [
@@ -209,8 +231,18 @@ def all_reduce(probes: Iterable[Entry], base: Entry) -> Entry:
     return {"from": "; ".join(sources), "latency_s": latency, "bytes_per_s": rate}
 
 
-def build(probes: Sequence[Entry], base: Entry) -> Entry:
-    """The built-in profile."""
+def of_others(hosts: Sequence[Entry], other: Entry | None) -> list[Entry]:
+    """Host costs of methods that no probe measured, as another machine's profile has them."""
+    known = {(e["mode"], e["num_drafts"] > 0) for e in hosts}
+    return [
+        {**entry, "from": f"derived: as on {other['device_name']}: {entry['from']}"}
+        for entry in (other or {}).get("host", ())
+        if other is not None and (entry["mode"], entry["num_drafts"] > 0) not in known
+    ]
+
+
+def build(probes: Sequence[Entry], base: Entry, other: Entry | None = None) -> Entry:
+    """The built-in profile. other: the profile whose host costs stand in for missing ones."""
     new = [p for p in probes if all("kernel" in e for e in p["tables"]["forwards"])]
     if not new:
         raise ValueError("no probe that tells kernels apart")
@@ -218,21 +250,29 @@ def build(probes: Sequence[Entry], base: Entry) -> Entry:
     forwards += with_heads(forwards)
     forwards += unfused(forwards)
     lists = merged((e for p in new for e in p["tables"].get("read_outs", ())), LISTS)
-    hosts = merged((e for p in new for e in p["host"]), HOST)
+    shards = merged((e for p in new for e in p["tables"].get("shards", ())), FORWARD)
+    every = ({**e, "forward": forward_of(e)} for p in new for e in p["host"])
+    hosts = merged(every, HOST)
     made = [{k: (p["provenance"] or {}).get(k) for k in ("commit", "started_at")} for p in probes]
     return {
         "schema": base["schema"],
         "kind": "device",
         "name": base["name"],
         "device_name": base["device_name"],
-        "numbers": numbers(new, base),
+        "numbers": numbers([p for p in new if not is_whole(p)], base),
         "all_reduce": all_reduce(probes, base),
         "others": "modelled: forwards of no table, by the numbers",
         "other_kernels": list(OTHER_KERNELS),
-        "tables": {"forwards": forwards, "read_outs": lists},
-        "host": hosts + remote(hosts),
+        "other_lists": list(OTHER_LISTS),
+        "tables": {"forwards": forwards, "shards": shards, "read_outs": lists},
+        "host": hosts + remote(hosts) + of_others(hosts, other),
         "made_of": [{"name": p["name"], **m} for p, m in zip(probes, made, strict=True)],
     }
+
+
+def forward_of(host: Entry) -> str:
+    """The kind of forward that host costs are of; only a transformer's have a context."""
+    return str(host.get("forward") or ("transformer" if host.get("context") else "gemm"))
 
 
 def text_of(value: Any) -> str:
@@ -250,10 +290,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("profiles", type=Path, nargs="+")
     parser.add_argument("--base", type=Path, default=BEFORE, help="the profile that is replaced")
+    parser.add_argument("--hosts", type=Path, help="a profile of another machine")
     parser.add_argument("--to", type=Path, required=True)
     given = parser.parse_args()
     base = json.loads(given.base.read_text())
-    data = build([json.loads(path.read_text()) for path in given.profiles], base)
+    other = None if given.hosts is None else json.loads(given.hosts.read_text())
+    data = build([json.loads(path.read_text()) for path in given.profiles], base, other)
     given.to.write_text(text_of(data) + "\n")
     profile = load_profile(str(given.to))
     entries = [e for rows in (*data["tables"].values(), data["host"]) for e in rows]

@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from analysis.build import Drawn, draw
-from analysis.load import Data
-from analysis.notes import Notes
+from analysis.load import Data, Notes
 from analysis.select import cases, plain
 from analysis.uses import best_rows
 from tests.analysis.test_figures import data, legend, poster, rate

@@ -17,11 +17,10 @@ from analysis.build import Drawn, Skipped, draw
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
 from analysis.gain import gains, gains_over, records
-from analysis.load import Data, load
-from analysis.notes import Notes, NothingLeft
-from analysis.real_pair import REAL
+from analysis.load import Data, Notes, NothingLeft, load
 from analysis.select import Case, cases, plain, points, usual
 from analysis.style import Poster, rendered, themed
+from analysis.tidy import REAL
 from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.lab.tables.claims import claims
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.build import Drawn, draw
-from analysis.load import Data, load
-from analysis.notes import NothingLeft
+from analysis.load import Data, NothingLeft, load
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "pools"
 

@@ -93,7 +93,7 @@ def test_help_is_shown_and_nothing_runs(
     shown, stderr = capfd.readouterr()  # stdout: `--help | grep` finds a flag
     assert "run" in shown and not stderr
     if arguments[:1] == ["run"]:
-        assert all(f"--{name}" in shown for name in ("mode", "fan_out", "on_late"))
+        assert all(f"--{name}" in shown for name in ("mode", "fan_out", "backup"))
 
 
 def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
@@ -206,10 +206,10 @@ def test_a_dry_run_knows_that_the_ranks_of_one_host_find_no_gpu(
     monkeypatch.setitem(sys.modules, "cupy", cupy if is_there else None)
     words = [command, "--dry_run", "--backend=cupy", "--world_size=2"]
     words += ["--grid=mode=sd,ssd"] * (command == "sweep")
-    monkeypatch.setenv("MPISSD_ONE_HOST", "1")
+    monkeypatch.delenv("MPISSD_ONE_HOST", raising=False)
     assert main(words) == 0  # as on a login node, for ranks elsewhere
     capfd.readouterr()
-    monkeypatch.setenv("MPISSD_STARTS", "1")
+    monkeypatch.setenv("MPISSD_ONE_HOST", "1")
     assert main(words) == 2
     told = capfd.readouterr().err
     assert told.startswith("mpissd: backend 'cupy': ") and told.count("\n") == 1

@@ -8,7 +8,6 @@ intervals hold the truth 93 to 97 times in 100; of 1000 pairs ± 2 points are 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.common.compare import Comparison, How, compare_blocks, compare_rows
-from mpissd.common.errors import ConfigError
-from mpissd.common.rates import Rate, Rounds
+from mpissd.common.rates import Rounds
 from mpissd.common.row import Row
 from mpissd.common.theory import expected_tokens
 
@@ -160,31 +158,6 @@ def test_shared_luck_makes_a_small_gain_visible() -> None:
     assert width(blocks) < width(alone) / 10 and width(seeds) < width(alone) / 10
 
 
-def test_unlike_lookaheads_share_most_of_their_luck() -> None:
-    """Seed 25: K = 3 against 6 at the same positions: half as wide as independent runs."""
-    pairs = runs_of(25, 400, (3, 6))
-    blocks = [c for a, b in pairs if (c := compare_blocks(a, b))]
-    assert len(blocks) == 400 and width(blocks) < 0.7 * width(independent(pairs, (3, 6)))
-
-
-def test_pairs_of_other_seeds_see_nothing() -> None:
-    """The control: the same 2%, and each seed paired with the next one's coins."""
-    pairs = [(a, Rounds(b.seconds / 1.02, b.tokens)) for a, b in runs_of(24, 200, (4, 4))]
-    turned = [(a, pairs[n - n % 5 + (n + 1) % 5][1]) for n, (a, _) in enumerate(pairs)]
-    assert false_alarms(by_seeds(turned, (4, 4))) < 0.2
-
-
-def test_rounds_as_a_sample_of_their_own_would_raise_false_alarms() -> None:
-    """The control for blocks: by single rounds, as if each told something new."""
-
-    def naive(a: Rounds, b: Rounds) -> bool:
-        logs = np.log(a.seconds / b.seconds)
-        return bool(abs(logs.mean()) > 1.96 * logs.std(ddof=1) / math.sqrt(len(logs)))
-
-    pairs = runs_of(22, 500, (4, 4))
-    assert np.mean([naive(a, b) for a, b in pairs]) > 0.2
-
-
 def kept(tokens: Floats, round_s: float) -> Rounds:
     return Rounds(np.full(len(tokens), round_s), tokens)
 
@@ -259,34 +232,3 @@ def test_a_headline_takes_five_seeds_of_400_rounds(
     assert found.is_headline == is_headline and found.is_real
     assert found.claim == ("1.50× (1.50–1.50)" if is_headline else "1.50–1.50 (few seeds)")
     assert compare_rows(a, a).claim == "no difference (1.00–1.00)"
-
-
-def test_without_rows_there_is_nothing_to_compare() -> None:
-    for sides in (([], []), (rows_of([1.0]), [])):
-        with pytest.raises(ConfigError, match="no row on one side"):
-            compare_rows(*sides)
-
-
-def best_of(rng: np.random.Generator, choose: Callable[[Floats, Floats], int]) -> float:
-    """How often five equal K at their best are called faster than an equal rival: 2.5% are due."""
-    found = []
-    for _ in range(1500):
-        rates = 100 * np.exp(0.02 * rng.normal(size=(6, 5)))
-        predicted = 100 * np.exp(0.003 * rng.normal(size=5))
-        best = choose(rates[1:], predicted)
-        found.append(compare_rows(rows_of(list(rates[0])), rows_of(list(rates[1 + best]))))
-    return sum(c.low > 1 for c in found) / len(found)
-
-
-def test_a_best_chosen_on_the_rows_that_are_compared_is_biased() -> None:
-    """Seed 27; chosen by the predicted mean, which no measured round enters, it is not."""
-    rng = np.random.default_rng(27)
-    assert best_of(rng, lambda rates, _: int(rates.mean(axis=1).argmax())) > 0.05
-    assert 0.01 <= best_of(rng, lambda _, predicted: int(predicted.argmax())) <= 0.04
-
-
-def test_a_run_beside_itself_is_no_faster() -> None:
-    run = runs_of(28, 1, (4, 4))[0][0]
-    found = compare_blocks(run, run)
-    assert found is not None and (found.speedup, found.low, found.high) == (1, 1, 1)
-    assert Rate.of_rounds(run.seconds, run.tokens).variance > 0

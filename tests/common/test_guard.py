@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
@@ -81,19 +79,6 @@ def test_what_a_rank_says_of_its_end_may_be_long_and_odd(text: str) -> None:
     lines = [line for line in said.splitlines() if line.startswith("mpissd")]
     assert len(lines) == 1 and lines[0].startswith("mpissd: rank 1 (")
     assert " failed in rounds: ValueError: " in lines[0] and "warden.py" not in said
-
-
-def test_another_warden_takes_over_where_it_is_killed() -> None:
-    ranks = two_ranks("")
-    first = warden_of(ranks)
-    os.kill(first, signal.SIGKILL)
-    end = time.monotonic() + 5
-    while process.stat(first) is not None and process.stat(first)[0] != "Z":  # type: ignore[index]
-        assert time.monotonic() < end
-    time.sleep(3 * guard._REJOIN_S)
-    ranks[1].kill()
-    said = ended(ranks)
-    assert "mpissd: rank 1 (" in said and "was killed by signal 9 (SIGKILL) in rounds" in said
 
 
 def test_nobody_is_watched_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,6 @@ def folder(path: Path) -> Path:
     return path
 
 
-def test_presets_and_generated_shapes_have_no_files() -> None:
-    for name in ("8b", "70b@8L", "gen:layers=1,hidden=64,ffn=64", "lookup", "eagle:8b"):
-        assert files_of(name) is None and not has_weights(name)
-
-
 def test_paths(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     assert files_of(str(path)) == files_of(f"{path}@1L") == path

@@ -25,14 +25,6 @@ def test_a_folder_that_can_be_made_is_not_made_yet(
     assert list(tmp_path.rglob("*")) == [here]
 
 
-def test_making_is_making_once(tmp_path: Path) -> None:
-    out = tmp_path / "a" / "b"
-    for _ in range(2):
-        make_output(str(out))
-        assert "rounds" in [path.name for path in out.iterdir()]
-        assert all(path.is_dir() for path in out.rglob("*"))  # and no file yet
-
-
 @pytest.mark.parametrize("out", ["file", "file/below", "file/below/more"])
 @pytest.mark.parametrize("judge", JUDGES)
 def test_a_file_is_no_folder(judge: Callable[[str], None], out: str, tmp_path: Path) -> None:
@@ -40,12 +32,6 @@ def test_a_file_is_no_folder(judge: Callable[[str], None], out: str, tmp_path: P
     with pytest.raises(ConfigError, match=r"out=.*file"):
         judge(str(tmp_path / out))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("judge", JUDGES)
-def test_a_name_too_long(judge: Callable[[str], None], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name too long"):
-        judge(str(tmp_path / ("n" * 300)))
 
 
 @needs_linux

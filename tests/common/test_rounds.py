@@ -138,13 +138,6 @@ def test_a_full_batch_takes_one_in_for_one_that_leaves() -> None:
     assert state(batch) == [[4], [1], [0], [1], [41]]
 
 
-def test_an_empty_batch_commits_nothing_and_takes_up_again() -> None:
-    batch = Batch(2)
-    assert not batch.apply(Outcome.admission(-1, []))
-    assert not batch.apply(outcome(0)) and len(batch) == 0
-    assert len(batch.apply(Outcome.admission(1, [Request(0), Request(1)]))) == 2
-
-
 @given(st.data(), st.integers(0, 4), st.integers(1, 4))
 def test_what_the_target_verifies(data: st.DataObject, lookahead: int, size: int) -> None:
     drafts = st.lists(st.integers(0, 99), max_size=lookahead)
@@ -155,12 +148,6 @@ def test_what_the_target_verifies(data: st.DataObject, lookahead: int, size: int
     verified = verify_rows(last, found)
     assert verified.dtype == np.int32 and verified.tolist() == flat
     assert found.num_rows == len(flat)
-
-
-def test_nothing_drafted_is_one_row_a_sequence() -> None:
-    empty = Speculation.empty(2, 3, 4)
-    assert (empty.round, empty.num_rows, empty.rows.shape) == (2, 3, (3, 7))
-    assert verify_rows(np.array([5, 6, 7], np.int32), empty).tolist() == [5, 6, 7]
 
 
 def test_an_admission_asks_for_a_speculation_and_a_release_does_not() -> None:

@@ -38,24 +38,6 @@ def test_any_part_is_read_as_it_was_written(steps: list[int | None], data: st.Da
     assert np.asarray(tape, np.float64).dtype == np.float64 and tape.read().dtype == np.int32
 
 
-def test_bytes_are_numbers_in_their_order() -> None:
-    tape = Tape("d")
-    tape.extend(np.array([1.5, -2.5]).tobytes())
-    tape.spill()
-    tape.append(3.5)
-    assert tape.read().tolist() == [1.5, -2.5, 3.5] and tape.read().dtype == np.float64
-
-
-def test_memory_holds_what_was_not_spilled_and_no_more() -> None:
-    tape = Tape("q")
-    for number in range(5000):
-        tape.append(number)
-        if number % 100 == 99:
-            tape.spill()
-            assert len(tape.tail) == 0 and tape.saved == number + 1
-    assert (tape.read() == np.arange(5000)).all()
-
-
 @needs_linux
 def test_the_file_has_no_name_and_goes_with_the_tape(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))

@@ -48,27 +48,6 @@ def test_rounds_close_against_the_real_clock(phases: type[LeadPhase] | type[Draf
     assert (table[:, 1] > 0).all()
 
 
-def test_a_restart_forgets_what_came_before(clock: list[int]) -> None:
-    ledger = Ledger(DraftPhase)
-    clock += [50, 60, 61, 65, 66, 68]
-    ledger.mark(DraftPhase.COMMIT)
-    ledger.restart()
-    ledger.close_round(0, DraftPhase.WAIT)
-    ledger.mark(DraftPhase.GLUE)
-    ledger.restart()  # a round that was begun is begun again
-    ledger.close_round(1, DraftPhase.WAIT)
-    nothing = [0] * (len(DraftPhase) - 1)
-    assert ledger.table(0, 2).tolist() == [[0, 1, 1, *nothing], [1, 2, 2, *nothing]]
-
-
-def test_a_table_is_of_the_rounds_asked_for() -> None:
-    ledger = Ledger(LeadPhase)
-    assert ledger.table(0, 5).shape == (0, 2 + len(LeadPhase))
-    for round_ in range(5):
-        ledger.close_round(round_, LeadPhase.RECORD)
-    assert ledger.table(1, 3)[:, 0].tolist() == [1, 2]
-
-
 def test_a_slice_begins_where_the_one_before_it_ends(clock: list[int]) -> None:
     ledger = Ledger(DraftPhase)
     clock += [5, 7, 20, 50, 60, 61, 99]
@@ -120,13 +99,6 @@ def test_slices_and_table_say_the_same(phases: type[LeadPhase]) -> None:
         for phase in phases:
             taken = mine[mine[:, 1] == phase]
             assert (taken[:, 3] - taken[:, 2]).sum() == row[2 + phase]
-
-
-def test_a_ledger_without_rounds_has_no_slices() -> None:
-    ledger = Ledger(LeadPhase)
-    ledger.mark(LeadPhase.SEND)
-    assert ledger.slices(0, 9).shape == (0, 4)
-    assert ledger.table(0, 9).shape == (0, 2 + len(LeadPhase))
 
 
 def test_a_ledger_that_is_off_reads_no_clock(clock: list[int]) -> None:

@@ -148,7 +148,7 @@ def test_the_largest_plan_is_close_to_real_valued() -> None:
     ("text", "message"),
     [
         ("geom:24", "did you mean 'geometric'"),
-        ("3", "allowed: adaptive, geometric, list, tail, uniform"),
+        ("3", "allowed: geometric, list, uniform"),
         ("", "unknown fan_out ''"),
         ("uniform:", "''"),
         ("uniform:0", "allowed: 1 to"),

@@ -14,7 +14,7 @@ from mpissd.common.rounds import Batch, Outcome, Request, Source
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.hits import named_hit_law, resolve_hit_law
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream, leading
+from mpissd.engine.workload.gemm import DraftStream, TokenStream, leading
 from tests.oracle import Law
 
 SHORT = 64  # positions of a window, so that some rounds cross several
@@ -80,7 +80,7 @@ class Pair:
 
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpissd.engine.workload.gemm.law.WINDOW", SHORT)
+    monkeypatch.setattr("mpissd.engine.workload.gemm.WINDOW", SHORT)
 
 
 def check_tables(pair: Pair) -> None:

@@ -12,10 +12,13 @@ from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Batch, Event, Outcome, Request, Source, Speculation
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.history import Histories
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel, trunk
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
+from mpissd.engine.workload.markov import (
+    MarkovDraftWorker,
+    MarkovLaws,
+    MarkovModel,
+    MarkovTargetWorker,
+    trunk,
+)
 from tests.loop.harness import CountingForwards
 
 K, CAPACITY = 3, 4

@@ -162,8 +162,8 @@ def test_a_draft_with_a_head_reads_out_the_candidates_it_may_need() -> None:
     ("flags", "message"),
     [
         ({"mode": "sd", "fan_out": "garbage"}, "unknown fan_out 'garbage'"),
-        ({"lm_head": True, "fan_out": "adaptive:100"}, "100 a row: allowed: at most 63"),
-        ({"fan_out": "adaptive:5000"}, "5000: allowed: 1 to 4096"),
+        ({"lm_head": True, "fan_out": "uniform:100"}, "100 a row: allowed: at most 63"),
+        ({"fan_out": "geometric:5000"}, "5000: allowed: 1 to 4096"),
     ],
 )
 def test_lists_are_judged_whether_they_are_used_or_not(flags: dict[str, Any], message: str) -> None:

@@ -8,9 +8,7 @@ import pytest
 from mpissd.common.rounds import Batch, Outcome, Source, Speculation
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovDraftWorker, MarkovLaws, MarkovModel
 from mpissd.engine.workload.sampled import SampledRollout
 from tests.loop.harness import CountingForwards
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.spec.sampling import probabilities
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import SHARPNESS, MarkovModel
+from mpissd.engine.workload.markov import SHARPNESS, MarkovLaws, MarkovModel
 
 MODEL = MarkovModel(40, 2, 7, 0.3)
 
@@ -51,7 +50,7 @@ def test_a_slice_of_a_row_is_the_row_s(
 
 def test_a_row_is_the_same_in_another_process() -> None:
     code = (
-        "from mpissd.engine.workload.markov.model import MarkovModel as M;"
+        "from mpissd.engine.workload.markov import MarkovModel as M;"
         "print(M(40, 2, 7, 0.3).logits((3, 5)).tobytes().hex())"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

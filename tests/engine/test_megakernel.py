@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -287,3 +288,12 @@ def test_the_model_decides(
 
 def test_a_share_of_the_heads_uses_separate_kernels() -> None:
     assert not MegakernelOps.suits(device(), model(), heads=16)
+
+
+def test_a_gpu_that_mps_divides_uses_separate_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert MegakernelOps.suits(device(), model(), heads=32)
+    (tmp_path / "control").touch()
+    assert not MegakernelOps.suits(device(), model(), heads=32)

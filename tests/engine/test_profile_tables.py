@@ -22,6 +22,7 @@ from mpissd.engine.backend.profile_tables import Curve, Launch, Tables
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
+from tests.datasheet import DATASHEET
 
 SHARD, OPTIONS = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True)
 SECONDS = {"1": 1e-3, "8": 1.1e-3, "64": 1.5e-3}
@@ -126,7 +127,7 @@ def test_all_tables_are_read(box: Any) -> None:
     assert tables.links["mpi", 0.005](64) == 4e-6
     assert tables.copies["out",](64) == 7e-6
     assert tables.launches == {"empty": Launch(2e-6, 1e-6)}
-    assert load_profile("h100").tables == Tables()
+    assert load_profile(DATASHEET).tables == Tables()
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 1e-3), (8, 1.1e-3), (36, 1.3e-3), (120, 1.9e-3)])
@@ -210,7 +211,7 @@ def test_require_names_what_is_covered(box: Any) -> None:
     with pytest.raises(ConfigError, match=r"cover llama-3.1-8b T=2 fuse kv_tokens=24: "):
         profile.require(SHARD.key(3, replace(OPTIONS, context=8)), params)
     with pytest.raises(ConfigError, match=r"'h100' doesn't cover .*: none$"):
-        load_profile("h100").require(SHARD.key(1, OPTIONS), params)
+        load_profile(DATASHEET).require(SHARD.key(1, OPTIONS), params)
     with pytest.raises(ConfigError, match=r"cover this llama-3.1-8b: it was probed with another"):
         profile.require(SHARD.key(1, OPTIONS), params + 1)
 

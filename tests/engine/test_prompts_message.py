@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Event, Outcome, Request
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import prompts
+from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.queue_link import queue_link
 
@@ -63,9 +63,9 @@ def test_rounds_without_admissions_send_none() -> None:
     assert lead.num_messages == 3
 
 
-def written(request: Request) -> tuple[prompts.Buffer, Outcome]:
+def written(request: Request) -> tuple[wire.Buffer, Outcome]:
     buffer, told = SHAPE.prompt_buffer(), Outcome.admission(6, [request])
-    prompts.write_prompts(buffer, told)
+    wire.write_prompts(buffer, told)
     return buffer, Outcome(6, told.rows)
 
 
@@ -84,7 +84,7 @@ def written(request: Request) -> tuple[prompts.Buffer, Outcome]:
 def test_sealed_prompts_that_cannot_be_are_refused(request_: Request, message: str) -> None:
     buffer, told = written(request_)
     with pytest.raises(ProtocolError, match=f"^round 6: malformed PROMPT: .*{message}"):
-        prompts.read_prompts(buffer, told)
+        wire.read_prompts(buffer, told)
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**6, 2**31 - 1])
@@ -93,17 +93,17 @@ def test_a_length_beyond_the_buffer_is_refused(size: int) -> None:
     buffer.body[0] = size
     buffer.seal(7)
     with pytest.raises(ProtocolError, match=f"a prompt of {size} tokens at 0, the buffer holds"):
-        prompts.read_prompts(buffer, told)
+        wire.read_prompts(buffer, told)
 
 
 def test_prompts_of_another_number_of_sequences_are_refused() -> None:
     buffer, _ = written(Request(0, 7, 0, (3, 7)))
     told = Outcome.admission(6, [Request(0, 7), Request(1, 7)])
     with pytest.raises(ProtocolError, match="malformed PROMPT: 1 prompts, expected 2"):
-        prompts.read_prompts(buffer, told)
+        wire.read_prompts(buffer, told)
 
 
 def test_the_longest_prompts_fit() -> None:
     full = [Request(n, 1, 0, (1,) * MOST) for n in range(BATCH)]
     buffer = SHAPE.prompt_buffer()
-    assert prompts.write_prompts(buffer, Outcome.admission(0, full)) == len(buffer.array)
+    assert wire.write_prompts(buffer, Outcome.admission(0, full)) == len(buffer.array)

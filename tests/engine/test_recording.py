@@ -20,8 +20,7 @@ from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.model.transformer.files import SafetensorsFiles
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, load, save
 from tests.loop.recorded import recording_of
 
@@ -171,7 +170,7 @@ def test_a_job_beyond_what_was_recorded_is_refused(path: Path) -> None:
     for flags, text in (
         ({"lookahead": 5}, "lookahead=5 with recording=.*allowed: at most 4, as recorded"),
         ({"fan_out": "uniform:6"}, "fan_out=uniform:6: 6 candidates a row .*at most 5"),
-        ({"fan_out": "adaptive:12"}, "fan_out=adaptive:12: 12 candidates a row .*at most 5"),
+        ({"fan_out": "uniform:12"}, "fan_out=uniform:12: 12 candidates a row .*at most 5"),
         ({"batch_size": 4}, "batch_size=4 .*at most 3"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Event, Outcome, Request, Source, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import prompts, wire
+from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.comm.wire import HEADER, Buffer
@@ -86,9 +86,9 @@ def sent_proposals(seed: int) -> Message:
 
 def sent_prompts(seed: int) -> Message:
     buffer, told = SHAPE.prompt_buffer(), admission(seed)
-    size = prompts.write_prompts(buffer, told)
+    size = wire.write_prompts(buffer, told)
     bare = Outcome(told.round, told.rows)
-    return Message(buffer, size, lambda: prompts.read_prompts(buffer, bare))
+    return Message(buffer, size, lambda: wire.read_prompts(buffer, bare))
 
 
 def admission(seed: int) -> Outcome:

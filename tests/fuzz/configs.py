@@ -69,7 +69,7 @@ def drawn(dice: random.Random, world_size: int) -> Flags:
     if mode == "ssd":
         flags |= growth(dice, lookahead)
     if mode != "ar":
-        flags["backup"] = dice.choice(["jit", "jit", "fast", "auto"])
+        flags["backup"] = dice.choice(["jit", "jit", "fast"])
         if dice.random() < 0.3:
             flags["backup_lookahead"] = str(dice.randint(1, lookahead))
     for name, chance in (("fuse", 0.3), ("lm_head", 0.3), ("ledger_ab", 0.02)):
@@ -139,11 +139,8 @@ def growth(dice: random.Random, lookahead: int) -> Flags:
                 f"uniform:{dice.randint(1, 6)}",
                 f"geometric:{dice.randint(lookahead + 1, 40)}",
                 f"list:{lists}",
-                f"adaptive:{dice.randint(lookahead + 1, 30)}",
-                f"tail:{dice.randint(1, 3)}",
             ]
         ),
-        "on_late": dice.choice(["finish", "serve", "auto"]),
     }
     if dice.random() < 0.2:
         flags["fan_out_miss"] = f"uniform:{dice.randint(1, 3)}"
@@ -239,10 +236,8 @@ def lists(dice: random.Random, flags: Flags) -> Broken:
             ({"lookahead": "3", "acceptance": "rates:0.5,0.5"}, "0.5,0.5"),
             ({"fan_out": "uniform:5000"}, "5000"),
             ({"fan_out": "uniform:0", "p_hit": "0.9"}, "0"),
-            ({"lookahead": "4", "fan_out": "adaptive:0"}, "adaptive"),
-            ({"fan_out": "tail:0"}, "tail"),
+            ({"lookahead": "4", "fan_out": "geometric:0"}, "geometric"),
             ({"num_drafts": "2"}, "num_drafts=2"),
-            ({"fan_out": "adaptive:20", "fan_out_miss": "uniform:2"}, "adaptive:20"),
             ({"pair": "8b/medusa:8b", "lookahead": "3"}, "lookahead=3"),
             ({"pair": "eagle:8b/1b"}, "eagle"),
         ]

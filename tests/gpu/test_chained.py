@@ -202,7 +202,7 @@ def test_a_long_prompt_of_text_is_read_in_chunks(
     """Answers are the same in every mode, though a prompt's rows are of other products."""
     monkeypatch.setattr(CupyChunks, "rows", 128)
     monkeypatch.setattr(placement, "LEAST_CHUNK", 64)
-    monkeypatch.setattr("mpissd.engine.workload.placed.LEAST_CHUNK", 64)
+    monkeypatch.setattr("mpissd.engine.workload.workers.LEAST_CHUNK", 64)
     used = []
     body = CupyChunks.body
     monkeypatch.setattr(CupyChunks, "body", lambda self: (used.append(1), body(self)))

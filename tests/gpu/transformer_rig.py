@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 HEADS = {"llama": (4, 2, 32), "smollm2": (3, 1, 64), "qwen2": (6, 2, 32), "qwen3": (4, 2, 64)}
 
+_SUITS = MegakernelOps.suits  # the method, which a test may have replaced before
 UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
     "five": ("llama", 10, 5, 32, 192),
     "three": ("qwen2", 6, 3, 64, 192),
@@ -40,11 +41,9 @@ UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
 
 def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
     """Computes up to 32 rows of models of any width by the megakernel, or none."""
-    if is_on:
-        monkeypatch.setattr(Megakernel, "least_hidden", 0)
-        monkeypatch.setattr(Megakernel, "wide", 0)
-    else:
-        monkeypatch.setattr(MegakernelOps, "suits", lambda *_, **__: False)
+    monkeypatch.setattr(MegakernelOps, "suits", _SUITS if is_on else lambda *_, **__: False)
+    monkeypatch.setattr(Megakernel, "least_hidden", 0)
+    monkeypatch.setattr(Megakernel, "wide", 0)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:

@@ -18,11 +18,11 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
 from mpissd.lab.predict.advisor import Search, by_speed, plan
-from mpissd.lab.predict.closed import Cells, expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.laws import Laws, cut_law
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.search import FULL, Choice, Placement, cells_of, fan_outs
+from mpissd.lab.predict.simulation import Cells, expected
 
 MOST_WEIGHED = 6000  # of the 26,000 configurations of FULL on eight GPUs; half a second
 HOST = HostCosts(
@@ -93,7 +93,9 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
     profile = load_profile("h100")
     advice = plan(config, HOST, placements(config, profile, 5), 5)
-    assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1)}
+    assert {c.method for c in advice.by_method} == {
+        *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1))
+    }
     for choice in advice.by_method:
         laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}
         job = resolve(
@@ -102,13 +104,13 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
         )  # fmt: skip
         device = DeviceCosts.from_profile(profile, job)
         found = expected(job, device, HOST)
-        assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=1e-9)
-        assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=1e-9)
+        assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=0.05)
+        assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=0.05)
 
 
 def test_one_gpu_holds_no_draft_rank() -> None:
     advice = advise(1, device="h200", pair="8b/1b")
-    assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0)}
+    assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0), ("lookup", 0)}
     assert advice.best.gpus == 1 and advice.extra_gpu is None
     assert advice.break_even_p_hit is None
 
@@ -149,23 +151,23 @@ def test_gains_of_the_extra_gpu_add_up() -> None:
 
 
 def test_every_t_and_d_is_judged() -> None:
-    alone = {(mode, t, 0) for mode in ("ar", "sd") for t in (1, 2, 4)}
+    alone = {(mode, t, 0) for mode in ("ar", "sd", "lookup") for t in (1, 2, 4)}
     beside = {(mode, t, 1) for mode in ("sd", "ssd") for t in (1, 2)}
     advice = advise(4, alpha=0.8, pair="8b/1b", batch_size=4)
     assert {(c.mode, c.tp, c.num_drafts) for c in advice.judged} == alone | beside
 
 
 def test_break_even_alpha_is_theory_s_for_sd() -> None:
-    """One GPU, K = 1 … 16 for both: SD's best K at the tie is 1."""
+    """One GPU, K = 1 … 16 for both; a lookup of no acceptance is slower than AR."""
     device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
     places = [Placement(1, device, (0,))]
     for alpha in (0.25, 0.9):
-        found = plan(RunConfig(alpha=alpha), HostCosts(), places, 1)
+        found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), HostCosts(), places, 1)
         drafting = next(c for c in found.by_method if c.mode == "sd")
         k = drafting.lookahead
         cost = float(device.verify_s(k + 1)) + k * 0.3
         wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
-        assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
+        assert found.break_even_alpha == pytest.approx(wanted, abs=0.01)
         assert found.best.mode == ("ar" if alpha < wanted else "sd")
 
 
@@ -180,7 +182,7 @@ def test_break_even_p_hit_is_where_ssd_ties() -> None:
                   memory_bytes=None)  # fmt: skip
     assert advice.rival is not None
     found = expected(tie, place.device, HOST).tok_per_s[0]
-    assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
+    assert found == pytest.approx(advice.rival.tok_per_s, rel=0.05)
 
 
 def test_a_list_of_rates_limits_k() -> None:
@@ -220,10 +222,10 @@ def test_forwards_of_a_search_are_those_of_a_job() -> None:
 
 
 def test_flags_name_what_was_chosen() -> None:
-    choice = Choice("ssd", 2, 1, 4, 6, "geometric:24", "fast", 3, "serve", 100.0, 9.0, 0.8)
+    choice = Choice("ssd", 2, 1, 4, 6, "geometric:24", "fast", 3, 100.0, 9.0, 0.8)
     assert choice.flags() == {
         "mode": "ssd", "num_drafts": "1", "lookahead": "6", "fan_out": "geometric:24",
-        "backup": "fast", "backup_lookahead": "3", "on_late": "serve",
+        "backup": "fast", "backup_lookahead": "3",
     }  # fmt: skip
     assert choice.gpus == 3 and choice.tok_per_s_per_gpu == pytest.approx(100 / 3)
     alone = replace(choice, mode="ar", num_drafts=0, lookahead=0, fan_out=None)
@@ -240,7 +242,7 @@ def test_both_fan_outs_of_a_search_are_those_of_a_job(
 ) -> None:
     """Behind a hit and behind a backup that drafts K_b tokens of its own law."""
     config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
-    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, "serve", 100.0, 9.0, 0.8)
+    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, 100.0, 9.0, 0.8)
     flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
     flags |= {name: str(value) for name, value in law.items()} | choice.flags()
     job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
@@ -258,9 +260,7 @@ def test_a_law_is_cut_to_what_is_drafted() -> None:
         assert cut_law(text, 1) == text
 
 
-@pytest.mark.parametrize(
-    ("batch", "most"), [(1, MOST_WEIGHED), (16, MOST_WEIGHED), (17, 2000), (256, 2000)]
-)
+@pytest.mark.parametrize(("batch", "most"), [(1, 3000), (8, 3000), (9, 1000), (256, 1000)])
 def test_large_batches_are_weighed_more_roughly(batch: int, most: int) -> None:
     """Each of their configurations takes longer, with the sequences that may hit."""
     assert most / 2 < advise(8, pair="70b/1b", batch_size=batch).num_evaluated < most

@@ -11,9 +11,9 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import forecast_from_run, forecast_row, job_of_row
+from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -38,7 +38,7 @@ def test_a_row_says_its_whole_configuration(name: str) -> None:
         profile = jobfile.load(str(path))
         assert profile is not None
         mean = float(expected(job_of_row(row), profile.device, profile.host).tok_per_s[0])
-        assert mean == pytest.approx(row["expected_tok_per_s"], rel=1e-9), row["run_id"]
+        assert mean == pytest.approx(row["expected_tok_per_s"], rel=6e-3), row["run_id"]
     assert checked > 10
 
 
@@ -114,7 +114,7 @@ def test_another_run_s_profile_predicts_what_it_covers() -> None:
     assert run is not None
     assert "own job" in (forecast_from_run(row, str(path), run).reason or "")
     found = forecast_from_run(row, "of-another-job.json", run)
-    assert found.tok_per_s == pytest.approx(row["expected_tok_per_s"], rel=1e-9)
+    assert found.tok_per_s == pytest.approx(row["expected_tok_per_s"], rel=6e-3)
     for changed in ({"tp": 2}, {"lookahead": 9}, {"batch_size": 2}, {"backend": "emulated"}):
         reason = forecast_from_run(row | changed, "of-another-job.json", run).reason
         assert reason == "the profile does not cover their configuration"

@@ -159,7 +159,7 @@ def test_costs_are_shared_by_what_differs_in_its_draws_alone() -> None:
 
     whole, plain = keys()
     assert keys(alpha=0.5, seed=3, rounds=7) == (whole, plain)
-    for grown in ({"p_hit": 0.5}, {"fan_out": "uniform:2"}, {"on_late": "serve"}):
+    for grown in ({"p_hit": 0.5}, {"fan_out": "uniform:2"}):
         assert keys(**grown)[0] != whole and keys(**grown)[1] == plain
     assert keys("sd")[1] == plain
     assert keys(alpha=0.5, fan_out="geometric:12")[0] != keys(fan_out="geometric:12")[0]

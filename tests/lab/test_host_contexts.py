@@ -46,7 +46,7 @@ def test_one_context_holds_for_all() -> None:
 
 
 def test_a_job_takes_the_costs_of_its_mean_context() -> None:
-    known = profile(entry(1, 0, 1e-4), entry(1, 10_000, 1e-2))
+    known = profile(entry(1, 10, 1e-4), entry(1, 10_000, 1e-2))
     near, far = (job(num_drafts=0, context=n) for n in (0, 4000))
     assert host_of(known, near).draft_assemble < host_of(known, far).draft_assemble < 1e-2
 

@@ -38,12 +38,13 @@ def advise(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
 def row_of(config: RunConfig, choice: Choice) -> Row:
     """A row as a run of that choice on this device would write it."""
     job = job_of(config, choice)
-    names = "mode num_drafts batch_size fuse lm_head context on_late backup acceptance_fast"
+    names = "mode num_drafts batch_size fuse lm_head context backup acceptance_fast"
     told = {name: getattr(job.config, name) for name in names.split()}
     told |= {"target": job.target.name, "draft": job.draft and job.draft.name, "seed": 0}
     told |= {"workload": "gemm", "device_name": H200.device_name, "num_rounds": 400, "tp": job.tp}
     told |= {"lookahead": job.lookahead, "backup_lookahead": job.backup_lookahead}
     told |= {"fan_out": job.fan_out, "fan_out_miss": job.fan_out_miss}
+    told |= {"mode": job.config.mode, "inline_draft": job.inline}
     told |= {"acceptance": job.config.acceptance, "hit_law": job.hit_law.label}
     return Row.from_dict(told)
 
@@ -52,13 +53,17 @@ def row_of(config: RunConfig, choice: Choice) -> Row:
     ("gpus", "flags", "derived"),
     [
         (2, {}, set()),
-        (2, {"context": 16384}, {"ar", "sd", "ssd"}),  # KV that was not probed
-        (2, {"batch_size": 32}, {"sd", "ssd"}),  # more rows than were probed
+        (2, {"context": 16384}, {"ar", "sd", "lookup", "ssd"}),  # KV that was not probed
+        (2, {"batch_size": 32}, {"sd", "lookup", "ssd"}),  # more rows than were probed
         (5, {}, {"sd", "ssd"}),  # host costs of T = 4 beside a draft
         # more rows of a draft than were probed
         (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1"}, {"ssd"}),
         (2, {"pair": None, "target": "8b", "draft": "toy-draft"}, {"sd", "ssd"}),
-        (4, {"pair": "70b/1b", "lm_head": True}, {"ar", "sd", "ssd"}),  # a head that was not
+        (
+            4,
+            {"pair": "70b/1b", "lm_head": True},
+            {"ar", "sd", "lookup", "ssd"},
+        ),  # a head that was not
     ],
 )
 def test_a_choice_is_labelled_as_its_row_would_be(
@@ -104,7 +109,11 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     found = survey(config, other, 2)
     assert {Family("sd", 1, 1), Family("ssd", 1, 1)} <= set(found.unjudged)
     advice = plan(config, HostCosts(), found.placements, 2, found.unjudged)
-    assert {c.method for c in advice.judged} == {("ar", 0), ("sd", 0)} and advice.rival is None
+    assert {c.method for c in advice.judged} == {
+        ("ar", 0),
+        ("sd", 0),
+        ("lookup", 0),
+    } and advice.rival is None
     file = tmp_path / "other.json"
     file.write_text(Path(PROBED).read_text().replace("NVIDIA H200", "Another GPU"))
     assert main(["plan", f"--profile={file}", "--gpus=2"]) == 0

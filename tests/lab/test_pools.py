@@ -25,8 +25,8 @@ from mpissd.lab.pools.simulation import simulate
 from mpissd.lab.pools.theory import by_queueing
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.recurrence import expect_by_law
 from mpissd.lab.predict.search import Choice
+from mpissd.lab.predict.simulation import sampled
 
 H200 = load_profile("h200")
 
@@ -48,7 +48,6 @@ def pool_of(targets: int, device: str = "h200", tp: int = 1, **flags: Any) -> Po
 CASES: dict[str, dict[str, Any]] = {
     "in time": {"lookahead": 4, "fan_out": "geometric:20", "backup_lookahead": 2},
     "late": {"lookahead": 7, "fan_out": "uniform:3"},
-    "served late": {"lookahead": 7, "fan_out": "uniform:3", "on_late": "serve", "batch_size": 3},
     "batch, fast": {"lookahead": 4, "fan_out": "uniform:3", "batch_size": 5, "backup": "fast"},
     "sd": {"mode": "sd", "lookahead": 4, "batch_size": 2},
     "imposed": {"lookahead": 3, "fan_out": "uniform:1", "p_hit": 0.9},
@@ -60,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_one_target_is_a_draft_of_its_own(device: str, flags: dict[str, Any]) -> None:
     pool = pool_of(1, device, **flags)
     alone = DeviceCosts.from_profile(load_profile(device), pool.job)
-    mean = expect_by_law(pool.job, alone, pool.host, chains=128)
+    mean = sampled(pool.job, alone, pool.host, chains=128)
     rates = [simulate(pool, 200, seed).tok_per_s for seed in range(20)]
     error = float(np.hypot(np.std(rates, ddof=1) / np.sqrt(20), mean.tok_per_s_error))
     assert abs(np.mean(rates) - mean.tok_per_s) < 5 * error
@@ -202,7 +201,6 @@ def test_predict_takes_groups(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "why"),
     [
         (("--num_tokens=100",), "and rounds"),
-        (("--rounds=9", "--on_late=auto"), "nothing that adapts"),
         (("--rows=results",), "groups=3 with rows"),
     ],
 )

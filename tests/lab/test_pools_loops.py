@@ -25,7 +25,7 @@ from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
+from mpissd.engine.workload.gemm import DraftStream, TokenStream
 from mpissd.lab.pools.durations import Pool
 from mpissd.lab.pools.simulation import replay
 from mpissd.lab.predict.costs import HostCosts
@@ -116,8 +116,7 @@ class PoolRun:
         worker = loops.DraftWorker(self.shared.seats[group], stream)
         worker.clock = self.draft
         source = Source.FAST if config.backup == "fast" else Source.JIT
-        late = job.backup_lookahead, config.on_late
-        policy = DraftPolicy(job.lookahead, job.fan_outs, source, *late)
+        policy = DraftPolicy(job.lookahead, job.fan_outs, source, job.backup_lookahead)
         return Drafter(worker, policy, self.pool.batch, self.draft)
 
 
@@ -136,7 +135,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sd": {"mode": "sd", "lookahead": 5},
     "in time": {"mode": "ssd", "lookahead": 2, "fan_out": "uniform:2"},
     "late": {"mode": "ssd", "lookahead": 5, "fan_out": "uniform:3"},
-    "served late": {"mode": "ssd", "lookahead": 7, "on_late": "serve", "fan_out": "uniform:2"},
     "batch": {"mode": "ssd", "lookahead": 4, "batch_size": 3, "fan_out": "geometric:20"},
     "fast": {"mode": "ssd", "lookahead": 4, "batch_size": 2, "backup": "fast"},
     "short backup": {"mode": "ssd", "lookahead": 6, "backup_lookahead": 2, "alpha": 0.9},
@@ -166,7 +164,6 @@ def test_replays_random_pools(seed: int) -> None:
         "batch_size": rnd.choice([1, 1, 2, 4]),
         "backup": rnd.choice(["jit", "fast"]),
         "backup_lookahead": rnd.randint(1, lookahead),
-        "on_late": rnd.choice(["finish", "serve"]),
         "alpha": rnd.choice([0.5, 0.8, 0.95]),
         "seed": seed,
     }

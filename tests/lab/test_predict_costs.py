@@ -22,7 +22,7 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.timing import answer_s, in_buckets, steps_seen
+from mpissd.lab.predict.simulation import in_buckets, steps_seen
 
 Points = st.dictionaries(st.integers(1, 500), st.floats(0, 1), min_size=1, max_size=6)
 
@@ -171,12 +171,3 @@ def test_polls_stand_between_whole_steps() -> None:
     waited = np.array([-1.0, 0.0, 0.1, 1.0, 1.1, 99.0])
     assert steps_seen(waited, np.array(1.0), 4).tolist() == [0, 0, 1, 1, 2, 4]
     assert steps_seen(waited, np.array(0.0), 4).tolist() == [0, 0, 4, 4, 4, 4]
-
-
-def test_hits_and_misses_share_forwards() -> None:
-    lanes_s = np.array([0.0, 1.0, 10.0, 100.0])
-    # 2 hits that lack 1 step, 1 miss that needs 3: one step of 3 lanes, then two of one.
-    assert answer_s(lanes_s, np.array(2), np.array(1), np.array(1), np.array(3)) == 102.0
-    # Nobody hits, or nobody misses: their steps don't count.
-    assert answer_s(lanes_s, np.array(0), np.array(9), np.array(2), np.array(3)) == 30.0
-    assert answer_s(lanes_s, np.array(3), np.array(2), np.array(0), np.array(9)) == 200.0

@@ -15,12 +15,13 @@ from mpissd.engine.backend.profile_tables import Curve, Forward, HostEntry, Tabl
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import derived_from, entry_of, host_of
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Placement
+from mpissd.lab.predict.simulation import expected
+from tests.datasheet import DATASHEET
 
 MODELS = {"llama-3.1-8b": 3e-3, "llama-3.2-1b": 0.5e-3}
 FREE = HostCosts()
@@ -39,7 +40,7 @@ def two_kernels() -> Profile:
         )
         kernels = Forward(params, few, "chain", 32), Forward(params, many, "cublas")
         tables[shard.key(1, ForwardOptions())] = kernels
-    return replace(load_profile("h100"), tables=Tables(forwards=tables))
+    return replace(load_profile(DATASHEET), tables=Tables(forwards=tables))
 
 
 PROFILE = two_kernels()
@@ -101,7 +102,7 @@ def test_a_plan_s_choices_are_what_predict_says_of_them() -> None:
         one = job(**{**flags, "alpha": 0.9}) if choice.mode != "ar" else job(mode="ar")
         own = DeviceCosts.from_profile(PROFILE, one)
         rate = float(expected(one, own, FREE).tok_per_s[0])
-        assert choice.tok_per_s == pytest.approx(rate, rel=1e-4), choice
+        assert choice.tok_per_s == pytest.approx(rate, rel=0.01), choice
 
 
 def entry(mode: str, drafts: int, sample: float, **changes: Any) -> HostEntry:

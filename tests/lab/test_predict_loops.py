@@ -22,7 +22,6 @@ from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape
-from mpissd.engine.decode.controls import Controls
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
@@ -33,10 +32,9 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.recurrence import replay
+from mpissd.lab.predict.simulation import replay
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_upload=5e-6, lead_launch=9e-6,
@@ -235,9 +233,8 @@ class VirtualRun:
             job.fan_outs,
             Source.FAST if config.backup == "fast" else Source.JIT,
             job.backup_lookahead,
-            config.on_late,
         )
-        drafter = Drafter(worker, policy, batch, self.draft, self._controls(policy))
+        drafter = Drafter(worker, policy, batch, self.draft)
         close = drafter.ledger.close_round
 
         def close_round(round_: int, phase: int) -> None:
@@ -247,10 +244,6 @@ class VirtualRun:
 
         drafter.ledger.close_round = close_round  # type: ignore[method-assign]
         return drafter
-
-    def _controls(self, policy: DraftPolicy) -> Controls | None:
-        """What adapts; None: nothing."""
-        return None
 
     def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
         job = self.job

@@ -11,16 +11,14 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import load, save
-from mpissd.lab.laws.outcomes import of_recording
+from mpissd.lab.pair.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.recorded import outcomes, predict_replay
-from mpissd.lab.predict.recurrence import follow
+from mpissd.lab.predict.simulation import follow
 from tests.loop.recorded import recording_of
 
 LAWS = MarkovLaws(MarkovModel(60, 2, 3), MarkovModel(60, 2, 3, 0.3), 0.0, seed=6, prompt_tokens=2)
@@ -65,13 +63,6 @@ def test_rounds_are_the_recording_s_and_take_the_device_s_time(path: Path, mode:
     hits = ((counted > 0) & (counted <= 3)).mean()  # uniform:3
     assert row["hit_rate"] == pytest.approx(hits)
     assert np.isfinite(row["wall_s"]) and row["wall_s"] > row["num_rounds"] * row["t_target_s"]
-
-
-def test_outcomes_that_depend_on_time_are_refused(path: Path) -> None:
-    for flags in ({"on_late": "serve"}, {"backup": "auto"}, {"fan_out": "adaptive:8"}):
-        made = job(path, **flags)
-        with pytest.raises(ConfigError, match="no prediction for a replay"):
-            predict_replay(made, costs(made), HostCosts())
 
 
 def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

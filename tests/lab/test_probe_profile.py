@@ -24,6 +24,7 @@ from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe
 from mpissd.lab.probe.printed import print_seats, print_tables
 from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
 from mpissd.lab.probe.sample import Checks
+from tests.datasheet import DATASHEET
 
 WAITER = Waiter(30.0, spin=False)
 H200 = DeviceInfo("NVIDIA H200 (emulated)", "emulated")
@@ -55,8 +56,8 @@ def all_reduces(seconds: dict[str, float], ranks: int = 2) -> list[dict[str, Any
 
 
 def test_the_rates_of_an_emulated_device_come_out_again() -> None:
-    found, profile = job(), load_profile("h100")
-    numbers = fit(found, 2, tables_of("h100", found), ("none", None), [10, 7, 9], "modelled")
+    found, profile = job(), load_profile(DATASHEET)
+    numbers = fit(found, 2, tables_of(DATASHEET, found), ("none", None), [10, 7, 9], "modelled")
     values = {key: told["value"] for key, told in numbers["numbers"].items()}
     assert values["read_bytes_per_s"] == profile.read_bytes_per_s
     assert values["launch_s"] == profile.launch_s
@@ -68,8 +69,8 @@ def test_the_rates_of_an_emulated_device_come_out_again() -> None:
 
 def test_all_reduces_are_a_straight_line_through_the_smallest_and_the_largest() -> None:
     found = job(2)
-    tables = tables_of("h100", found)
-    profile = load_profile("h100")
+    tables = tables_of(DATASHEET, found)
+    profile = load_profile(DATASHEET)
     sizes = [8192, 1 << 19, 1 << 20]
     told = {str(n): profile.all_reduce_s(2, n) for n in sizes}
     tables["all_reduces"] = all_reduces(told)
@@ -101,7 +102,7 @@ def test_odd_all_reduces_make_no_odd_rates(
 
 def test_the_peak_is_the_largest_measured_product() -> None:
     found = job()
-    tables = tables_of("h100", found)
+    tables = tables_of(DATASHEET, found)
     assert fit(found, 2, tables, ("square", 9e15), [1], "m")["numbers"]["peak_flops_per_s"] == {
         "value": 9e15,
         "from": "m: square",
@@ -115,7 +116,7 @@ def test_the_peak_is_the_largest_measured_product() -> None:
 def saved(folder: Path, name: str = "box") -> tuple[Path, dict[str, Any]]:
     (folder / "profiles").mkdir(exist_ok=True)
     found = job()
-    tables = tables_of("h100", found)
+    tables = tables_of(DATASHEET, found)
     fitted = fit(found, 2, tables, ("none", None), [1], "modelled")
     data = {"name": name, "device_name": "NVIDIA H200", **fitted, "tables": tables}
     return save_profile(str(folder), name, data), data
@@ -124,7 +125,7 @@ def saved(folder: Path, name: str = "box") -> tuple[Path, dict[str, Any]]:
 def test_a_saved_profile_replays_what_was_measured(tmp_path: Path) -> None:
     path, data = saved(tmp_path)
     assert path == tmp_path / "profiles" / "box.json"
-    profile, truth = load_profile(str(path)), load_profile("h100")
+    profile, truth = load_profile(str(path)), load_profile(DATASHEET)
     shard = Shard(job().target)
     profile.require(shard.key(1, job().options), shard.num_params(job().options))
     for rows in FORWARD_ROWS:
@@ -180,7 +181,7 @@ def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
 
 
 def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
-    tables = tables_of("h100", job())
+    tables = tables_of(DATASHEET, job())
     told = {str(n): 1e-6 * n for n in (64, 4096)}
     links = {"name": "mpi", "idle_s": 5e-3, "seconds": told, "spread": {"64": 0.5, "4096": None}}
     print_tables(tables | {"links": [links], "all_reduces": all_reduces(told)}, ["nccl: no"])

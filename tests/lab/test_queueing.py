@@ -66,7 +66,7 @@ def test_refuses_what_is_no_network(away: float, turns: float, frames: list[floa
 def shared(targets: int, hit: float = 1.0, window_s: float = 10.0, slope: float = 0.0) -> Shared:
     """One sequence a target, K = 4, frames of 1 s and `slope` more for each other target."""
     frames = tuple(1 + slope * n for n in range(targets))
-    pool = SharedDraft(window_s, 4, hit, 1 - hit, 4, True, True, targets, lambda *_: frames)
+    pool = SharedDraft(window_s, 4, hit, 1 - hit, 4, True, targets, lambda *_: frames)
     return shared_draft(pool)
 
 

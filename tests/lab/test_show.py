@@ -14,9 +14,8 @@ from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.lab.show.meter import Meter
-from mpissd.lab.show.painter import MARGIN, Painter, Piece, harmless, legend, width_of
-from mpissd.lab.show.show import Show
+from mpissd.lab.show import Show
+from mpissd.lab.terminal import MARGIN, Meter, Painter, Piece, harmless, legend, width_of
 from tests.text import tiny
 from tests.text.screen import Screen
 
@@ -108,22 +107,17 @@ def test_writing_from_right_to_left_stays_as_it_is() -> None:
 
 
 def test_a_meter_leaves_out_the_round_that_waits_for_the_prompt() -> None:
-    ticks = count(0, 2)  # the first round takes 2 s, the others 2 s each
-    meter = Meter(clock=lambda: float(next(ticks)))
-    meter.add(5, False)
+    ticks = count(0, 2)  # each round takes 2 s
+    meter = Meter(has_cache=True, clock=lambda: float(next(ticks)))
+    meter.count(5, 1, 0)
     assert (meter.first_s, meter.hit_rate, meter.tok_per_s) == (2.0, None, None)
-    meter.add(5, True)
-    meter.add(2, False)
+    meter.count(10, 2, 1)
+    meter.count(12, 3, 1)
     assert meter.hit_rate == 0.5 and meter.tokens_a_round == 4
-    assert meter.tok_per_s == pytest.approx((12 - 4) / 4)
+    assert meter.tok_per_s == pytest.approx((12 - 5) / 4)
     assert len(meter.short()) <= MARGIN
-    assert meter.long().startswith("12 tokens in 3 rounds, 4.00 a round, hit rate 0.50, 2.0 tok/s")
-
-
-def test_a_meter_of_ar_has_no_hits() -> None:
-    meter = Meter()
-    meter.add(1, None)
-    meter.add(1, None)
+    assert meter.long().startswith("12 tokens in 3 rounds, 4.00 a round, hit rate 0.50, 1.8 tok/s")
+    meter.has_cache = False
     assert meter.hit_rate is None and "hits" not in meter.short()
 
 
@@ -176,7 +170,7 @@ def test_a_terminal_is_opened_by_its_name_on_its_own_host(
     import os
     import pty
 
-    from mpissd.lab.show import terminal
+    from mpissd.lab import terminal
 
     lead, follower = pty.openpty()
     path, host = os.ttyname(follower), os.uname().nodename

@@ -20,7 +20,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
+from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.backend.profile_tables import Tables
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
@@ -36,6 +36,7 @@ from mpissd.lab.predict.row import predict_row
 from mpissd.lab.probe.device import product_shapes
 from mpissd.lab.probe.group import TRANSFORMER_ROWS, GroupProbe, contexts
 from mpissd.lab.probe.sample import Checks
+from tests.datasheet import DATASHEET
 from tests.needs import needs_linux
 from tests.transformer_rig import FAMILIES, Rig
 
@@ -79,7 +80,7 @@ def entries(shard: AnyShard = SHARD) -> list[dict[str, Any]]:
 
 def measured(forwards: list[dict[str, Any]]) -> Profile:
     tables = Tables.parse({"forwards": forwards})
-    return replace(load_profile("h100"), tables=tables)
+    return replace(load_profile(DATASHEET), tables=tables)
 
 
 PROBED = measured(entries())
@@ -143,7 +144,7 @@ def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_
     """Llama-3.1-70B behind 8k tokens on four H200s: derived there, as what no probe measured."""
     flags: dict[str, Any] = {"target": "70b", "draft": "1b", "context": 8192, "rounds": 1}
     found = job(4, mode="ssd", **flags)
-    h200, h100 = load_profile("h200"), load_profile("h100")
+    h200, h100 = load_profile("h200"), load_profile(DATASHEET)
     cost = found.target_shard.cost(5, 1, 2, found.options, 5)
     reduces = cost.num_all_reduces * h200.all_reduce_s(4, cost.all_reduce_bytes)
     products = cost.num_products * h200.product_overhead_s
@@ -158,7 +159,7 @@ def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_
     assert grown == pytest.approx(kv, rel=0.01)
 
 
-def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], dict[str, Any], Checks]:
+def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], list[Any], Checks]:
     checks = Checks()
     group = GroupProbe(backend, MPI.COMM_SELF, Waiter(30.0, spin=False), checks, "measured: here")
     rows, stacks = [1, 2, 5, 24], found.workload.target_stacks
@@ -167,13 +168,13 @@ def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], dict[str
 
 
 def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it() -> None:
-    h200 = load_profile("h200")
+    h200 = load_profile(DATASHEET)
     found = job(mode="ar", draft=None, target="8b", context=1500, batch_size=4, rounds=20)
     forwards, launch, _ = probed(EmulatedBackend(h200), found)
     assert [(e["kv_tokens"] // e["sequences"], e["sequences"]) for e in forwards] == [
         (context, batch) for batch in (1, 8) for context in contexts(2000)
     ]
-    assert launch["what"] == "forward of transformer llama-3.1-8b T=1 context=64 b=1, modelled"
+    assert launch[0]["what"] == "forward of transformer llama-3.1-8b T=1 context=64 b=1, modelled"
     profile = replace(h200, tables=Tables.parse({"forwards": json.loads(json.dumps(forwards))}))
     for rows in (1, 2, 5, 12):
         cost = found.target_shard.cost(rows, 4, 2, found.options)
@@ -190,7 +191,7 @@ def test_a_probe_on_a_processor_names_the_kernel_and_finds_no_wrong_data() -> No
     found = job(backend="numpy", mode="ar", draft=None, rounds=1)
     forwards, launch, checks = probed(NumpyBackend(), found)
     assert checks.error() is None
-    assert {e["kernel"] for e in forwards} == {"numba"} and launch["host_s"] > 0
+    assert {e["kernel"] for e in forwards} == {"numba"} and launch[0]["host_s"] > 0
     assert all(s > 0 for e in forwards for s in e["seconds"].values())
     long, short = forwards[3]["seconds"]["24"], forwards[0]["seconds"]["24"]
     assert long > short  # 24 rows that attend 2,000 tokens, and 64
@@ -206,7 +207,7 @@ def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
 
 
 def test_a_saved_profile_keeps_the_sequences(tmp_path: Path) -> None:
-    data = json.loads(known_profiles()["h100"].read_text())
+    data = json.loads(Path(DATASHEET).read_text())
     path = tmp_path / "box.json"
     path.write_text(json.dumps({**data, "tables": {"forwards": entries()}}))
     cost = SHARD.cost(3, 2, 2, at(700))
@@ -247,9 +248,8 @@ def test_timed_rows_lie_one_sequence_behind_the_other(rows: int, batch: int) -> 
 
 
 def test_a_profile_of_both_kinds_implies_what_the_asked_kind_says() -> None:
-    """The built-in h200 has measured products alone, all of them fused."""
+    """The built-in h200 has measured products, all of them fused, and whole transformers."""
     h200 = load_profile("h200")
-    assert covered(h200)["fuse"] is True and covered(h200, "transformer") == {}
-    both = replace(PROBED, tables=Tables({**PROBED.tables.forwards, **h200.tables.forwards}))
-    assert covered(both, "transformer") == {"forward": "transformer"}
-    assert covered(both, "gemm")["fuse"] is True and "forward" not in covered(both)
+    assert covered(h200)["fuse"] is True and "forward" not in covered(h200)
+    assert covered(h200, "transformer") == {"forward": "transformer"}
+    assert covered(h200, "gemm")["fuse"] is True

@@ -87,7 +87,7 @@ def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path
     flags = [f"--target={target}", f"--prompts={target.parent / 'asked.jsonl'}", *SMALL]
     code, told = distill(*flags, f"--out={out}", "--steps=5")
     assert code == 0, told
-    flags += [f"--start={out}", "--steps=150", "--optimizer=muon", "--on_policy=0.2"]
+    flags += [f"--start={out}", "--steps=150", "--optimizer=muon"]
     code, told = distill(*flags, f"--out={more}", limit=60)  # seconds, on a shared core too
     assert code == 0, told
     first, last = (curves_of(more)[n]["held"]["tv"] for n in (0, -1))
@@ -100,7 +100,7 @@ def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path
     draft = open_checkpoint(str(more), target=str(target))
     assert draft.config.head_vocab == 96 and np.isfinite(draft.matrix("lm_head.weight")).all()
     card = (more / "README.md").read_text()
-    assert "started as an earlier draft" in card and "20% of it" in card
+    assert "started as an earlier draft" in card
 
 
 def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_head_that_is_the_target_s_replaces_an_earlier_draft_s_own(
     import torch
 
     from mpissd.learn.config import DistillConfig
-    from mpissd.learn.group import Group
     from mpissd.learn.job import Distillation
     from mpissd.learn.source import read
+    from mpissd.learn.train import Group
 
     out = tmp_path / "own"
     code, told = distill(f"--target={target}", f"--out={out}", "--steps=5", *SMALL)
@@ -162,14 +162,10 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no template": ({"chat_template": None}, [], "has no chat template"),
     "no stop token": ({"eos_token": "<|pad|>"}, [], "does not end a message with a stop token"),
     "shape": ({}, ["--shapes=2x3x2x64"], "heads a multiple of KV heads"),
-    "length": ({}, ["--length=48,x"], "whole numbers >= 48"),
     "layer": ({}, ["--layers=0,9"], "layers=9: allowed: 0 to 3"),
     "width": ({}, ["--shapes=2x1x1x64"], "heads that are 32 wide together"),
     "both": ({}, ["--on={home}/asked.jsonl", "--prompts={home}/asked.jsonl"], "in both"),
-    "no lesson": ({}, ["--on={home}/none.jsonl"], "on='{home}/none.jsonl': no prompt"),
-    "task": ({}, ["--task=poem"], "unknown task 'poem': allowed: any, chat, code, text"),
     "no prompt": ({}, ["--prompts={home}/none.jsonl"], "no prompt: allowed: one or more"),
-    "processes": ({}, ["--processes=0"], "processes=0"),
 }
 
 
@@ -229,20 +225,6 @@ def test_a_full_disk_is_one_line_and_the_last_good_files_stay(target: Path, tmp_
     added = found["log.txt"].removeprefix(good["log.txt"]).decode()
     assert added.splitlines()[1:] == timed(told)
     assert {**found, "log.txt": good["log.txt"]} == good
-
-
-def test_a_log_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
-    from mpissd.learn.config import DistillConfig
-    from mpissd.learn.log import Log
-
-    (tmp_path / "log.txt").mkdir()
-    shown: list[str] = []
-    log = Log(tmp_path, 0, 0.0, shown.append)
-    log.begin(DistillConfig(target="x"))
-    log("one")
-    log("two")
-    lines = [line.partition(" s  ")[2] for line in shown]
-    assert lines == [f"{tmp_path / 'log.txt'}: Is a directory: no further lines", "one", "two"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(target: Path, tmp_path: Path) -> None:

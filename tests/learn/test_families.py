@@ -21,11 +21,10 @@ module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
 from mpissd.learn import export  # noqa: E402
-from mpissd.learn.batches import batch_of  # noqa: E402
-from mpissd.learn.form import form_of  # noqa: E402
+from mpissd.learn.config import form_of  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, mapped, named  # noqa: E402
-from mpissd.learn.muon import optimizer_of, parameters  # noqa: E402
-from mpissd.learn.pair import Losses, Pair  # noqa: E402
+from mpissd.learn.muon import optimizer_for, parameters  # noqa: E402
+from mpissd.learn.pair import Losses, Pair, batch_of  # noqa: E402
 from mpissd.learn.result import rounded  # noqa: E402
 from mpissd.learn.sample import Samples  # noqa: E402
 from mpissd.learn.shape import cut, draft_config, fresh, state_config  # noqa: E402
@@ -73,7 +72,7 @@ def test_a_draft_of_the_target_s_layers_trains_and_reloads(
     pair = Pair(target, draft, torch.from_numpy(ids).long(), blocks, blocks, table)
     tokens = torch.tensor([TOKENS])
     batch = batch_of(Samples(tokens.int(), torch.ones_like(tokens).bool()), len(TOKENS))
-    steps, losses = optimizer_of(optimizer, draft), []
+    steps, losses = optimizer_for(optimizer, parameters(draft), [draft.head]), []
     for _ in range(30):
         loss = Losses(pair, False).of(batch)[0]
         for tensor in parameters(draft):

@@ -12,9 +12,13 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import BLOCK, dequantize, quantize
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.mould import Mould, mould_of
 from mpissd.learn.openings import Openings
-from mpissd.learn.rounds import Judged, rounds_of, summary
+from mpissd.learn.template_parts import TemplateParts, template_parts
+from tests.needs import module
+
+module("torch", "PyTorch")
+
+from mpissd.learn.evaluate import Judged, rounds_of, summary  # noqa: E402
 
 
 def test_a_quantised_weight_is_within_half_a_step_of_its_block() -> None:
@@ -40,13 +44,6 @@ def test_dithering_keeps_weights_on_the_grid_and_others_on_average() -> None:
     steps = np.repeat(scales.astype(np.float32), BLOCK, axis=1)
     largest = np.abs(matrix) == 127
     assert np.abs((mean - made) / steps)[~largest].max() < 0.13  # 5 sigma
-
-
-def test_a_block_of_zeros_stays_zero_and_other_widths_are_refused() -> None:
-    matrix, scales = quantize(np.zeros((2, 32), np.float32))
-    assert not dequantize(matrix, scales).any()
-    with pytest.raises(ConfigError, match="multiples of 32"):
-        quantize(np.zeros((2, 33), np.float32))
 
 
 def test_rounds_read_off_ranks_are_those_of_the_rule() -> None:
@@ -84,12 +81,14 @@ class Letters:
 
 
 def test_a_template_is_read_off_short_conversations() -> None:
-    assert mould_of(Letters()) == Mould(before=(1, 2), between=(8, 3), again=(8, 2), end=9)
+    assert template_parts(Letters()) == TemplateParts(
+        before=(1, 2), between=(8, 3), again=(8, 2), end=9
+    )
 
 
 def test_a_template_without_a_stop_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="stop token"):
-        mould_of(Letters(end=7))
+        template_parts(Letters(end=7))
 
 
 @pytest.mark.parametrize("layers", ["", "1,0", "0,,1", "0,0", "x", "-1"])
@@ -116,19 +115,8 @@ class Words:
         return "".join(map(chr, ids))
 
 
-@pytest.mark.parametrize(
-    ("task", "some", "never"),
-    [
-        ("chat", "Explain", "def "),
-        ("code", "def ", "Explain how"),
-        ("code", "Fix the bug in this code:\n\ndef", "Summarise"),
-        ("text", "Summarise the following", "Explain how"),
-    ],
-)
-def test_messages_begin_as_their_task(task: str, some: str, never: str) -> None:
-    openings, choose = Openings(Words(), task), random.Random(1)
+def test_messages_begin_with_an_opening_or_with_nothing() -> None:
+    openings, choose = Openings(Words()), random.Random(1)
     drawn = [Words().decode(openings.draw(choose)) for _ in range(300)]
-    assert any(text.startswith(some) for text in drawn)
-    assert not any(text.startswith(never) for text in drawn)
-    assert ("" in drawn) == (task == "chat")
+    assert any(text.startswith("Explain") for text in drawn) and "" in drawn
     assert not any("|" in text for text in drawn)

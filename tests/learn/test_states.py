@@ -28,9 +28,9 @@ torch = module("torch", "PyTorch")
 module("safetensors", "safetensors")
 
 from mpissd.learn import export  # noqa: E402
+from mpissd.learn.evaluate import chain_rounds  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
 from mpissd.learn.shape import state_config  # noqa: E402
-from mpissd.learn.state_exam import rounds_of  # noqa: E402
 from mpissd.learn.states import StateDraft, fresh  # noqa: E402
 from tests.learn.test_command import SMALL, curves_of, distill, folder, report_of  # noqa: E402
 
@@ -113,16 +113,6 @@ def test_the_engine_computes_what_was_trained(tmp_path: Path, kind: str) -> None
         np.testing.assert_allclose(got[0], found[step][last], atol=2e-3, rtol=2e-3)
 
 
-def test_the_parts_of_a_chain_can_be_told_apart(tmp_path: Path) -> None:
-    """What the test above rests on: a later step's logits are not those of an earlier one."""
-    target = tiny_pair(tmp_path / "pair", vocab=V).target
-    module_ = in_torch(target, stored(target, "eagle", tmp_path / "draft"))
-    hidden = torch.randn(1, LENGTH, 64)
-    tokens = torch.from_numpy(TOKENS).long()[None]
-    first, second, _ = (module_.logits(s)[0] for s in module_.steps(tokens, hidden, HEADS))
-    assert (first - second).abs().max() > 0.05
-
-
 def test_three_kinds_improve_on_the_same_samples(tmp_path: Path) -> None:
     target, out = folder(tmp_path), tmp_path / "out"
     flags = [f"--target={target}", f"--prompts={tmp_path / 'asked.jsonl'}", *SMALL, f"--out={out}"]
@@ -153,5 +143,5 @@ def test_kinds_beside_another_shape_are_refused(tmp_path: Path) -> None:
 def test_a_round_ends_at_the_first_step_that_differs() -> None:
     yes, no = True, False
     answer = [[yes, no, yes], [no, yes, yes], [yes, yes, yes], [yes, yes], [yes], []]
-    assert rounds_of(answer, 3) == [2, 4] and rounds_of(answer, 1) == [2, 2, 2]
-    assert sum(rounds_of(answer, 2)) == len(answer)
+    assert chain_rounds(answer, 3) == [2, 4] and chain_rounds(answer, 1) == [2, 2, 2]
+    assert sum(chain_rounds(answer, 2)) == len(answer)

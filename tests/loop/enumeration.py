@@ -13,17 +13,14 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Batch, Control, Ints, Outcome, Source, Speculation
 from mpissd.engine.comm.queue_link import queue_link
-from mpissd.engine.decode.controls import Controls
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload import sampled
-from mpissd.engine.workload.markov import draft as markov_draft
-from mpissd.engine.workload.markov import target as markov_target
+from mpissd.engine.workload import markov, sampled
 from mpissd.engine.workload.rollout import Branches
 from mpissd.engine.workload.sampled import SamplingDraftWorker, SamplingTargetWorker
 from mpissd.engine.workload.workers import Proposals
@@ -66,7 +63,7 @@ class Watching(SamplingDraftWorker):
         return super()._propose(lane, place, _UNSEEN if unseen else u)
 
 
-class Watched(Watching, markov_draft.MarkovDraftWorker):
+class Watched(Watching, markov.MarkovDraftWorker):
     """The draft worker of the `markov` workload, watched."""
 
 
@@ -85,7 +82,7 @@ class Judging(SamplingTargetWorker):
         return decoding.ways[0][2]
 
 
-class Judged(Judging, markov_target.MarkovTargetWorker):
+class Judged(Judging, markov.MarkovTargetWorker):
     """The target worker of the `markov` workload, forked."""
 
 
@@ -98,7 +95,7 @@ class Case:
     confirms: whether the round's distributions are there when it is judged (Speculator.confirm).
     judge: the target worker. rename: which uniform stands for a named one. fresh: a uniform serves
     one round (checked).
-    remembers: what `steps`, `controls` and `tamper` read beside tokens and k of past rounds.
+    remembers: what `steps`, `control` and `tamper` read beside tokens and k of past rounds.
     merged: states with one future are one state, and what loses is not enumerated.
     """
 
@@ -106,7 +103,7 @@ class Case:
     count: int = 3
     watched: tuple[int, ...] = (0,)
     steps: Callable[[Decoding], int] = lambda decoding: decoding.case.pair.K
-    controls: Callable[[Decoding], Controls] | None = None
+    control: Callable[[Decoding], Control] = lambda decoding: Control()
     worker: type[Watched] = Watched
     workers: Callable[[Case], tuple[Watching, Judging]] | None = None  # None: markov's
     tamper: Callable[[Decoding, Speculation, Rows], None] | None = None
@@ -139,8 +136,7 @@ class Decoding(RemoteSpeculator):
         self.worker, target = (case.workers or _markov)(case)
         self.worker.decoding, self.worker.lost, target.decoding = self, [], self
         policy = pair.policy
-        controls = case.controls(self) if case.controls else None
-        self.drafter = Drafter(self.worker, policy, pair.batch, WAITER, controls)
+        self.drafter = Drafter(self.worker, policy, pair.batch, WAITER)
         self.loop = TargetLoop(target, self, NoPlans(), pair.batch, WAITER)
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
         self.accepted: list[int] = []  # k of the first watched sequence, round by round
@@ -159,10 +155,12 @@ class Decoding(RemoteSpeculator):
         """Every way that round `last` can end."""
         self.loop.admit(self.case.pair.laws.requests(0, self.case.pair.batch))
         for _ in range(self._last):
+            self.loop.control = self.case.control(self)
             result = self.loop.step()
             outcome = result.outcome
             self._emit(self.emitted, result.speculation, outcome.num_accepted, outcome.bonus)
             self.accepted.append(int(outcome.num_accepted[self.case.watched[0]]))
+        self.loop.control = self.case.control(self)
         speculation = self.loop.step().speculation
         for weight, path, (accepted, bonus) in self.ways:
             emitted = [list(tokens) for tokens in self.emitted]

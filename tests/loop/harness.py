@@ -37,8 +37,7 @@ from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import resolve_hit_law
-from mpissd.engine.workload.gemm.law import DraftStream, TokenStream
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
 from mpissd.engine.workload.workers import TargetWorker
 from tests.oracle import Law
 
@@ -59,7 +58,6 @@ class Scenario:
     p_hit: float | None = None
     backup: str = "jit"
     backup_lookahead: int | None = None
-    on_late: str = "finish"
     rounds: int | None = 12
     num_tokens: int | None = None
     vocab: int = 4096
@@ -165,7 +163,7 @@ class Rig:
         hit_law = resolve_hit_law(s.p_hit, None, None, None if s.p_hit is not None else ASSUMED_LAW)
         stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, max((1, *s.fans)))
         fan_outs = FanOuts(s.fans, s.fans)
-        policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens, s.on_late)
+        policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens)
         self.draft_worker = GemmDraftWorker(self.draft_forwards, stream)
         self.drafter = Drafter(self.draft_worker, policy, s.batch, WAITER)
 
@@ -346,7 +344,7 @@ def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
         else:
             want_source, most = s.source, s.backup_tokens
         assert source == want_source, where
-        assert num_draft <= most if known and s.on_late == "serve" else num_draft == most, where
+        assert num_draft == most, where
         drafts = law.proposals(id_, n, num_draft, source)
         assert (k, bonus) == law.judge(id_, n, drafts), where
         emitted.setdefault(id_, []).extend([*drafts[:k], bonus])

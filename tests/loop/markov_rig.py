@@ -31,10 +31,13 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import Logits, MarkovModel
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
+from mpissd.engine.workload.markov import (
+    Logits,
+    MarkovDraftWorker,
+    MarkovLaws,
+    MarkovModel,
+    MarkovTargetWorker,
+)
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)
@@ -58,7 +61,6 @@ class Pair:
     fan_out_miss: tuple[int, ...] | None = None
     backup: str = "jit"
     backup_lookahead: int | None = None
-    on_late: str = "finish"
     is_inline: bool = False
     tp: int = 1
 
@@ -95,7 +97,6 @@ class Pair:
             self.fans,
             Source[self.backup.upper()],
             self.backup_lookahead or self.K,
-            self.on_late,
             sampled=True,
         )
 

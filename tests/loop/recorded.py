@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recorded, Recording
 
 

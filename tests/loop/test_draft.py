@@ -51,15 +51,14 @@ def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
     return [rows for rows, _ in forwards]
 
 
-@pytest.mark.parametrize("on_late", ["finish", "serve"])
 @pytest.mark.parametrize("backup_lookahead", [None, 2])
 @pytest.mark.parametrize("backup", ["jit", "fast"])
 @pytest.mark.parametrize("steps", range(K + 2))
 def test_an_answer_drafts_what_is_missing_and_nothing_else(
-    steps: int, backup: str, backup_lookahead: int | None, on_late: str
+    steps: int, backup: str, backup_lookahead: int | None
 ) -> None:
     """Hits are pruned to their lane and finished, misses start over, in shared forwards."""
-    scenario = replace(MIXED, backup=backup, backup_lookahead=backup_lookahead, on_late=on_late)
+    scenario = replace(MIXED, backup=backup, backup_lookahead=backup_lookahead)
     result, draft = run_stepped(scenario, steps)
     check_against_the_law(result)
     grown, mixed = min(steps, K), 0
@@ -67,7 +66,7 @@ def test_an_answer_drafts_what_is_missing_and_nothing_else(
         hits = sum(row[6] for row in rows)
         misses = len(rows) - hits
         mixed += 0 < hits < len(rows)
-        late = 0 if on_late == "serve" else K - grown
+        late = K - grown
         again = scenario.backup_tokens if backup == "jit" else 0
         want = [
             hits * (step < late) + misses * (step < again)
@@ -126,28 +125,6 @@ def test_branches_read_their_candidate_and_then_their_own_drafts() -> None:
         assert second[1] == behind
         for _, id_, _, k, *_ in rows:
             length[id_] += k + 1
-
-
-@pytest.mark.parametrize("steps", range(K + 1))
-def test_what_is_late_is_finished_or_served_as_it_is(steps: int) -> None:
-    for on_late, served in (("finish", K), ("serve", steps)):
-        result, _ = run_stepped(replace(MIXED, on_late=on_late), steps)
-        rows = result.rows
-        assert set(rows[rows[:, 6] == 1, 7]) == {served}
-        assert set(rows[rows[:, 6] == 0, 7]) == {K}
-        check_against_the_law(result)
-
-
-def test_a_served_trunk_is_what_keys_are_made_from() -> None:
-    """Serving k' of K: the row behind the last served token keeps candidates of its own."""
-    ragged = [0, 1, 3, 4, 2, 0, 0]
-    result, draft = run_stepped(replace(MIXED, on_late="serve", rounds=40), ragged)
-    check_against_the_law(result)
-    assert set(result.rows[:, 7]) >= {0, 1, 2, 3, 4}
-    glues = {forwards[0][0] for forwards in draft.grown}
-    assert glues == {6 * (K + 1)}  # however short the trunk is
-    full = run_stepped(replace(MIXED, rounds=100), K)[0]
-    assert result.token_digest(20) == full.token_digest(20)
 
 
 def test_finishing_late_changes_no_decision() -> None:

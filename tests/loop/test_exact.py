@@ -10,57 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from mpissd.common.rounds import Source
-from mpissd.engine.decode.controls import AdaptiveControls, Clocks, Controls
-from mpissd.engine.spec.adaptive import AdaptiveFanOut
-from mpissd.engine.spec.fanout import FanOuts
+from mpissd.common.rounds import Control, Source
 from tests.loop.enumeration import EXACT, Case, Decoding, enumerate_
 from tests.loop.markov_rig import Pair
 
 SD, SSD = Pair("sd"), Pair("ssd")
-SERVE = replace(SSD, on_late="serve", backup_lookahead=1)
 
 
-class Told(Controls):
-    """Fixed choices, made in sight of the decoding."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        pair = decoding.case.pair
-        super().__init__(pair.fans, Source.JIT, pair.K, on_late=pair.on_late)
-        self.decoding = decoding
-
-
-class ByContext(Told):
-    """JIT or FAST by the tokens so far."""
-
-    def backup(self, num_misses: int, num_live: int) -> Source:
-        return (Source.JIT, Source.FAST)[sum(self.decoding.emitted[0]) % 2]
-
-
-class ByPast(Told):
-    """Fan-outs, C, and how far a hit is grown, by the numbers of tokens accepted so far."""
-
-    def plan(self) -> FanOuts:
-        past = sum(self.decoding.accepted)
-        worker = self.decoding.worker
-        worker._laws = replace(worker._laws, saguaro_c=(0.5, 0.1, 1.0)[past % 3])
-        self.fan_outs = FanOuts(((1, 2, 3), (3, 0, 1), (2, 2, 2))[past % 3], (1, 3, past % 4))
-        return self.fan_outs
-
-    def late_steps(self, ready: int, clocks: Clocks) -> int:
-        return (0, 2, 1)[sum(self.decoding.accepted) % 3]
-
-
-def adaptive(decoding: Decoding) -> AdaptiveControls:
-    """The application's own fan-outs, which follow the committed outcomes from the first on."""
-    K = decoding.case.pair.K
-    fan_out = AdaptiveFanOut(4, K, 1, prior_hazards=(0.5,) * K, prior_a=0.9, prior_r=1.0)
-    return AdaptiveControls(Told(decoding), fan_out.estimator, lookahead=K, fan_out=fan_out)
-
-
-def at_random(decoding: Decoding) -> int:
-    """0 … K growth steps, whatever was drawn."""
-    return decoding.choices.among(decoding.case.pair.K + 1)
+def by_past(decoding: Decoding) -> Control:
+    """K, and the most candidates of a row, by the numbers of tokens accepted so far."""
+    past = sum(decoding.accepted)
+    return Control(lookahead=(2, 1)[past % 2], width=(3, 1, 0, 2)[past % 4])
 
 
 def none(decoding: Decoding) -> int:
@@ -77,21 +37,9 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
     "hit": (Case(replace(SSD, fan_out=(4, 4, 4))), {(CACHE, 2), (JIT, 2)}),
     "fast": (Case(replace(SSD, fan_out=(1, 0, 0), backup="fast")), {(CACHE, 2), (FAST, 2)}),
     "fast alone": (Case(replace(SD, backup="fast")), {(FAST, 2)}),
-    "jit or fast by context": (
-        Case(replace(SSD, fan_out=(1, 1, 0)), controls=ByContext),
-        {(CACHE, 2), (JIT, 2), (FAST, 2)},
-    ),
-    "served as it is": (
-        Case(SERVE, steps=at_random),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (JIT, 1)},
-    ),
-    "served as it is, or fast": (
-        Case(replace(SERVE, backup="fast"), steps=at_random),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (FAST, 1)},
-    ),
     "all by past k": (
-        Case(SERVE, steps=at_random, controls=ByPast),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (JIT, 1)},
+        Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past),
+        {(CACHE, 1), (CACHE, 2), (JIT, 2)},
     ),
     "deeper": (
         Case(Pair(vocab=3, lookahead=3, fan_out=(1, 1, 1, 2)), count=4),
@@ -117,10 +65,6 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
         {(CACHE, 2), (JIT, 2)},
     ),
     "every distribution lost": (Case(SSD, confirms=lambda decoding: False), {(CACHE, 2), (JIT, 2)}),
-    "C=0.1, served as it is": (
-        Case(replace(SERVE, saguaro_c=0.1), steps=at_random),
-        {(CACHE, 0), (CACHE, 1), (CACHE, 2), (JIT, 1)},
-    ),
 }
 
 
@@ -130,22 +74,6 @@ def test_what_is_emitted_has_the_target_s_law(name: str) -> None:
     found = enumerate_(case)
     print(f"{name}: total variation {found.bias:.1e}")
     assert {rows[0] for rows in found.served} == served
-    assert found.bias <= EXACT
-
-
-def test_fan_outs_may_follow_what_was_committed() -> None:
-    plans: set[FanOuts] = set()
-
-    def what_it_saw(decoding: Decoding) -> bytes:
-        """Everything that adaptive fan-outs are made of."""
-        controls = decoding.drafter._controls
-        assert isinstance(controls, AdaptiveControls)
-        plans.add(controls.fan_outs)
-        return controls.estimator._rows[:, : controls.estimator.count].tobytes()
-
-    found = enumerate_(Case(SSD, controls=adaptive, remembers=what_it_saw))
-    print(f"adaptive fan-out: total variation {found.bias:.1e}, {len(plans)} pairs of lists")
-    assert {rows[0] for rows in found.served} == {(CACHE, 2), (JIT, 2)} and len(plans) > 2
     assert found.bias <= EXACT
 
 

@@ -81,7 +81,7 @@ def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
     [
         {"mode": "ar"},
         {"mode": "sd", "num_drafts": 0},
-        {"mode": "ssd", "on_late": "serve", "fan_out": "uniform:2"},
+        {"mode": "ssd", "fan_out": "uniform:2"},
         {"mode": "ssd", "backup": "fast"},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),

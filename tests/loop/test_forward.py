@@ -26,7 +26,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sd", {"backup": "fast"}),
     ("ssd", {"batch_size": 3, "context": 70}),
     ("ssd", {"batch_size": 2, "lookahead": 3}),
-    ("ssd", {"fan_out": "tail:2"}),
     ("ssd", {"workload": "markov", "vocab": 20, "temperature": 0.8, "batch_size": 2}),
 ]
 

@@ -24,8 +24,7 @@ METHODS: list[dict[str, Any]] = [
     {"mode": "sd", "num_drafts": 0},
     {"mode": "sd"},
     {"mode": "ssd"},
-    {"mode": "ssd", "fan_out": "tail:2"},
-    {"mode": "ssd", "fan_out": "adaptive:12", "backup": "auto"},
+    {"mode": "ssd", "fan_out": "geometric:12", "backup": "fast"},
 ]
 
 

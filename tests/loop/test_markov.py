@@ -40,7 +40,6 @@ def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, tp: int) -> 
         {"mode": "sd", "is_inline": True, "tp": 2},
         {"mode": "sd", "backup": "fast"},
         {"backup": "fast", "backup_lookahead": 1},
-        {"on_late": "serve"},
         {"saguaro_c": 0.0},
         {"fan_out": (12, 12, 12, 12)},
         {"fan_out": (1, 2, 0, 5), "fan_out_miss": (2, 0, 1, 1)},

@@ -64,7 +64,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sd": {**GEMM, "groups": 3, "batch_size": 1, "mode": "sd"},
     "three groups, all miss": {**GEMM, "groups": 3, "batch_size": 2, "p_hit": 0},
     "fast": {**GEMM, "groups": 2, "batch_size": 2, "backup": "fast"},
-    "tail": {**GEMM, "groups": 2, "batch_size": 1, "fan_out": "tail:2"},
     "transformer": {**GEMM, "groups": 2, "batch_size": 2, "forward": "transformer", "rounds": 12},
     "markov": {**MARKOV_FLAGS, "groups": 2, "batch_size": 2, "temperature": 0},
     "markov, drawn": {**MARKOV_FLAGS, "groups": 3, "batch_size": 1, "temperature": 1},

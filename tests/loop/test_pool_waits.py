@@ -99,7 +99,7 @@ def pool(groups: int, scenario: Scenario, seed: int) -> tuple[Clock, list[DueEnd
     for number, seat in enumerate(clock.shared.seats):
         each = replace(scenario, seed=scenario.seed + number)
         rig = Rig(each)
-        policy = DraftPolicy(K, FanOuts(each.fans, each.fans), each.source, K, each.on_late)
+        policy = DraftPolicy(K, FanOuts(each.fans, each.fans), each.source, K)
         worker = rig.draft_worker.twin(seat)
         ends.append(DueEnd(each, clock, number, dice))
         served.append((ends[-1], Drafter(worker, policy, each.batch, WAITER)))

@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from mpissd.common.records import RoundRecords, outcome_digest
 from mpissd.common.rounds import Request, Source
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.decode.controls import Controls
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import PromptLookup
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
-from mpissd.engine.workload.markov.draft import MarkovDraftWorker
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
-from mpissd.engine.workload.markov.target import MarkovTargetWorker
-from mpissd.engine.workload.markov.workload import MarkovWorkload
+from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.markov import (
+    MarkovLaws,
+    MarkovModel,
+    MarkovWorkload,
+)
 from mpissd.engine.workload.replay.recording import Recording, save
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -58,9 +57,6 @@ COVERING: list[dict[str, Any]] = [
     {**SSD, "lookahead": 8, "fan_out": "geometric:16", "batch_size": 3, "backup": "fast"},
     {**SSD, "lookahead": 1, "fan_out": "list:2,5", "batch_size": 6, "fan_out_miss": "list:0,1"},
     {**SSD, "lookahead": 5, "fan_out": "uniform:8", "batch_size": 2, "backup_lookahead": 2},
-    {**SSD, "lookahead": 4, "fan_out": "tail:2", "batch_size": 3},
-    {**SSD, "lookahead": 3, "fan_out": "tail:3", "batch_size": 1, "backup_lookahead": 0},
-    {**SSD, "lookahead": 3, "fan_out": "adaptive:8", "batch_size": 2},
     {**SSD, "lookahead": 3, "fan_out": "list:1,0,4,2", "batch_size": 6, "backup_lookahead": 1},
     {**SSD, "lookahead": 5, "fan_out": "geometric:9", "batch_size": 3, "fan_out_miss": "uniform:1"},
     {**SD, "lookahead": 5, "batch_size": 1, "backup": "fast", "backup_lookahead": 3},
@@ -89,18 +85,7 @@ def test_a_replay_has_the_run_s_very_outcomes(
         assert 0 < rows[:, 6].mean() < 1, "all hits or none"
 
 
-Script = Callable[[int], tuple[int, Source]]  # of a round: how far growth comes, and the backup
-
-
-class Scripted(Controls):
-    """Takes the backup of each round from a script."""
-
-    def __init__(self, policy: DraftPolicy, script: Script) -> None:
-        super().__init__(policy.fan_outs, policy.backup, policy.lookahead, on_late="serve")
-        self._script, self.now = script, 0
-
-    def backup(self, num_misses: int, num_live: int) -> Source:
-        return self._script(self.now)[1]
+Script = Callable[[int], int]  # of a round: how far growth comes
 
 
 def stepped(
@@ -111,16 +96,10 @@ def stepped(
     script: Script,
     rounds: int,
 ) -> RoundRecords:
-    """Rounds in one thread; all hits of a round have as many tokens."""
-    controls = Scripted(policy, script)
-    drafter = Drafter(draft, policy, len(requests), WAITER, controls)
-
-    def steps(round_: int) -> int:
-        controls.now = round_ + 1
-        return script(round_ + 1)[0]
-
+    """Rounds in one thread."""
+    drafter = Drafter(draft, policy, len(requests), WAITER)
     rig = SimpleNamespace(drafter=drafter, draft_forwards=CountingForwards())
-    speculator = SteppedSpeculator(rig, steps)  # type: ignore[arg-type]
+    speculator = SteppedSpeculator(rig, script)  # type: ignore[arg-type]
     loop = TargetLoop(target, speculator, NoPlans(), len(requests), WAITER)
     loop.admit(requests)
     records = RoundRecords(policy.lookahead)
@@ -149,43 +128,9 @@ def replayed(
     ).sequences()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_serving_what_is_ready_replays_sources_and_lengths(seed: int) -> None:
-    """A run whose hits come late by chance and whose backups change; then its replay."""
-    dice = random.Random(seed)
-    K, batch, rounds = 4, 3, 12
-    fans = FanOuts((2,) * (K + 1), (1, 2, 0, 3, 1), (1,) * (K + 1))
-    policy = DraftPolicy(K, fans, backup_lookahead=dice.choice([2, K]), on_late="serve")
-    dealt = [
-        (dice.randrange(K + 1), dice.choice([Source.JIT, Source.FAST])) for _ in range(rounds + 1)
-    ]
-    laws = laws_of(seed)
-    run = stepped(
-        MarkovTargetWorker(CountingForwards(), laws),
-        MarkovDraftWorker(CountingForwards(), laws, K, fans),
-        policy,
-        laws.requests(0, batch),
-        dealt.__getitem__,
-        rounds,
-    ).sequences()
-    assert {Source.CACHE, Source.JIT, Source.FAST} <= set(run[:, 5].tolist())
-    assert len(set(run[run[:, 6] == 1, 7].tolist())) > 2, "hits of several lengths"
-
-    def told(round_: int) -> tuple[int, Source]:
-        """What the run's rows say of a round: tokens of its hits, the source of its misses."""
-        rows = run[run[:, 0] == round_]
-        hits, misses = rows[rows[:, 6] == 1], rows[rows[:, 6] == 0]
-        steps = int(hits[0, 7]) if len(hits) else 0
-        return steps, Source(int(misses[0, 5])) if len(misses) else Source.JIT
-
-    recording = recording_of(laws, batch, limit=rounds * (K + 1), K=K, F=3)
-    assert replayed(recording, policy, batch, told, rounds).tolist() == run.tolist()
-
-
 def defined(
     laws: MarkovLaws,
     policy: DraftPolicy,
-    script: Script,
     rounds: int,
 ) -> list[list[int]]:
     """One sequence's rounds by the definition: contexts in full, keys in a set, no tables."""
@@ -193,18 +138,16 @@ def defined(
     keys: dict[tuple[int, int], list[int]] = {}
     outcome, found = (-1, -1), []
     for round_ in range(rounds):
-        steps, backup = script(round_)
-        hit = outcome in keys
+        hit, source = outcome in keys, policy.backup
         if hit:
-            source, served = Source.CACHE, greedy(laws.draft, keys[outcome], K)[:steps]
-        elif backup == Source.JIT:
+            source, served = Source.CACHE, greedy(laws.draft, keys[outcome], K)
+        elif source == Source.JIT:
             served = greedy(laws.draft, tokens, K)[: policy.backup_lookahead]
-            source = backup
         else:
             lookup = PromptLookup(laws.draft.order + 1)
             lookup.follow(tokens)
             copied = lookup.padded(K, laws.draft.likeliest)
-            source, served = backup, copied[: policy.backup_lookahead]
+            served = copied[: policy.backup_lookahead]
         keys = {}
         fan_out = policy.fan_outs.behind(source)
         for k in range(len(served) + 1):
@@ -225,19 +168,18 @@ def test_a_replay_is_the_definition(seed: int) -> None:
     dice = random.Random(seed)
     vocab, order, K = dice.choice([5, 9, 40]), dice.choice([1, 2]), dice.randint(1, 6)
     laws = laws_of(seed, vocab, order, dice.choice([0.0, 0.2, 0.5, 1.0]))
-    lists = [tuple(dice.randint(0, vocab - 2) for _ in range(K + 1)) for _ in range(3)]
-    policy = DraftPolicy(K, FanOuts(*lists), backup_lookahead=dice.randint(1, K), on_late="serve")
+    lists = [tuple(dice.randint(0, vocab - 2) for _ in range(K + 1)) for _ in range(2)]
+    backup = dice.choice([Source.JIT, Source.FAST])
+    policy = DraftPolicy(K, FanOuts(*lists), backup, backup_lookahead=dice.randint(1, K))
     rounds = 15
-    dealt = [
-        (dice.randint(0, K), dice.choice([Source.JIT, Source.FAST])) for _ in range(rounds + 1)
-    ]
+    dealt = [dice.randint(0, K) for _ in range(rounds + 1)]
     recording = recording_of(laws, 1, limit=rounds * (K + 1), K=K, F=vocab - 1)
     found = replayed(recording, policy, 1, dealt.__getitem__, rounds)
-    assert found.tolist() == defined(laws, policy, dealt.__getitem__, rounds)
+    assert found.tolist() == defined(laws, policy, rounds)
 
 
 def test_more_may_be_recorded_than_a_run_needs() -> None:
-    laws, script = laws_of(3), lambda round_: (2, Source.JIT)
+    laws, script = laws_of(3), lambda round_: 2
     policy = DraftPolicy(2, FanOuts((2,) * 3, (2,) * 3), backup_lookahead=2)
     wide = recording_of(laws, 2, limit=40, K=8, F=9)
     parts = [

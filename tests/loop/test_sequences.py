@@ -11,7 +11,7 @@ from mpissd.common import workloads
 from mpissd.common.records import is_first_round
 from mpissd.common.rounds import Request
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.workload.endings import Endings
+from mpissd.engine.workload.base import Endings
 from tests.loop.test_third_workload import Counting, V
 
 COUNT, STOP = 7, 40

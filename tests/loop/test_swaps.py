@@ -41,10 +41,10 @@ SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
 WAYS = [
     {"mode": "sd", "lookahead": 3},
     SSD,
-    {**SSD, "on_late": "serve", "batch_size": 2},
+    {**SSD, "batch_size": 2},
     {**SSD, "backup": "fast"},
 ]
-SAMPLED = [{"mode": "sd"}, {"mode": "ssd", "on_late": "serve", "fan_out": "uniform:2"}]
+SAMPLED = [{"mode": "sd"}, {"mode": "ssd", "fan_out": "uniform:2"}]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import RoundRecords
-from mpissd.common.rounds import Outcome, Request
+from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.queue_link import queue_link
@@ -90,6 +90,7 @@ def test_an_outcome_that_was_returned_never_changes(mode: str) -> None:
     kept: list[tuple[Outcome, bytes]] = []
 
     def step() -> None:
+        server.loop.control = Control(lookahead=2 + len(kept) % 2)
         outcome = server.step().outcome
         kept.append((outcome, outcome.rows.tobytes()))
 
@@ -103,6 +104,7 @@ def test_an_outcome_that_was_returned_never_changes(mode: str) -> None:
     server.loop.stop()
     assert [outcome.rows.tobytes() for outcome, _ in kept] == [rows for _, rows in kept]
     assert [outcome.num_live for outcome, _ in kept] == [3, 2, 2]
+    assert all(outcome.control == Control() for outcome, _ in kept)
 
 
 @Modes

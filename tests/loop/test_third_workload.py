@@ -21,11 +21,15 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.base import RowFields, Workload
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.row_fields import RowFields
-from mpissd.engine.workload.workers import DraftWorker, OpenGather, Proposals, TargetWorker
+from mpissd.engine.workload.workers import (
+    Admissions,
+    DraftWorker,
+    OpenGather,
+    Proposals,
+    TargetWorker,
+)
 from mpissd.lab.predict.row import is_predictable
 
 V = 101

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mpissd.lab.chat.lines import Inbox, packed
-from tests.mpi.harness import ALWAYS, DIRECT, ROOT, needs_mpi
+from mpissd.lab.terminal import harmless
+from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.text import tiny
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -36,57 +33,6 @@ def models(pair: TinyPair) -> list[str]:
     return [f"--target={pair.target}", f"--draft={pair.draft}", f"--num_tokens={NUM_TOKENS}"]
 
 
-class Ranks:
-    """The ranks of a chat, spoken to as the front does."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._in, self._inbox = process.stdin, Inbox(process.stdout.fileno())
-        assert "ready" in self.take()
-
-    def take(self) -> dict[str, Any]:
-        message = self._inbox.take(60)
-        assert message is not None, "no message"
-        return message
-
-    def send(self, **message: Any) -> None:
-        self._in.write(packed(message))
-        self._in.flush()
-
-    def ask(self, messages: Sequence[dict[str, str]], mode: str) -> dict[str, Any]:
-        self.send(ask=messages, mode=mode)
-        while True:
-            message = self.take()
-            if "end" in message or "refused" in message:
-                return message.get("end", message)
-
-
-@contextmanager
-def serving(pair: TinyPair, *flags: str) -> Iterator[Ranks]:
-    """Starts T = D = 1 ranks, and expects them to end well."""
-    words = ["2", "mpissd", "chat", *models(pair), *flags]
-    process = subprocess.Popen(
-        ["bash", "-c", DIRECT, "launch/local.sh", *words],
-        cwd=ROOT,
-        env={**os.environ, **ALWAYS},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        ranks = Ranks(process)
-        yield ranks
-        ranks.send(leave=True)
-        assert process.wait(30) == 0
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(30)
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, str]]]) -> list[str]:
     """The answers of a run of its own, without drafts, each from an empty cache."""
     prompts = folder / "prompts.jsonl"
@@ -101,42 +47,27 @@ def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, st
     return [json.loads(line)["text"] for line in lines]
 
 
-def test_turns_reuse_the_cache_and_answer_as_a_run_from_scratch(
+def test_answers_of_a_chat_are_those_of_a_run_from_scratch_in_every_mode(
     pair: TinyPair, tmp_path: Path
 ) -> None:
-    """Also behind a change of mode, behind an answer that was cut short, and behind /reset."""
+    lines = ["one", "two", "/mode sd", "three", "/mode ar", "four", "/stats", "/quit"]
+    done = subprocess.run(
+        ["launch/chat.sh", *models(pair)],
+        input="".join(f"{line}\n" for line in lines),
+        cwd=ROOT,
+        env={**os.environ, **ALWAYS},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
     history: list[dict[str, str]] = []
-    asked, ends = [], []
-    with serving(pair) as ranks:
-        for mode, text in (("ssd", "one"), ("ssd", "two"), ("sd", "three"), ("sd", "four")):
-            asked.append([*history, user(text)])
-            ends.append(ranks.ask(asked[-1], mode))
-            history = [*asked[-1], {"role": "assistant", "content": ends[-1]["text"]}]
-        asked.append([user("again")])
-        ends.append(ranks.ask(asked[-1], "sd"))
-    assert [end["text"] for end in ends] == answered(pair, tmp_path, asked)
-    assert {(end["num_tokens"], end["ended"]) for end in ends} == {(NUM_TOKENS, "length")}
-    # Another mode begins with an empty cache; two conversations share the template's first words.
-    assert [end["reused"] > 12 for end in ends] == [False, True, False, True, False]
-    assert ends[-1]["reused"] > 0 == ends[0]["reused"] == ends[2]["reused"]
-
-
-def test_what_cannot_be_answered_is_refused_and_the_chat_goes_on(pair: TinyPair) -> None:
-    with serving(pair, "--backup=auto") as ranks:
-        long = ranks.ask([user("x" * 1100)], "ssd")
-        assert re.fullmatch(r"the conversation has 1\d+ tokens, and .*", long["refused"])
-        assert "backup=auto with mode=sd" in ranks.ask([user("hello")], "sd")["refused"]
-        assert "mode=fast" in ranks.ask([user("hello")], "fast")["refused"]
-        assert ranks.ask([user("hello")], "ssd")["num_tokens"] == NUM_TOKENS
-
-
-def test_a_conversation_is_held_to_the_context_that_was_asked_for(pair: TinyPair) -> None:
-    """Also where the cache has more room, for the sequences that warm a run up."""
-    with serving(pair, "--context=32") as ranks:
-        long = ranks.ask([user("x" * 20)], "ssd")
-        assert re.fullmatch(r".* has 3\d tokens, and the model's context 32: .*", long["refused"])
-        short = ranks.ask([user("x")], "ssd")
-        assert short["prompt_tokens"] + short["num_tokens"] == 32
+    for text, mode in (("one", "ssd"), ("two", "ssd"), ("three", "sd"), ("four", "ar")):
+        asked = [*history, {"role": "user", "content": text}]
+        (answer,) = answered(pair, tmp_path, [asked])
+        assert f"{mode}> {text}\n{harmless(answer)}\n" in done.stdout
+        history = [*asked, {"role": "assistant", "content": answer}]
+    assert "128 of them in the KV cache" in done.stdout
 
 
 def test_a_chat_in_a_terminal(pair: TinyPair) -> None:
@@ -157,7 +88,7 @@ def test_a_chat_in_a_terminal(pair: TinyPair) -> None:
         assert "all:  2 answers" in screen.until("ar> ", 60)
         screen.type(END_OF_FILE)
         assert screen.end(30) == 0
-        assert "mpissd:" not in screen.seen
+        assert "Traceback" not in screen.seen
 
 
 def test_a_run_shows_its_answer_on_the_terminal_and_ends_with_its_row(

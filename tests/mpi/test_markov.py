@@ -15,8 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.special import chdtri
 
-from mpissd.engine.workload.markov.laws import MarkovLaws
-from mpissd.engine.workload.markov.model import MarkovModel
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from tests.loop.markov_rig import conditionals
 from tests.mpi.harness import needs_mpi, start
 
@@ -37,15 +36,6 @@ CASES: dict[str, tuple[int, list[str], str]] = {
     "T=2": (3, [*SAMPLED, *ODD, "--mode=ssd"], "12"),
     "T=2, fast": (3, [*SAMPLED, *ODD, "--mode=ssd", "--backup=fast"], "13"),
     "C=0.5": (2, [*SAMPLED, *SMALL, "--mode=ssd", "--saguaro_c=0.5"], "12"),
-    "served as it is": (
-        2,
-        [
-            *SERVED,
-            *SMALL,
-            *"--mode=ssd --pair=8b/1b --device=h100 --on_late=serve --backup_lookahead=2".split(),
-        ],
-        "12",
-    ),
     "inline": (1, [*SAMPLED, *SMALL, "--mode=sd", "--num_drafts=0"], "2"),
     "ar, T=2": (2, [*SAMPLED, "--vocab=9", "--order=1", "--mode=ar"], "0"),
 }
@@ -54,8 +44,6 @@ CASES: dict[str, tuple[int, list[str], str]] = {
 @cache
 def sample(name: str, bias: str = "none") -> dict[str, Any]:
     """What tests.mpi.markov_job found."""
-    if name == "served as it is":
-        bias = "uneven"
     np_, flags, _ = CASES[name]
     with start(np_, "tests.mpi.markov_job", str(COUNT), str(LENGTH), bias, *flags) as job:
         code, out, err = job.finish()
@@ -131,7 +119,7 @@ def ratios_of(name: str, found: dict[str, Any], temperature: float = 1.0) -> lis
 @pytest.mark.parametrize(
     "name",
     [
-        *("hits and misses", "T=2, fast", "served as it is", "inline", "ar, T=2"),
+        *("hits and misses", "T=2, fast", "inline", "ar, T=2"),
         pytest.param("T=2", marks=pytest.mark.long),
     ],
 )
@@ -143,13 +131,6 @@ def test_what_is_emitted_has_the_target_s_law(name: str) -> None:
     if "1" in CASES[name][2]:
         assert 0.2 < found["hit_rate"] < 0.98
     assert max(ratios) < 1
-
-
-def test_a_hit_is_served_with_what_is_grown() -> None:
-    """Every length occurs (0 rarely): else the case above says nothing of them."""
-    served = sample("served as it is")["served"]
-    lengths = {int(key.split()[1]) for key in served if key[0] == "1"}
-    assert {1, 2, 3} <= lengths, served
 
 
 def test_the_power_of_the_tests() -> None:

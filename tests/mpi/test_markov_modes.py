@@ -39,10 +39,6 @@ GREEDY: dict[str, tuple[int, list[str]]] = {
     "natural, b=8": (2, [*NATURAL, "--batch_size=8"]),
     "natural, T=3": (4, [*NATURAL, "--batch_size=3"]),
     "natural, fast": (2, [*NATURAL, "--batch_size=3", "--backup=fast"]),
-    "natural, served": (
-        2,
-        [*NATURAL, "--batch_size=3", "--on_late=serve"],
-    ),
     "hits, T=3": (4, [*HITS, "--batch_size=8"]),
     "hits, T=2": (3, [*HITS, "--batch_size=1"]),
 }

@@ -118,12 +118,12 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
 def test_roles_of_an_emulated_machine(
     np_: int, tp: int, flags: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    machine = ("--backend=emulated", "--device=h100", "--pair=8b/1b")
+    machine = ("--backend=emulated", "--device=a100-80", "--pair=8b/1b")
     code, out, err = probe(np_, *machine, *flags, folder=tmp_path)
     assert code == 0, err[-2000:]
     path = Path(told(out)["profile"])
     assert path.parent == tmp_path / "profiles" and path.name.startswith(
-        "NVIDIA-H100-80GB-SXM-llama"
+        "NVIDIA-A100-SXM4-80GB-llama"
     )
     tables = json.loads(path.read_text())["tables"]
     names = ("products", "forwards", "all_reduces", "links")
@@ -131,7 +131,7 @@ def test_roles_of_an_emulated_machine(
     assert all("modelled" in e["from"] for e in tables["forwards"] + tables["products"])
     assert all("measured" in e["from"] for e in tables["links"])
     options = ForwardOptions("--fuse" in flags, "--lm_head" in flags, 64 if np_ == 3 else 0)
-    again, truth = load_profile(str(path)), load_profile("h100")
+    again, truth = load_profile(str(path)), load_profile("a100-80")
     shard = Shard(resolve_model("8b"), tp)
     again.require(shard.key(1, options), shard.num_params(options))
     cost = shard.cost(8, 1, 2, options)

@@ -47,7 +47,7 @@ def runs(files: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> To
         told[name] = np_, [*MACHINE, *MODELS, *ENDS, "--batch_size=5", *flags]
         told[f"{name}, replayed"] = np_, [*MACHINE, *replay, f"--recording={files[5]}", *flags]
     nine = ["--workload=replay", "--batch_size=4", f"--recording={files[9]}"]
-    told["nine prompts"] = 2, [*MACHINE, *nine, "--on_late=serve", "--fan_out=uniform:3"]
+    told["nine prompts"] = 2, [*MACHINE, *nine, "--fan_out=uniform:3"]
     return Together(told, tmp_path_factory.mktemp("runs"))
 
 

@@ -53,7 +53,6 @@ ALIKE = [AR, [name for name in JOBS if name not in AR]]
 
 
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "serve": (("--on_late=serve", "--p_hit=0.7"), {"on_late": "serve", "p_hit": 0.7}),
     "fast": (("--backup=fast",), {"backup": "fast"}),
     "short": (("--backup_lookahead=1",), {"backup_lookahead": 1}),
     "K1": (("--lookahead=1", "--fan_out=list:0,4"), {"lookahead": 1, "fan_out": (0, 4)}),

@@ -34,14 +34,6 @@ def box(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "flags, halves", [("--long --hypothesis-profile=same", True), ("-k cache", False)]
-)
-def test_flags_that_pick_no_tests_leave_the_two_halves(box: Path, flags: str, halves: bool) -> None:
-    done = call(box, "make", "-n", "test", f"ARGS={flags}")
-    assert ("tests/both.sh" in done.stdout) == halves and flags in done.stdout, done.stderr
-
-
 def make_run(box: Path, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
     fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     return call(box, "make", "run", *fakes, *variables, **env)
@@ -85,33 +77,6 @@ def test_submit(box: Path) -> None:
     assert submitted(box, "TP=2", "ARRAY=0-7", "GRID=k=1,2; m=ar") == asked
 
 
-def test_submit_of_replicas_takes_the_variables_of_serve(box: Path) -> None:
-    asked = ["--ranks=3", "--serve=2", "--partition=GPU", "--tp=2", "--python=fakes/bin/python"]
-    flags = ["--mode=auto", "--tp=2", "--lookahead=5", "--register=/shared", "--max_queue=9"]
-    words = "SERVE=2 TP=2 PARTITION=GPU MODE=auto K=5 REGISTER=/shared ARGS=--max_queue=9"
-    assert submitted(box, *words.split()) == [*asked, "--", *flags]
-    for words, name in (("SERVE=2 BATCH=4", "BATCH"), ("REGISTER=/shared", "REGISTER")):
-        done = call(box, "make", "submit", *words.split())
-        assert done.returncode == 2 and f"{name} is no variable of submit" in done.stderr
-
-
-def test_submit_refuses_an_unknown_variable(box: Path) -> None:
-    done = call(box, "make", "submit", "PATRITION=GPU")
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"[^\n]*PATRITION is no variable of submit; [^\n]*\n", done.stderr)
-
-
-def test_venv_for_gpus_that_are_elsewhere(box: Path) -> None:
-    assert (
-        "MPISSD_CUDA='cuda12' launch/setup.sh"
-        in call(box, "make", "-n", "venv", "CUDA=cuda12").stdout
-    )
-
-
-def test_nothing_given(box: Path) -> None:
-    assert launched(box) == (2, [])
-
-
 @pytest.mark.parametrize(
     ("variables", "num_ranks", "flags"),
     [
@@ -134,18 +99,8 @@ def test_flags(box: Path, variables: str, num_ranks: int, flags: list[str]) -> N
     assert launched(box, *variables.split()) == (num_ranks, flags)
 
 
-def test_words_survive(box: Path) -> None:
-    assert launched(box, 'OUT=it\'s  a "$HOME" `dir`') == (2, ['--out=it\'s  a "$HOME" `dir`'])
-    assert launched(box, "ARGS=--a=1 --b='x y'") == (2, ["--a=1", "--b=x y"])
-
-
 def test_environment_does_not_count(box: Path) -> None:
     assert launched(box, **dict.fromkeys(variables(box), "7")) == (2, [])
-
-
-def test_python_from_the_environment_does_not_count(box: Path) -> None:
-    commands = call(box, "make", "-n", "run", PYTHON="/usr/bin/python2").stdout
-    assert "launch/setup.sh" in commands and "PYTHON='.venv/bin/python'" in commands
 
 
 @pytest.mark.parametrize(
@@ -156,12 +111,6 @@ def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"[^\n]* is a whole number, (0 or 1|[01] or more)\.  Stop\.\n", done.stderr)
     assert bad in done.stderr
-
-
-def test_refuses_an_unknown_variable(box: Path) -> None:
-    done = make_run(box, "LOOKAHEAD=7")
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"[^\n]*LOOKAHEAD is no variable of run; [^\n]*\bK\b[^\n]*\n", done.stderr)
 
 
 def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
@@ -177,7 +126,6 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     [
         ("probe", "TPP=2", "TP MODE"),
         ("figures", "OUT=x", "PYTHON ARGS"),
-        ("report", "DEVICE=x", "PYTHON ARGS"),
         ("test", "K=2", "PYTHON ARGS MPIRUN"),
         ("check", "ARGS=x", "PYTHON MPIRUN"),
         ("parity", "K=2", "PYTHON LIBRARY"),
@@ -191,13 +139,6 @@ def test_every_target_refuses_what_it_would_not_read(
     name = word.partition("=")[0]
     assert done.returncode == 2 and done.stdout == ""
     assert f"{name} is no variable of {target}; they are: {they}" in done.stderr
-
-
-def test_help_names_every_variable(box: Path) -> None:
-    done = call(box, "make")
-    assert done.returncode == 0
-    for name in variables(box):
-        assert re.search(rf"\b{name}=", done.stdout), name
 
 
 def environment(box: Path, **env: str) -> dict[str, str]:
@@ -214,44 +155,6 @@ def test_environment_of_the_ranks(box: Path) -> None:
     assert env["OMPI_MCA_btl"] == "self,vader"
     assert env["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert "MPI4PY_LIBMPI" not in env  # the library beside Python is this mpirun's
-
-
-def test_users_settings_stay(box: Path) -> None:
-    env = environment(box, OMPI_MCA_btl="self,tcp", OMP_NUM_THREADS="4")
-    assert (env["OMPI_MCA_btl"], env["OMP_NUM_THREADS"]) == ("self,tcp", "4")
-
-
-def test_several_nodes_keep_the_network(box: Path) -> None:
-    assert "OMPI_MCA_btl" not in environment(box, SLURM_JOB_NUM_NODES="2")
-    assert "OMPI_MCA_btl" not in environment(box, MPIRUN="fakes/bin/mpirun --hostfile x")
-
-
-def test_library_follows_mpirun(box: Path) -> None:
-    shutil.copytree(box / "fakes", box / "module")
-    libraries = environment(box, MPIRUN="module/bin/mpirun")["MPI4PY_LIBMPI"].split(":")
-    assert libraries == ["module/lib", "module/lib64", "libmpi.so.40", "libmpi.so.12"]
-
-
-@pytest.mark.parametrize("missing", ["PYTHON", "MPIRUN"])
-def test_missing_programs(box: Path, missing: str) -> None:
-    given = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun", missing: "/nowhere/it"}
-    done = call(box, "launch/local.sh", "2", **given)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and "/nowhere/it" in done.stderr
-
-
-@pytest.mark.parametrize("words", [[], ["two"], ["-1"], ["--mode=ar"]])
-def test_local_wants_a_number_of_ranks(box: Path, words: list[str]) -> None:
-    done = call(box, "launch/local.sh", *words)
-    assert done.returncode == 2 and done.stderr.startswith("usage: launch/local.sh NP")
-
-
-def test_doctor_examines_what_run_would_run(box: Path) -> None:
-    done = call(box, "make", "doctor", "PYTHON=fakes/bin/python", "TP=2", "MODE=sd", "PAIR=8b/1b")
-    assert done.returncode == 0, done.stderr
-    asked = json.loads((box / "dry_runs").read_text())
-    assert asked == ["-m", "mpissd", "doctor", "--tp=2", "--mode=sd", "--pair=8b/1b"]
-    assert call(box, "make", "doctor", "LOOKAHEAD=7").returncode == 2
 
 
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
@@ -281,21 +184,6 @@ def test_chat_takes_its_own_variables_and_starts_no_rank_itself(box: Path) -> No
     assert refused.returncode == 2 and "ROUNDS is no variable of chat" in refused.stderr
 
 
-def test_serve_takes_chats_variables_and_where_to_listen(box: Path) -> None:
-    given = ["PYTHON=fakes/bin/python", "MODE=auto", "PORT=8123", "K=5"]
-    done = call(box, "make", "serve", *given)
-    assert done.returncode == 0, done.stderr
-    (argv,) = [json.loads(line) for line in (box / "dry_runs").read_text().splitlines()]
-    assert argv == ["-m", "mpissd", "serve", "--mode=auto", "--lookahead=5", "--port=8123"]
-    refused = call(box, "make", "serve", "PYTHON=fakes/bin/python", "BATCH=3")
-    assert refused.returncode == 2 and "BATCH is no variable of serve" in refused.stderr
-
-
 def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:
     text = 'two\nlines, it\'s $HOME `id` #1 \\ "x"\n\n$(shell id) $$'
     assert launched(box, "MODE=ar", f"PROMPT={text}") == (1, ["--mode=ar", f"--prompt={text}"])
-
-
-def test_an_empty_prompt_is_passed_on_to_be_refused(box: Path) -> None:
-    """Without it a toy would run, which nobody asked for."""
-    assert launched(box, "MODE=ar", "PROMPT=") == (1, ["--mode=ar", "--prompt="])

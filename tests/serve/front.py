@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from mpissd.serve.line import Line
-from mpissd.serve.protocol import SOCKET_VARIABLE, End, Message, Ready, Stop, Tokens
+from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Message, Ready, Stop, Tokens
 from tests.mpi.harness import DIRECT, Started
 
 M = TypeVar("M")

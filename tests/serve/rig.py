@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.http.app import Defaults, Endpoints
-from mpissd.serve.http.lead import Lead
-from mpissd.serve.http.listen import bound
-from mpissd.serve.http.server import Server, settings
+from mpissd.serve.app import Defaults, Endpoints
+from mpissd.serve.lead import Lead
+from mpissd.serve.server import Server, bound, settings
 from tests.serve.fake_lead import FakeLead, Script
 from tests.text import tiny
 

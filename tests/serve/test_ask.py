@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from mpissd.serve.http.ask import Ask, parse
-from mpissd.serve.http.problem import Problem
+from mpissd.serve.lead import Problem
+from mpissd.serve.requests import Ask, parse
 from tests.serve.rig import tokenizer
 
 NAMES = (
@@ -85,7 +85,7 @@ def test_bytes_are_no_request(body: bytes) -> None:
 def test_a_null_is_as_if_it_were_not_there() -> None:
     named = "model max_tokens stream stream_options temperature top_p seed stop n logprobs echo"
     body = json.dumps({**dict.fromkeys(named.split()), "prompt": "x"})
-    assert parse(body.encode(), is_chat=False) == Ask(is_chat=False, about="x")
+    assert parse(body.encode(), is_chat=False) == Ask(is_chat=False, subject="x")
 
 
 def test_values_of_any_depth_are_refused() -> None:

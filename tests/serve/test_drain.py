@@ -16,10 +16,9 @@ from tests.serve.test_front import pair, started
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
-from mpissd.serve.http.drain import Drain  # noqa: E402
-from mpissd.serve.http.lead import Lead  # noqa: E402
-from mpissd.serve.http.problem import Problem  # noqa: E402
+from mpissd.serve.lead import Lead, Problem  # noqa: E402
 from mpissd.serve.protocol import Ready  # noqa: E402
+from mpissd.serve.server import Drain  # noqa: E402
 
 __all__ = ["pair"]  # a fixture
 
@@ -90,7 +89,8 @@ def test_behind_a_balancer_it_first_turns_it_away() -> None:
     now = [100.0]
     found = lead()
     drain = Drain(found, longest_s=30, notice_s=5, clock=lambda: now[0])
-    assert not drain.is_over(0) and found.check_ready()
+    assert not drain.is_over(0)
+    found.check_ready()
     assert drain.begin() and not drain.begin()
     assert not drain.is_over(0)
     with pytest.raises(Problem):
@@ -103,9 +103,3 @@ def test_behind_a_balancer_it_first_turns_it_away() -> None:
     assert drain.is_over(0)
     now[0] += 25
     assert drain.is_over(1)
-
-
-def test_a_server_that_never_was_ready_has_nobody_to_turn_away() -> None:
-    drain = Drain(lead(is_there=False), longest_s=30, notice_s=5, clock=lambda: 0.0)
-    assert drain.begin() and drain.is_over(0)
-    assert not Drain(lead()).begin()  # one that does not drain

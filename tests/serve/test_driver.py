@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.comm.wire import MOST_FILL
 from mpissd.engine.decode import upkeep
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
@@ -23,8 +21,8 @@ from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Serving
 from mpissd.engine.workload.steps import Steps
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stop, Submit, Tokens
-from mpissd.serve.warm import warm
+from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
+from mpissd.serve.ranks import warm
 from tests.loop.text_rig import logits_behind
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -181,18 +179,6 @@ def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, m
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
 
 
-def test_a_sequence_takes_no_pages_over_from_the_one_whose_beginning_it_shares(
-    pair: TinyPair,
-) -> None:
-    same = [7, 8, 9]
-    asked = [(0, [*same, *range(60)] * 3, 6), (1, [*same, 4], 40), (2, [*same, *range(70)] * 2, 6)]
-    mail = Script(*((0, Submit(*one)) for one in asked))
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving(kv_tokens=320))) as loops:
-        driver = served(loops, mail)
-    assert driver.scheduler.room.pages == 5 and all_returned(loops)
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-
-
 @pytest.mark.parametrize("mode", ["ar", "ssd"])
 def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
     pair: TinyPair, mode: str
@@ -222,267 +208,6 @@ def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> Non
         served(loops, mail, times=times)
     assert times.seconds(K + 1) > 0
     assert mail.tokens()[0] == alone(pair, [5, 6, 7], 12)
-
-
-@pytest.mark.parametrize(
-    "second", [Cancel(0), Submit(1, [5], 9, deadline_s=1e-9)], ids=["cancelled", "late"]
-)
-def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: Message) -> None:
-    first = Submit(0, [5], 9, deadline_s=1e-9 if isinstance(second, Submit) else None)
-    mail, ticks = Script((0, first), (0, second)), iter(range(100))
-    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-        driver = Driver(Scheduler(room_of(loops)), mail, clock=lambda: float(next(ticks)))
-        assert not driver.wait(1.0), "other ranks would take a pass without a round for the end"
-    assert {end.reason for end in mail.ends().values()} <= {"cancelled", "deadline"}
-    assert len(mail.ends()) == 1 + isinstance(second, Submit)
-
-
-def test_a_pass_has_a_round_though_its_only_request_is_cancelled_meanwhile(pair: TinyPair) -> None:
-    mail = Script((0, Submit(0, [5], 9)), (1, Cancel(0)))
-    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-        driver = Driver(Scheduler(room_of(loops)), mail)
-        assert driver.wait(1.0)
-        driver.drive(loops.loop)
-        assert loops.loop.round == 1
-    assert mail.ends()[0].reason == "cancelled"
-
-
-def test_no_round_stores_more_rows_of_prompts_than_a_message_says(pair: TinyPair) -> None:
-    mail, times = Script((0, Submit(0, [5, 6], 9)), (1, Stop())), RowTimes()
-    times.beside = lambda rows, most, lookahead=0: 1 << 20  # type: ignore[method-assign]
-    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-        driver = Driver(Scheduler(room_of(loops)), mail)
-        driver.times = times
-        assert driver.wait(1.0)
-        driver.drive(loops.loop)
-        assert loops.loop.control.fill == MOST_FILL
-    assert driver.is_over
-
-
-class Dice(Goodput):
-    """Chooses any way, whatever it promises."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(K, [None, 1], RowTimes())
-        self._dice = random.Random(seed)
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.way = Way(self._dice.choice([0, 0, 1, 2, K]), self._dice.choice([None, 1, 0]))
-        return self.way
-
-
-@pytest.mark.parametrize("mode", ["inline", "sd", "ssd"])
-def test_ways_that_change_every_round_change_no_token(pair: TinyPair, mode: str) -> None:
-    asked = [(n, prompt, 60) for n, prompt in enumerate(prompts(8, seed=3))]
-    mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    goodput = Dice(1)
-    with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
-        served(loops, mail, goodput=goodput)
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-    assert min(goodput.rounds_by.values()) > 5, goodput.rounds_by
-    if mode == "ssd":
-        assert sum(end.hits for end in mail.ends().values()) > 5
-
-
-class FewRows(RowTimes):
-    """Lets a draft catch up with twenty tokens a round."""
-
-    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
-        return 20
-
-
-class Resting(Goodput):
-    """Drafts in every sixth round, and keeps how long each round caught up."""
-
-    def __init__(self) -> None:
-        super().__init__(K, [], RowTimes())
-        self.caught_up: list[tuple[bool, int]] = []  # whether it drafted, and tokens caught up
-        self.lacking: list[int] = []
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.way = Way(K if len(self.caught_up) % 6 == 5 else 0)
-        self.lacking.append(lacking)
-        return self.way
-
-    @property
-    def is_trying(self) -> bool:
-        return True  # it chooses before each round
-
-    def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
-        if not len(result.speculation.rows):
-            return
-        assert (way.lookahead > 0) == bool(result.speculation.num_draft.any())
-        assert (result.stored > 0) == (result.stored_s > 0)
-        self.caught_up.append((way.lookahead > 0, result.stored))
-
-
-def test_an_inline_draft_catches_up_apart_from_drafting(pair: TinyPair) -> None:
-    """Else each try of a way that drafts, behind rounds that do not, would seem to take long."""
-    mail, goodput = Script((0, Submit(0, [5, 6, 7], 60))), Resting()
-    with Loops(*in_one_process(config(pair, mode="inline"), Serving())) as loops:
-        served(loops, mail, FewRows(), goodput=goodput)
-    drafted = [caught_up for drafts, caught_up in goodput.caught_up if drafts]
-    assert len(drafted) > 4 and all(drafted)
-    assert not any(caught_up for drafts, caught_up in goodput.caught_up if not drafts)
-    assert max(goodput.lacking) >= 5 and min(goodput.lacking) == 0
-
-
-class Late(Goodput):
-    """Drafts from some round on."""
-
-    first, rounds, lacking = 40, 0, -1  # the last two: at the last choice
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.rounds, self.lacking = self.rounds + 1, lacking
-        self.way = Way(K if self.rounds > self.first else 0)
-        return self.way
-
-
-def test_an_inline_draft_stores_no_prompt_before_it_drafts_and_then_a_bounded_part_a_round(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds = list[RoundResult]()
-
-    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
-        rounds.append(result)
-
-    monkeypatch.setattr(Goodput, "observe", observe)
-    asked = [(n, prompt, 90) for n, prompt in enumerate(prompts(3, seed=5))]
-    mail = Script(*((0, Submit(*one)) for one in asked))
-    goodput = Late(K, [], RowTimes())
-    with Loops(*in_one_process(config(pair, mode="inline"), Serving())) as loops:
-        served(loops, mail, FewRows(), goodput=goodput)
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-    drafting = next(n for n, one in enumerate(rounds) if one.stored)
-    assert drafting > 30 and max(one.stored for one in rounds) == 20
-    served_for = [int((one.speculation.num_draft > 0).sum()) for one in rounds[drafting:]]
-    assert served_for[0] == 0 and max(served_for) == 3, "one after the other"
-    first = served_for.index(3)
-    lacked = sum(len(prompt) for _, prompt, _ in asked) + 3 * 40
-    assert first <= (lacked + 3 * first) / 20 + 1
-    assert not any(one.stored for one in rounds[drafting + first + 1 :]) and not goodput.lacking
-
-
-def test_a_draft_rank_stores_by_and_by_while_nothing_is_drafted(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A forward for each token slows a target that shares the draft's memory or cores."""
-    stored, rounds, fill = list[int](), list[RoundResult](), Drafter._fill
-
-    def filled(
-        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
-    ) -> Steps[int]:
-        stored.append((yield from fill(self, rows, spare, most)))
-        return stored[-1]
-
-    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
-        rounds.append(result)
-        if way.lookahead and len(rounds) > 1 and not rounds[-2].speculation.num_draft.any():
-            early.append(list(stored))
-
-    early = list[list[int]]()
-    monkeypatch.setattr(Drafter, "_fill", filled)
-    monkeypatch.setattr(Goodput, "observe", observe)
-    asked = [(n, prompt, 90) for n, prompt in enumerate(prompts(3, seed=5))]
-    mail = Script(*((0, Submit(*one)) for one in asked))
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail, FewRows(), goodput=Late(K, [None], RowTimes()))
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-    forwards = [count for count in early[0] if count]
-    prompt_tokens = sum(len(prompt) for _, prompt, _ in asked)
-    assert sum(forwards) >= 3 * 30, "it keeps up"
-    assert len(forwards) <= (3 * 40 + prompt_tokens) / 8
-    drafted = next(n for n, one in enumerate(rounds) if one.speculation.num_draft.any())
-    assert all((one.speculation.num_draft > 0).all() for one in rounds[drafted + 3 : -1])
-
-
-def test_a_draft_rank_rests_behind_many_rounds_without_drafting_and_catches_up_in_parts(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU its forwards slow the target's. No outcome waits for all that it lacks then."""
-    stored, rounds, fill = list[tuple[int, int]](), list[RoundResult](), Drafter._fill
-
-    def filled(
-        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
-    ) -> Steps[int]:
-        stored.append((len(rounds), (yield from fill(self, rows, spare, most))))
-        return stored[-1][1]
-
-    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
-        rounds.append(result)
-
-    monkeypatch.setattr(Drafter, "_fill", filled)
-    monkeypatch.setattr(Goodput, "observe", observe)
-    asked = [(n, prompt, 190) for n, prompt in enumerate(prompts(3, seed=5))]
-    mail = Script(*((0, Submit(*one)) for one in asked))
-    goodput = Late(K, [None], RowTimes())
-    goodput.first = 110
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail, FewRows(), goodput=goodput)
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-    assert not [one for one in stored if 85 < one[0] < 108 and one[1]], "it rests"
-    behind = [count for at, count in stored if at >= 108 and count]
-    assert behind[:3] == [24, 24, 24] and sum(behind) > 3 * 30
-    drafted_for = [int(np.count_nonzero(one.speculation.num_draft)) for one in rounds[110:-1]]
-    assert drafted_for[0] < 3, "none waits for all that is lacking"
-    back = drafted_for.index(3)
-    assert back <= 8 and min(drafted_for[back:]) == 3 and len(drafted_for) > back + 4
-
-
-class Planned(Late):
-    """Drafts in the rounds that it is told."""
-
-    def __init__(self, drafts: Callable[[int], bool]) -> None:
-        super().__init__(K, [None], RowTimes())
-        self.drafts = drafts
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.rounds += 1
-        self.way = Way(K if self.drafts(self.rounds) else 0, None)
-        return self.way
-
-    @property
-    def is_trying(self) -> bool:
-        return True  # it chooses before each round
-
-
-@pytest.mark.parametrize("case", ["drafting breaks off", "a long prompt joins behind the rest"])
-def test_what_a_draft_lacks_behind_a_rest_is_never_stored_all_at_once(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    stored, rounds, fill = list[int](), list[Way](), Drafter._fill
-    store, begin = Drafter.store_part, {"drafting breaks off": 110}.get(case, 45)
-
-    def filled(
-        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
-    ) -> Steps[int]:
-        count = yield from fill(self, rows, spare, most)
-        if len(rounds) >= begin:
-            stored.append(count)
-        return count
-
-    def slow(self: Drafter) -> Steps[None]:
-        yield from store(self)
-        time.sleep(0.05)  # as long as a round, so that little is caught up in each
-
-    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
-        rounds.append(way)
-
-    monkeypatch.setattr(Drafter, "_fill", filled)
-    monkeypatch.setattr(Goodput, "observe", observe)
-    first, second, *_ = prompts(3, seed=5)
-    if case == "drafting breaks off":
-        monkeypatch.setattr(Drafter, "store_part", slow)
-        asked = [(0, Submit(n, prompt, 190)) for n, prompt in enumerate(prompts(3, seed=5))]
-        goodput = Planned(lambda n: begin < n <= begin + 4)
-    else:
-        monkeypatch.setattr(upkeep, "_SHARE", 1.0)  # rests at once
-        asked = [(0, Submit(0, first, 190)), (1, Submit(1, second, 190))]
-        asked.append((8, Submit(2, (first * 20)[:200], 30)))
-        goodput = Planned(lambda n: n > begin)
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, Script(*asked), ThreeRows(), goodput=goodput)
-    assert sum(stored) > 60 and max(stored) <= upkeep.PART
 
 
 class Wild(Goodput):
@@ -531,44 +256,6 @@ def test_resting_and_catching_up_at_any_time_change_no_token(
     assert len(parts) > 3 and len(goodput.ways) > 5
 
 
-class Counting(Goodput):
-    """Keeps for how many live sequences it chose, and the backlog's."""
-
-    def __init__(self) -> None:
-        super().__init__(K, [None], RowTimes())
-        self.asked: list[tuple[int, int]] = []
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.asked.append((len(tasks), backlog.sequences))
-        return super().choose(tasks, backlog, lacking)
-
-
-def test_a_choice_stands_for_four_rounds_unless_sequences_come_or_go(pair: TinyPair) -> None:
-    asked = [(9 * n, Submit(n, prompt, 90)) for n, prompt in enumerate(prompts(3))]
-    mail, goodput = Script(*asked), Counting()
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        driver = served(loops, mail, goodput=goodput)
-    changes = sum(one != other for one, other in pairwise(goodput.asked))
-    rounds = driver.scheduler.num_rounds
-    tries = rounds // 100 + 1
-    assert {count for count, _ in goodput.asked} >= {1, 2, 3}, "each load has its own choice"
-    assert rounds / 5 < len(goodput.asked) <= rounds / 4 + changes + 2 * tries + 1 < rounds
-
-
-def test_the_pages_of_a_cancelled_request_are_free_within_two_rounds(pair: TinyPair) -> None:
-    long = list(range(90)) * 2
-    mail = Script((0, Submit(0, [1, 2], 120)), (0, Submit(1, long, 50)), (8, Cancel(1)))
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        pages = loops.target_stepper.pages
-        assert pages is not None
-        mail.watch = lambda: pages.sizes.num_pages - len(pages.free)
-        driver = served(loops, mail)
-    held = mail.watched
-    assert held[8] >= 4 and held[10] <= 1, held[:12]
-    assert mail.ends()[1].reason == "cancelled" and mail.ends()[0].reason == "length"
-    assert driver.scheduler.free_pages == driver.scheduler.room.pages and all_returned(loops)
-
-
 @pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]
@@ -581,20 +268,6 @@ def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair,
     order = [message.id for message in mail.sent if isinstance(message, Tokens)]
     assert order[: order.index(1)].count(0) >= 5 + 20, "the other one went on meanwhile"
     assert mail.tokens() == {0: alone(pair, [5, 6, 7], 150), 1: alone(pair, long, 12)}
-
-
-def test_a_cancelled_prompt_is_not_stored_any_further(pair: TinyPair) -> None:
-    long, times = [n % 97 for n in range(200)], ThreeRows()
-    mail = Script(
-        (0, Submit(0, [5, 6, 7], 60)),
-        (3, Submit(1, long, 9)),
-        (9, Cancel(1)),
-        (10, Submit(2, long, 5)),
-    )
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail, times=times)
-    assert mail.ends()[1].reason == "cancelled" and 1 not in mail.tokens() and all_returned(loops)
-    assert mail.tokens()[2] == alone(pair, long, 5)
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
@@ -646,3 +319,95 @@ def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:
     ends = mail.ends()
     assert (ends[0].reason, ends[1].reason) == ("deadline", "length")
     assert 8 <= ends[0].rounds <= 12 and all_returned(loops)
+
+
+@pytest.mark.parametrize(
+    "second", [Cancel(0), Submit(1, [5], 9, deadline_s=1e-9)], ids=["cancelled", "late"]
+)
+def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: Message) -> None:
+    first = Submit(0, [5], 9, deadline_s=1e-9 if isinstance(second, Submit) else None)
+    mail, ticks = Script((0, first), (0, second)), iter(range(100))
+    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
+        driver = Driver(Scheduler(room_of(loops)), mail, clock=lambda: float(next(ticks)))
+        assert not driver.wait(1.0), "other ranks would take a pass without a round for the end"
+    assert {end.reason for end in mail.ends().values()} <= {"cancelled", "deadline"}
+    assert len(mail.ends()) == 1 + isinstance(second, Submit)
+
+
+class FewRows(RowTimes):
+    """Lets a draft catch up with twenty tokens a round."""
+
+    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
+        return 20
+
+
+class Planned(Goodput):
+    """Drafts in the rounds that it is told."""
+
+    def __init__(self, drafts: Callable[[int], bool]) -> None:
+        super().__init__(K, [None], RowTimes())
+        self.drafts, self.rounds = drafts, 0
+
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+        self.rounds += 1
+        self.way = Way(K if self.drafts(self.rounds) else 0, None)
+        return self.way
+
+    @property
+    def is_trying(self) -> bool:
+        return True  # it chooses before each round
+
+
+@pytest.mark.parametrize("case", ["drafting breaks off", "a long prompt joins behind the rest"])
+def test_what_a_draft_lacks_behind_a_rest_is_never_stored_all_at_once(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    stored, rounds, fill = list[int](), list[Way](), Drafter._fill
+    store, begin = Drafter.store_part, {"drafting breaks off": 110}.get(case, 45)
+
+    def filled(
+        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
+    ) -> Steps[int]:
+        count = yield from fill(self, rows, spare, most)
+        if len(rounds) >= begin:
+            stored.append(count)
+        return count
+
+    def slow(self: Drafter) -> Steps[None]:
+        yield from store(self)
+        time.sleep(0.05)  # as long as a round, so that little is caught up in each
+
+    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
+        rounds.append(way)
+
+    monkeypatch.setattr(Drafter, "_fill", filled)
+    monkeypatch.setattr(Goodput, "observe", observe)
+    first, second, *_ = prompts(3, seed=5)
+    if case == "drafting breaks off":
+        monkeypatch.setattr(Drafter, "store_part", slow)
+        asked = [(0, Submit(n, prompt, 190)) for n, prompt in enumerate(prompts(3, seed=5))]
+        goodput = Planned(lambda n: begin < n <= begin + 4)
+    else:
+        monkeypatch.setattr(upkeep, "_SHARE", 1.0)  # rests at once
+        asked = [(0, Submit(0, first, 190)), (1, Submit(1, second, 190))]
+        asked.append((8, Submit(2, (first * 20)[:200], 30)))
+        goodput = Planned(lambda n: n > begin)
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, Script(*asked), ThreeRows(), goodput=goodput)
+    assert sum(stored) > 60 and max(stored) <= upkeep.PART
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
+def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
+    pair: TinyPair, mode: str
+) -> None:
+    prompt = [5, 6, 7]
+    asked = Submit(0, prompt, 60, mode=mode), Submit(1, prompt, 60)
+    mail = Script((0, asked[0]), (200, asked[1]))
+    goodput = Goodput(K, [None, 1], RowTimes())
+    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
+        served(loops, mail, goodput=goodput)
+    assert mail.tokens()[0] == mail.tokens()[1] == alone(pair, prompt, 60)
+    end = mail.ends()[0]
+    assert (end.drafted > 0) == (mode != "ar") and (end.hits > 0) == (mode == "ssd")
+    assert goodput.rounds_by[mode] >= end.rounds - 1

@@ -22,8 +22,6 @@ import pytest
 from mpissd.common.flags import parse_into
 from mpissd.serve import front
 from mpissd.serve.config import ServeConfig
-from mpissd.serve.http.lead import Lead
-from mpissd.serve.protocol import Ready
 from tests.needs import module
 from tests.serve.rig import answered, until
 from tests.text import tiny
@@ -146,14 +144,6 @@ def test_it_ends_at_once_while_the_models_are_loaded(
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_a_lead_that_comes_when_the_server_has_ended_is_not_announced() -> None:
-    lead, announced = Lead(1), list[str]()
-    lead.on_ready = lambda: announced.append("ready")
-    lead.lose("the server ends")
-    lead._take(Ready("tiny", 400, (1,), 4, "ssd", "numpy", "a device"))
-    assert not announced
-
-
 def test_requests_that_are_sampled_by_default_can_lose_the_draft(
     pair: TinyPair, tmp_path: Path
 ) -> None:
@@ -190,14 +180,6 @@ def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Pat
     with started(pair, tmp_path, MPISSD_API_KEY="unseen") as serving:
         assert serving.ask()[0] == 401 and serving.ask(key="unseen")[0] == 200
         assert b"unseen" not in Path(f"/proc/{serving.ranks}/environ").read_bytes()
-
-
-def test_the_ranks_are_not_told_where_the_front_listens(pair: TinyPair, tmp_path: Path) -> None:
-    """They have no key, and would refuse another host than this machine without one."""
-    with started(pair, tmp_path, "--host=localhost", MPISSD_API_KEY="unseen") as serving:
-        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode()
-        assert "--target=" in line
-        assert not any(f"--{name}" in line for name in ("host", "port", "api_key"))
 
 
 def test_the_ranks_are_killed(pair: TinyPair, tmp_path: Path) -> None:

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from mpissd.serve.http import limits
-from mpissd.serve.http.lead import Lead
-from mpissd.serve.http.problem import Problem
-from mpissd.serve.http.server import settings
-from mpissd.serve.line import Line
-from mpissd.serve.protocol import Cancel, End, Ready, Stats, Submit, pack
+from mpissd.serve import app, server
+from mpissd.serve.lead import Lead, Problem
+from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack
 from tests.serve.fake_lead import Script
 from tests.serve.rig import answered, serving, tokenizer, until
 from tests.serve.test_abuse import CHAT, LETTER, STOP, SlowWords, chat, packed
@@ -28,7 +25,7 @@ def words(tmp_path: Path) -> Tokenizer:
 def test_the_buffered_end_of_an_answer_is_not_cut(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 0.5)  # 15 s in the server; WRITE_S stays 30 s
+    monkeypatch.setattr(server, "HEAD_S", 0.5)  # 15 s in the server; WRITE_S stays 30 s
     script = Script([LETTER] * 12_000, burst=40, context=20_000)
     with serving(words, script) as rig, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -49,42 +46,13 @@ def test_the_buffered_end_of_an_answer_is_not_cut(
 
 def test_idle_connections_keep_nobody_out(words: Tokenizer) -> None:
     with serving(words, Script([LETTER, STOP])) as rig:
-        idle = [rig.connect() for _ in range(limits.CONNECTIONS + 8)]
+        idle = [rig.connect() for _ in range(server.CONNECTIONS + 8)]
         time.sleep(0.5)
         with rig.connect() as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         for one in idle:
             one.close()
-
-
-def test_the_idle_time_is_the_servers_to_be_longer() -> None:
-    assert settings(lambda: None).timeout_keep_alive > 5.0  # httpx keeps a connection for 5.0 s
-
-
-def test_idle_hours_are_no_time_between_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    lead = Lead(0)
-    lead.ready = Ready("tiny", 400, (1,), 1, "ssd")
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "monotonic", lambda: now[0])
-        for _ in range(16):
-            ticket = lead.submit(prompt=[1], max_tokens=1)
-            now[0] += 0.5
-            lead._take(End(ticket.id, "length"))
-        now[0] += 3600
-        lead.submit(prompt=[1], max_tokens=1)
-        with pytest.raises(Problem) as refused:
-            lead.check_room()
-    assert int(refused.value.headers["retry-after"]) <= 5  # 60 now; one takes .5 s
-
-
-def test_a_part_of_a_character_has_no_bytes_of_another(words: Tokenizer) -> None:
-    with serving(words, Script([*words.encode("wö"), STOP])) as rig:
-        status, told = rig.post(chat(logprobs=True), path=CHAT)
-        content = told["choices"][0]["logprobs"]["content"][:-1]
-        assert status == 200 and content[0]["bytes"] == list(b"w")
-        assert len(content) == 3 and [one["bytes"] for one in content[1:]] == [None, None]
 
 
 def test_a_cancel_behind_prompts_is_read_within_two_rounds() -> None:
@@ -105,16 +73,10 @@ def test_a_deadline_counts_from_the_arrival(words: Tokenizer) -> None:
         assert script.submitted[-1].deadline_s < 4.8
 
 
-def test_a_path_that_is_none_is_404(words: Tokenizer) -> None:
-    with serving(words, Script([LETTER, STOP])) as rig, rig.connect() as connection:
-        connection.sendall(b"GET /health/ HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert answered(connection)[0] == 404  # 307 now
-
-
 def test_where_every_connection_is_busy_a_new_one_is_told(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CONNECTIONS", 2)
+    monkeypatch.setattr(app, "REQUESTS", 2)
     script = Script([LETTER] * 300, pace_s=0.02, burst=1)
     with serving(words, script) as rig:
         busy = [rig.connect() for _ in range(2)]
@@ -124,6 +86,7 @@ def test_where_every_connection_is_busy_a_new_one_is_told(
             one.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
             assert one.recv(4096).startswith(b"HTTP/1.1 200")
         with rig.connect() as late:
+            late.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             status, told, headers = answered(late)
         assert status == 503 and told["error"]["code"] == "connections"
         assert headers["retry-after"] == "5"
@@ -134,15 +97,15 @@ def test_where_every_connection_is_busy_a_new_one_is_told(
 def test_a_lead_that_says_nothing_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lead = [0.0], Lead(0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lead._take(Ready("tiny", 400, (1,), 1, "ssd"))
+    lead.receive(Ready("tiny", 400, (1,), 1, "ssd"))
     now[0] = 100.0
     lead.check_ready()  # nothing to be late with yet
-    lead._take(Stats())
+    lead.receive(Stats())
     now[0] += 29.0
     lead.check_ready()
     now[0] += 2.0
     with pytest.raises(Problem, match="said nothing for 31 s"):
         lead.check_ready()
     lead.check()  # requests are still taken: it may come back
-    lead._take(Stats())
+    lead.receive(Stats())
     lead.check_ready()

@@ -149,9 +149,3 @@ def test_a_page_that_is_found_stores_the_tokens_that_it_was_asked_for(seed: int)
     for name in [*cache.live]:
         cache.leave(name)
     assert sorted(cache.pool.free) == list(range(pages)) and cache.found > 300
-
-
-def test_ranks_without_the_flag_keep_nothing(pair: TinyPair) -> None:
-    turn = Submit(0, SYSTEM, 4), Submit(1, SYSTEM, 4)
-    off = rows_of(pair, "ar", *turn, prefix_cache=False)
-    assert off - rows_of(pair, "ar", *turn) == 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.common import implied
+from mpissd.common import default_flags
 from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.flags import parse_into
@@ -43,10 +43,6 @@ def test_a_message_is_one_line_and_comes_back(message: Message) -> None:
     assert unpack(line) == message
 
 
-def test_a_newer_sides_fields_are_passed_over() -> None:
-    assert unpack(b'{"op": "cancel", "id": 4, "why": "because"}') == Cancel(4)
-
-
 @pytest.mark.parametrize(
     "line",
     [b"", b"[]", b'{"op": "fly"}', b'{"id": 3}', b'{"op": "cancel"}', b"\xff", b'{"op": ["end"]}'],
@@ -56,18 +52,9 @@ def test_what_is_no_message_is_told_apart(line: bytes) -> None:
         unpack(line)
 
 
-def test_auto_is_a_mode_of_the_server_and_ssd_of_the_job() -> None:
-    config = parse_into(ServeConfig, {"mode": "auto", "pair": "toy"})
-    assert config.auto and config.run.mode == "ssd"
-    inline = parse_into(ServeConfig, {"mode": "auto", "pair": "toy", "drafts": "0"})
-    assert inline.auto and (inline.run.mode, inline.num_ranks) == ("sd", 1)
-    with pytest.raises(ConfigError, match="auto with mode=ar"):
-        parse_into(ServeConfig, {"mode": "ar", "auto": "true", "pair": "toy"})
-
-
 def test_ssd_on_a_cpu_has_the_k_and_fan_out_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"pair": "toy", "backend": "numpy"}
-    monkeypatch.setattr(implied, "_is_measured", lambda flags: flags["pair"] == "toy")
+    monkeypatch.setattr(default_flags, "_is_measured", lambda flags: flags["pair"] == "toy")
     served, run = parse_into(ServeConfig, given).run, parse_flags({**given, "workload": "text"})
     assert (served.lookahead, served.fan_out) == (run.lookahead, run.fan_out) == (3, "uniform:2")
     assert parse_into(ServeConfig, {**given, "lookahead": "5"}).run.lookahead == 5

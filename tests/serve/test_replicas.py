@@ -7,22 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.serve.replicas import command, haproxy, member
-from mpissd.serve.replicas import entry as entries
-from mpissd.serve.replicas.config import ReplicasConfig
-from mpissd.serve.replicas.entry import Entry
-from mpissd.serve.replicas.living import Living
-from mpissd.serve.replicas.member import Member, entry_of, new_id
+from mpissd.serve import folder as entries
+from mpissd.serve import replicas
+from mpissd.serve.folder import Entry, Living, Member
 from tests.needs import missing, needs, needs_linux
 from tests.serve.rig import answered, until
 from tests.serve.test_front import pair, started
@@ -109,16 +104,10 @@ def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
     assert [each.id for each in living.look()] == ["r-one", "r-two"]
 
 
-def test_an_observer_that_just_started_calls_nothing_dead(tmp_path: Path) -> None:
-    entries.write(tmp_path, ONE)
-    os.utime(tmp_path / "r-one.json", (0, 0))
-    assert Living(tmp_path, expire_s=1, clock=lambda: 1e9).look() == [ONE]
-
-
 def test_a_member_beats_until_it_leaves_and_removes_the_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "Living", lambda folder: Living(folder, 0.3))
+    monkeypatch.setattr(entries, "Living", lambda folder: Living(folder, 0.3))
     folder = tmp_path / "not" / "yet"
     written: list[Entry] = []
     write = entries.write
@@ -137,31 +126,6 @@ def test_a_member_beats_until_it_leaves_and_removes_the_dead(
     assert os.listdir(folder) == []
 
 
-@needs("a user who is not root", os.geteuid() != 0)
-def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="Permission denied"):
-        Member(str(tmp_path / "folder"), ONE)
-
-
-def test_a_folder_that_is_a_file_is_said_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"register=.*: allowed: a folder"):
-        Member(str(tmp_path / "file"), ONE)
-
-
-def test_the_address_of_a_server_that_listens_everywhere_is_its_nodes_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    name = new_id()
-    assert name.startswith("r-77-3-") and name != new_id()
-    found = entry_of(name, "0.0.0.0", 99, 600, {"mode": "ssd"})
-    assert found.host == os.uname().nodename and found.about["mode"] == "ssd"
-    assert entry_of(name, "10.1.2.3", 99, 600, {}).host == "10.1.2.3"
-
-
 def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
     pair: TinyPair, tmp_path: Path
 ) -> None:
@@ -171,17 +135,17 @@ def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
         (found,) = entries.read(folder)
         assert (found.host, found.port) == ("127.0.0.1", serving.port)
         assert found.about["mode"] == "ssd" and found.about["model"] == "target"
-        assert command.ask(found) == "ready"
-        assert command.ask(replace(found, id="r-other")) == "another server"
+        assert replicas.ask(found) == "ready"
+        assert replicas.ask(replace(found, id="r-other")) == "another server"
         with serving.asked() as unfinished:
             serving.process.send_signal(signal.SIGTERM)
             until(lambda: not entries.read(folder))
             assert serving.ask("/ready")[0] == 503
-            assert command.ask(found) == "the server finishes what it has, and ends"
+            assert replicas.ask(found) == "the server finishes what it has, and ends"
             assert answered(unfinished)[0] == 200
             assert serving.ask()[0] == 200  # a balancer may not have seen it yet
         assert serving.process.wait(30) == 0
-    assert command.ask(found) == "no answer"
+    assert replicas.ask(found) == "no answer"
     assert f"--register={folder}" not in (tmp_path / "log").read_text()  # the ranks do not
 
 
@@ -202,86 +166,12 @@ def test_it_leaves_however_it_ends(pair: TinyPair, tmp_path: Path, way: str) -> 
     assert os.listdir(folder) == []
 
 
-def test_a_listing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with answering({"ready": False, "reason": "the models are being loaded"}, "r-one") as port:
-        entries.write(tmp_path, Entry("r-one", "127.0.0.1", port, about={"mode": "ssd", "job": 7}))
-        entries.write(tmp_path, Entry("r-two", "127.0.0.1", 1))
-        assert command.replicas(ReplicasConfig(str(tmp_path))) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in table] == [
-        ["replica", "address"],
-        ["r-one", f"127.0.0.1:{port}"],
-        ["r-two", "127.0.0.1:1"],
-    ]
-    assert table[1].endswith("ssd   the models are being loaded")
-    assert [each["state"] for each in json.loads(last)["replicas"]] == [
-        "the models are being loaded",
-        "no answer",
-    ]
-    command.replicas(ReplicasConfig(str(tmp_path / "none")))
-    assert "no replica in " in capsys.readouterr().out
-
-
-class answering:
-    """A server that says one thing, as a replica."""
-
-    def __init__(self, told: dict[str, object], name: str) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(503)
-                self.send_header("x-replica", name)
-                self.end_headers()
-                self.wfile.write(json.dumps(told).encode())
-
-            def log_message(self, *words: object) -> None:
-                return None
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-
-    def __enter__(self) -> int:
-        self._thread.start()
-        return int(self._server.server_address[1])
-
-    def __exit__(self, *failure: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def test_the_configuration_says_what_matters(tmp_path: Path) -> None:
-    text = haproxy.text_of("x\ny", [ONE, replace(TWO, max_wait_s=900.5)], BIND)
-    assert "    server r-one node1:8001\n    server r-two [::1]:8002\n" in text
-    assert "balance leastconn" in text and "uri /ready" in text
-    assert "retry-on conn-failure\n" in text  # and nothing that was sent
-    assert "timeout server 930s" in text and "timeout client 930s" in text
-    assert "of x y." in text
-    again = haproxy.text_of("x\ny", [replace(ONE, beat=9), replace(TWO, max_wait_s=900.5)], BIND)
-    assert again == text
-
-
-@needs_haproxy
-@pytest.mark.parametrize("replicas", [[], [ONE], [ONE, TWO]], ids=len)
-def test_haproxy_takes_it(tmp_path: Path, replicas: list[Entry]) -> None:
-    """Also where a node's name is not known (yet)."""
-    file = tmp_path / "haproxy.cfg"
-    assert haproxy.install(haproxy.text_of("out", replicas, BIND), file)
-    assert not haproxy.install(haproxy.text_of("out", replicas, BIND), file)
-    assert os.listdir(tmp_path) == ["haproxy.cfg"]
-
-
-def test_a_file_that_is_no_text_is_replaced(tmp_path: Path) -> None:
-    file, text = tmp_path / "haproxy.cfg", haproxy.text_of("out", [], BIND)
-    file.write_bytes(b"\xff\xfe\0")
-    assert haproxy.install(text, file) and file.read_text() == text
-
-
 @needs_haproxy
 def test_what_haproxy_refuses_does_not_take_the_files_place(tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
     file.write_text("before")
     with pytest.raises(ConfigError, match="haproxy -c refuses"):
-        haproxy.install(haproxy.text_of("out", [ONE], "300.1.1.1.:70000"), file)
+        replicas.install(replicas.text_of("out", [ONE], "300.1.1.1.:70000"), file)
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["haproxy.cfg"]
 
 
@@ -312,7 +202,7 @@ def test_a_pid_that_is_no_haproxys_is_left_alone(tmp_path: Path, text: str) -> N
     try:
         (tmp_path / "pid").write_text(text.replace("OTHER", str(other.pid)))
         with pytest.raises(ConfigError, match=r"pid_file=.*: no HAProxy there: "):
-            haproxy.reload(tmp_path / "pid")
+            replicas.reload(tmp_path / "pid")
         assert other.poll() is None
     finally:
         other.kill()

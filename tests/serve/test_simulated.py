@@ -24,7 +24,7 @@ from mpissd.lab.load.virtual.outcomes import outcomes_of
 from mpissd.lab.load.virtual.server import Arrival, simulate
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.recurrence import expect_by_law
+from mpissd.lab.predict.simulation import sampled
 
 RECORDING = "results/recordings/smollm2-chat.npz"
 CPU_ROWS = Path("results/serving-control/cpu_rows.json")  # a real pair's forwards on two cores
@@ -120,7 +120,7 @@ def test_full_batches_are_as_fast_as_the_predictor_says(
     profile, _ = role_profiles(told.device, None)
     job = resolve(told, 1, backend="emulated", memory_bytes=None)
     costs = costs_of(job, profile, profile), host_of(profile, job)
-    expected = expect_by_law(job, *costs, chains=64, num_rounds=64)
+    expected = sampled(job, *costs, chains=64, num_rounds=64)
     noise = expected.tok_per_s_noise(done.requests[0].rounds)
     assert tokens / until == pytest.approx(expected.tok_per_s, abs=4 * noise, rel=0.005)
 

@@ -107,10 +107,3 @@ def soak(count: int, *, auto: bool) -> None:
 @pytest.mark.parametrize("auto", [False, True])
 def test_a_few_hundred_requests(auto: bool) -> None:
     soak(300, auto=auto)
-
-
-@needs_linux
-@pytest.mark.long
-@pytest.mark.parametrize("auto", [False, True])
-def test_20000_requests(auto: bool) -> None:
-    soak(20_000, auto=auto)

@@ -14,9 +14,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from mpissd.serve.replicas import entry as entries
-from mpissd.serve.replicas.command import ask
-from mpissd.serve.replicas.entry import Entry
+from mpissd.serve import folder as entries
+from mpissd.serve.folder import Entry
+from mpissd.serve.replicas import ask
 from tests.mpi.harness import needs_mpi
 from tests.needs import module
 from tests.slurm.jobs import ROOT, WAIT_S

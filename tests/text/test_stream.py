@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.workload.text.stops import AnswerText, Cut, Stops
-from mpissd.engine.workload.text.stream import TextStream
+from mpissd.engine.workload.text.stops import AnswerText, Cut, Stops, TextStream
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import read_gguf
+from mpissd.common.gguf import read_gguf
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 

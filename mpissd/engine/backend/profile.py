@@ -61,6 +61,8 @@ class Profile:
     models_others: bool = False
     # Commits whose kernels differ from those that this profile measured.
     other_kernels: frozenset[str] = frozenset()
+    # Commits whose draft forwards all read as many candidates as a glue.
+    other_lists: frozenset[str] = frozenset()
 
     @property
     def kind(self) -> str:
@@ -218,6 +220,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         tables=Tables.parse(data.get("tables") or {}),
         models_others="others" in data,
         other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
+        other_lists=frozenset(map(str, data.get("other_lists") or ())),
         hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
     )
 

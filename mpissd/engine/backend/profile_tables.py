@@ -102,7 +102,8 @@ class HostEntry:
     source: str
     # Branches of a sequence, whose keys are in seconds["keys"]; 0: none or unknown.
     lanes: int = 0
-    context: int = 0  # the mean context of a transformer's forwards, on a CPU; 0: of any
+    context: int = 0  # of a transformer's forwards
+    forward: str = "gemm"  # as --forward says it
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
@@ -114,7 +115,10 @@ class HostEntry:
         seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
         counts = {name: _whole(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
-        return cls(str(entry["mode"]), **counts, seconds=seconds, source=str(entry["from"]))
+        # Profiles older than the field have a context for transformers only.
+        forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
+        source = str(entry["from"])
+        return cls(str(entry["mode"]), **counts, seconds=seconds, source=source, forward=forward)
 
 
 Series = Mapping[tuple[Any, ...], Curve]

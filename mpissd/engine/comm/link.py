@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import prompts, wire
+from mpissd.engine.comm import wire
 
 
 class Carrier(ABC):
@@ -91,7 +91,7 @@ class LinkShape:
 
     def prompt_buffer(self) -> wire.Buffer:
         """Makes a buffer for the prompts that an outcome or a plan admits."""
-        return self._buffer(wire.Kind.PROMPT, prompts.capacity(self.batch, self.prompt_tokens))
+        return self._buffer(wire.Kind.PROMPT, wire.prompt_capacity(self.batch, self.prompt_tokens))
 
     def nothing_buffer(self) -> wire.Buffer:
         """Makes an unused buffer, for a direction in which nothing is sent."""
@@ -140,9 +140,9 @@ class LeadEnd:
             self._send_prompts(self._prompts, outcome)
 
     def _send_prompts(self, side: Side, outcome: Outcome) -> None:
-        if prompts.follows(outcome):
+        if wire.has_prompts(outcome):
             side.carrier.ready()
-            size = prompts.write_prompts(side.outgoing, outcome)
+            size = wire.write_prompts(side.outgoing, outcome)
             side.carrier.send(size)
             self._count(4 * size)
 
@@ -225,9 +225,9 @@ class DraftEnd:
         self._waiter.until(self._carrier.arrived, "target: outcome")
         outcome, stop = wire.read_outcome(self._in, round_)
         self._carrier.release()
-        if self._prompts is not None and prompts.follows(outcome):
+        if self._prompts is not None and wire.has_prompts(outcome):
             self._waiter.until(self._prompts.carrier.arrived, "target: prompts")
-            outcome = prompts.read_prompts(self._prompts.incoming, outcome)
+            outcome = wire.read_prompts(self._prompts.incoming, outcome)
             self._prompts.carrier.release()
         return outcome, stop
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import prompts, wire
+from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape, Side
 
 
@@ -123,8 +123,8 @@ class PlanSender:
         MPI.Prequest.Startall(self._sends)
         sending: list[MPI.Request] = [*self._sends]
         self._count(self._buffer.array.nbytes)
-        if self._prompts is not None and prompts.follows(outcome):
-            part = self._prompts.array[: prompts.write_prompts(self._prompts, outcome)]
+        if self._prompts is not None and wire.has_prompts(outcome):
+            part = self._prompts.array[: wire.write_prompts(self._prompts, outcome)]
             tag = int(self._prompts.kind)
             sending += [self._comm.Isend(part, rank, tag) for rank in self._followers]
             self._count(part.nbytes)
@@ -160,9 +160,9 @@ class PlanReceiver:
             buffer, round_, self._lookahead, sampled=self._sampled
         )
         self._plans.release()
-        if self._prompts is not None and prompts.follows(outcome):
+        if self._prompts is not None and wire.has_prompts(outcome):
             arrived = self._prompts.wait(self._waiter, "lead: prompts")
-            outcome = prompts.read_prompts(arrived, outcome)
+            outcome = wire.read_prompts(arrived, outcome)
             self._prompts.release()
         return outcome, speculation, stop
 

@@ -8,6 +8,7 @@ values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from zlib import crc32
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Control, Event, Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Source, Speculation
 
 VERSION = 0x5D03
 HEADER = 7
@@ -311,3 +312,100 @@ def _name_what_is(
         limit = buffer.speculation_limits(lookahead, rows.shape[1])[column]
         what = f"malformed {buffer.kind.name} row {row}: {name} is {rows[row, column]}"
         raise ProtocolError(f"{where}{what}, allowed 0..{limit}")
+
+
+_PROMPT_HEAD = 8
+_SEED, _ASKS = 5, 7
+_WANTS_LOGPROBS, _HAS_SEED = 1, 2
+
+
+def prompt_capacity(batch: int, prompt_tokens: int) -> int:
+    """Returns the int32 of the largest body: b prompts of prompt_tokens tokens each."""
+    return batch * (_PROMPT_HEAD + prompt_tokens)
+
+
+def has_prompts(outcome: Outcome) -> bool:
+    """Returns whether a PROMPT message follows this outcome, in a job with prompts."""
+    return len(outcome.fresh) > 0
+
+
+def write_prompts(buffer: Buffer, outcome: Outcome) -> int:
+    """Writes the prompts of an outcome's new sequences, in their order.
+
+    Returns the size of the message in int32, its header included.
+    """
+    admitted = outcome.fresh.tolist()
+    buffer.write_header(outcome.round, len(admitted))
+    end = 0
+    for row in admitted:
+        request = outcome.prompts[row[0], row[1]]
+        start, end = end, end + _PROMPT_HEAD + len(request.prompt)
+        buffer.body[start] = len(request.prompt)
+        sampled = np.array([request.temperature, request.top_p])
+        buffer.body[start + 1 : start + _SEED] = sampled.view(np.int32)
+        buffer.body[start + _SEED : start + _ASKS] = np.array([request.seed or 0], np.uint64).view(
+            np.int32
+        )
+        buffer.body[start + _ASKS] = _prompt_flags(request)
+        buffer.body[start + _PROMPT_HEAD : end] = request.prompt
+    buffer.seal(end)
+    return HEADER + end
+
+
+def _prompt_flags(request: Request) -> int:
+    return _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
+
+
+def read_prompts(buffer: Buffer, outcome: Outcome) -> Outcome:
+    """Returns the outcome with the prompts of its admissions, which have arrived.
+
+    Raises ProtocolError for a message that is not as expected, as the functions of `wire` do.
+    """
+    admitted = outcome.fresh.tolist()
+    _, count, _ = buffer.read_header(outcome.round)
+    if count != len(admitted):
+        raise _malformed(outcome, f"{count} prompts", f"expected {len(admitted)}")
+    parts = _prompt_parts(buffer, outcome, count)
+    prompts = {
+        (row[0], row[1]): _read_request(buffer, outcome, row, part)
+        for row, part in zip(admitted, parts, strict=True)
+    }
+    return Outcome(outcome.round, outcome.rows, prompts, outcome.control)
+
+
+def _prompt_parts(buffer: Buffer, outcome: Outcome, count: int) -> list[Ints]:
+    """Returns a copy of each sequence's part of the body, after a look at the checksum."""
+    body, end, parts = buffer.body, 0, []
+    for _ in range(count):
+        size = int(body[end]) if end < len(body) else 0
+        start, end = end, end + _PROMPT_HEAD + size
+        if size < 1 or end > len(body):
+            told = f"the buffer holds {len(body)} numbers"
+            raise _malformed(outcome, f"a prompt of {size} tokens at {start}", told)
+        parts.append(body[start:end].copy())
+    buffer.check_seal(end)
+    return parts
+
+
+def _read_request(buffer: Buffer, outcome: Outcome, row: list[int], part: Ints) -> Request:
+    tokens, most = part[_PROMPT_HEAD:], buffer.most[-1]
+    if tokens.min() < 0 or tokens.max() > most:
+        raise _malformed(
+            outcome, f"prompt tokens {tokens.min()}..{tokens.max()}", f"allowed 0..{most}"
+        )
+    if tokens[-1] != row[4]:
+        raise _malformed(outcome, f"a prompt that ends in {tokens[-1]}", f"expected {row[4]}")
+    temperature, top_p = part[1:_SEED].copy().view(np.float64).tolist()
+    if not (0 <= temperature < math.inf and 0 < top_p <= 1):
+        told = f"temperature {temperature:g}, top_p {top_p:g}"
+        raise _malformed(outcome, told, "allowed 0 or more, and above 0 to 1")
+    flags = int(part[_ASKS])
+    if not 0 <= flags <= _WANTS_LOGPROBS + _HAS_SEED:
+        raise _malformed(outcome, f"flags {flags}", f"allowed 0..{_WANTS_LOGPROBS + _HAS_SEED}")
+    seed = int(part[_SEED:_ASKS].copy().view(np.uint64)[0]) if flags & _HAS_SEED else None
+    sampled = temperature, top_p, seed, bool(flags & _WANTS_LOGPROBS)
+    return Request(row[0], row[4], row[1], tuple(tokens.tolist()), *sampled)
+
+
+def _malformed(outcome: Outcome, found: str, allowed: str) -> ProtocolError:
+    return ProtocolError(f"round {outcome.round}: malformed PROMPT: {found}, {allowed}")

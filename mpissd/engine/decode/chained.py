@@ -25,10 +25,9 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.stages import NOBODY, NOT_FINITE
-from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.rollout import Rollout
 from mpissd.engine.workload.steps import Steps
-from mpissd.engine.workload.workers import DraftWorker, Proposals, TargetWorker
+from mpissd.engine.workload.workers import Admissions, DraftWorker, Proposals, TargetWorker
 
 _KEPT = 4096  # the last rounds whose idle time is kept
 Limit = Callable[[int], int | None]

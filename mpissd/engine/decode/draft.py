@@ -19,9 +19,8 @@ from mpissd.common.trace import DraftLedger, DraftPhase, Ledger
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.ahead import Ahead
 from mpissd.engine.decode.answer import Answer, Part
-from mpissd.engine.decode.controls import Clocks, Controls
 from mpissd.engine.decode.draft_rows import DraftRows
-from mpissd.engine.decode.observer import Observer
+from mpissd.engine.decode.rank_counts import RankCounts
 from mpissd.engine.decode.upkeep import LAG, PART, Upkeep
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.rollout import Rollout
@@ -31,18 +30,16 @@ from mpissd.engine.workload.workers import DraftWorker
 
 @dataclass(frozen=True)
 class DraftPolicy:
-    """How a draft answers misses and late hits, and what it grows.
+    """How a draft answers misses, and what it grows.
 
-    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). on_late: a
-    hit whose branch is not complete yet is finished first ("finish") or served as it is ("serve").
-    rests: whether it stores nothing once rounds have drafted nothing for long (`Upkeep`).
+    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). rests:
+    whether it stores nothing once rounds have drafted nothing for long (`Upkeep`).
     """
 
     lookahead: int
     fan_outs: FanOuts = field(default_factory=FanOuts)
     backup: Source = Source.JIT
     backup_lookahead: int = 0
-    on_late: str = "finish"
     sampled: bool = False
     rests: bool = False
 
@@ -58,16 +55,12 @@ class Drafter:
         policy: DraftPolicy,
         capacity: int,
         waiter: Waiter,
-        controls: Controls | None = None,
+        rank_counts: RankCounts | None = None,
     ) -> None:
-        """Takes the controls that adapt while the draft runs; None fixes what the policy says."""
+        """Takes what counts the ranks of the bonus tokens; None: nothing does."""
         self._worker, self._policy, self._waiter = worker, policy, waiter
-        self._controls = controls or Controls(
-            policy.fan_outs, policy.backup, policy.lookahead, on_late=policy.on_late
-        )
-        self._backup, self._fan_outs = policy.backup, policy.fan_outs
-        self._observer = Observer(self._controls) if self._controls.is_observing else None
-        self._clocks = Clocks() if self._observer is None else self._observer.clocks
+        self._fan_outs = policy.fan_outs
+        self.rank_counts = rank_counts
         self._batch = Batch(capacity)
         self._ahead = Ahead()
         self._answer = Answer(policy.lookahead, sampled=policy.sampled)
@@ -101,11 +94,6 @@ class Drafter:
         return self._worker
 
     @property
-    def controls(self) -> Controls:
-        """The controls that choose fan-outs, backup and late steps."""
-        return self._controls
-
-    @property
     def policy(self) -> DraftPolicy:
         """The policy that it was made with."""
         return self._policy
@@ -134,8 +122,6 @@ class Drafter:
         the draft lacks too much has source NONE.
         """
         mark = self.ledger.mark
-        if self._observer is not None:
-            self._observer.note_outcome()
         self._worker.enter(self._batch, self._batch.apply(outcome))
         mark(DraftPhase.COMMIT)
         self._control = outcome.control
@@ -145,8 +131,8 @@ class Drafter:
         rollouts = self._winners(lanes) + (yield from self._backups(lanes))
         yield from self._finish(rollouts)
         speculation = self._assemble(outcome.round + 1, len(lanes), rollouts)
-        if self._observer is not None:
-            self._observer.note_lookup(outcome, lanes, self._ahead.branches, self._fan_outs)
+        if self.rank_counts is not None:
+            self.rank_counts.note_lookup(outcome, lanes, self._ahead.branches, self._fan_outs)
         self._ahead.clear()
         mark(DraftPhase.SPECULATE)
         return speculation
@@ -175,16 +161,15 @@ class Drafter:
         self._rows.num_jit = 0
         if not rows or not self._most:
             return []
-        self._backup = self._controls.backup(len(rows), len(lanes))
         if self._upkeep.has_rested:
             self._upkeep.check(self.lacking)  # prompts that were opened during a rest join later
-        if self._backup == Source.JIT:
+        if self._policy.backup == Source.JIT:
             if self._upkeep.is_catching_up:
                 rows = self._worker.ready(self._batch, rows, LAG)
             if not (rows := (yield from self._catch_up(rows))):
                 return []
-        backup = self._worker.resume(self._batch, rows, self._backup)
-        if self._backup == Source.JIT:
+        backup = self._worker.resume(self._batch, rows, self._policy.backup)
+        if self._policy.backup == Source.JIT:
             self._rows.num_jit = len(rows)
         else:
             # FAST tokens cost no draft step.
@@ -206,7 +191,7 @@ class Drafter:
         return (yield from self._worker.filling(self._batch, rows, spare, most))
 
     def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
-        """Grows hits to K (unless served as they are) and misses to K_b, in shared forwards."""
+        """Grows hits to K and misses to K_b, in shared forwards."""
         start, steps = perf_counter(), 0
         wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
@@ -217,9 +202,6 @@ class Drafter:
                 for rollout, want in wanted:
                     rollout.fill(want)
         drafting_s = perf_counter() - start
-        if self._observer is not None:
-            has_misses = bool(rollouts) and rollouts[-1] is not self._ahead.growth
-            self._observer.note_drafting(drafting_s, steps, has_misses=has_misses)
         only_jit = self._rows.num_jit == len(self._batch) > 0
         drafted = min(self._policy.backup_lookahead, self._most)
         complete = only_jit and drafted == self._policy.lookahead
@@ -244,15 +226,13 @@ class Drafter:
         return self.divergence is None
 
     def _wanted(self, rollout: Rollout) -> int:
-        if rollout is not self._ahead.growth:
-            return min(self._policy.backup_lookahead, self._most)
-        if rollout.steps >= self._most:
+        if rollout is self._ahead.growth:
             return self._most
-        return min(self._controls.late_steps(rollout.steps, self._clocks), self._most)
+        return min(self._policy.backup_lookahead, self._most)
 
     def _assemble(self, round_: int, count: int, rollouts: Sequence[Rollout]) -> Speculation:
         parts = [
-            Part(one, Source.CACHE if one is self._ahead.growth else self._backup)
+            Part(one, Source.CACHE if one is self._ahead.growth else self._policy.backup)
             for one in rollouts
         ]
         return self._answer.assemble(round_, count, parts, self._most, self.version)
@@ -268,10 +248,8 @@ class Drafter:
     def hear(self, speculation: Speculation) -> None:
         """Begins the round in which the target verifies this speculation."""
         self._worker.served(self._batch, speculation)
-        if self._observer is not None:
-            self._observer.note_speculation(speculation)
-            if not self._has_glue:
-                self._observer.inform_controls()
+        if self.rank_counts is not None:
+            self.rank_counts.count(speculation)
 
     def leave(self) -> None:
         """Ends the pass, behind the last outcome."""
@@ -279,29 +257,22 @@ class Drafter:
 
     @property
     def _has_glue(self) -> bool:
-        grows = self._controls.speculates_ahead and self._control.width != 0
+        grows = self._policy.fan_outs.branches > 0 and self._control.width != 0
         return grows and self._most > 0 and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> Steps[bool]:
-        """Runs the glue over the served trunk and makes the cache's keys; False: nothing to grow.
-
-        The controls see the last round and decide while the glue runs, so that no outcome waits for
-        them.
-        """
+        """Runs the glue over the served trunk and makes the cache's keys; False: none to grow."""
         if not self._has_glue:
             yield from self._keep_up()
             return False
         if self._upkeep.is_catching_up:
-            if self._observer is not None:
-                self._observer.inform_controls()
             return False
         if (yield from self._fill(range(len(self._batch)))):
             self.ledger.mark(DraftPhase.PREFILL)
         self._growth_start = perf_counter()
         self._worker.launch_glue(self._batch, speculation)
-        if self._observer is not None:
-            self._observer.inform_controls()
-        fan_outs = self._fan_outs = self._limited(self._controls.plan())
+        control = self._control
+        fan_outs = self._fan_outs = self._policy.fan_outs.within(control.width, control.lookahead)
         yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self._worker.branches(self._batch, speculation, fan_outs)
@@ -309,10 +280,6 @@ class Drafter:
         self._worker.settle(self._batch, branches.rollout, rows, k)
         self.ledger.mark(DraftPhase.KEYS)
         return True
-
-    def _limited(self, fan_outs: FanOuts) -> FanOuts:
-        """Returns the fan-outs within what the lead allows in this round."""
-        return fan_outs.within(self._control.width, self._control.lookahead)
 
     def _keep_up(self) -> Steps[None]:
         """Stores what rounds without drafting committed, so that drafting can begin again."""

@@ -163,8 +163,9 @@ class TargetLoop:
     def step(self) -> RoundResult:
         """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
         r."""
-        mark, outcome = self.ledger.mark, self._pending
-        outcome.control = self.control
+        mark, pending = self.ledger.mark, self._pending
+        # An outcome of its own: the last step has returned the pending one.
+        outcome = Outcome(pending.round, pending.rows, pending.prompts, self.control)
         self._speculator.ask(outcome)
         mark(LeadPhase.SEND)
         self.tell()

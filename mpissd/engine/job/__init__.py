@@ -1,11 +1,10 @@
 """Resolve a configuration for a given T to shapes, laws, fan-out and bytes, without MPI or GPU."""
 
 from mpissd.engine.job.job import Job, buckets, fine_buckets
-from mpissd.engine.job.resolving import PRIOR_ALPHA, resolve, resolve_unopened
+from mpissd.engine.job.resolving import resolve, resolve_unopened
 from mpissd.engine.workload.resolved import Serving
 
 __all__ = [
-    "PRIOR_ALPHA",
     "Job",
     "Serving",
     "buckets",

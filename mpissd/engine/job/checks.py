@@ -8,22 +8,15 @@ from __future__ import annotations
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape, files_of
-from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of
 
 
 def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:
-    """Refuses a draft shape or a tail fan-out that the other flags do not allow."""
+    """Refuses a draft shape that the other flags do not allow."""
     if target.head is not None:
         raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
-    if config.mode != "ar" and is_tail(config.fan_out):
-        count = config.fan_out.partition(":")[2].strip()
-        if not (count.isdecimal() and int(count)):
-            raise ConfigError(f"fan_out={config.fan_out}: allowed: tail:F, F from 1 on")
-    if config.mode == "ssd" and is_tail(config.fan_out):
-        _check_tail(config)
     if draft is None or draft.head is None or config.mode == "ar":
         return
     if draft.head.lm_heads == 0 and not config.is_lookup:
@@ -31,22 +24,6 @@ def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None)
         raise ConfigError(f"{asked}: allowed: mode=sd, backup=fast")
     if draft.num_tokens > 1:
         _check_parallel(config, draft)
-
-
-def _check_tail(config: RunConfig) -> None:
-    """Refuses flags that fan_out=tail:F does not allow.
-
-    A tail has one branch, and no list F_0 … F_K. The automatic controls
-    learn from such lists, and Saguaro sampling damps the tokens that they keep.
-    """
-    for name, value, allowed in (
-        ("saguaro_c", config.saguaro_c, (1, None)),
-        ("on_late", config.on_late, ("finish", "serve")),
-        ("backup", config.backup, ("jit", "fast")),
-    ):
-        if value not in allowed:
-            values = ", ".join(str(one) for one in allowed if one is not None)
-            raise ConfigError(f"{name}={value} with fan_out={config.fan_out}: allowed: {values}")
 
 
 def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
@@ -57,7 +34,7 @@ def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
     if config.lookahead != draft.num_tokens:
         what = f"{draft.num_tokens}, one head a token (medusaN:MODEL has N)"
         raise ConfigError(f"lookahead={config.lookahead} with {draft.name}: allowed: {what}")
-    if config.backup_lookahead not in (None, 0, config.lookahead):
+    if config.backup_lookahead not in (None, config.lookahead):
         asked = f"backup_lookahead={config.backup_lookahead} with {draft.name}"
         raise ConfigError(f"{asked}: allowed: {config.lookahead}, which one forward drafts")
 

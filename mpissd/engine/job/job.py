@@ -7,8 +7,7 @@ from functools import cached_property
 
 from mpissd.common.rounds import Source
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.registry import workload_kind
+from mpissd.engine.workload.base import Workload, workload_kind
 from mpissd.engine.workload.resolved import Resolved
 
 _FLOAT32 = 4  # bytes of an entry of a distribution

@@ -9,7 +9,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP, resolve_model, scaled_name, split_pair, target_of
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import tail_list
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
@@ -26,14 +25,13 @@ from mpissd.engine.job.job import Job
 from mpissd.engine.job.memory import check_memory, sized
 from mpissd.engine.model.transformer.files import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
-from mpissd.engine.spec.fanout import FanOuts, adaptive_budget, resolve_fan_out
+from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw, hit_law_of
 from mpissd.engine.workload.resolved import Serving
 
 # Tried in this order: the largest pair whose shards fit is the default.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
 _PREFILL_ROWS = {"numpy": 32, "cupy": 128}
-PRIOR_ALPHA = 0.8  # assumed acceptance of an adaptive fan-out before it has seen outcomes
 
 
 def resolve(
@@ -162,9 +160,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
     fan_outs = _fan_outs(config, acceptance, hit_law, backup_lookahead)
     if config.mode == "ssd":
-        for listed in (fan_outs.after_hit, fan_outs.after_miss, fan_outs.after_fast or (0,)):
-            widest = max(adaptive_budget(config.fan_out) or 0, *listed)
-            check_fan_out(config, widest, draft)
+        check_fan_out(config, fan_outs.widest, draft)
     job = Job(
         config=config,
         tp=tp,
@@ -174,7 +170,6 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         lookahead=lookahead,
         fan_out=fan_outs.after_hit,
         fan_out_miss=fan_outs.after_miss,
-        fan_out_fast=fan_outs.after_fast,
         acceptance=acceptance,
         hit_law=hit_law,
         backup_lookahead=backup_lookahead,
@@ -194,20 +189,16 @@ def _fan_outs(
     SD grows no branches, but its fan_out flag is checked as well: raises ConfigError.
     """
     lookahead = config.lookahead
-    text, primary = tail_list(config.fan_out, lookahead, lookahead), laws[Source.CACHE].hazards
+    text, primary = config.fan_out, laws[Source.CACHE].hazards
     if config.mode == "sd":
         _fan_out(text, lookahead, primary, hit_law)
     if config.mode != "ssd":
         return FanOuts()
     after_hit = _fan_out(text, lookahead, primary, hit_law)
-    text = tail_list(config.fan_out_miss or config.fan_out, lookahead, backup_lookahead)
-
-    def behind(source: Source) -> tuple[int, ...]:
-        cut = [rate * (n < backup_lookahead) for n, rate in enumerate(laws[source].hazards)]
-        return _fan_out(text, backup_lookahead, cut, hit_law)
-
-    after_miss = behind(Source.FAST if config.backup == "fast" else Source.JIT)
-    return FanOuts(after_hit, after_miss, behind(Source.FAST) if config.backup == "auto" else None)
+    text = config.fan_out_miss or config.fan_out
+    backup = laws[Source.FAST if config.backup == "fast" else Source.JIT].hazards
+    cut = [rate * (n < backup_lookahead) for n, rate in enumerate(backup)]
+    return FanOuts(after_hit, _fan_out(text, backup_lookahead, cut, hit_law))
 
 
 def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:
@@ -215,11 +206,8 @@ def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) 
 
     hazards: the K acceptance rates by place. Raises ConfigError if the list cannot be had.
     """
-    lookahead, law = len(hazards), hit_law
-    if adaptive_budget(text) is not None:  # its first list follows a prior
-        hazards, law = (PRIOR_ALPHA,) * lookahead, HitLaw("")
-    minimum = 1 if hit_law.p_hit else 0
-    powers = law.powers(lookahead, served)
+    lookahead, minimum = len(hazards), 1 if hit_law.p_hit else 0
+    powers = hit_law.powers(lookahead, served)
     fan_out = resolve_fan_out(text, lookahead, hazards, *powers, minimum=minimum)
     hit_law.check_fan_out(fan_out)
     return fan_out

@@ -30,8 +30,7 @@ from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.mpi_gather import MpiLogitsGather
-from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.comm.mpi_group import MpiLogitsGather, open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve

@@ -3,8 +3,6 @@
 uniform:F      F_k = F
 geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the power law (without
                rounding: the geometric series of SSD's theorem 12)
-adaptive:B     as geometric:B, but fitted anew every few rounds to the outcomes so far
-               (spec.adaptive)
 list:a,b,…     K+1 given numbers
 """
 
@@ -53,19 +51,13 @@ def resolve_fan_out(
         return _listed(text, values, width)
     if kind == "uniform":
         return (_count(text, values, MAX_BRANCHES // width),) * width
-    if kind in ("geometric", "adaptive"):  # adaptive starts with the fan-out of geometric.
+    if kind == "geometric":
         budget = _count(text, values, MAX_BRANCHES)
         weights = accept_probabilities(alpha_rates)
         laws = each_k(hit_a, width), hit_r, floor
         return _geometric(text, budget, weights, *laws, minimum)
-    known = unknown("fan_out", kind, ("uniform", "geometric", "list", "adaptive", "tail"))
-    raise ConfigError(f"{known}, as in uniform:3, geometric:24, list:4,3,3 or adaptive:24")
-
-
-def adaptive_budget(text: str) -> int | None:
-    """Returns B of `adaptive:B`, or None for a fan-out that stays fixed."""
-    kind, _, value = text.strip().partition(":")
-    return _count(text, value, MAX_BRANCHES) if kind == "adaptive" else None
+    known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
+    raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
 
 
 def optimal_fan_out(
@@ -170,26 +162,19 @@ class FanOuts:
     """The fan-outs F_0..F_K after each source of a trunk; empty lists mean that nothing is grown.
 
     after_hit: for a trunk from the cache. after_miss: for a trunk that a backup drafted.
-    after_fast: for a trunk of FAST tokens, where --backup=auto chooses between the two backups.
     """
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()
-    after_fast: tuple[int, ...] | None = None
 
     def behind(self, source: int) -> tuple[int, ...]:
         """Returns the list to use after a trunk that this Source drafted."""
-        if source == Source.CACHE:
-            return self.after_hit
-        if source == Source.FAST and self.after_fast is not None:
-            return self.after_fast
-        return self.after_miss
+        return self.after_hit if source == Source.CACHE else self.after_miss
 
     @property
     def lists(self) -> tuple[tuple[int, ...], ...]:
-        """All lists that are set, after_hit first."""
-        pair = self.after_hit, self.after_miss
-        return pair if self.after_fast is None else (*pair, self.after_fast)
+        """Both lists, after_hit first."""
+        return self.after_hit, self.after_miss
 
     @cached_property
     def is_one(self) -> bool:

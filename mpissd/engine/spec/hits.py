@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
 from mpissd.common.theory import power_law_miss
-from mpissd.common.workload_flags import WorkloadFlags
 from mpissd.engine.spec.lawfile import FittedHits, load_laws
 
 Ints = NDArray[np.int32]

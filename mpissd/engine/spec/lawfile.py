@@ -1,6 +1,6 @@
 """Files of laws: what a real pair's rounds were like, as counts and as the laws fitted to them.
 
-`python -m mpissd laws` writes them (mpissd/lab/laws), docs/laws.md describes them. `--laws=FILE`
+`python -m mpissd pair` writes them (mpissd/lab/pair), docs/laws.md describes them. `--laws=FILE`
 imposes one: its counts at the run's own K give the acceptance hazards, its fitted (A, r) and floors
 the hit law, and its counts of looked-up tokens the acceptance of a fast backup.
 """
@@ -133,4 +133,4 @@ def _fitted(read: Mapping[str, Any]) -> FittedHits | None:
 
 def _refused(path: str, reason: str) -> ConfigError:
     reason = " ".join(reason.split())
-    return ConfigError(f"laws={path}: {reason}: allowed: a whole file of `mpissd laws`")
+    return ConfigError(f"laws={path}: {reason}: allowed: a whole file of `mpissd pair`")

@@ -3,19 +3,70 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import ClassVar
 
+from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
+from mpissd.common.workloads import known
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.stacks import Stacks
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
-from mpissd.engine.workload.endings import Endings
+from mpissd.engine.spec.lawfile import load_laws
 from mpissd.engine.workload.resolved import Resolved
-from mpissd.engine.workload.row_fields import RowFields
 from mpissd.engine.workload.workers import DraftWorker, OpenGather, TargetWorker
+
+
+class Endings:
+    """Ends sequences at their stop token; base class of other rules.
+
+    The lead holds one object a pass. A rule may remember what each sequence has emitted.
+    """
+
+    def __init__(self, *stop_tokens: int) -> None:
+        self._stop = frozenset(stop_tokens)
+
+    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        """Returns how many of a round's tokens count if the sequence ends with them, else None.
+
+        before: the number of tokens that the sequence had emitted before this round.
+        """
+        for n, token in enumerate(tokens, 1):
+            if token in self._stop:
+                return n
+        return None
+
+
+def laws_label(flags: WorkloadFlags) -> str | None:
+    """Returns the name and digest of the file of laws; None without one."""
+    return None if flags.laws is None else load_laws(flags.laws).label
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """Values of the result-row keys that a workload fills; None is written as null."""
+
+    acceptance: str | None = None
+    acceptance_fast: str | None = None
+    hit_law: str | None = None
+    laws: str | None = None
+    temperature: float | None = None
+    vocab: int | None = None
+    order: int | None = None
+    divergence: float | None = None
+    saguaro_c: float | None = None
+    prompt_tokens: int | None = None
+    top_p: float | None = None
+    stop: list[str] | None = None
+    num_prompts: int | None = None
+    prompts_sha256: str | None = None
+    recording: str | None = None
+    lookup: str | None = None
 
 
 class Workload(ABC):
@@ -26,7 +77,7 @@ class Workload(ABC):
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
     drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)
-    reports_outcomes: ClassVar[bool] = False  # rows report fitted laws though nothing adapts
+    reports_outcomes: ClassVar[bool] = False  # rows count the ranks of bonus tokens
 
     def __init__(self, job: Resolved) -> None:
         self.job = job
@@ -127,3 +178,10 @@ class Workload(ABC):
     def row_fields(self) -> RowFields:
         """Returns the values of this workload's keys in the result row."""
         return RowFields()
+
+
+def workload_kind(name: str) -> type[Workload]:
+    """Imports and returns the workload class `name`; raises ConfigError if it is not registered."""
+    module, _, kind = known(name).where.partition(":")
+    workload: type[Workload] = getattr(import_module(module), kind)
+    return workload

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Batch, Request, Speculation
+from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
-from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.workers import Admissions
 
 _ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
 _EPOCH = 1 << 32  # limit of rounds in an epoch
@@ -110,3 +112,38 @@ class Histories:
     def rows(self, batch: Batch) -> list[History]:
         """Returns the histories of the batch's sequences, in the order of its rows."""
         return [self._by_slot[slot] for slot in batch.slots.tolist()]
+
+
+class PromptHistories(Histories):
+    """Histories of sequences with prompts, which remember the last sequence of each slot."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: request.prompt)
+        self._left: dict[int, list[int]] = {}  # by slot: the tokens of its last sequence
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        before = {slot: history.tokens for slot, history in self._by_slot.items()}
+        super().begin_round(batch, admissions)
+        self._left = {**self._left, **before}
+
+    def shared(self, slot: int, prompt: Sequence[int]) -> int:
+        """Returns how many tokens of a prompt begin the tokens of the slot's last sequence.
+
+        The prompt's last token is never one of them, since the first round reads it.
+        """
+        history = self._by_slot.get(slot)
+        tokens = self._left.get(slot, []) if history is None else history.tokens
+        most = min(len(tokens), len(prompt) - 1)
+        same = 0
+        while same < most and tokens[same] == prompt[same]:
+            same += 1
+        return same
+
+    def known(self, slot: int) -> Sequence[int]:
+        """Returns the committed tokens of a slot's sequence; none where it has not joined."""
+        history = self._by_slot.get(slot)
+        return () if history is None else history.tokens
+
+    def committed(self, slot: int, start: int, stop: int) -> Ints:
+        """Returns tokens start … stop − 1 of a slot's sequence."""
+        return np.array(self._by_slot[slot].tokens[start:stop], np.int32)

@@ -9,14 +9,13 @@ from functools import cached_property
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import is_tail
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.spec.fanout import FanOuts, adaptive_budget
+from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.placement import Placement, StatelessPlacement
 
@@ -51,7 +50,6 @@ class Resolved:
     lookahead: int  # 0 in AR
     fan_out: tuple[int, ...]  # F_0 … F_K behind a hit; empty unless SSD
     fan_out_miss: tuple[int, ...]  # F_0 … F_K behind a trunk that a backup drafted
-    fan_out_fast: tuple[int, ...] | None  # with backup=auto, the list behind FAST tokens; else None
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -147,11 +145,6 @@ class Resolved:
         """Whether the draft runs on the lead's device (SD without a draft rank)."""
         return self.draft is not None and self.config.drafts == 0
 
-    @property
-    def is_tail(self) -> bool:
-        """Whether candidates are kept behind the last served token alone (tail:F)."""
-        return bool(self.fan_out) and is_tail(self.config.fan_out)
-
     def num_forwards(self, tokens: int) -> int:
         """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""
         return -(-tokens // self.tokens_a_forward)
@@ -179,21 +172,16 @@ class Resolved:
         return self.config.batch_size * max(1, self.num_lanes)
 
     @property
-    def adaptive_budget(self) -> int | None:
-        """Budget B of --fan_out=adaptive:B, or None if the fan-out is fixed."""
-        return adaptive_budget(self.config.fan_out) if self.fan_out else None
-
-    @property
     def fan_outs(self) -> FanOuts:
-        """The fan-out lists of the job: behind hits, behind misses, and behind FAST tokens."""
-        return FanOuts(self.fan_out, self.fan_out_miss, self.fan_out_fast)
+        """The fan-out lists of the job: after hits, and after misses."""
+        return FanOuts(self.fan_out, self.fan_out_miss)
 
     @property
     def num_lanes(self) -> int:
         """The largest number of branches that the draft grows for a sequence."""
-        return self.adaptive_budget or self.fan_outs.branches
+        return self.fan_outs.branches
 
     @property
     def widest(self) -> int:
         """The largest number of candidates that a row may keep, at least 1."""
-        return max(1, self.adaptive_budget or self.fan_outs.widest)
+        return max(1, self.fan_outs.widest)

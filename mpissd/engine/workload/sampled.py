@@ -21,9 +21,14 @@ from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.history import Histories, History
-from mpissd.engine.workload.placed import Admissions
 from mpissd.engine.workload.rollout import Rollout
-from mpissd.engine.workload.workers import DraftWorker, LogitsGather, Proposals, TargetWorker
+from mpissd.engine.workload.workers import (
+    Admissions,
+    DraftWorker,
+    LogitsGather,
+    Proposals,
+    TargetWorker,
+)
 
 Logits = NDArray[np.float32]
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)

@@ -64,7 +64,8 @@ class Client:
             self.model = self.model or found[0]["id"]
             of_model = [each.get("mpissd") for each in found if each["id"] == self.model]
         except (self._broken, *_DAMAGED) as error:
-            raise FaultError(f"url={self.url}: no models there: {error}") from error
+            why = str(error).partition("\n")[0]
+            raise FaultError(f"url={self.url}: no models there: {why}") from error
         return next((about for about in of_model if about), {})
 
     async def send_all(self, load: Load) -> list[Served]:

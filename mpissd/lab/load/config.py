@@ -111,19 +111,14 @@ class LoadConfig(Checked):
             num_tokens=self.num_tokens,
         )
 
-    def check_url(self) -> None:
-        """Refuses a server and a pair to simulate."""
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
         if self.url is not None and said(self.run):
             name = min(said(self.run))
             raise ConfigError(f"{name} with url={self.url}: allowed: without url, to simulate it")
-
-    def check_rate(self) -> None:
-        """Refuses to send all at once what has no number."""
         if math.inf in self.rate and self.requests is None:
             raise ConfigError("rate=inf without requests: allowed: with requests=N, all at once")
-
-    def check_prompts(self) -> None:
-        """Refuses a load without prompts, or with two sources of arrivals."""
         if self.prompts is None:
             raise ConfigError("prompts: needed: a file, such as tests/data/prompts/chat.jsonl")
         if self.arrivals is not None and self.requests is not None:

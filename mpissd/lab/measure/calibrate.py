@@ -46,7 +46,7 @@ _UNSEEN = (
     "out",
     "schedule",
 )
-_GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law", "on_late")
+_GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law")
 
 
 @dataclass(frozen=True)

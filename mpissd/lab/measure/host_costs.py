@@ -181,7 +181,7 @@ def _growth_costs(
     hits = grown.draft[grown.column("num_jit") == 0]
     if len(hits):  # the fastest hit: all its branches were already grown
         costs["draft_assemble"] = float(hits[:, 2 + DraftPhase.SPECULATE].min()) * 1e-9
-        if job.config.on_late == "finish" and costs["draft_assemble"] > step:
+        if costs["draft_assemble"] > step:
             costs["draft_assemble"] = 0.0  # even the fastest hit had to wait for its branches
     return costs
 

@@ -50,7 +50,7 @@ class DraftReport:
     rounds: NDArray[Any]  # [n, Drafter.COLUMNS]
     ledger: NDArray[np.int64]
     phases: list[str]
-    learned: dict[str, Any]  # from Controls.learned
+    learned: dict[str, Any]  # from RankCounts.to_dict
     forwards: NDArray[np.int64] | None = None  # those that target groups share (measure.pool)
     updates: UpdateReport | None = None  # of newer weights; None without a learner
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.atomic_file import whole_file
 from mpissd.common.output import append_row
 from mpissd.common.records import (
     RoundRecords,
@@ -22,7 +23,6 @@ from mpissd.common.records import (
     token_digest,
 )
 from mpissd.common.row import SCHEMA, Row
-from mpissd.common.whole import whole_file
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.ab import Overhead
@@ -40,8 +40,8 @@ from mpissd.lab.measure.reports import (
 )
 from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.recurrence import follow
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
+from mpissd.lab.predict.simulation import follow
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
@@ -114,7 +114,7 @@ def _options(session: Session) -> dict[str, Any]:
         "fuse": config.fuse,
         "lm_head": job.options.lm_head,
         "context": config.context,
-        "on_late": config.on_late if job.fan_out else None,
+        "on_late": "finish" if job.fan_out else None,  # as in older rows
         "backup": config.backup if job.draft else None,  # SD drafts with its backup alone
         "backup_lookahead": job.backup_lookahead if job.draft else None,
         "num_layers": job.target.num_layers,

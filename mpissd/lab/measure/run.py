@@ -43,7 +43,7 @@ from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, Tracing
-from mpissd.lab.show.show import NOBODY, Audience, shown
+from mpissd.lab.show import NOBODY, Audience, shown
 
 _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
@@ -188,7 +188,7 @@ def _draft_report(
             drafter.table(*span),
             drafter.ledger.table(*span),
             drafter.ledger.names,
-            drafter.controls.learned(),
+            {} if drafter.rank_counts is None else drafter.rank_counts.to_dict(),
             updates=None if updates is None else updates.report,
         )
         for drafter, span in zip(drafters, spans, strict=False)

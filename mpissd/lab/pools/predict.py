@@ -18,14 +18,12 @@ _ROUNDS = 8000  # of the laws' mean, of all targets together
 def check_pool(job: Job) -> int:
     """Returns the rounds of a job of one group that can be replayed in a pool.
 
-    Raises ConfigError for what has no recurrence: real text, what adapts, a limit of tokens, and
+    Raises ConfigError for what has no recurrence: real text, a limit of tokens, and
     several drafts.
     """
     rounds = job.config.max_rounds
     if not is_predictable(job) or job.config.drafts != 1 or rounds is None:
-        raise ConfigError(
-            "predict with groups: allowed: imposed laws, nothing that adapts, one draft, and rounds"
-        )
+        raise ConfigError("predict with groups: allowed: imposed laws, one draft, and rounds")
     return rounds
 
 

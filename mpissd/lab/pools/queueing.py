@@ -82,9 +82,9 @@ class SharedDraft:
 
     window_s: from an answer sent until the target's next outcome is at the draft. lookahead: K.
     all_hit, none_hit: P(all, none of a target's sequences hit). backup: draft steps behind a miss
-    (K_b, or 0 where looked-up tokens serve). finishes: whether a hit is grown to K tokens before it
-    is sent. grows: whether branches are grown at all. targets: G. frames: maps the mean turns of a
-    round (glue and growth, answer) to the seconds of a frame with n = 1..G seated.
+    (K_b, or 0 where looked-up tokens serve). grows: whether branches are grown at all. targets: G.
+    frames: maps the mean turns of a round (glue and growth, answer) to the seconds of a frame with
+    n = 1..G seated.
     """
 
     window_s: float
@@ -92,7 +92,6 @@ class SharedDraft:
     all_hit: float
     none_hit: float
     backup: int
-    finishes: bool
     grows: bool
     targets: int
     frames: Callable[[float, float], Sequence[float]]
@@ -151,7 +150,7 @@ def _answer(pool: SharedDraft, ahead: float, others: float) -> float:
     """
     left = 1.0 + pool.lookahead - ahead if pool.grows else 0.0
     flight = 0.5 if left > 0 else 0.5 * others
-    late = left if left > 0 and pool.finishes else flight
+    late = left if left > 0 else flight
     missed = pool.backup + flight
     some_hit = 1 - pool.all_hit - pool.none_hit
     return pool.all_hit * late + pool.none_hit * missed + some_hit * max(missed, late)

@@ -4,9 +4,9 @@ A pool is G targets on T ranks each and one draft; a *replica* is one copy of a 
 its own. N GPUs hold as many copies as fit, and the rest of them idles; so all uses are compared by
 the tokens a second of all copies, over the same N GPUs.
 
-Candidates are ranked by lab.predict.closed under a draft on which all targets are always seated,
-and under one where a third of them are; the best few of both are simulated with the same draws, and
-the fastest is kept.
+Candidates are ranked by lab.predict.simulation under a draft on which all targets are always
+seated, and under one where a third of them are; the best few of both are simulated as pools with
+the same draws, and the fastest is kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _SPACE = Space(
     (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
     fan_outs((1, 2, 3, 5, 9), (4, 8, 16, 32, 64)),
     (0.5, 1.0),
-    ((False, False), (True, False)),
 )
 _COPIES = (1, 2, 3, 4, 6, 8)
 _SIMULATED = 4  # candidates of each number of targets and of seated ones

@@ -3,7 +3,7 @@
 A *frame* of the draft is the host work of the groups that have some, in turn, and one forward that
 carries the next turn of every group: steps that answer an outcome, rows of a glue, growth lanes.
 An outcome that arrives while a forward runs waits for its end. A target's own round is that of
-lab.predict.recurrence, which this reproduces with one target.
+lab.predict.simulation, which this reproduces with one target.
 
 Outcomes on their way wait in a heap, and the draft's forwards come one after another. Growth is not
 counted lane by lane: all that grow take part in every forward, so that the number of forwards since
@@ -103,7 +103,6 @@ class _Draft:
         self._pool, self._host, self._targets = pool, pool.host, targets
         job = pool.job
         self._most, self._served = job.lookahead, (job.backup_lookahead, job.lookahead)
-        self._serves = job.config.on_late == "serve"
         self._backup = job.backup_lookahead if job.config.backup == "jit" else 0
         self._branches = sum(job.fan_out_miss or ()), sum(job.fan_out or ())
         self.tally = Tally()
@@ -148,7 +147,7 @@ class _Draft:
         if not target.left:  # It says stop.
             return
         won = target.won
-        target.finish = self._most - steps if won and not self._serves else 0
+        target.finish = self._most - steps if won else 0
         target.backup = self._backup if won < len(target.hits) else 0
         self.now += self._host.reply_s - self._host.draft_send
         if target.finish or target.backup:
@@ -177,7 +176,7 @@ class _Draft:
         host, won = self._host, target.won
         self.now += host.draft_send
         missed = len(target.hits) - won
-        served = (self._served[0], target.steps) if self._serves else self._served
+        served = self._served
         ready, arrived = target.clock + host.ask_s, self.now + host.link
         seen = max(ready, arrived + (host.nap if arrived - ready > host.patience else 0.0))
         verify_s = self._pool.verify_s[won * (served[1] + 1) + missed * (served[0] + 1)]

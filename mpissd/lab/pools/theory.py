@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.lab.pools.durations import Pool
 from mpissd.lab.pools.queueing import Shared, SharedDraft, shared_draft
-from mpissd.lab.predict.closed import Expected, expected
+from mpissd.lab.predict.simulation import Expected, expected
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Sized:
 def by_queueing(pool: Pool) -> Sized:
     """Returns a pool's means: laws and forwards of one target alone, the wait of a closed network.
 
-    The hit rate and the tokens of a round are those of a draft each, since on_late=finish lets no
-    wait change them; they are taken from lab.predict.closed.
+    The hit rate and the tokens of a round are those of a draft each, since no wait
+    changes them; they are taken from lab.predict.simulation.
     """
     alone = expected(pool.job, pool.device, pool.host)
     host, batch = pool.host, pool.batch
@@ -49,7 +49,6 @@ def _shared(pool: Pool, alone: Expected, window_s: float) -> SharedDraft:
         all_hit=hit_rate**pool.batch,
         none_hit=(1 - hit_rate) ** pool.batch,
         backup=job.backup_lookahead if job.config.backup == "jit" else 0,
-        finishes=job.config.on_late != "serve",
         grows=job.fan_outs.branches > 0,
         targets=pool.targets,
         frames=lambda ahead, answer: _frames(pool, hit_rate, ahead, answer),

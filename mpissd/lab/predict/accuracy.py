@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,23 +27,33 @@ from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import Forecast, forecast_from_run, forecast_row
 
-BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c)
+BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c), of products
+WHOLE_BAR = 0.05, 0.12  # and of whole transformers
 MEAN_BAR = 0.03  # largest allowed mean of error (c), by mode and T
 ENOUGH_SEEDS = 5  # with fewer seeds luck does not cancel in the mean
-_DERIVED = "its profile derives what a forward takes"
+_SAME_CELL = (
+    *("device_name", "workload", "target", "dtype", "batch_size", "lm_head", "context", "fuse"),
+    *("forward", "num_layers"),
+)
+_SAME_USE = ("mode", "tp", "num_drafts", "lookahead", "backup", "backup_lookahead", "on_late")
 _QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # |normal|
-_COLUMNS = ("machine", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone", "(c)", "(c) mean")
-_LAST = ("(c) without luck", "mean")
+_COLUMNS = (
+    *("machine", "forwards", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone"),
+    *("(c)", "(c) mean", "(c) without luck", "mean"),
+)
 
 
 @dataclass(frozen=True)
 class Errors:
     """The three prediction errors of one row, and its luck.
 
-    luck is the row's sampling_error; luck_sd is the standard deviation of that error.
+    forwards: "products" or "whole", followed by ", derived" if the profile did not measure all of
+    them or the host costs. luck is the row's sampling_error; luck_sd is the standard deviation of
+    that error.
     """
 
     machine: str
+    forwards: str
     tp: int
     mode: str
     seed: int
@@ -96,9 +107,17 @@ def host_of(name: str) -> HostCosts:
 
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
     """Returns the errors of all rows by machine, T and mode, as Markdown and as JSON."""
-    errors, left = errors_of(rows, forecast)
-    judged = list(groups(errors))
-    return table(judged, left), {"groups": judged, "left_out": dict(left)}
+    rows = list(rows)
+    forecasts = {id(row): forecast(row) for row in rows}
+
+    def known(row: Row) -> Forecast:
+        return forecasts[id(row)]
+
+    errors, left = errors_of(rows, known)
+    judged, made = list(groups(errors)), decisions(rows, known)
+    regret = max((one.regret for one in made), default=None)
+    numbers = {"groups": judged, "left_out": dict(left), "largest_regret": regret}
+    return f"{table(judged, left)}\n{decided(made)}".rstrip(), numbers
 
 
 def errors_of(
@@ -108,8 +127,8 @@ def errors_of(
     of_rows, left = [], Counter[str]()
     for row in rows:
         other = forecast(row)
-        if other.derived or other.reason is not None:
-            left[other.reason or _DERIVED] += 1
+        if other.reason is not None:
+            left[other.reason] += 1
         elif (errors := _errors(row, other)) is None:
             left["its own job predicted nothing"] += 1
         else:
@@ -126,6 +145,8 @@ def _errors(row: Row, other: Forecast) -> Errors | None:
         return None
     return Errors(
         machine="emulated" if row.backend == "emulated" else row.device_name,
+        forwards=("whole" if row.forward == "transformer" else "products")
+        + ", derived" * other.derived,
         tp=row.tp,
         mode=row.mode.upper() + inline,
         seed=row.seed,
@@ -138,13 +159,21 @@ def _errors(row: Row, other: Forecast) -> Errors | None:
 
 
 def groups(errors: Sequence[Errors]) -> Iterator[dict[str, Any]]:
-    """Yields median and p95 of the errors' sizes by machine, T and mode, and for each T."""
-    for machine, tp in sorted({(e.machine, e.tp) for e in errors}):
-        here = [e for e in errors if (e.machine, e.tp) == (machine, tp)]
-        modes = sorted({e.mode for e in here})
-        for mode in [*modes, "all"] if len(modes) > 1 else modes:
-            chosen = [e for e in here if mode in (e.mode, "all")]
-            yield {"machine": machine, "tp": tp, "mode": mode, **_group(chosen)}
+    """Yields median and p95 of the errors' sizes by machine, forwards, T and mode.
+
+    After the modes of a T comes the group of all of them, and after a machine's T, with tp of None,
+    that of all T.
+    """
+    for machine, forwards in sorted({(e.machine, e.forwards) for e in errors}):
+        same = [e for e in errors if (e.machine, e.forwards) == (machine, forwards)]
+        about = {"machine": machine, "forwards": forwards}
+        for tp in sorted({e.tp for e in same}):
+            here = [e for e in same if e.tp == tp]
+            modes = sorted({e.mode for e in here})
+            for mode in [*modes, "all"] if len(modes) > 1 else modes:
+                chosen = [e for e in here if mode in (e.mode, "all")]
+                yield {**about, "tp": tp, "mode": mode, **_group(chosen)}
+        yield {**about, "tp": None, "mode": "all", **_group(same)}
 
 
 def _group(chosen: Sequence[Errors]) -> dict[str, Any]:
@@ -170,11 +199,9 @@ def _sizes(errors: Any) -> tuple[float, float]:
 
 
 def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
-    """Renders the groups as Markdown, with a verdict on T = 1 and the rows that are in no group."""
-    columns = (*_COLUMNS, *_LAST)
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(_line, judged), ""]
-    lines += [line for group in judged if (line := _verdict(group, judged))]
-    lines += [_means_verdict(machine, judged) for machine in {g["machine"]: 0 for g in judged}]
+    """Renders the groups as Markdown, with verdicts and the rows that are in no group."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *map(_line, judged), ""]
+    lines += [_verdict(group, judged) for group in judged if group["tp"] is None]
     for reason, count in sorted(left.items()):
         lines.append(f"Without (c): {count} row{'s' * (count > 1)}, {reason}.")
     return "\n".join(lines)
@@ -184,32 +211,36 @@ def _line(group: dict[str, Any]) -> str:
     def both(key: str) -> str:
         return "{:.1%}, {:.1%}".format(*group[key])
 
-    cells = [group["machine"], group["tp"], group["mode"], group["rows"], group["seeds"]]
+    cells = [group["machine"], group["forwards"], group["tp"] or "all", group["mode"]]
+    cells += [group["rows"], group["seeds"]]
     cells += [both("replay"), both("mean"), both("luck"), both("other")]
     cells += [f"{group['other_signed']:+.1%}", both("without_luck")]
     return "| " + " | ".join(map(str, [*cells, f"{group['without_luck_signed']:+.1%}"])) + " |"
 
 
-def _verdict(group: dict[str, Any], every: Sequence[dict[str, Any]]) -> str | None:
-    """Returns a line on whether (c) meets its bar at T = 1 over all modes; else None."""
-    alone = sum(1 for g in every if (g["machine"], g["tp"]) == (group["machine"], 1)) == 1
-    if group["tp"] != 1 or not (alone or group["mode"] == "all"):
-        return None
-    bar = "median at most {:.0%}, p95 at most {:.0%}".format(*BAR)
-    own, luckless = (_meets(group[key]) for key in ("other", "without_luck"))
-    return f"{group['machine']}, T = 1: (c) {own} its bar ({bar}); without luck it {luckless} it."
+def bar_of(forwards: str) -> tuple[float, float]:
+    """Returns the largest allowed median and p95 of error (c) for this kind of forwards."""
+    return WHOLE_BAR if forwards.startswith("whole") else BAR
 
 
-def _means_verdict(machine: str, judged: Sequence[dict[str, Any]]) -> str:
-    here = [group for group in judged if group["machine"] == machine]
-    biased = [f"{g['mode']} at T = {g['tp']}" for g in here if is_biased(g)]
-    verdict = (
-        f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else f"within {MEAN_BAR:.0%}"
-    )
-    most = max(abs(group["without_luck_signed"]) for group in here)
+def meets(group: dict[str, Any], key: str = "other") -> bool:
+    """Returns whether a group's errors are within their bar; key: "without_luck" leaves it out."""
+    bar = bar_of(group["forwards"])
+    return all(size <= most for size, most in zip(group[key], bar, strict=True))
+
+
+def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
+    """Returns a line on whether (c) meets its bar over all T, and where its mean is off."""
+    same = ("machine", "forwards")
+    here = [g for g in judged if all(g[name] == every[name] for name in same)]
+    own, luckless = ("meets" if meets(every, k) else "misses" for k in ("other", "without_luck"))
+    bar = "median at most {:.0%}, p95 at most {:.0%}".format(*bar_of(every["forwards"]))
+    biased = [f"{g['mode']} at T = {g['tp']}" for g in here if g["tp"] and is_biased(g)]
+    means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else "within it"
     return (
-        f"{machine}: the mean of (c) by mode and T is {verdict}, without luck where the rows have "
-        f"fewer than {ENOUGH_SEEDS} seeds; without luck at most {most:.1%} everywhere."
+        f"{every['machine']}, {every['forwards']}: (c) {own} its bar ({bar}); without luck it "
+        f"{luckless} it. Its mean by mode and T, at most {MEAN_BAR:.0%}, is {means} (without luck "
+        f"where the rows have fewer than {ENOUGH_SEEDS} seeds)."
     )
 
 
@@ -224,5 +255,110 @@ def is_biased(group: dict[str, Any]) -> bool:
     return any(abs(mean) > MEAN_BAR for mean in signed)
 
 
-def _meets(sizes: tuple[float, float]) -> str:
-    return "meets" if all(size <= most for size, most in zip(sizes, BAR, strict=True)) else "misses"
+@dataclass(frozen=True)
+class Decision:
+    """What the predictor would choose of the measured uses of a cell, and what was fastest.
+
+    A cell is one machine, pair, acceptance, hit law and batch. regret: the fastest measured rate
+    over that of the choice, less one. sign: whether SSD against its strongest measured rival is
+    predicted with the right sign; None if they differ by less than MARGIN, or without both.
+    """
+
+    cell: str
+    regret: float
+    sign: bool | None
+
+
+MARGIN = 0.02  # smallest measured difference whose sign counts
+
+
+def decisions(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[Decision]:
+    """Returns the decision of every cell with two measured uses of at most as many GPUs.
+
+    Rates are means over a use's rows without the luck of their draws. Cells of SSD include AR and
+    SD of the same machine, pair and acceptance on at most as many GPUs.
+    """
+    uses = _uses(rows, forecast)
+    by_base: dict[Any, list[_Use]] = {}
+    for use in uses:
+        by_base.setdefault(use.base, []).append(use)
+    made = []
+    for base, every in by_base.items():
+        laws = sorted({use.law for use in every if use.law[0] is not None}, key=str)
+        for law in laws:
+            hits = sorted({u.law[1] for u in every if u.law[0] == law[0]} - {None}, key=str)
+            for hit, gpus in itertools.product(hits or [None], sorted({u.gpus for u in every})):
+                fits = [
+                    u
+                    for u in every
+                    if u.gpus <= gpus and u.law[0] in (None, law[0]) and u.law[1] in (None, hit)
+                ]
+                if len(fits) > 1 and any(u.gpus == gpus for u in fits):
+                    made.append(_decision(f"{base} {law[0]} {hit} {gpus} GPUs", fits))
+    return list({one.cell: one for one in made}.values())
+
+
+@dataclass(frozen=True)
+class _Use:
+    base: tuple[Any, ...]
+    law: tuple[str | None, str | None]  # acceptance (None: AR) and hits (None: nothing grows)
+    mode: str
+    gpus: int
+    measured: float
+    predicted: float
+
+
+def _uses(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[_Use]:
+    """Returns the measured uses with a forecast, each the mean over its rows."""
+    alike: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        rate = forecast(row).tok_per_s
+        if rate is None or row.sampling_error is None:
+            continue
+        base = tuple(str(row.get(name)) for name in _SAME_CELL)
+        fast = row.acceptance_fast if row.backup == "fast" else None
+        accepted = None if row.mode == "ar" else row.acceptance
+        law = accepted, row.hit_law if row.fan_out else None
+        use = (*(row.get(name) for name in _SAME_USE), fast, str(row.fan_out))
+        gpus = int(row.tp) + int(row.num_drafts or 0)
+        key = base, law, row.mode, gpus, use
+        alike.setdefault(key, []).append((row.tok_per_s / (1 + row.sampling_error), rate))
+    means = {key: np.mean(rates, axis=0) for key, rates in alike.items()}
+    return [
+        _Use(base, law, mode, gpus, float(measured), float(predicted))
+        for (base, law, mode, gpus, _), (measured, predicted) in means.items()
+    ]
+
+
+def _decision(cell: str, uses: Sequence[_Use]) -> Decision:
+    chosen = max(uses, key=lambda use: use.predicted)
+    regret = max(use.measured for use in uses) / chosen.measured - 1
+    ssd = [use for use in uses if use.mode == "ssd"]
+    rivals = [use for use in uses if use.mode != "ssd"]
+    if not (ssd and rivals):
+        return Decision(cell, regret, None)
+    true, told = (
+        max(getattr(u, rate) for u in ssd) / max(getattr(u, rate) for u in rivals) - 1
+        for rate in ("measured", "predicted")
+    )
+    sign = None if abs(true) < MARGIN else (true > 0) == (told > 0)
+    return Decision(cell, regret, sign)
+
+
+def decided(made: Sequence[Decision]) -> str:
+    """Returns the lines on regret and on the sign of SSD against its strongest rival."""
+    if not made:
+        return ""
+    regrets = np.array([one.regret for one in made])
+    signs = [one.sign for one in made if one.sign is not None]
+    median, p95 = np.quantile(regrets, [0.5, 0.95])
+    text = (
+        f"Regret of the predicted choice over {len(made)} measured cells: {median:.1%} in the "
+        f"median, {p95:.1%} at p95, {regrets.max():.1%} at most."
+    )
+    if signs:
+        text += (
+            f"\nSign of SSD against its strongest measured rival right in {sum(signs)} of "
+            f"{len(signs)} cells that differ by {MARGIN:.0%} or more."
+        )
+    return text

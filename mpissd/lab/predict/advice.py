@@ -20,12 +20,9 @@ from mpissd.engine.spec.hits import hit_law_of
 from mpissd.lab.predict.places import Survey
 from mpissd.lab.predict.search import Choice
 
-# Errors of predictions for H200 at T = 1: 2.6% (median), 8.6% (p95); see docs/predictions.md.
+# Errors of predictions for an H200: 2.9% (median), 9.0% (p95); see docs/predictions.md.
 ERROR = 0.05
-_LEGEND = (
-    "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens), "
-    "--on_late (finish or serve a hit not fully grown)"
-)
+_LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
 
 
 @dataclass(frozen=True)
@@ -191,7 +188,7 @@ def _left_out(advice: Advice, survey: Survey) -> list[str]:
 def _line(choice: Choice) -> str:
     how = "" if choice.mode == "ar" else f" K={choice.lookahead}"
     if choice.fan_out is not None:
-        how += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead} {choice.on_late}"
+        how += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead}"
     rate = f"{choice.tok_per_s:8.1f} tok/s {choice.tok_per_s_per_gpu:8.1f} a GPU"
     return f"{Family.of(choice)!s:15}{rate} {how}{_mark(bool(choice.derived))}".rstrip()
 

@@ -10,6 +10,7 @@ the exhaustive search of FULL. Everything comes from costs and laws alone:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -31,12 +32,15 @@ from mpissd.lab.predict.search import (
     Placement,
     Space,
     ar_choice,
+    cells_of,
+    lookup_groups,
     sd_groups,
     ssd_groups,
 )
 
-_FEW = 16  # largest batch for which a configuration is cheap to evaluate
+_FEW = 8  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
+_FINALISTS = 4  # choices of each use that are simulated for more rounds
 _USES = ("ssd", "without", "otherwise")  # fields of an ExtraGpu that hold choices
 
 
@@ -62,8 +66,22 @@ def plan(
         leaders = [c for c in by_speed(choices) if c.mode == "ssd"][:_REFINED]
         for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
             choices += search.ssd(next(p for p in places if p.tp == tp), space)
+    choices = _finalists(choices, search, places)
     ranking = Ranked(by_speed(choices), tuple(sorted(unjudged)))
     return _labelled(_advice(ranking, laws, host, places, search.num_evaluated), places)
+
+
+def _finalists(
+    choices: Iterable[Choice], search: Search, places: Sequence[Placement]
+) -> list[Choice]:
+    """Returns the fastest choices of each use, one a K, simulated anew for more rounds."""
+    place_of, counts = {place.tp: place for place in places}, Counter[Family]()
+    finalists = list[Choice]()
+    for choice in _firsts(by_speed(choices), lambda c: (Family.of(c), c.lookahead)):
+        counts[Family.of(choice)] += 1
+        if counts[Family.of(choice)] <= _FINALISTS:
+            finalists.append(search.measured_again(choice, place_of[choice.tp]))
+    return finalists
 
 
 @dataclass(frozen=True)
@@ -144,7 +162,7 @@ class Search:
     def run(self, places: Iterable[Placement], space: Space) -> list[Choice]:
         """Returns the fastest choice of each group of configurations, on every placement that fits.
 
-        AR has one configuration a placement; SD and SSD have a group for each K (sd, ssd).
+        AR has one configuration a placement; SD, lookups and SSD have a group for each K.
         """
         choices = []
         for place in places:
@@ -153,6 +171,7 @@ class Search:
             if place.judges(("ar", 0)):
                 choices.append(ar_choice(place, self.batch, self.host))
             choices += self.sd(place)
+            choices += self.lookups(place)
             choices += self.ssd(place, space)
         return choices
 
@@ -160,6 +179,18 @@ class Search:
         """Returns the fastest SD choice of each K, inline and on a draft rank."""
         lookaheads = range(1, MOST_LOOKAHEAD + 1)
         return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
+
+    def lookups(self, place: Placement) -> list[Choice]:
+        """Returns the fastest lookup of each K."""
+        lookaheads = range(1, MOST_LOOKAHEAD + 1)
+        return self._bests(lookup_groups(place, self.laws, self.batch, lookaheads))
+
+    def measured_again(self, choice: Choice, place: Placement) -> Choice:
+        """Returns a choice with rates of eight times as many simulated rounds."""
+        if choice.mode == "ar":
+            return choice
+        cells = cells_of(choice, self.laws)
+        return Group(choice.method, place, cells, (choice.fan_out,)).best(self.host)
 
     def ssd(self, place: Placement, space: Space) -> list[Choice]:
         """Returns the fastest SSD choice of each group of configurations in the space."""
@@ -169,23 +200,21 @@ class Search:
         choices = []
         for group in groups:
             if group.place.tp + group.method[1] <= self.gpus:
-                expected = group.expect(self.host)
                 self.num_evaluated += len(group.cells)
-                choices.append(group.choice(int(expected.tok_per_s.argmax()), expected))
+                choices.append(group.best(self.host))
         return choices
 
 
 def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs with every fan-out at a leader's K and K ± 1, and its policy."""
+    """Returns (T, space) pairs with every fan-out at a leader's K and K ± 1, and its backup."""
     near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
     share = leader.backup_lookahead / leader.lookahead
-    policy = leader.backup == "fast", leader.on_late == "serve"
-    own = replace(FULL, backup_shares=(share,), policies=(policy,))
+    own = replace(FULL, backup_shares=(share,), fast=(leader.backup == "fast",))
     return [(leader.tp, replace(own, lookaheads=(k,))) for k in near if k in FULL.lookaheads]
 
 
 def _policies(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs: every backup, K_b and lateness at a leader's K and fan-out."""
+    """Returns (T, space) pairs: every backup and K_b at a leader's K and fan-out."""
     assert leader.fan_out is not None, leader
     return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
 

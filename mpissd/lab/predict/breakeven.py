@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
-from mpissd.lab.predict.closed import Cells, expect
 from mpissd.lab.predict.costs import Floats, HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
 from mpissd.lab.predict.search import Choice, Placement, cells_of, sd_groups
+from mpissd.lab.predict.simulation import Cells, expect
 
 _GRID = np.linspace(0.0, 1.0, 101)
 
@@ -69,7 +69,7 @@ def _rival_rates(
 ) -> Iterator[Floats]:
     """Yields the tok/s of each rival over the grid of alphas."""
     for rival in rivals:
-        if rival.mode == "ar":
+        if rival.mode in ("ar", "lookup"):
             yield np.full(len(_GRID), rival.tok_per_s)
         elif rival.mode == "ssd":
             yield _rates(_with_alpha(cells_of(rival, laws)), rival, host, places)
@@ -86,7 +86,8 @@ def _rival_rates(
 def _rates(cells: Cells, choice: Choice, host: HostCosts, places: Sequence[Placement]) -> Floats:
     """Returns the tok/s of cells on the placement of a choice."""
     place = next(p for p in places if p.tp == choice.tp)
-    return expect(cells, place.device, place.host(choice.method, host)).tok_per_s
+    costs = place.host(choice.method, host)
+    return expect(cells, place.device, costs, precise=True).tok_per_s
 
 
 def _with_alpha(cells: Cells) -> Cells:

@@ -46,12 +46,13 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
         if not any(known.seconds.source.startswith("derived") for known in kinds)
         and forward in (None, "transformer" if key.sequences else "gemm")
     ]
+    if forward is None and not all(key.sequences for key in measured):
+        measured = [key for key in measured if not key.sequences]  # runs are of products by default
     models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
     said: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
     if any(key.sequences for key in measured):
-        whole = all(key.sequences for key in measured)
-        return {**said, "forward": "transformer"} if whole else said
+        return {**said, "forward": "transformer"}
     for name in ("fuse", "lm_head"):
         values = {getattr(key, name) for key in measured}
         if len(values) == 1:

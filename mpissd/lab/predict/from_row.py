@@ -16,7 +16,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, check_job
 from mpissd.lab.predict.derive import with_derived
@@ -24,6 +23,7 @@ from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.jobfile import JobFile
 from mpissd.lab.predict.label import all_derived_from, derived_from
 from mpissd.lab.predict.row import is_predictable
+from mpissd.lab.predict.simulation import expected
 
 _SAID = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
@@ -32,9 +32,12 @@ _DRAFTED = (
     "acceptance_fast",
     "backup",
     "backup_lookahead",
-    "on_late",
     "hit_law",
 )
+_DECIDED = {
+    "replay": "a recording decides their tokens",
+    "text": "the models' own text decides their tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,15 @@ def forecast_row(
     try:
         job = job_of_row(row)
         _check_devices(row, profile, drafts)
-        _check_kernels(row, profile)
         profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
+        _check_kernels(row, profile, job)
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
         rate = _mean(job, device, host or host_of(profile, job))
     except ConfigError as error:
         return Forecast(reason=str(error))
-    label = all_derived_from if host is None else derived_from
-    return Forecast(rate, derived=label(profile, drafts, job) is not None)
+    label = (all_derived_from if host is None else derived_from)(profile, drafts, job)
+    return Forecast(rate, derived=label is not None)
 
 
 def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
@@ -153,7 +156,7 @@ def config_of_row(row: Row) -> RunConfig:
 def _unpredictable(row: Row) -> str | None:
     """Returns why the laws alone give no mean for the row's rounds; None if they do."""
     if row.workload != "gemm":
-        return "their tokens are sampled (markov)"
+        return _DECIDED.get(row.workload, "their tokens are sampled (markov)")
     if row.learned:
         return "they adapt"
     if row.draft_lost_round is not None:
@@ -162,6 +165,8 @@ def _unpredictable(row: Row) -> str | None:
         return "several target groups share their drafts"
     if row.schedule in ("pearl", "amusd"):
         return f"{row.schedule} keeps candidates behind the last served token alone"
+    if row.on_late == "serve":
+        return "they serve late hits as they are, which is retired"
     return None
 
 
@@ -175,8 +180,19 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
             raise ConfigError(f"their {role} ran on {name}, the profile is of {known.device_name}")
 
 
-def _check_kernels(row: Row, profile: Profile) -> None:
-    """Raises ConfigError if the row's commit ran other kernels than those that were probed."""
-    commit = str((row.provenance or {}).get("commit")).removesuffix("+")
-    if commit in profile.other_kernels:
+def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
+    """Raises ConfigError if the row's commit ran other kernels than those that were probed.
+
+    Rows of whole transformers name their kernel; those of before there was one kernel do not.
+    """
+    said = row.provenance or {}
+    commit = str(said.get("commit")).removesuffix("+")
+    own = str(said.get("kernel") or "cuda")
+    key, params = job.target_shard.key(job.config.batch_size, job.options), None
+    if row.backend == "cupy" and row.forward == "transformer":
+        params = job.target_shard.num_params(job.options)
+    known = () if params is None else profile.tables.kernels(key, params)
+    if job.draft_options.top_k > 1 and commit in profile.other_lists:
+        raise ConfigError("their commit read lists of candidates in every draft forward")
+    if commit in profile.other_kernels or (known and own not in [each.kernel for each in known]):
         raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")

@@ -46,25 +46,37 @@ def _is_way(entry: HostEntry, mode: str, num_drafts: int) -> bool:
 
 
 def host_entry(
-    profile: Profile, mode: str, tp: int, num_drafts: int, batch_size: int, lookahead: int
+    profile: Profile,
+    mode: str,
+    tp: int,
+    num_drafts: int,
+    batch_size: int,
+    lookahead: int,
+    forward: str = "gemm",
 ) -> HostEntry | None:
     """Returns the entry of this mode whose T, then b, then K are nearest, or None.
 
-    Only entries with the draft in the same place (D > 0 or not) are considered.
+    Only entries with the draft in the same place (D > 0 or not) are considered; a transformer's
+    only at the same T, because a GPU chains the rounds of one rank without the host. Without one of
+    its own, a transformer has the entries of products, and products those of transformers.
     """
     alike = [entry for entry in profile.hosts if _is_way(entry, mode, num_drafts)]
+    whole = [entry for entry in alike if entry.forward == "transformer"]
+    products = [entry for entry in alike if entry.forward == "gemm"]
+    own = [entry for entry in whole if entry.tp == tp] if forward == "transformer" else products
 
     def distance(entry: HostEntry) -> tuple[int, float, int]:
         ratio = abs(math.log2(entry.batch_size / batch_size))
         return abs(entry.tp - tp), ratio, abs(entry.lookahead - lookahead)
 
-    return min(alike, key=distance, default=None)
+    return min(own or products or whole, key=distance, default=None)
 
 
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
     """Returns the entry of host costs that holds for a job, or None."""
-    config = job.config
-    return host_entry(profile, config.mode, job.tp, config.drafts, config.batch_size, job.lookahead)
+    config, forward = job.config, "transformer" if job.config.is_transformer else "gemm"
+    where = job.tp, config.drafts, config.batch_size, job.lookahead, forward
+    return host_entry(profile, config.mode, *where)
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
@@ -111,8 +123,9 @@ def _at_batch(alike: Mapping[int, HostEntry], batch_size: int) -> HostCosts:
     return HostCosts.from_dict({**costs, **_keys(every)})
 
 
-def _way(entry: HostEntry) -> tuple[str, int, int, int, int]:
-    return entry.mode, entry.tp, entry.num_drafts, entry.lookahead, entry.lanes
+def _way(entry: HostEntry) -> tuple[str | int, ...]:
+    place = entry.tp, entry.num_drafts
+    return entry.mode, *place, entry.lookahead, entry.lanes, entry.forward
 
 
 def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
@@ -139,4 +152,9 @@ def derived_from(profile: Profile, job: Job) -> str | None:
         return None
     if entry.source.startswith(DERIVED):
         return entry.source
-    return f"{DERIVED}: host costs of T={entry.tp}" if entry.tp != job.tp else None
+    if entry.tp != job.tp:
+        return f"{DERIVED}: host costs of T={entry.tp}"
+    is_whole = job.config.is_transformer
+    if is_whole != (entry.forward == "transformer"):
+        return f"{DERIVED}: host costs of products for whole transformers"
+    return None

@@ -15,8 +15,8 @@ from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.engine.spec.fanout import MAX_BRANCHES
 from mpissd.engine.spec.hits import resolve_hit_law
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.simulation import expected
 
 
 def under_default_law(job: Job) -> Job | None:

@@ -92,6 +92,8 @@ def load(name: str) -> JobFile | None:
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the flags that are not null, typed and bounded as on the command line."""
     fields = {field.name: field for field in dataclasses.fields(RunConfig)}
+    if (late := given.get("on_late", "finish")) != "finish":
+        raise ConfigError(f"a job with on_late={late}, which is retired: allowed: finish")
     said = {k: v for k, v in given.items() if k in fields and v is not None}
     return {name: fields[name].metadata["parse"](name, str(value)) for name, value in said.items()}
 

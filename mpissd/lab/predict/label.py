@@ -39,7 +39,7 @@ def all_derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
 def _forwards(profile: Profile, drafts: Profile, job: Job) -> Iterator[str]:
     target = job.target_shard
     yield from _forward(profile, target, job.options, job.target_buckets()[-1], job)
-    if (draft := job.draft_shard) is not None:
+    if (draft := job.draft_shard) is not None and not job.config.is_lookup:
         rows = job.draft_buckets()[-1]
         yield from _forward(drafts, draft, job.draft_options, rows, job)
 

@@ -10,13 +10,18 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family, families
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards_of_any_job
+from mpissd.lab.predict.costs import (
+    EMULATED_ITEMSIZE,
+    DeviceCosts,
+    HostCosts,
+    forwards_of_any_job,
+)
 from mpissd.lab.predict.coverage import check_device
 from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry, with_hosts
 from mpissd.lab.predict.label import all_derived_from
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, cut_law
-from mpissd.lab.predict.search import Choice, Placement
+from mpissd.lab.predict.search import LOOKUP, Choice, Placement
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
@@ -63,7 +68,8 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
         try:
             place = _placement(config, profile, tp, gpus)
         except ConfigError as error:
-            unjudged |= dict.fromkeys(families(tp, gpus, 1), str(error))
+            uses = (*families(tp, gpus, 1), Family(LOOKUP, tp, 0))
+            unjudged |= dict.fromkeys(uses, str(error))
             continue
         placements.append(place)
         unjudged |= {
@@ -89,16 +95,41 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
         known = with_derived(profile, job.shard(tp), config.batch_size, job.options)
         return all_derived_from(known, known, job)
 
-    return Placement(tp, device, drafts, label, hosts)
+    most = _most_rows(config, profile, tp) if config.is_transformer else None
+    return Placement(tp, device, drafts, label, hosts, most)
+
+
+def _most_rows(config: RunConfig, profile: Profile, tp: int) -> int:
+    """Returns the largest row count at which both whole models were measured.
+
+    Raises ConfigError if one of them was not: a whole forward modelled by the numbers was 20 to 42%
+    too fast, so that nothing is advised on it.
+    """
+    job, batch = _resolved(config, "sd", tp, 1, None), config.batch_size
+    target, draft = job.shard(tp), job.draft_shard
+    assert draft is not None, "a pair without a draft"
+    known, most = with_derived(profile, target, batch, job.options), list[int]()
+    for shard, options in ((target, job.options), (draft, job.draft_options)):
+        curve = known.tables.forward(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
+        if curve is None:
+            pair = f"--target={job.full_target.name} --draft={draft.shape.name}"
+            raise ConfigError(
+                f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
+                f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"
+            )
+        most.append(curve.points[-1])
+    return min(most)
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
     """Returns the job of a choice, under the laws and options of `config`."""
     if choice.mode == "ar":
         return _resolved(config, "ar", choice.tp, 0, None)
+    looks_up = choice.mode == LOOKUP
     config = replace(
         config,
-        mode=choice.mode,
+        mode="sd" if looks_up else choice.mode,
+        backup="fast" if looks_up else "jit",
         num_drafts=choice.num_drafts,
         lookahead=choice.lookahead,
         alpha=None,
@@ -111,7 +142,6 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
             fan_out=choice.fan_out,
             backup=choice.backup,
             backup_lookahead=choice.backup_lookahead,
-            on_late=choice.on_late,
         )
     return resolve(config, choice.tp, backend="emulated", memory_bytes=None)
 
@@ -146,13 +176,14 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
     """
     if not profile.hosts:
         return {}
-    batch = config.batch_size
+    batch, context = config.batch_size, config.context if config.is_transformer else 0
+    forward = "transformer" if config.is_transformer else "gemm"
     entries = {
-        (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead)
+        (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead, forward)
         for mode, drafts in METHODS
     }
     return {
-        way: None if entry is None else costs_at(profile, entry, batch)
+        way: None if entry is None else costs_at(profile, entry, batch, context)
         for way, entry in entries.items()
     }
 

@@ -1,8 +1,7 @@
 """Predicts a replay: the outcomes of its recording, in the time that forwards and host take.
 
-What a recording decides depends on no time as long as hits are finished and the backup is fixed. So
-the job's own loops decide the outcomes in one process, over a device that takes no time, and the
-recurrence times each round.
+What a recording decides depends on no time. So the job's own loops decide the outcomes in one
+process, over a device that takes no time, and the recurrence times each round.
 """
 
 from __future__ import annotations
@@ -13,25 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.records import is_first_round, outcome_digest
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.recurrence import follow
+from mpissd.lab.predict.simulation import follow
 
 
 def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Predicts what a run of this replay would report, under the keys of a result row.
-
-    Raises ConfigError if its outcomes depend on time.
-    """
+    """Predicts what a run of this replay would report, under the keys of a result row."""
     config = job.config
-    if job.adaptive_budget is not None or config.backup == "auto" or config.on_late != "finish":
-        raise ConfigError(
-            f"no prediction for a replay with fan_out={config.fan_out}, backup={config.backup}, "
-            f"on_late={config.on_late}: allowed: a fixed list, jit or fast, finish"
-        )
     sequences, num_tokens = outcomes(job)
     followed = follow(job, device, host, sequences)
     wall = float(followed.round_s.sum())

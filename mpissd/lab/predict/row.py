@@ -8,10 +8,9 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
 from mpissd.engine.job import Job
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.imposed import imposed_hits
-from mpissd.lab.predict.recurrence import expect_by_law, replay
+from mpissd.lab.predict.simulation import expected, replay, sampled
 
 _CHAINS = 64
 _LAW_ROUNDS = 32
@@ -20,7 +19,7 @@ _LAW_ROUNDS = 32
 def is_predictable(job: Job) -> bool:
     """Returns whether the recurrence can predict this job.
 
-    The job must have imposed laws, nothing that adapts, and a draft that takes K steps over fan-out
+    The job must have imposed laws, and a draft that takes K steps over fan-out
     lists that are the same in every round.
     """
     return job.workload.is_imposed and _is_fixed(job)
@@ -29,18 +28,14 @@ def is_predictable(job: Job) -> bool:
 def is_followable(job: Job) -> bool:
     """Returns whether the recurrence can time this job's rounds from their own outcomes.
 
-    Of text and of replays: acceptance and hits are a pair's own. Nothing may adapt, and what is
-    served may not depend on how late it is.
+    Of text and of replays: acceptance and hits are a pair's own.
     """
-    on_time = not job.fan_out or job.config.on_late == "finish"
     has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
-    return job.workload.reports_outcomes and on_time and has_steps and _is_fixed(job)
+    return job.workload.reports_outcomes and has_steps and _is_fixed(job)
 
 
 def _is_fixed(job: Job) -> bool:
-    fixed = job.adaptive_budget is None and "auto" not in (job.config.backup, job.config.on_late)
-    stepwise = job.draft is None or job.draft.num_tokens == 1
-    return fixed and stepwise and not job.is_tail
+    return job.draft is None or job.draft.num_tokens == 1
 
 
 def predict_row(
@@ -63,13 +58,12 @@ def predict_row(
     """
     if not is_predictable(job):
         raise ConfigError(
-            "no prediction for what is sampled (markov), recorded (replay), adapts (adaptive, "
-            "auto), follows the last served token (tail) or drafts several tokens a forward: "
-            "allowed: fixed choices, gemm"
+            "no prediction for what is sampled (markov), recorded (replay), "
+            "or drafts several tokens a forward: allowed: gemm"
         )
     replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
-    law = expect_by_law(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
+    law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
     t_target, t_draft = replayed.t_target_s, replayed.t_draft_s
     rate = replayed.tok_per_s if math.isfinite(mean) else None  # rounds that take no time
     return {

@@ -1,7 +1,7 @@
 """The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
 
-A Space says which K, fan-outs, backups K_b and on_late are tried. FULL is the exhaustive grid; the
-advisor starts from COARSE, or from ROUGH for large batches.
+A Space says which K, fan-outs and K_b are tried. FULL is the exhaustive grid; the advisor
+starts from COARSE, or from ROUGH for large batches.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,9 +17,9 @@ import numpy as np
 from mpissd.common.errors import ConfigError
 from mpissd.engine.spec.fanout import resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.lab.predict.closed import Cells, Expected, expect, expect_ar
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
+from mpissd.lab.predict.simulation import Cells, Expected, expect, expect_ar
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Placement:
 
     label: returns what a choice here was derived from, None if its parts were measured. hosts: the
     host's costs by (mode, D of 0 or 1); None: not known; a missing key: those given to the search.
+    most_rows: of the largest forward whose time is known well enough to advise it (None: any). A
+    lookup has the host's costs of SD inline.
     """
 
     tp: int
@@ -35,35 +37,43 @@ class Placement:
     num_drafts: tuple[int, ...] = (0, 1)  # The numbers of drafts for which this machine has memory.
     label: Callable[[Choice], str | None] = lambda _: None
     hosts: Mapping[tuple[str, int], HostCosts | None] = field(default_factory=dict)
+    most_rows: int | None = None
+
+    def allows(self, rows: int) -> bool:
+        """Returns whether forwards of so many rows may be advised."""
+        return self.most_rows is None or rows <= self.most_rows
 
     def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
         """Returns the host's costs of a method (mode, D), which must be known."""
-        mode, drafts = method
-        costs = self.hosts.get((mode, min(drafts, 1)), otherwise)
+        costs = self.hosts.get(_way(method), otherwise)
         assert costs is not None, method
         return costs
 
     def judges(self, method: tuple[str, int]) -> bool:
         """Returns whether the host's costs of a method (mode, D) are known."""
-        mode, drafts = method
-        return self.hosts.get((mode, min(drafts, 1)), HostCosts()) is not None
+        return self.hosts.get(_way(method), HostCosts()) is not None
 
 
-_POLICIES = ((False, False), (False, True), (True, False), (True, True))
+def _way(method: tuple[str, int]) -> tuple[str, int]:
+    """Returns the (mode, D) whose host costs a method has."""
+    mode, drafts = method
+    return ("sd", 0) if mode == LOOKUP else (mode, min(drafts, 1))
+
+
+LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
 
 
 @dataclass(frozen=True)
 class Space:
     """The values that are tried of each parameter.
 
-    K_b: shares of K, rounded up (None: every value in 1..K). policies: pairs of booleans
-    (backup=fast, on_late=serve).
+    K_b: shares of K, rounded up (None: every value in 1..K). fast: whether backup=fast.
     """
 
     lookaheads: tuple[int, ...]
     fan_outs: tuple[str, ...]
     backup_shares: tuple[float, ...] | None = None
-    policies: tuple[tuple[bool, bool], ...] = _POLICIES
+    fast: tuple[bool, ...] = (False, True)
 
 
 def fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
@@ -97,7 +107,6 @@ class Choice:
     fan_out: str | None
     backup: str
     backup_lookahead: int
-    on_late: str
     tok_per_s: float
     round_us: float
     hit_rate: float | None
@@ -121,10 +130,12 @@ class Choice:
     def flags(self) -> dict[str, str]:
         """Returns the flags of `mpissd run` for this choice, except pair and laws."""
         flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
+        if self.mode == LOOKUP:
+            flags |= {"mode": "sd", "backup": "fast"}
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
         if self.fan_out is not None:
-            flags |= {"fan_out": self.fan_out, "backup": self.backup, "on_late": self.on_late}
+            flags |= {"fan_out": self.fan_out, "backup": self.backup}
             flags["backup_lookahead"] = str(self.backup_lookahead)
         return flags
 
@@ -142,6 +153,11 @@ class Group:
         """Computes the expectation of every cell."""
         return expect(self.cells, self.place.device, self.place.host(self.method, host))
 
+    def best(self, host: HostCosts) -> Choice:
+        """Returns the fastest cell as a choice."""
+        expected = self.expect(host)
+        return self.choice(int(expected.tok_per_s.argmax()), expected)
+
     def choice(self, index: int, expected: Expected) -> Choice:
         """Returns cell `index` as a choice."""
         cells, (mode, drafts) = self.cells, self.method
@@ -152,9 +168,8 @@ class Group:
             batch_size=cells.batch_size,
             lookahead=cells.lookahead,
             fan_out=self.fan_out[index],
-            backup="fast" if cells.fast[index] else "jit",
+            backup="fast" if cells.fast[index] else "jit",  # what drafts a miss
             backup_lookahead=int(cells.backup_lookahead[index]),
-            on_late="serve" if cells.serve[index] else "finish",
             tok_per_s=float(expected.tok_per_s[index]),
             round_us=float(expected.round_s[index]) * 1e6,
             hit_rate=float(expected.hit_rate[index]) if self.fan_out[index] is not None else None,
@@ -165,7 +180,7 @@ def ar_choice(place: Placement, batch: int, host: HostCosts) -> Choice:
     """Returns AR on T ranks as a choice."""
     expected = expect_ar(batch, place.device, place.host(("ar", 0), host))
     rate, round_us = float(expected.tok_per_s[0]), float(expected.round_s[0]) * 1e6
-    nothing = None, "jit", 0, "finish"
+    nothing = None, "jit", 0
     return Choice("ar", place.tp, 0, batch, 0, *nothing, rate, round_us, None)
 
 
@@ -174,9 +189,21 @@ def sd_groups(
 ) -> Iterator[Group]:
     """Yields SD groups inline and on a draft rank; every cell drafts all K tokens."""
     for drafts, lookahead in itertools.product(place.num_drafts, lookaheads):
-        if lookahead <= laws.longest and place.judges(("sd", drafts)):
+        fits = lookahead <= laws.longest and place.allows(batch * (lookahead + 1))
+        if fits and place.judges(("sd", drafts)):
             cells = _cells(laws, lookahead, batch, drafts, [_not_grown(lookahead)])
             yield Group(("sd", drafts), place, cells, (None,))
+
+
+def lookup_groups(
+    place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
+) -> Iterator[Group]:
+    """Yields lookups on T ranks, whose drafts have the acceptance of a fast backup."""
+    for lookahead in lookaheads:
+        fits = lookahead <= laws.longest and place.allows(batch * (lookahead + 1))
+        if fits and place.judges((LOOKUP, 0)):
+            row = replace(_not_grown(lookahead), fast=True)
+            yield Group((LOOKUP, 0), place, _cells(laws, lookahead, batch, 0, [row]), (None,))
 
 
 def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterator[Group]:
@@ -187,11 +214,12 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
             continue
         if not place.judges(("ssd", 1)):
             continue
-        ways = itertools.product(texts, _backups(space, lookahead), space.policies)
+        ways = itertools.product(texts, _backups(space, lookahead), space.fast)
         rows = [
             (text, row)
-            for text, backup, (fast, serve) in ways
-            if (row := _row(text, laws, lookahead, fast, backup, serve)) is not None
+            for text, backup, fast in ways
+            if (row := _row(text, laws, lookahead, fast, backup)) is not None
+            and place.allows(batch * max(lookahead + 1, sum(row.fan_out), sum(row.fan_out_miss)))
         ]
         if rows:
             cells = _cells(laws, lookahead, batch, 1, [row for _, row in rows])
@@ -200,7 +228,7 @@ def ssd_groups(place: Placement, laws: Laws, batch: int, space: Space) -> Iterat
 
 def cells_of(choice: Choice, laws: Laws) -> Cells:
     """Returns the one cell of a choice that drafts."""
-    way = choice.backup == "fast", choice.backup_lookahead, choice.on_late == "serve"
+    way = choice.backup == "fast", choice.backup_lookahead
     row = _row(choice.fan_out, laws, choice.lookahead, *way)
     assert row is not None, choice
     return _cells(laws, choice.lookahead, choice.batch_size, choice.num_drafts, [row])
@@ -208,13 +236,12 @@ def cells_of(choice: Choice, laws: Laws) -> Cells:
 
 @dataclass(frozen=True)
 class _Row:
-    """The values of one cell's arrays: F after a hit and after a miss, K_b, and the policy."""
+    """The values of one cell's arrays: F after a hit and after a miss, K_b, and the backup."""
 
     fan_out: tuple[int, ...]
     fan_out_miss: tuple[int, ...]
     backup_lookahead: int
     fast: bool = False
-    serve: bool = False
 
 
 def _not_grown(lookahead: int) -> _Row:
@@ -223,12 +250,10 @@ def _not_grown(lookahead: int) -> _Row:
     return _Row(nothing, nothing, lookahead)
 
 
-def _row(
-    text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int, serve: bool
-) -> _Row | None:
+def _row(text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int) -> _Row | None:
     """Returns a cell's row; SD's without a fan-out, None if the laws do not allow the fan-out."""
     if text is None:
-        return _not_grown(lookahead)
+        return replace(_not_grown(lookahead), fast=fast)
     hazards, hit = laws.hazards[lookahead - 1], laws.hits[lookahead - 1]
     drafted = (laws.hazards_fast[lookahead - 1] if fast else hazards)[:backup]
     fan_out = _fan_out(text, hazards, lookahead, hit)
@@ -238,7 +263,7 @@ def _row(
         return None
     if max(*fan_out, *fan_out_miss) > laws.most_candidates:
         return None
-    return _Row(fan_out, fan_out_miss, backup, fast, serve)
+    return _Row(fan_out, fan_out_miss, backup, fast)
 
 
 def _backups(space: Space, lookahead: int) -> Sequence[int]:
@@ -292,7 +317,6 @@ def _cells(laws: Laws, lookahead: int, batch: int, drafts: int, rows: Sequence[_
         candidates=1 + np.maximum(fans.max(axis=1), fans_miss.max(axis=1)),
         fast=np.array([row.fast for row in rows]),
         backup_lookahead=np.array([row.backup_lookahead for row in rows]),
-        serve=np.array([row.serve for row in rows]),
     )
 
 

@@ -147,18 +147,10 @@ def _late_advice(row: Row) -> str:
 def _ssd_advice(row: Row) -> str:
     rate = row.hit_rate
     if rate is not None and f"{rate:.2f}" == "1.00":
-        return (
-            _late_advice(row)
-            if row.on_late == "serve"
-            else (
-                "nearly every outcome hits, and late hits are finished while the target waits: "
-                "--on_late=serve, a shorter K or fewer branches"
-            )
-        )
+        return _late_advice(row)
     seen = "" if rate is None else f"at a hit rate of {rate:.2f} "
-    late = "" if row.on_late == "serve" else " (late hits, too: --on_late=serve)"
     return (
-        f"{seen}the misses draft while the target waits{late}: more fan-out, a smaller "
+        f"{seen}the misses draft while the target waits: more fan-out, a smaller "
         "--backup_lookahead, or --backup=fast"
     )
 

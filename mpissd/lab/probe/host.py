@@ -100,6 +100,7 @@ def _entry(job: Job, profile: JobProfile, source: str) -> Entry:
         "lookahead": job.lookahead,
         "lanes": job.fan_outs.branches,
         "context": job.options.context if job.config.is_transformer else 0,
+        "forward": "transformer" if job.config.is_transformer else "gemm",
     }
     forwards = profile.device.to_dict()
     return {**about, "from": source, "seconds": profile.host.to_dict(), "job_forwards": forwards}

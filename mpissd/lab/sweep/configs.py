@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
 
 from mpissd.common.config import RunConfig
+from mpissd.common.default_flags import with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, switch, words
-from mpissd.common.implied import with_text
 from mpissd.lab.sweep.grid import read_grid
 
 
@@ -18,7 +16,7 @@ from mpissd.lab.sweep.grid import read_grid
 class SweepConfig(Checked):
     """The configuration of `sweep`: a grid, and the flags of a run that all its points share."""
 
-    run: RunConfig = contained(RunConfig)
+    run: RunConfig = contained(RunConfig, is_unchecked=True)
     grid: str | None = flag(
         None, words, "configurations: a file, or flag=value,value; flag=FIRST..LAST; …"
     )
@@ -30,10 +28,12 @@ class SweepConfig(Checked):
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
     retry: bool = flag(False, switch, "repeat configurations that failed or were flagged before")
 
-    def check_sweep(self) -> None:
-        """Refuses a sweep without a grid, and flags that only a single run can have."""
+    def check(self) -> None:
+        """Refuses a sweep without a grid, flags of single runs, and flags that no grid corrects."""
+        super().check()
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
+        self._check_run(self.grid)
         for name in ("trace", "ledger_ab"):
             if getattr(self.run, name):
                 raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
@@ -41,20 +41,23 @@ class SweepConfig(Checked):
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)
 
+    def _check_run(self, grid: str) -> None:
+        """Refuses flags that contradict each other, unless each block of the grid resolves that.
+
+        A block does if one of its configurations is valid with the flags of the command line.
+        """
+        try:
+            self.run.check()
+        except ConfigError:
+            from mpissd.lab.sweep.plan import has_valid_point  # imports NumPy; --help need not
+
+            if not all(has_valid_point(block, self.run) for block in read_grid(grid)):
+                raise
+
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
         """Adds what a prompt, or a pair with weights, stands for."""
         return with_text(super().completed(flags))
-
-    @classmethod
-    def excuses(cls, own: Mapping[str, Any], flags: AbstractSet[str]) -> bool:
-        """Returns whether each block of the grid gives one of these flags its values.
-
-        Rules about such flags are then checked for each combination instead of here.
-        """
-        if own.get("grid") is None:
-            return False
-        return all(flags & dict(block.axes).keys() for block in read_grid(own["grid"]))
 
     @property
     def shard_of(self) -> tuple[int, int]:

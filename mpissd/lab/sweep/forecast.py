@@ -10,9 +10,9 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.job import Job, resolve
-from mpissd.lab.predict.closed import expected
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.row import is_predictable
+from mpissd.lab.predict.simulation import expected
 from mpissd.lab.sweep.plan import Plan
 
 _CPU_BYTES_PER_S = 4e9

@@ -23,9 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import MachineFlags, OutputFlags, RunConfig
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flag_groups import MachineFlags, OutputFlags
 from mpissd.common.flags import flags_of
 
 NONE = "none"

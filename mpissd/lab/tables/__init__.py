@@ -3,8 +3,8 @@
 load       rows, their jobs' profiles and their rounds; the rows that a name stands for
 pair       one result over another
 best       methods at equal K and each at its own best K
-claims     SSD beside the strongest other use of as many GPUs, and which verdicts hold
-milestone  the milestone report's tables beside ours (docs/milestone-tables.md has the formulas)
+claims     SSD against the strongest other use of as many GPUs, and which verdicts hold
+milestone  the milestone report's tables next to ours (docs/milestone-tables.md has the formulas)
 command    `compare`
 
 This needs neither MPI nor a GPU.

@@ -129,7 +129,7 @@ class Claim:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether the line says which is faster, or that there is no difference."""
+        """Whether the line decides which is faster, or that there is no difference."""
         known = self.gain is not None and self.gain.is_headline and not self.unknown
         return known and (self.p_value < LEVEL or not (self.gain and self.gain.is_real))
 

@@ -44,7 +44,7 @@ def of_one_group(rows: Iterable[Row]) -> list[Row]:
 
 
 def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Returns {run_id: profile} from profiles/RUN_ID.json beside each runs*.jsonl, where it exists.
+    """Returns {run_id: profile} from profiles/RUN_ID.json next to runs*.jsonl, where it exists.
 
     Raises ConfigError, naming the file, if it is unreadable, truncated, of another schema, or not
     the profile of a job.
@@ -57,7 +57,7 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
 
 
 def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
-    """Returns {run_id: rounds} from rounds/RUN_ID.npz beside each runs*.jsonl, where it exists.
+    """Returns {run_id: rounds} from rounds/RUN_ID.npz next to each runs*.jsonl, where it exists.
 
     Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
     """

@@ -1,4 +1,4 @@
-"""The milestone report's tables 1 and 2 (one V100-32, alpha = .9) beside what our rows say.
+"""The milestone report's tables 1 and 2 (one V100-32, alpha = .9), and ours.
 
 One definition for every row: speedup(AR → SD) = E / (r(K+1) + T_draft), where
 E = (1 − a^{K+1})/(1 − a), r(M) = t_target(M)/t_target(1) and T_draft = t_draft/t_target(1) =
@@ -144,7 +144,7 @@ def make_tables(
 
 
 def is_usable(row: Row) -> bool:
-    """Returns whether a row is of the report's pairs; AR rows need SD rows beside them, too."""
+    """Returns whether a row is of the report's pairs; AR rows need SD rows, too."""
     return any(_fits(pair, row) for pair in REPORT)
 
 
@@ -259,7 +259,7 @@ def _alpha(row: Row) -> float | None:
 
 
 _LEGEND = f"""\
-SD over AR at alpha = {ALPHA}, b = 1: our rows, and the milestone report's tables 1 and 2 beside
+SD over AR at alpha = {ALPHA}, b = 1: our rows, and the milestone report's tables 1 and 2
 
 T_SD      t_draft / t_target(K+1): K draft steps over the verification of K+1 rows
 T_draft   t_draft / t_target(1) = r(K+1)·T_SD
@@ -269,9 +269,9 @@ achieved  tok/s of SD over tok/s of AR, and its 95% interval; "no difference" wh
 ach/th    achieved / theory
 E/(1+T)   the report's formula on its own T_SD; ratio: E/(1+T) over its printed theory
 +         paired over 5 seeds or more of 400 rounds; without it: few seeds, which claim no speedup
-*         rounds were not kept: the interval is of the rows' draws and percentiles alone
+*         rounds were not kept: the interval is of the rows' draws and percentiles only
 !         a row used is not stable: blocks of its rounds differ in their median
-{_NONE}         no row says it (an interval needs 20 rounds)
+{_NONE}         not measured (an interval needs 20 rounds)
 Times don't depend on alpha: where no row has alpha = {ALPHA}, they come from another law's rows."""
 
 _COLUMNS = {
@@ -284,7 +284,7 @@ _REPORT_COLUMNS = {"T_SD": 5, "theory": 7, "achieved": 9, "E/(1+T)": 8, "ratio":
 def render(
     rows: Sequence[Row], profiles: Profiles | None = None, rounds: AllRounds | None = None
 ) -> str:
-    """Renders all tables; docs/milestone-tables.md says why the report's own figures don't close.
+    """Renders all tables; docs/milestone-tables.md explains where the report contradicts itself.
 
     rows: of `run`, in any mode. profiles: the jobs' profiles by run_id; without them r(K) is
     interpolated from the rows. rounds: the raw rounds by run_id; without them intervals come from

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig
+from mpissd.common.default_flags import PROMPTS, with_text
 from mpissd.common.flags import Checked, contained, flag, integer, number, switch
-from mpissd.common.implied import PROMPTS, with_text
 
 _PROMPT = "Hello"
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import GgufFile
+from mpissd.common.gguf import GgufFile
 from mpissd.common.heads import STATE_KINDS
 from mpissd.common.presets import ModelShape
 from mpissd.engine.model.transformer.checkpoint import Floats

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf_metadata import read_gguf
+from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import is_missing, missing_pair
 from mpissd.engine.model.transformer.checkpoint import (
     ALL,

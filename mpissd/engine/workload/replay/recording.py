@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.atomic_file import whole_file
 from mpissd.common.errors import ConfigError
-from mpissd.common.whole import whole_file
 
 SCHEMA = 1
 LONGEST = 3  # tokens that a prompt lookup compares at most
@@ -230,4 +230,4 @@ def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:
 
 def _refused(path: str, reason: str) -> ConfigError:
     reason = " ".join(reason.split())
-    return ConfigError(f"recording={path}: {reason}: allowed: a whole file of `record`")
+    return ConfigError(f"recording={path}: {reason}: allowed: a whole file of `mpissd pair`")

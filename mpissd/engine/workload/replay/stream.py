@@ -14,9 +14,9 @@ import numpy as np
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.lookup import make_lookup
-from mpissd.engine.workload.gemm.law import Index
-from mpissd.engine.workload.placed import Admissions
+from mpissd.engine.workload.gemm import Index
 from mpissd.engine.workload.replay.recording import Ids, Recording
+from mpissd.engine.workload.workers import Admissions
 
 
 class RecordedStream:

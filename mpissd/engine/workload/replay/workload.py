@@ -8,12 +8,10 @@ from functools import cached_property
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.endings import Endings
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.base import Endings, RowFields, Workload, laws_label
+from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
 from mpissd.engine.workload.replay.recording import Recording, load
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
-from mpissd.engine.workload.row_fields import RowFields, laws_label
 from mpissd.engine.workload.workers import OpenGather
 
 
@@ -39,7 +37,9 @@ class ReplayWorkload(Workload):
         """The recording that --recording names."""
         path = self.job.config.recording
         if path is None:
-            raise ConfigError("recording: needed with workload=replay: allowed: a file of `record`")
+            raise ConfigError(
+                "recording: needed with workload=replay: allowed: a file of `mpissd pair`"
+            )
         return load(path)
 
     @property

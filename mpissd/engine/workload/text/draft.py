@@ -12,8 +12,9 @@ from mpissd.engine.model.forwards import Drafting, Forwards, Proposed
 from mpissd.engine.model.forwards import Draws as DeviceDraws
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.gemm.workers import GemmDraftWorker
-from mpissd.engine.workload.placement import Index
+from mpissd.engine.workload.gemm import GemmDraftWorker
+from mpissd.engine.workload.history import PromptHistories
+from mpissd.engine.workload.placement import Gap, Index
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
 from mpissd.engine.workload.sampled import (
     Draws,
@@ -24,7 +25,7 @@ from mpissd.engine.workload.sampled import (
     SamplingDraftWorker,
     check_finite,
 )
-from mpissd.engine.workload.text.sequences import PromptHistories
+from mpissd.engine.workload.steps import Steps
 
 _NOBODY = np.zeros(0, np.int64)
 
@@ -240,3 +241,38 @@ class TextDraftWorker(SamplingDraftWorker):
     def _named(self, entry: int) -> int:
         """Returns the token of an entry of the draft's rows."""
         return entry if self._ids is None else int(self._ids[entry])
+
+
+class StateDraftWorker(TextDraftWorker):
+    """Drafts behind the state that the target's last verification has left there.
+
+    Keys and values of accepted tokens, which were drafted behind states of the draft's own, are
+    computed again with the target's states, beside the next round's first token.
+    """
+
+    chains = False
+
+    def __init__(self, *args: object, heads: int = 1, **flags: object) -> None:
+        """Makes a worker; heads: tokens that one forward drafts. See TextDraftWorker."""
+        super().__init__(*args, **flags)  # type: ignore[arg-type]
+        self.chains, self._heads = False, heads
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        super().served(batch, speculation)
+        if self.placement is not None:
+            filled, slots = self.placement.filled, batch.slots
+            filled[slots] = np.minimum(filled[slots], self.placement.last(batch) + 1)
+
+    def _gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
+        """Returns what prompts lack; as many tokens as a round accepts are left to its first
+        step."""
+        return super()._gaps(batch, rows, max(spare, self.lookahead))
+
+    def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
+        """Stores nothing: the target computes the states of these tokens in this very round."""
+        yield from ()
+        return 0
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        for head in range(self._heads):
+            self._collect_by(head, rollouts)

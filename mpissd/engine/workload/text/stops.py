@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.workload.text.stream import TextStream
+from mpissd.engine.workload.base import Endings
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 
 
@@ -112,3 +112,58 @@ class Cut:
             if text.endswith(stop[:size])
         )
         return max(sizes, default=0)
+
+
+class TextEndings(Endings):
+    """Ends an answer at a stop token or a stop string, or where the context is full."""
+
+    def __init__(self, stops: Stops, room: dict[int, int]) -> None:
+        """Takes the tokens that each request may emit within the context, by request id."""
+        super().__init__()
+        self._stops, self._room = stops, room
+
+    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        kept, left = self._stops.feed(request_id, tokens), self._room[request_id] - before
+        if kept is None:
+            return left if len(tokens) >= left else None
+        return min(kept, left)
+
+
+_PARTIAL = "\ufffd"  # the character to which incomplete UTF-8 bytes are decoded
+
+
+class TextStream:
+    """Decodes the tokens of one sequence as they arrive.
+
+    The pieces of `push`, and `flush` at the end, add up to the text of all tokens. A piece never
+    holds a part of a character: its bytes wait for the tokens that complete it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoders may treat the first token differently, so a piece is a difference of two texts
+        # that start at the same token.
+        self._context: list[int] = []
+        self._waiting: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Takes one token; returns the text that is complete now."""
+        self._waiting.append(token)
+        text = self._new_text()
+        if text.endswith(_PARTIAL):
+            return ""
+        return self._leave(text)
+
+    def flush(self) -> str:
+        """Returns what still waits; the bytes of a character that was never completed are
+        U+FFFD."""
+        return self._leave(self._new_text())
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode([*self._context, *self._waiting])[len(known) :]
+
+    def _leave(self, text: str) -> str:
+        if text:
+            self._context, self._waiting = self._waiting, []
+        return text

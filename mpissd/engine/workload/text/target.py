@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.logit_stream import Lesson, Sent
-from mpissd.engine.model.forwards import Draws, Forwards
+from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.gemm.workers import GemmTargetWorker
-from mpissd.engine.workload.history import History
+from mpissd.engine.workload.gemm import GemmTargetWorker
+from mpissd.engine.workload.history import History, PromptHistories
 from mpissd.engine.workload.sampled import Case, Logits, SamplingTargetWorker, check_finite
-from mpissd.engine.workload.text.device_draws import judged
-from mpissd.engine.workload.text.sequences import PromptHistories
 from mpissd.engine.workload.workers import LogitsGather, Proposals
 
 
@@ -203,3 +203,44 @@ def _logprob(logits: Logits, token: int) -> float:
     exact = logits.astype(np.float64)
     most = exact.max()
     return float(exact[token] - most - np.log(np.exp(exact - most).sum()))
+
+
+def judged(draws: Draws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
+    """Returns (k, t*) of each sequence, as sampling.judge; raises as it does.
+
+    One launch judges all rows of all sequences; one more for a rejected token whose row must be
+    known. ids: the token of each entry of a draft's rows (None: entry t is token t).
+    """
+    asked = [_asked(case) for case in cases]
+    verdicts = iter(draws.judge([one for every in asked for one in every], ids))
+    found = []
+    for case, every in zip(cases, asked, strict=True):
+        mine = [next(verdicts) for _ in every]
+        for i, verdict in enumerate(mine):
+            if verdict.needs_row:
+                row = _kept(draws, case, i, ids)
+                (mine[i],) = draws.judge([replace(every[i], kept=row)], ids)
+            if mine[i].is_replaced or i == len(case.tokens):
+                found.append((i, mine[i].token))
+                break
+    return found
+
+
+def _asked(case: Case) -> list[Judging]:
+    """Returns what is asked of a sequence's rows; the last one's token is the target's own."""
+    told = case.request.temperature, case.u
+    every = zip(case.tokens, case.q, case.coins, strict=False)
+    found = []
+    for i, (token, q, coin) in enumerate(every):
+        if not 0 < q <= 1:
+            raise ProtocolError(f"token {token} was proposed with probability {q}")
+        found.append(Judging(case.start + i, *told, token, q, coin))
+    return [*found, Judging(case.start + len(found), *told)]
+
+
+def _kept(draws: Draws, case: Case, i: int, ids: Ints | None) -> Any:
+    """Returns the row that token i was drafted from, on the device."""
+    row: Any = case.proposal(i)
+    if hasattr(row, "total"):  # it never left the device
+        return row
+    return draws.keep(row, sampling.checked_total(row, case.tokens[i], case.q[i], ids))

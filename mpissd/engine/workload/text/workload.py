@@ -12,15 +12,12 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.model.transformer.state_drafts import StateShard
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.gemm.workload import GemmWorkload
+from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.gemm import GemmWorkload
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
-from mpissd.engine.workload.row_fields import RowFields, laws_label
-from mpissd.engine.workload.text.draft import TextDraftWorker
+from mpissd.engine.workload.text.draft import StateDraftWorker, TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
-from mpissd.engine.workload.text.sequences import TextEndings
-from mpissd.engine.workload.text.state_draft import StateDraftWorker
-from mpissd.engine.workload.text.stops import Stops
+from mpissd.engine.workload.text.stops import Stops, TextEndings
 from mpissd.engine.workload.text.target import TextTargetWorker
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.engine.workload.workers import OpenGather

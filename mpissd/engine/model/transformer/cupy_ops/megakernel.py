@@ -8,8 +8,10 @@ kernels with the same bits (late.cu).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,7 @@ _TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
 _TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
 _AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
 _FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of weights under way
-extra_macros: tuple[tuple[str, int], ...] = ()  # of a trace (results/h200-transformer/trace.py)
+extra_macros: tuple[tuple[str, int], ...] = ()  # set by a program that traces the kernel
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,14 @@ def _product(
     )
 
 
+def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a daemon of CUDA's MPS may give parts of the GPU to other processes.
+
+    The kernel's blocks wait for one another, so all of them have to be on the GPU at once.
+    """
+    return Path(environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+
+
 @dataclass(frozen=True)
 class MegakernelCache(Cache):
     """A cache with what the kernel `whole` needs: see Megakernel.
@@ -328,7 +338,7 @@ class MegakernelOps(CupyOps):
         capability = int(str(backend.info.compute_capability).replace(".", ""))
         if heads < shape.num_heads or shape.hidden < Megakernel.least_hidden:
             return False
-        if config.qk_norm or config.kind or capability < FIRST_CAPABILITY:
+        if config.qk_norm or config.kind or capability < FIRST_CAPABILITY or shares_gpu():
             return False
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry_of(1, shape.head_dim, 0, room).fits

@@ -1,0 +1,508 @@
+"""The `gemm` workload: forwards of products, and tokens that laws decide.
+
+Tables hold its synthetic tokens: emitted, drafted and predicted.
+
+Every draw is keyed by (seed, purpose, sequence, absolute position), so AR, SD and SSD with any K,
+hit law or timing emit the same tokens for one seed. Tables are filled a window of positions at a
+time, so that a round only gathers from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rng import Purpose, uniforms
+from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.spec.acceptance import AcceptanceLaw, count_accepted
+from mpissd.engine.spec.fanout import FanOuts, lanes_of
+from mpissd.engine.spec.hits import HitLaw
+from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
+from mpissd.engine.workload.workers import (
+    Admissions,
+    DraftWorker,
+    OpenGather,
+    Proposals,
+    TargetWorker,
+)
+
+WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
+_CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions
+_MARGIN = 4
+Index = NDArray[np.int64]
+
+
+class TokenStream:
+    """Table of the tokens that the target emits, Y(s,p) = floor(V·U(token,s,p)).
+
+    s is the sequence in a slot, p a position, and U a uniform draw.
+
+    Offsets are relative to each sequence's newest committed length n: offset 0 is position n.
+    """
+
+    def __init__(
+        self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
+    ) -> None:
+        self._seed, self.vocab, self.lookahead = seed, vocab, lookahead
+        self._reach = 2 * lookahead + 4  # positions past n that a round may read
+        self._window = max(window, 4 * self._reach)
+        self._request = np.full(capacity, -1, np.int64)
+        self._base = np.zeros(
+            capacity, np.int64
+        )  # slot · window − (position of the slot's first column)
+        self._limit = np.zeros(capacity, np.int64)  # a slot needs a refill from this length on
+        self._true = np.zeros((capacity, self._window), np.int32)
+        self._flat_true = self._true.reshape(-1)
+        self._prepared: dict[int, list[NDArray[np.int32]]] = {}
+        self._safe_rounds = 0  # rounds in which no sequence can reach its limit
+        self._origin: Index = np.zeros(0, np.int64)  # [b] flat index of position n
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws the first windows of future sequences, while no sequence is live.
+
+        A fill takes about a millisecond, which would otherwise lengthen the admitting round.
+        """
+        for request in requests:
+            self._request[0] = request.request_id
+            self._fill(0, 0)
+            self._prepared[request.request_id] = [view.copy() for view in self._views(0)]
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        """Admits new sequences, and refills every table that this round could read past its end."""
+        for slot, request in admissions:
+            self._request[slot] = request.request_id
+            self._admit(slot, self._prepared.pop(request.request_id, None))
+        self._safe_rounds -= 1
+        if admissions or self._safe_rounds < 0:
+            self._refill(batch)
+        self._origin = self._base[batch.slots]
+        self._origin += batch.lengths
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns Y at positions n + offsets, int32 [b, …], or of batch rows `rows` if given."""
+        return self._flat_true.take(self._index(offsets, rows))
+
+    def row(self, count: int) -> list[int]:
+        """Returns Y at positions n … n + count − 1 of the only sequence of the batch."""
+        first = int(self._origin[0])
+        tokens: list[int] = self._flat_true[first : first + count].tolist()
+        return tokens
+
+    def _index(self, offsets: Index, rows: Index | None = None) -> Index:
+        origin = self._origin if rows is None else self._origin[rows]
+        return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
+
+    def _refill(self, batch: Batch) -> None:
+        for row in np.flatnonzero(batch.lengths >= self._limit[batch.slots]):
+            self._fill(int(batch.slots[row]), max(0, int(batch.lengths[row]) - _MARGIN))
+        if len(batch):
+            room = self._limit[batch.slots] - batch.lengths
+            self._safe_rounds = max(0, int(room.min()) // (self.lookahead + 1) - 1)
+
+    def _admit(self, slot: int, prepared: list[NDArray[np.int32]] | None) -> None:
+        if prepared is None:
+            self._fill(slot, 0)
+            return
+        for view, saved in zip(self._views(slot), prepared, strict=True):
+            view[...] = saved
+        self._place(slot, 0)
+
+    def _views(self, slot: int) -> list[NDArray[np.int32]]:
+        """Returns writable views of this slot's part of every table, to save and restore them."""
+        return [self._true[slot]]
+
+    def _fill(self, slot: int, start: int) -> None:
+        """Tabulates positions start … start + window - 1 of the sequence in `slot`."""
+        self._true[slot] = (self._draw(Purpose.TOKEN, slot, start) * self.vocab).astype(np.int32)
+        self._place(slot, start)
+
+    def _place(self, slot: int, start: int) -> None:
+        self._base[slot] = slot * self._window - start
+        self._limit[slot] = start + self._window - self._reach
+
+    def _draw(self, purpose: Purpose, slot: int, start: int) -> NDArray[np.float64]:
+        return uniforms(self._seed, purpose, int(self._request[slot]), start, self._window)
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Table offsets of one sequence's lanes; each array is [ΣF], n is the committed length.
+
+    k: accepted tokens in the lane's outcome. decoy: distance in the flat table of decoys from the
+    entry of (position n, place 0). behind: distance from n to the position where the branch begins.
+    """
+
+    k: Ints
+    decoy: Index
+    behind: Index
+
+
+class DraftStream(TokenStream):
+    """Tables of the tokens that the draft proposes, and of its bonus candidates.
+
+    A drafted token x(s,p,i,src) depends on sequence s, position p, place i in the round and the
+    source src that drafted it. A candidate list contains the true bonus token at a drawn rank.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        vocab: int,
+        capacity: int,
+        acceptance: Mapping[Source, AcceptanceLaw],
+        hit_law: HitLaw,
+        widest: int = 1,
+    ) -> None:
+        """Allocates empty tables; `widest` is the most candidates that a row keeps (max F_k)."""
+        lookahead = len(acceptance[Source.JIT].hazards)
+        window = min(WINDOW, _CANDIDATES // widest)
+        super().__init__(seed, vocab, capacity, lookahead, window)
+        self._hit_law = hit_law
+        plane = capacity * self._window
+        # Drafted tokens: a table [place i, slot, position] for each law, shared by its sources.
+        laws = {law.hazards for law in acceptance.values()}
+        self._drafts = {
+            law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
+        }
+        self._table = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
+        self._flat_table = {source: table.reshape(-1) for source, table in self._table.items()}
+        step = np.arange(lookahead, dtype=np.int64)
+        # For each place i, the distance in a flat table from (0, p) to (i, p + i).
+        self._places: Index = step * (plane + 1)
+        # [source, slot, p]: accepted tokens among the K that the source drafts from p on.
+        self._run = np.zeros((len(Source), capacity, self._window), np.int32)
+        self._flat_run = self._run.reshape(-1)
+        self._source_plane = plane
+        # [0]: decoys alone. [1]: Y at the place of its rank, for the row of the true outcome.
+        # [2]: likewise where all served tokens were accepted, if the hit law has a rate for it.
+        planes = 1 + len(hit_law.ends)
+        self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
+        self._flat_decoys = self._decoys.reshape(-1)
+        self._widest = widest
+        self._offsets: dict[tuple[int, ...], Offsets] = {}
+
+    def offsets(self, fan_out: tuple[int, ...]) -> Offsets:
+        """Returns the table offsets of a sequence's lanes for the fan-out F_0 … F_K."""
+        if fan_out not in self._offsets:
+            k, place = lanes_of(fan_out)
+            decoy = k.astype(np.int64) * self._widest + place
+            self._offsets[fan_out] = Offsets(k, decoy, k.astype(np.int64) + 1)
+        return self._offsets[fan_out]
+
+    def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns the tokens x_1 … x_K that `source` drafts from n + offsets on, [b, …, K]."""
+        index = self._index(offsets[..., None] + self._places, rows)
+        return self._flat_table[source].take(index)
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow behind them [n, ΣF, K]."""
+        source, num_draft = speculation.source, speculation.num_draft
+        if rows is not None:
+            source, num_draft = source[rows], num_draft[rows]
+        offsets = self.offsets(fan_out)
+        found = self.candidates(source, num_draft, offsets, rows)
+        return found, self.drafts(Source.CACHE, offsets.behind, rows)
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
+        return self.drafts(source, np.zeros((), np.int64), rows)
+
+    def candidates(
+        self, source: Ints, num_draft: Ints, offsets: Offsets, rows: Index | None = None
+    ) -> Ints:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all rows).
+
+        The trunks have `num_draft` [n] tokens from `source` [n]. The candidates of a k differ from
+        each other and from the proposed token. They are decoys, except for the k of the true
+        outcome: there Y stands at the place of its rank, if the rank is within the fan-out.
+        """
+        origin = self._origin if rows is None else self._origin[rows]
+        run = self._flat_run.take(source * self._source_plane + origin)
+        accepted = np.minimum(run, num_draft)
+        index = (origin * self._widest)[:, None] + offsets.decoy
+        plane: Any = 1
+        if len(self._decoys) > 2:
+            plane = 1 + (accepted == num_draft)[:, None]
+        index += (offsets.k == accepted[:, None]) * (plane * self._decoys[0].size)
+        return self._flat_decoys.take(index)
+
+    def _views(self, slot: int) -> list[NDArray[np.int32]]:
+        tables = [table[:, slot] for table in self._drafts.values()]
+        return [*super()._views(slot), *tables, self._run[:, slot], self._decoys[:, slot]]
+
+    def _fill(self, slot: int, start: int) -> None:
+        super()._fill(slot, start)
+        true = self._true[slot]
+        other = (self._draw(Purpose.WRONG, slot, start) * (self.vocab - 1)).astype(np.int32)
+        wrong = other + (other >= true)
+        coin = self._draw(Purpose.ACCEPT, slot, start)
+        for hazards, table in self._drafts.items():
+            for i, rate in enumerate(hazards):
+                table[i, slot] = np.where(coin < rate, true, wrong)
+        for source, table in self._table.items():
+            self._run[source, slot] = leading(table[:, slot] == true)
+        # Decoys count upwards from Y + 1 and skip `wrong`: the proposed token is Y or `wrong`.
+        place = np.arange(self._widest)
+        gap = (wrong - true - 1) % self.vocab
+        shift = place + (place >= gap[:, None])
+        decoys = (true[:, None] + 1 + shift) % self.vocab
+        self._decoys[0, slot] = decoys
+        uniform = self._draw(Purpose.RANK, slot, start)
+        for plane, end in enumerate(self._hit_law.ends, 1):
+            rank = self._hit_law.ranks(uniform, end)
+            self._decoys[plane, slot] = np.where(place == rank[:, None] - 1, true[:, None], decoys)
+
+
+def leading(matches: NDArray[np.bool_]) -> Ints:
+    """Counts, at each position p, the leading i for which matches[i, p + i] is true.
+
+    matches: [K, W]; entries beyond the window count as False. Returns int32 [W].
+    """
+    lookahead, window = matches.shape
+    run = np.zeros(window + lookahead, np.int32)
+    alive = np.ones(window, np.bool_)
+    for place in range(lookahead):
+        alive[: window - place] &= matches[place, place:]
+        alive[window - place :] = False
+        run[:window] += alive
+    return run[:window]
+
+
+_NOBODY: Index = np.zeros(0, np.int64)
+
+
+class Stream(Protocol):
+    """The tokens Y that the target emits; offset 0 is the position behind a sequence's newest."""
+
+    lookahead: int
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Tabulates future sequences, while no sequence is live."""
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        """Admits new sequences, and follows the lengths of the batch."""
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns Y at these offsets, int32 [b, …], or of batch rows `rows` if given."""
+
+    def row(self, count: int) -> list[int]:
+        """Returns the next `count` tokens Y of the only sequence of the batch."""
+
+
+class DraftTables(Stream, Protocol):
+    """Tables of the tokens that the draft proposes and of the outcomes that it prepares for."""
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow behind them [n, ΣF, K]."""
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
+
+
+class GemmTargetWorker(TargetWorker):
+    """Runs the target's forward, and accepts drafted tokens that equal the token stream Y."""
+
+    chains = True
+
+    def __init__(self, stepper: Forwards, stream: Stream) -> None:
+        self.stepper, self._stream = stepper, stream
+        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+
+    def twin(self, stepper: Forwards) -> GemmTargetWorker:
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        return GemmTargetWorker(stepper, self._stream)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
+        self._stream.prepare(requests)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._stream.begin_round(batch, admissions)
+
+    def truth(self) -> Ints:
+        return self._stream.true(self._ahead)
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        """Compares the drafted tokens with Y; row j scores position n + j, n the committed length.
+
+        Returns (num_accepted, bonus), both int32 [b].
+        """
+        if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
+            return _judge_one(self._stream.row(len(self._ahead)), speculation)
+        true = self._stream.true(self._ahead)  # [b, K+1]
+        accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
+        row_starts = np.arange(0, true.size, len(self._ahead))
+        return accepted, true.reshape(-1).take(row_starts + accepted)
+
+
+def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
+    """Returns (num_accepted, bonus), both [1]; `true` holds the target's next K+1 tokens."""
+    drafts, limit = speculation.tokens[0].tolist(), int(speculation.num_draft[0])
+    accepted = 0
+    while accepted < limit and drafts[accepted] == true[accepted]:
+        accepted += 1
+    return np.array([accepted], np.int32), np.array([true[accepted]], np.int32)
+
+
+class GemmDraftWorker(DraftWorker):
+    """Runs the draft's forwards; takes tokens and bonus candidates from the stream's tables."""
+
+    chains = True
+
+    def __init__(self, stepper: Forwards, stream: DraftTables, num_tokens: int = 1) -> None:
+        """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""
+        self.stepper, self.lookahead = stepper, stream.lookahead
+        self._stream, self._num_tokens = stream, num_tokens
+        self._full: dict[
+            tuple[tuple[int, ...], int], Lanes
+        ] = {}  # {(fan-out, batch size): the lanes of all rows}
+
+    def twin(self, stepper: Forwards) -> GemmDraftWorker:
+        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        return GemmDraftWorker(stepper, self._stream, self._num_tokens)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
+        self._stream.prepare(requests)
+
+    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+        self._stream.begin_round(batch, admissions)
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """Returns a lane for each (s, k, t*); it grows from n + k + 1, behind its bonus token."""
+        if fan_outs.is_one:
+            return self._branches(speculation, fan_outs.after_hit)
+        sources = sorted(set(speculation.source.tolist()))
+        if len(sources) == 1:
+            return self._branches(speculation, fan_outs.behind(sources[0]))
+        parts = [
+            self._branches(
+                speculation, fan_outs.behind(source), np.flatnonzero(speculation.source == source)
+            )
+            for source in sources
+        ]
+        lanes = Lanes(
+            *(
+                np.concatenate([getattr(part.lanes, name) for part in parts])
+                for name in ("rows", "k", "place")
+            )
+        )
+        first = np.concatenate([part.rollout.first for part in parts])
+        tokens = np.concatenate([part.rollout.tokens for part in parts])
+        return Branches(lanes, Rollout(_NOBODY, first, tokens))
+
+    def _branches(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> Branches:
+        """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
+        candidates, tokens = self._stream.grown(speculation, fan_out, rows)
+        lanes = self._lanes(fan_out, len(candidates) if rows is None else rows)
+        first = candidates.reshape(-1)
+        return Branches(lanes, Rollout(_NOBODY, first, tokens.reshape(len(first), self.lookahead)))
+
+    def _lanes(self, fan_out: tuple[int, ...], rows: int | Index) -> Lanes:
+        """Returns the lanes of batch rows 0 … rows − 1 (int), or of the given rows (array)."""
+        if isinstance(rows, int) and (fan_out, rows) in self._full:
+            return self._full[fan_out, rows]
+        chosen = np.arange(rows) if isinstance(rows, int) else rows
+        k, place = lanes_of(fan_out)
+        lanes = Lanes(
+            np.repeat(chosen, len(k)), np.tile(k, len(chosen)), np.tile(place, len(chosen))
+        )
+        if isinstance(rows, int):
+            self._full[fan_out, rows] = lanes
+        return lanes
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        chosen = np.asarray(rows, np.int64)
+        return Rollout(chosen, batch.last_tokens[chosen], self._stream.restarts(source, chosen))
+
+    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            rollout.steps += self._num_tokens
+
+
+class GemmWorkload(Workload):
+    """Tokens, acceptance and cache hits follow the laws that the flags impose."""
+
+    is_imposed = True
+    drafts_in_parallel = True
+
+    @property
+    def vocab(self) -> int:
+        return self.job.target.vocab_size
+
+    @property
+    def law(self) -> str:
+        job = self.job
+        if job.config.is_lookup:
+            return f"acceptance {self._labels[1]} of looked-up tokens"
+        hits = f", hits {job.hit_law.label}" if job.fan_out else ""
+        return f"acceptance {self._labels[0]}{hits}"
+
+    @property
+    def _labels(self) -> tuple[str, str]:
+        """The acceptance laws as text: of the draft, and of looked-up tokens.
+
+        A file of laws is named by the numbers that it gives at this K.
+        """
+        job = self.job
+        if job.config.laws is None:
+            return job.config.acceptance_text, job.config.acceptance_fast
+        return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
+
+    def check(self) -> None:
+        """Raises ConfigError if a row needs more than V − 2 candidates.
+
+        The vocabulary without Y and the served token has no more.
+        """
+        super().check()
+        if self.job.fan_out and self.job.widest + 2 > self.vocab:
+            raise ConfigError(
+                f"fan_out {self.job.config.fan_out}: {self.job.widest} a row: allowed: at most "
+                f"vocab_size - 2 = {self.vocab - 2}"
+            )
+
+    def target_worker(
+        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
+    ) -> GemmTargetWorker:
+        job = self.job
+        stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
+        return GemmTargetWorker(stepper, stream)
+
+    def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
+        job, capacity = self.job, self.job.config.batch_size
+        stream = DraftStream(
+            job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
+        )
+        return GemmDraftWorker(stepper, stream, job.tokens_a_forward)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=n % self.vocab) for n in ids]
+
+    def row_fields(self) -> RowFields:
+        job, config = self.job, self.job.config
+        if job.draft is None:
+            return RowFields()
+        return RowFields(
+            acceptance=self._labels[0],
+            acceptance_fast=self._labels[1] if config.backup == "fast" else None,
+            hit_law=job.hit_law.label if job.fan_out else None,
+            laws=laws_label(config),
+        )

@@ -1,1 +1,0 @@
-"""The `gemm` workload: forwards multiply random matrices; imposed laws decide the tokens."""

@@ -1,0 +1,300 @@
+"""The command `chat`: a conversation in the terminal, as a client of `serve` over HTTP.
+
+It starts a server of its own on this machine, or talks to the one that --url names. Ctrl-C reaches
+only this process: it ends an answer, not the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.flags import MODES
+from mpissd.common.ranks import end_with_parent
+from mpissd.engine.job import resolve_unopened
+from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.lab.terminal import Meter, Painter, Terminal, legend, open_terminal
+from mpissd.serve.config import KEY_VARIABLE, ChatConfig
+
+if TYPE_CHECKING:
+    import httpx
+
+HELP = """\
+/mode ar|sd|ssd   decode otherwise from the next answer on
+/stats            numbers of the last answer, and of all
+/show             colours on or off
+/reset            forget the conversation
+/help             this
+Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
+_LEAVE_S = 20.0  # longest wait for the server to end
+_NO_WRAP = 1 << 16  # columns that stand for "no terminal"
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
+
+
+class Chat:
+    """A conversation: its messages, its mode, and how answers are shown."""
+
+    def __init__(
+        self,
+        http: httpx.Client,
+        config: ChatConfig,
+        about: Mapping[str, Any],
+        terminal: Terminal | None,
+    ) -> None:
+        """about: the server's description of itself."""
+        self._http, self._config, self._terminal = http, config, terminal
+        self.mode = config.run.mode if about["mode"] == "auto" else str(about["mode"])
+        is_plain = terminal is None or "NO_COLOR" in os.environ
+        self._colours = config.run.show and not is_plain
+        self._messages: list[dict[str, str]] = []
+        self._meters: list[Meter] = []
+        self._prompt = ""  # the last answer's numbers of prompt tokens
+
+    def say(self, text: str) -> None:
+        """Prints a line for the person."""
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    def greet(self, about: Mapping[str, Any], model: str) -> None:
+        """Prints the models, the ranks, and the colours' meanings."""
+        draft = f", drafts by {about['draft']}" if about["draft"] else ""
+        ranks = f"T={about['tp']}" + (f", D={about['num_drafts']}" if about["num_drafts"] else "")
+        self.say(f"{model}{draft}; {ranks} on {about['backend']}; /help lists the commands")
+        if colours := legend(colours=self._colours):
+            self.say(f"{colours}\n")
+
+    def take(self, line: str) -> bool:
+        """Executes the person's line; returns False if the line ends the chat."""
+        if not line.strip():
+            return True
+        if line.startswith("/"):
+            return self._command(*line[1:].split())
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            self.say("that is no UTF-8 text")
+            return True
+        self._ask(line)
+        return True
+
+    def _command(self, name: str = "help", *values: str) -> bool:
+        actions: dict[str, Callable[[], None]] = {
+            "mode": lambda: self._set_mode(*values[:1]),
+            "stats": self._stats,
+            "show": self._toggle,
+            "reset": self._reset,
+            "help": lambda: self.say(HELP),
+        }
+        if name in ("quit", "exit"):
+            return False
+        if name not in actions:
+            self.say(f"/{name}: unknown; /help lists the commands")
+        else:
+            actions[name]()
+        return True
+
+    def _set_mode(self, mode: str = "") -> None:
+        if mode and mode not in MODES:
+            self.say(f"mode={mode}: allowed: {', '.join(MODES)}")
+            return
+        self.mode = mode or self.mode
+        self.say(f"mode {self.mode}")
+
+    def _stats(self) -> None:
+        if not self._meters:
+            self.say("no answer yet")
+            return
+        every = self._meters
+        self.say(f"last: {every[-1].long()}{self._prompt}")
+        tokens, seconds = sum(m.num_tokens for m in every), sum(m.seconds for m in every)
+        rounds = max(1, sum(m.num_rounds for m in every))
+        self.say(
+            f"all:  {len(every)} answers, {tokens} tokens in {seconds:.1f} s, "
+            f"{tokens / rounds:.2f} a round"
+        )
+
+    def _toggle(self) -> None:
+        self._colours = not self._colours and self._terminal is not None
+        self.say(f"colours {'on' if self._colours else 'off'}")
+
+    def _reset(self) -> None:
+        self._messages = []
+        self.say("the conversation is forgotten")
+
+    def _ask(self, text: str) -> None:
+        """Sends the conversation and shows the answer; a refused question is forgotten."""
+        run = self._config.run
+        asked = [*self._messages, {"role": "user", "content": text}]
+        body = {
+            "messages": asked,
+            "stream": True,
+            "stream_options": {"include_usage": True, "include_sources": True},
+            "mode": self.mode,
+            "max_tokens": run.num_tokens,
+            "temperature": run.temperature,
+            "top_p": run.top_p,
+            "stop": list(run.stop_strings),
+        }
+        columns = self._terminal.columns if self._terminal else _NO_WRAP
+        painter = Painter(sys.stdout.write, columns, colours=self._colours)
+        meter, ended, said = Meter(has_cache=self.mode == "ssd"), "stopped", list[str]()
+        self._prompt = ""
+        try:
+            for chunk in self._chunks(body):
+                ended = self._show(chunk, painter, meter, said) or ended
+        except KeyboardInterrupt:  # leaving the stream cancels the request
+            pass
+        except ConfigError as refused:
+            self.say(str(refused))
+            return
+        painter.end()
+        notes = {"length": "the longest answer that is allowed; ", "stopped": "stopped; "}
+        summary = f"{notes.get(ended, '')}{meter.long()}"
+        self.say(f"\x1b[2m{summary}\x1b[0m\n" if self._colours else "")
+        self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self._meters.append(meter)
+
+    def _show(
+        self, chunk: Mapping[str, Any], painter: Painter, meter: Meter, said: list[str]
+    ) -> str | None:
+        """Shows a part of the answer; returns the finish reason, if it has one."""
+        if usage := chunk.get("usage"):
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            tokens = usage["prompt_tokens"]
+            self._prompt = f"; prompt of {tokens} tokens, {cached} of them in the KV cache"
+        if "speculation" not in chunk:
+            return None
+        part = chunk["speculation"]
+        meter.count(part["tokens"], part["rounds"], part["hits"])
+        pieces = [(text, source or "bonus") for text, source in part["pieces"] if text]
+        said += [text for text, _ in pieces]
+        painter.add(pieces, meter.short())
+        sys.stdout.flush()
+        reason: str | None = chunk["choices"][0]["finish_reason"]
+        return reason
+
+    def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the chunks of a streamed answer.
+
+        Raises ConfigError for a refusal, FaultError if the server is gone.
+        """
+        with self._http.stream("POST", "chat/completions", json=body) as response:
+            if response.status_code >= 500:
+                raise FaultError(json.loads(response.read())["error"]["message"])
+            if response.status_code != 200:
+                error = json.loads(response.read())["error"]
+                hint = ": /reset begins another conversation"
+                is_long = error["code"] == "context_length_exceeded"
+                raise ConfigError(f"{error['message']}{hint if is_long else ''}")
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise FaultError(chunk["error"]["message"])
+                    yield chunk
+
+
+def chat(config: ChatConfig) -> int:
+    """Runs the command; returns the exit code: that of the server if it ends first.
+
+    Raises ConfigError if a model cannot be loaded or cannot chat, or without httpx.
+    """
+    if find_spec("httpx") is None:
+        raise ConfigError("chat needs httpx: pip install 'mpissd[serve]'")
+    try:
+        if config.url is not None:
+            code = _converse(config, config.url)
+            return FaultError.exit_code if code is None else code
+        job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
+        if load_tokenizer(job.target_where).template is None:
+            raise ConfigError(f"{job.target.name}: has no chat template: allowed: run --prompt=…")
+        with _server(config) as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().partition(" ")[0]
+            code = _converse(config, url) if url else None
+            return _exit_code(server) if code is None else code
+    except KeyboardInterrupt:  # while the models load
+        return 128 + signal.SIGINT
+
+
+def _exit_code(server: subprocess.Popen[str]) -> int:
+    """Returns the exit code of a server that has failed; it prints why."""
+    try:
+        return server.wait(_LEAVE_S) or FaultError.exit_code
+    except subprocess.TimeoutExpired:
+        return FaultError.exit_code
+
+
+@contextmanager
+def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
+    """Starts a server on this machine, and ends it after the block."""
+    key = {KEY_VARIABLE: os.urandom(16).hex()}  # other users reach 127.0.0.1 as well
+    os.environ.update(key)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mpissd", *config.server_arguments()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # keeps the terminal's Ctrl-C from the server
+        preexec_fn=end_with_parent,
+    )
+    try:
+        yield server
+    finally:
+        server.terminate()
+        try:
+            server.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _converse(config: ChatConfig, url: str) -> int | None:
+    """Runs a chat with the server at this address; returns 0, or None if the server is gone."""
+    import httpx
+
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with (
+        open_terminal() as terminal,
+        httpx.Client(base_url=url, headers=headers, timeout=None, trust_env=False) as http,
+    ):
+        try:
+            models = http.get("models").raise_for_status().json()["data"]
+            about, model = models[0]["mpissd"], models[0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL, *_DAMAGED) as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"url={url}: no mpissd serve there: {why}") from error
+        chat = Chat(http, config, about, terminal)
+        chat.greet(about, model)
+        try:
+            _read_lines(chat)
+        except (FaultError, httpx.HTTPError) as error:
+            sys.stderr.write(f"mpissd: {error}\n")
+            return None
+    return 0
+
+
+def _read_lines(chat: Chat) -> None:
+    """Takes lines until the person leaves; Ctrl-C at the prompt only drops the line."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives input() editing and a history)
+    while True:
+        try:
+            line = input(f"{chat.mode}> ")
+            if not sys.stdin.isatty():
+                chat.say(line)
+            if not chat.take(line):
+                return
+        except EOFError:
+            chat.say("")
+            return
+        except KeyboardInterrupt:
+            chat.say("")

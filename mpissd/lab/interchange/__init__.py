@@ -1,1 +1,0 @@
-"""Formats of other tools: nccl-tests' results, flat tables of rows, and vLLM's schedules of K."""

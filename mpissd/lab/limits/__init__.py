@@ -1,1 +1,0 @@
-"""Measures how close forwards, all-reduces and launches come to a GPU's hardware limits."""

@@ -1,0 +1,71 @@
+"""The flags of `pair`: models and prompts to record, or sources whose laws are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, choice, flag, integer, switch, words
+
+_RECORDED, _PRINTED = 8, 4  # the default K of a recording, and of the laws that are printed
+
+
+@dataclass(frozen=True)
+class PairConfig(Checked):
+    """Flags of `pair`; those with the name of a flag of `run` mean the same."""
+
+    sources: str | None = flag(
+        None,
+        words,
+        "measure the laws of these: recordings (.npz) of one pair and folders of its text rows, "
+        "separated by commas",
+    )
+    pair: str | None = flag(None, words, "record this pair: smollm2, or TARGET/DRAFT with weights")
+    target: str | None = flag(None, words, "Hugging Face folder, .gguf, or hub name")
+    draft: str | None = flag(None, words, "likewise")
+    backend: str = flag("auto", choice("auto", "numpy", "cupy"), "what computes")
+    prompts: str | None = flag(
+        None, words, 'file of prompts, lines of {"prompt": "…"} or {"messages": […]}'
+    )
+    prompt_ids: str | None = flag(None, words, "prompts as token ids: 1,2,3;4,5 are two prompts")
+    chat_template: bool = flag(True, switch, "put a prompt into the model's chat template")
+    stop_token: int | None = flag(None, integer(0), "a further token that ends an answer")
+    num_tokens: int = flag(128, integer(1), "tokens of an answer, at most")
+    count: int | None = flag(None, integer(1), "prompts to record, at most (default: all)")
+    lookahead: int | None = flag(
+        None,
+        integer(1, 256),
+        f"longest K that a replay may use (default: {_RECORDED}); with sources: the K whose laws "
+        f"are printed (default: {_PRINTED})",
+    )
+    fan_out: int = flag(16, integer(1, 63), "most candidates a row that a replay may use")
+    batch_size: int = flag(8, integer(1, 256), "prompts that the target answers together")
+    seed: int = flag(0, integer(0, 2**63 - 1), "of random weights")
+    licence: str = flag("", words, "of the prompts, with their source")
+    to: str | None = flag(
+        None, words, "file to write: a new .npz; with sources: a new .json (default: only print)"
+    )
+
+    @property
+    def steps(self) -> int:
+        """K: recorded, or printed."""
+        return self.lookahead or (_RECORDED if self.sources is None else _PRINTED)
+
+    def check(self) -> None:
+        """Raises ConfigError unless the flags name one pair and its prompts, or only sources."""
+        super().check()
+        named = self.target is not None and self.draft is not None
+        whole = (self.target is None) == (self.draft is None)
+        if self.sources is None and (named == (self.pair is not None) or not whole):
+            raise ConfigError(
+                "needed: sources (recordings), or one pair to record: pair=NAME, or target and "
+                "draft"
+            )
+        if self.sources is not None and (self.pair or self.target or self.draft):
+            raise ConfigError("sources with a pair: allowed: one of them")
+        given = (self.prompts is not None) + (self.prompt_ids is not None)
+        if given != (self.sources is None):
+            raise ConfigError(
+                "recording a pair needs prompts: allowed: prompts=FILE.jsonl, or prompt_ids; none "
+                "with sources"
+            )

@@ -1,1 +1,0 @@
-"""Records what a real pair does at temperature 0, for --workload=replay."""

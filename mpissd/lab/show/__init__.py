@@ -1,1 +1,0 @@
-"""Shows an answer to the user while it is decoded."""

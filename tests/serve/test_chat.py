@@ -1,0 +1,151 @@
+"""A chat on a terminal, as the client of a server over a fake lead."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.needs import module
+from tests.serve.fake_lead import Script
+from tests.serve.rig import Rig, serving, tokenizer, until
+from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
+
+module("uvicorn", "the extra serve")
+module("httpx", "the extra serve")
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT = {"mode": "auto", "draft": "a draft", "tp": 1, "num_drafts": 1}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    words = tokenizer(tmp_path)
+    answer = [*words.encode("one two"), 1]
+    with serving(words, Script(answer, context=1000), about=ABOUT) as found:
+        yield found
+
+
+def command(rig: Rig) -> list[str]:
+    return [sys.executable, "-m", "mpissd", "chat", f"--url={rig.url}/v1", "--num_tokens=900"]
+
+
+def opened(rig: Rig, **env: str) -> TerminalSession:
+    return TerminalSession(command(rig), str(ROOT), env)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
+
+
+def test_a_conversation_is_coloured_and_its_history_goes_along(rig: Rig) -> None:
+    with opened(rig) as screen:
+        greeting = screen.until("ssd> ")
+        assert "tiny, drafts by a draft; T=1, D=1 on numpy" in greeting
+        assert "speculation cache" in greeting
+        screen.type("hello\n")
+        answer = screen.until("ssd> ")
+        assert "\x1b[32mone two" in answer and " tokens in " in answer
+        screen.type("hello\n")
+        screen.until("ssd> ")
+        first, second = rig.script.submitted
+        assert len(second.prompt) > 2 * len(first.prompt) - 8 and second.mode == "ssd"
+        screen.type(END_OF_FILE)
+        assert screen.end() == 0
+
+
+def test_commands_change_the_mode_the_colours_and_the_history(rig: Rig) -> None:
+    with opened(rig) as screen:
+        screen.until("ssd> ")
+        for line, shown in (
+            ("/stats", "no answer yet"),
+            ("/mode fast", "mode=fast: allowed: ar, sd, ssd"),
+            ("/dance", "/dance: unknown"),
+            ("/", "Ctrl-D"),
+        ):
+            screen.type(f"{line}\n")
+            assert shown in screen.until("ssd> ")
+        screen.type("/mode ar\n")
+        screen.until("ar> ")
+        screen.type("hello\n")
+        screen.until("ar> ")
+        screen.type("/stats\n")
+        stats = screen.until("ar> ")
+        assert "all:  1 answers" in stats and "2 of them in the KV cache" in stats
+        screen.type("/show\n")
+        assert "colours off" in screen.until("ar> ")
+        screen.type("/reset\n")
+        screen.until("ar> ")
+        screen.type("hello\n")
+        assert "\x1b[32m" not in screen.until("ar> ")
+        first, second = rig.script.submitted
+        assert first.prompt == second.prompt and first.mode == "ar"
+        screen.type("/quit\n")
+        assert screen.end() == 0
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+    words = tokenizer(tmp_path)
+    script = Script(words.encode("again ") * 200, pace_s=0.05, context=2000)
+    with serving(words, script, about=ABOUT) as rig, opened(rig) as screen:
+        screen.until("ssd> ")
+        screen.type("hello\n")
+        screen.until("tok/round")
+        screen.type(INTERRUPT)
+        assert "stopped; " in screen.until("ssd> ")
+        until(lambda: script.ended == {1: "cancelled"})
+        screen.type("hello\n")
+        screen.until("tok/round")
+        first, second = (len(each.prompt) for each in script.submitted)
+        assert second > first + 5, "what was said stays"
+        screen.type(INTERRUPT)
+        screen.until("ssd> ")
+        screen.type(END_OF_FILE)
+        assert screen.end() == 0
+
+
+def test_a_refused_question_is_not_part_of_the_history(rig: Rig) -> None:
+    with opened(rig) as screen:
+        screen.until("ssd> ")
+        screen.type("x" * 1100 + "\n")
+        refusal = plain(screen.until("ssd> "))
+        assert "the model's context: /reset begins another conversation" in refusal
+        screen.type("hello\n")
+        screen.until("ssd> ")
+        assert len(rig.script.submitted[0].prompt) < 100
+        screen.type(END_OF_FILE)
+        assert screen.end() == 0
+
+
+def test_a_server_that_loses_its_ranks_ends_the_chat(tmp_path: Path) -> None:
+    words = tokenizer(tmp_path)
+    script = Script(words.encode("again ") * 200, pace_s=0.05, dies_after=3, context=2000)
+    with serving(words, script, about=ABOUT) as rig, opened(rig) as screen:
+        screen.until("ssd> ")
+        screen.type("hello\n")
+        screen.until("mpissd: the job is gone")
+        assert screen.end() == 5
+
+
+def test_questions_from_a_file_are_answered_as_plain_text(rig: Rig) -> None:
+    done = subprocess.run(
+        command(rig),
+        input="hello\n\n/stats\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    assert "ssd> hello\none two" in done.stdout and "all:  1 answers" in done.stdout
+
+
+def test_what_is_no_server_is_one_line(rig: Rig) -> None:
+    words = [sys.executable, "-m", "mpissd", "chat", f"--url={rig.url}/nothing"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no mpissd serve there" in done.stderr
+    assert done.stderr.count("\n") == 1
