@@ -1,4 +1,4 @@
-"""What a draft has speculated ahead: branches that grow, and the cache of their outcomes."""
+"""The draft's speculation ahead: branches that grow, and the cache of their outcomes."""
 
 from __future__ import annotations
 

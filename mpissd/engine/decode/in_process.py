@@ -2,7 +2,7 @@
 MPI.
 
 It is for tests, notebooks and first steps. The draft's thread shares Python's lock with the target,
-so its times mean little; tokens and outcomes are those of the same job under mpirun.
+so its times mean little; tokens and outcomes equal those of the same job under mpirun.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Decoder(Loops):
         self.loop.ledger.restart()
 
     def step(self) -> RoundResult:
-        """Decodes one round of every sequence; returns what was drafted and what was accepted."""
+        """Decodes one round of every sequence; returns the drafted tokens and the outcome."""
         result = self.loop.step()
         self._sequences.take(result, self.loop)
         self.records.add(result.t_target_s, result.speculation, result.outcome)

@@ -8,13 +8,13 @@ from mpissd.engine.workload.base import Workload
 
 
 class Sequences:
-    """Follows the sequences of one pass on the lead, and says which of them join and leave.
+    """Follows the sequences of one pass on the lead, and decides which of them join and leave.
 
     A sequence ends where the workload ends it (Workload.endings), or with num_tokens tokens.
     """
 
     def __init__(self, workload: Workload, group: int = 0) -> None:
-        """Takes the sequences of a target group."""
+        """Takes the sequences of one target group."""
         config = workload.job.config
         self._workload, self._limit = workload, config.token_limit
         self._endings = workload.endings()

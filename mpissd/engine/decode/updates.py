@@ -14,7 +14,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.versions import unpacked
 
 _DONE = object()
-_PATIENCE = 3  # versions that diverge, behind which a draft takes no further one
+_PATIENCE = 3  # diverged versions after which a draft takes no more
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Updates:
         return self._packing is not None and self._packing is self._leaving
 
     def _leave(self, why: str) -> None:
-        """Begins to go back to the weights that were loaded; what is packed is dropped with it."""
+        """Begins to go back to the weights that were loaded; drops packed weights."""
         self.report.refused.append(f"version {self._drafter.version}: {why}")
         self._diverged += 1
         self._packing = self._leaving = self._loaded()
