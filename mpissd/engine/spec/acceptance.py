@@ -1,12 +1,12 @@
-"""The acceptance law of a synthetic workload: how many drafted tokens are accepted.
+"""The acceptance model of a synthetic workload: how many drafted tokens are accepted.
 
 alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
-rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
+rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
 histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also in the formats of
                    vLLM and SGLang (spec/histogram.py)
 laws:FILE          of a real pair's draft, measured (spec/lawfile.py)
-prompt:FILE, suffix:FILE    likewise of looked-up tokens
+prompt:FILE, suffix:FILE    the same for looked-up tokens
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class AcceptanceLaw:
 
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the acceptance law that `text` names, for K = lookahead.
+    """Returns the acceptance model that `text` names, for K = lookahead.
 
-    The law's label is `text` in its long form. With K = 0 nothing is drafted, and a list of any
+    The model's label is `text` in its long form. With K = 0 nothing is drafted, and a list of any
     length is allowed. Raises ConfigError, naming the value and what is allowed.
     """
     kind, colon, values = text.strip().partition(":")
@@ -85,7 +85,7 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
 
 def _measured(kind: str, path: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the law of a file of laws; its label holds the numbers, to four digits.
+    """Returns the acceptance model of a file; its label holds the numbers, to four digits.
 
     Looked-up tokens that the file has no counts of follow DEFAULT_FAST.
     """

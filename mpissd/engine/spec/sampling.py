@@ -26,7 +26,7 @@ _FEW = 4096  # tokens up to which `draw` sums one after the other
 
 @dataclass(frozen=True)
 class Weights:
-    """A distribution before its division: p[i] = values[i] / total, where total > 0 is their sum.
+    """A distribution before its division: p[i] = values[i] / total; total > 0 is their sum.
 
     Whether a token is accepted depends on one p[i], and a draw on none: the division of all V of
     them takes a quarter of the time of a row.
@@ -111,8 +111,8 @@ def recorded(row: Row) -> Floats:
 def draw(weights: Floats, u: float, total: float = 1.0) -> int:
     """Returns the token for u in [0, 1), by inverting the cumulative distribution weights / total.
 
-    weights: [V]; total: what they are divided by. One sum after the other decides; sums of blocks
-    find the token in a tenth of the time wherever rounding cannot tell the two apart.
+    weights: [V]; total: their divisor. The running sum in order decides; sums of blocks find the
+    token in a tenth of the time if rounding cannot change the result.
     """
     found = _between(weights, u) if len(weights) > _FEW else None
     if found is not None:
