@@ -65,7 +65,7 @@ class Rank:
         self.draft_lost = False  # in a pass so far; later ones have K = 0
         self.updates: Updates | None = None  # of the last pass, on a draft with a learner
         self._comms: list[MPI.Comm] = []
-        self._leads: MPI.Comm | None = None  # of the target groups, where there are several
+        self._leads: MPI.Comm | None = None  # of the target groups, if there are several
         target, draft = session.models.open(session.job, topology)
         if target is not None:
             self.target = session.target_worker(target)
@@ -147,7 +147,7 @@ class Rank:
         """Runs one pass with these workers; collective over the job's ranks.
 
         `drive` runs on the lead of each target group, which returns its result; other ranks return
-        None. others: the drafters of the target groups behind the first one.
+        None. others: the drafters of the target groups after the first.
         """
         batch, waiter = self.session.job.config.batch_size, self.session.waiter
         # A pass of a server may last for days, and has to collect its garbage.

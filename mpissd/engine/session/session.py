@@ -179,7 +179,7 @@ def rest(topology: Topology) -> None:
 def open_session(config: RunConfig, learning: LearnerComms | None = None) -> Session:
     """Opens this rank's part of one job; raises Refused on every rank if one rank fails.
 
-    learning: this rank's place beside a learner, which has no part in what is opened here.
+    learning: this rank's communicators in a job with a learner; the learner is not opened here.
     """
     world = None if learning is None else learning.world
     machine = open_machine(config, config.drafts, world)
