@@ -1,4 +1,4 @@
-"""The interface of a workload: what it says of a job, and which workers decode it."""
+"""The interface of a workload: how it completes a job, and which workers decode it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpissd.engine.workload.workers import DraftWorker, OpenGather, TargetWorker
 
 
 class Endings:
-    """Ends sequences at their stop token; base class of other rules.
+    """Ends sequences at their stop token; base class of further rules.
 
     The lead holds one object a pass. A rule may remember what each sequence has emitted.
     """
@@ -32,7 +32,7 @@ class Endings:
         self._stop = frozenset(stop_tokens)
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of a round's tokens count if the sequence ends with them, else None.
+        """Returns how many of a round's tokens count if the sequence ends with them, or None.
 
         before: the number of tokens that the sequence had emitted before this round.
         """
@@ -43,7 +43,7 @@ class Endings:
 
 
 def laws_label(flags: WorkloadFlags) -> str | None:
-    """Returns the name and digest of the file of laws; None without one."""
+    """Returns the name and digest of the --laws file; None without one."""
     return None if flags.laws is None else load_laws(flags.laws).label
 
 
@@ -91,7 +91,7 @@ class Workload(ABC):
 
     @property
     def target_stacks(self) -> Stacks:
-        """Factory of the target's stacks, as --forward says."""
+        """Factory of the target's stacks, chosen by --forward."""
         if not self.job.config.is_transformer:
             return GemmStacks()
         return TransformerStacks(self.job.target_where)

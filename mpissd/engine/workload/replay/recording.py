@@ -1,11 +1,11 @@
-"""Recordings: what a real pair of models does at temperature 0, in one small file.
+"""Recordings of a real pair of models at temperature 0, each in one small file.
 
-At temperature 0 everything that speculative decoding decides is a function of the committed text.
-A recording holds, for each prompt, the target's greedy tokens, and behind each of them the draft's
+At temperature 0 everything that speculative decoding decides is a function of the committed text. A
+recording holds, for each prompt, the target's greedy tokens, and after each of them the draft's
 greedy continuation and its likeliest tokens. This replays every K, fan-out and timing exactly.
 
-The file is a NumPy archive (.npz): `header`, JSON as bytes, and arrays over all prompts one behind
-the other. docs/recordings.md describes it. This module needs NumPy alone.
+The file is a NumPy archive (.npz): `header`, JSON as bytes, and arrays over all prompts,
+concatenated. docs/recordings.md describes it. This module needs only NumPy.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Ids = NDArray[np.integer[Any]]
 class Recorded:
     """One prompt's recording; positions count generated tokens from 0.
 
-    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens; the K behind the end are what
-    it would have said next, which the last round's verification may accept. end: tokens of the
-    answer, the stop token included. stopped: whether a stop token ended it, and no limit. rollout:
-    [end, K], the draft's greedy tokens behind `position` generated tokens. top: [end, F + 1], its
-    likeliest next tokens there, best first.
+    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens; the K after the end would
+    have come next; the last round's verification may accept them. end: tokens of the answer, the
+    stop token included. stopped: whether a stop token ended it, and no limit. rollout: [end, K],
+    the draft's greedy tokens after `position` generated tokens. top: [end, F + 1], its likeliest
+    next tokens there, best first.
     """
 
     prompt: Ids
@@ -201,7 +201,7 @@ def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str
 
 
 def _unordered(known: Ids | None, vocab: int) -> str | None:
-    """Returns what is wrong with the tokens that a draft knows, or None."""
+    """Returns the fault in the list of tokens that a draft knows, or None."""
     if known is None:
         return None
     rises = known.ndim == 1 and len(known) > 0 and bool((np.diff(known.astype(np.int64)) > 0).all())

@@ -13,8 +13,8 @@ from mpissd.engine.workload.text.tokenizer import Tokenizer
 class AnswerText:
     """The text of one answer while its tokens arrive, up to its end.
 
-    `ended` says what ended it: "stop_token", "stop" (a stop string), or None so far. The token that
-    ends an answer belongs to its tokens, but no stop belongs to its text.
+    `ended` is the finish reason: "stop_token", "stop" (a stop string), or None so far. The token
+    that ends an answer belongs to its tokens, but no stop belongs to its text.
     """
 
     def __init__(

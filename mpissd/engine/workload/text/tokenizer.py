@@ -89,8 +89,7 @@ def load_tokenizer(where: str) -> Tokenizer:
 
 
 def tokenizer_digest(where: str) -> str | None:
-    """Returns the digest of the files beside a folder's weights that decide its tokens; None for
-    models without such files."""
+    """Returns the digest of the tokenizer's files in a weights folder; None without such files."""
     path = files_of(where)
     folder = path.parent if path is not None and path.suffix == ".json" else path
     if folder is None or not folder.is_dir():
@@ -159,8 +158,8 @@ _GGUF_STOPS = ("eos", "eot", "eom")
 _CONTROL = 3  # ggml's type of a token that is no text
 _USER_DEFINED = 4
 
-# How the models behind llama.cpp's names split text before byte pairs are merged. Source:
-# llama.cpp, llama-vocab.cpp, and the models' own tokenizer.json.
+# How the models of llama.cpp's names split text before byte pairs are merged. Source: llama.cpp,
+# llama-vocab.cpp, and the models' own tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -185,7 +184,7 @@ class Vocabulary:
 
 
 def from_folder(folder: Path) -> Vocabulary:
-    """Reads tokenizer.json and the files beside it; raises ConfigError if that fails."""
+    """Reads tokenizer.json and its neighbour files; raises ConfigError if that fails."""
     library, path = _library(), folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r}: has no tokenizer.json, which --workload=text needs")
@@ -313,7 +312,7 @@ def _byte_pairs(path: Path, known: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _split(path: Path, name: str, prefix: bool | None) -> Any:
-    """Returns the pre-tokenizer that llama.cpp's name stands for."""
+    """Returns the pre-tokenizer of llama.cpp's name."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
