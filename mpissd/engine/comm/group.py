@@ -36,7 +36,7 @@ class Group(ABC):
         """Concatenates 4-byte `local` arrays of all ranks into `gathered`, in rank order."""
 
     def check(self) -> None:  # noqa: B027
-        """Raises FaultError where the library behind the group has met an error."""
+        """Raises FaultError if the group's library has met an error."""
 
     def abort(self) -> None:  # noqa: B027
         """Aborts a collective that a fault keeps from ending, so that memory can be freed."""
@@ -61,7 +61,7 @@ class SoloGroup(Group):
 
 
 class Device(Protocol):
-    """What the groups of device_group use: a stream, page-locked memory, copies and a fence."""
+    """What device_group needs of a device: a stream, page-locked memory, copies and a fence."""
 
     info: DeviceInfo
     stream: Any

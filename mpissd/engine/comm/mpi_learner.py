@@ -59,7 +59,7 @@ class LearnerComms:
         return found
 
     def close(self) -> None:
-        """Ends what is in flight, once the job's rounds are over."""
+        """Ends the messages in flight, once the job's rounds are over."""
         if self.outlet is not None and not self._stopped:
             self.stop()
         if self.inbox is not None:
@@ -112,7 +112,7 @@ class MpiOutlet:
     def send(self, numbers: Ints) -> None:
         """Starts to send a lesson, which is on its way until the learner takes it.
 
-        MPI would call a short one sent that nobody reads.
+        A plain send of a short message would complete before it is received.
         """
         self._sending.append((self._comm.Issend(numbers, self._learner, _LESSON), numbers))
 

@@ -46,7 +46,7 @@ def pieces(version: int, data: bytes) -> Iterator[Bytes]:
 
 
 def end() -> Bytes:
-    """Returns the message behind which no other one comes."""
+    """Returns the last message of a stream."""
     return _message(b"", _END, 0, 0, 0, 0)
 
 
