@@ -46,7 +46,7 @@ _DAMAGED = (
 @dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies. shape: in ggml's order, the contiguous dimension first. kind: ggml's
-    number of its type. offset: bytes behind data_start."""
+    number of its type. offset: bytes after data_start."""
 
     shape: tuple[int, ...]
     kind: int

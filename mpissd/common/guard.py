@@ -1,8 +1,7 @@
-"""The rank's side of the watch: joins the host's warden, reports to it, and ends when told to.
+"""The rank's side of the watch: joins the host's warden, reports to it, and ends on its message.
 
 The first rank of a host that binds the job's socket starts the warden. No rank waits for the warden
-to start. Where there can be none (another system than Linux, a refused socket), the job runs
-unwatched.
+to start. Without one (no Linux, a refused socket) the job runs unwatched.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Guard:
     """One rank's connection to the warden of its host."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Starts the thread that listens to the warden."""
+        """Starts the thread that receives the warden's messages."""
         self._link = link
         self._printed = threading.Event()
         self.has_spoken = False  # whether this rank has reported a fault or its end
@@ -87,7 +86,7 @@ _guard: Guard | None = None
 def join(
     rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (), hint: str = ""
 ) -> None:
-    """Joins this host's warden, and starts it where there is none. Called once, before MPI starts.
+    """Joins this host's warden, and starts it if there is none. Called once, before MPI starts.
 
     rank, size: of MPI's world. deadline_s: how long a rank may stand still. may_lose: ranks that
     the job can do without while it measures. hint: text for the line that reports a user's signal.
@@ -124,7 +123,7 @@ def _report_signals() -> int:
     """Makes every signal that ends this rank visible to the warden, also during a library's call.
 
     Returns the read end of a pipe into which C's signal handler writes each signal's number. The
-    warden uses it to tell a rank that the launcher ended from one that was killed.
+    warden uses it to distinguish a rank that the launcher ended from one that was killed.
     """
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -208,12 +207,12 @@ def _start_warden(listener: socket.socket) -> None:
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without what launchers say of a rank, for a child that is none."""
+    """Returns an environment without launchers' variables: MPI would take the child for a rank."""
     return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
 
 
 def stage(now: Stage) -> None:
-    """Tells the warden which stage of the job this rank has reached."""
+    """Reports to the warden which stage of the job this rank has reached."""
     OWN.bytes[STAGE] = now
 
 

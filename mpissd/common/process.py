@@ -87,7 +87,7 @@ def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
 
 
 def above_proxy(pid: int) -> int:
-    """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), else `pid`."""
+    """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), or `pid`."""
     fields = stat(pid)
     return fields[1] if fields is not None and _name(pid).startswith("hydra_") else pid
 

@@ -1,8 +1,7 @@
 """Schedules: names for combinations of flags; docs/schedules.md describes each.
 
-sd-inline   SD with the draft on the lead's own device
-lookup      prompt lookup: no draft model at all
-suffix      likewise, by a suffix automaton: whatever the longest repeated suffix was followed by
+sd-inline   SD with the draft on the lead's own device lookup      prompt lookup: no draft model at
+all suffix      the same by a suffix automaton: whatever the longest repeated suffix was followed by
 
 A schedule sets flags that the user did not give, and refuses other values of them.
 """
@@ -21,7 +20,7 @@ SCHEDULES: dict[str, dict[str, str]] = {
 
 
 def with_schedule(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds the flags that --schedule stands for; all values are text.
+    """Adds the flags that --schedule sets; all values are text.
 
     Raises ConfigError for an unknown schedule, or a flag with another value than the schedule's.
     """

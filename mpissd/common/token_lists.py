@@ -42,7 +42,7 @@ def tokens_of(path: Path) -> dict[int, str]:
     file = path / "tokenizer.json"
     try:
         return _ordinary(json.loads(file.read_text("utf-8")))
-    except (FileNotFoundError, NotADirectoryError):  # the latter for a config.json alone
+    except (FileNotFoundError, NotADirectoryError):  # the latter for a bare config.json
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(file)!r} is damaged or no tokenizer.json") from error

@@ -13,8 +13,8 @@ from mpissd.common.errors import unknown
 
 @dataclass(frozen=True)
 class Known:
-    """A registered workload: `where` is "module:class", `flags` are those that not every workload
-    reads."""
+    """A registered workload: `where` is "module:class", `flags` are those specific to some
+    workloads."""
 
     where: str
     flags: frozenset[str]
