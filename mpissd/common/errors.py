@@ -1,9 +1,9 @@
 """The errors that mpissd raises on purpose. Each class is one cause with one exit code.
 
 ConfigError    the user's flags or machine; one line that names the value and what is allowed (2)
-GateError      a measured row that contradicts itself or physics (3) ProtocolError  two ranks that
-disagree; the message names the round and both values (4) FaultError     a rank that is gone, or a
-wait that outlasted its deadline (5)
+GateError      a measured row that contradicts itself or physics (3)
+ProtocolError  two ranks that disagree; the message names the round and both values (4)
+FaultError     a rank that is gone, or a wait that outlasted its deadline (5)
 """
 
 from __future__ import annotations

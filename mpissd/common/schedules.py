@@ -1,7 +1,8 @@
 """Schedules: names for combinations of flags; docs/schedules.md describes each.
 
-sd-inline   SD with the draft on the lead's own device lookup      prompt lookup: no draft model at
-all suffix      the same by a suffix automaton: whatever the longest repeated suffix was followed by
+sd-inline   SD with the draft on the lead's own device
+lookup      prompt lookup: no draft model at all
+suffix      the same by a suffix automaton: the continuation of the longest repeated suffix
 
 A schedule sets flags that the user did not give, and refuses other values of them.
 """
