@@ -223,6 +223,6 @@ class Line:
                 self.is_closed = True
 
     def close(self) -> None:
-        """Sends what the socket still takes, and closes it."""
+        """Sends as much as the socket accepts, and closes it."""
         self.flush()
         self._socket.close()

@@ -1,4 +1,4 @@
-"""uvicorn with limits on what a client may hold, and with an end that finishes what it has."""
+"""uvicorn with limits on a client's connections, and with an end that finishes open requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GRACE_S = 2
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Listens on an address; raises ConfigError if that fails.
+    """Yields a socket bound to an address; raises ConfigError if that fails.
 
     Connections inherit the socket's options. A small send buffer keeps the kernel from holding
     megabytes for a slow client. The kernel closes a connection whose client reads nothing for
