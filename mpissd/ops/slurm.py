@@ -1,6 +1,6 @@
 """Builds a Slurm request: checks it against the cluster's limits, then writes the sbatch command.
 
-Refusals name the make variable to change. Bridges-2's limits are those of the PSC user guide
+Refusals name the make variable to change. Bridges-2's limits are from the PSC user guide
 (https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"); for another cluster only
 requests that no cluster can meet are refused.
 """
@@ -134,7 +134,7 @@ class Request:
 def _check_bridges2(
     partition: str, ranks: int, gpu_type: str, gpus: int, nodes: int, cpus: int
 ) -> None:
-    """Raises ConfigError for what a GPU partition of Bridges-2 does not give."""
+    """Raises ConfigError for a request that a GPU partition of Bridges-2 does not allow."""
     if gpu_type not in BRIDGES2_TYPES:
         raise unknown("GPU_TYPE", gpu_type, BRIDGES2_TYPES)
     if partition == SHARED and nodes > 1:
@@ -161,7 +161,7 @@ def _check_bridges2(
 def minutes(time: str) -> float:
     """Returns the minutes of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for other forms.
     """
     match = _TIME.fullmatch(time)
     if match is None:

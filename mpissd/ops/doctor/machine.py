@@ -97,7 +97,7 @@ class CudaView:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the process of `doctor` sees before MPI starts; inside: whether it is a rank itself."""
+    """Facts that `doctor` reads before MPI starts; inside: whether it is a rank itself."""
 
     python: str
     python_version: str
@@ -175,7 +175,7 @@ def refusal(config: RunConfig, check: Callable[[RunConfig], None]) -> str:
 def ask(
     command: Sequence[str], timeout_s: float = ASK_S, first: signal.Signals = signal.SIGKILL
 ) -> Answer:
-    """Runs a command in a session of its own and returns what it printed. Never raises.
+    """Runs a command in a session of its own and returns its output. Never raises.
 
     Takes timeout_s + 4 s at most: a child that hangs in a driver and survives SIGKILL is left
     running. first: the signal that it gets when its time is over; SIGKILL follows.
