@@ -1,4 +1,4 @@
-"""What a draft is judged or trained on: people's prompts, recordings, the target's own prompts.
+"""Texts to judge or train a draft: people's prompts, recordings, the target's own prompts.
 
 A file of prompts is answered by the target at temperature 0; a recording (.npz) has its answers.
 """

@@ -228,7 +228,7 @@ class Distillation:
         )
 
     def _observer(self, result: Result) -> Observer:
-        """Returns what the first process records of a training, and the others ignore."""
+        """Returns the observer that records a training on rank 0, and ignores it elsewhere."""
         if self.group.rank:
             return Observer(lambda point: None)
         log = self.log
@@ -268,7 +268,7 @@ class Distillation:
             else:
                 draft = fresh(self.target, architecture, ids, config.seed)
         head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-        if config.head == "target":  # an earlier draft may have come with a head of its own
+        if config.head == "target":  # an earlier draft may have its own head
             draft = draft._replace(head=self.target.head[head_ids].float())
         draft_blocks = blocks_of(architecture, self.blocks.dtype)
         pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
@@ -295,7 +295,7 @@ class Distillation:
         return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
 
     def facts(self, head_ids: Any, num_layers: int, origin: str) -> dict[str, Any]:
-        """Returns what a draft's report says of its making."""
+        """Returns the facts of a draft's training for its report."""
         ids, gpu = head_ids.cpu(), self.device.type == "cuda"
         return {
             "origin": origin,

@@ -71,7 +71,7 @@ class Blocks:
     def front(self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated q [.., heads, d], rotated k [.., kv_heads, d] and v of x [.., hidden].
 
-        cos, sin: [.., 1, d], those of each row's position.
+        cos, sin: [.., 1, d], by each row's position.
         """
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         every = self.product(self.norm(x, w.norm_attention), w.qkv, w.bias).split(widths, -1)

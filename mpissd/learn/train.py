@@ -101,7 +101,7 @@ VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
 EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
 NAMES = ("cross_entropy", "tv", "agreement", "state_error")
-REGRESSION = 0.5  # weight of the states' relative error, where a draft has states
+REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
 UNTIMED = 5  # compiled steps before the clock starts: they compile
 
 
@@ -133,7 +133,7 @@ class Observer:
 
 
 class Learner(Protocol):
-    """What is trained, and its losses on batches that it makes of samples."""
+    """The trained tensors, and their losses on batches made of samples."""
 
     @property
     def trained(self) -> list[Tensor]:
