@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.checkpoint import quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.quantize import quantize
 
 SHARD_BYTES = 14_500_000  # bytes of tensors in a file; its header is not counted
 Array = NDArray[Any]

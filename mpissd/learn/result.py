@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpissd.engine.model.transformer.checkpoint import dequantize, quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.made_for import origin_of
-from mpissd.engine.model.transformer.quantize import dequantize, quantize
+from mpissd.engine.model.transformer.sources import origin_of
 from mpissd.learn import card, export
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.evaluate import judge, summary

@@ -12,8 +12,8 @@ import torch
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.checkpoint import BLOCK
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.quantize import BLOCK
 from mpissd.learn.config import Form
 from mpissd.learn.llama import Layer, Llama, Tensor, mapped
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.tensors import (
+from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
     HEAD,
     HEAD_NORM,
@@ -29,6 +28,7 @@ from mpissd.engine.model.transformer.tensors import (
     LAST_NORM,
     tensors,
 )
+from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
 from mpissd.learn.muon import optimizer_for
 from mpissd.learn.pair import distance

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
-from mpissd.engine.model.transformer.quantize import quantize
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, quantize
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
 from mpissd.engine.model.transformer.versions import Version
 from mpissd.learn.llama import (
     Llama,

@@ -10,8 +10,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape, files_of
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.vocabulary import check_vocabularies
+from mpissd.engine.model.transformer.sources import check_vocabularies, config_of
 
 
 def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:

@@ -23,7 +23,7 @@ from mpissd.engine.job.checks import (
 )
 from mpissd.engine.job.job import Job
 from mpissd.engine.job.memory import check_memory, sized
-from mpissd.engine.model.transformer.hub import fetch_missing
+from mpissd.engine.model.transformer.files import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw, hit_law_of

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 
 from mpissd.engine.job.job import Job
-from mpissd.engine.model.transformer.made_for import doubt
+from mpissd.engine.model.transformer.sources import doubt
 
 
 def drafts_of(job: Job) -> dict[str, str]:

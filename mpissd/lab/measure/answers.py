@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpissd.common.rounds import Source
-from mpissd.engine.model.transformer.made_for import made_for
-from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import BONUS, Answer, answer_of, write_answers

@@ -22,7 +22,7 @@ from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.job import Job
-from mpissd.engine.model.shared import Seat
+from mpissd.engine.model.shared import GroupView
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
@@ -227,7 +227,7 @@ def _reduces_s(session: Session, worker: Any) -> float | None:
 
 def _stepper(worker: Any) -> Stepper:
     stepper = worker.stepper
-    if isinstance(stepper, Seat):
+    if isinstance(stepper, GroupView):
         stepper = stepper.shared.stepper
     assert isinstance(stepper, Stepper), "calibration times real forwards"
     return stepper

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpissd.common.records import RoundRecords, outcome_digest, percentiles_us
 from mpissd.common.trace import LeadPhase
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.model.shared import Seat, SharedForwards
+from mpissd.engine.model.shared import GroupView, SharedForwards
 from mpissd.lab.measure.reports import DraftReport, LeadReport, hit_rate_of, num_tokens_of
 
 _DRAFT_WAIT = 2 + LeadPhase.DRAFT_WAIT
@@ -105,7 +105,7 @@ def forwards_of(
     rounds: of each group, its first measured round and the one behind its last.
     """
     seat = drafters[0].worker.stepper
-    if not isinstance(seat, Seat):
+    if not isinstance(seat, GroupView):
         return None
     begin, end = _window(drafters, rounds)
     log = seat.shared.log()

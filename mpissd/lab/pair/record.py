@@ -27,9 +27,8 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
-from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.replay.recording import Recorded, Recording, save
 from mpissd.engine.workload.text.prompts import Prompt, read_prompts
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer

@@ -17,7 +17,7 @@ import numpy as np
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, Program, WeightPart
-from mpissd.engine.comm.device_group import Device
+from mpissd.engine.comm.group import Device
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import TransformerShard

@@ -21,9 +21,8 @@ from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.gemm_stack import GemmStacks
-from mpissd.engine.model.read_out import ReadOut
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
+from mpissd.engine.model.stacks import AnyShard, ReadOut, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.probe.device import NOTHING, ROWS, launched

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.model.draws import Drafting, Proposed
-from mpissd.engine.model.draws import Draws as DeviceDraws
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Drafting, Forwards, Proposed
+from mpissd.engine.model.forwards import Draws as DeviceDraws
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm import GemmDraftWorker

@@ -12,8 +12,7 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.logit_stream import Lesson, Sent
-from mpissd.engine.model.draws import Draws, Judging
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.gemm import GemmTargetWorker
 from mpissd.engine.workload.history import History, PromptHistories

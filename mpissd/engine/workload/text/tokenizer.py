@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import files_of
-from mpissd.engine.model.transformer.file_digest import digest
+from mpissd.engine.model.transformer.checkpoint import digest
 
 if TYPE_CHECKING:
     import tokenizers
