@@ -54,9 +54,9 @@ class Client:
         await self._http.aclose()
 
     async def about(self) -> Mapping[str, Any]:
-        """Asks which model the server has; returns what it says of itself, if it is one of ours.
+        """Asks for the server's model; returns the server's description of itself, if it is mpissd.
 
-        Raises FaultError where no server answers.
+        Raises FaultError if no server answers.
         """
         try:
             answer = await self._http.get("models")

@@ -99,7 +99,7 @@ def provenance() -> dict[str, Any]:
 
 
 def keep(out: str, row: LoadRow, numbers: Mapping[str, Any]) -> None:
-    """Appends the row to OUT/loads.jsonl, and writes the requests' numbers beside it."""
+    """Appends the row to OUT/loads.jsonl, and writes the requests' numbers next to it."""
     folder = Path(out, "loads")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ _TOLD = ("drafted", "accepted", "hits", "rounds")
 
 
 def about(config: LoadConfig) -> Mapping[str, Any]:
-    """Returns what a row tells of the simulated server; raises ConfigError if it cannot be."""
+    """Returns a row's description of the simulated server; raises ConfigError for bad flags."""
     run = config.simulated
     job = resolve_unopened(run, config.tp)
     told = job.workload.row_fields()

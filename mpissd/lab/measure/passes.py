@@ -23,7 +23,7 @@ from mpissd.lab.measure.rehearsal import (
     of_a_round,
 )
 
-WARM_ID = 1 << 30  # first request id of the sequences used for calibration alone
+WARM_ID = 1 << 30  # first request id of the sequences used only for calibration
 _PAUSED_ROUNDS = 18
 _REHEARSED_ROUNDS, _REHEARSED_S = 60, 1.0  # at most, but never fewer than paused ones
 _SKIPPED = 6  # one of so many rounds, the first ones, is dropped as warm-up

@@ -55,7 +55,7 @@ class Tracing:
     ) -> None:
         """Writes the trace on rank 0, after Rank.run_pass; collective over the world.
 
-        span: set on rank 0 alone. drafter: set on ranks that run a draft. Raises ConfigError if the
+        span: set only on rank 0. drafter: set on ranks that run a draft. Raises ConfigError if the
         file cannot be written.
         """
         world = self._session.topology.world

@@ -1,4 +1,4 @@
-"""What a real pair of models does: recordings of its choices, and laws measured from them.
+"""Records a real pair's choices, and measures acceptance and hit models ("laws") from them.
 
 record      answers prompts with the target and records what the draft would have drafted
 outcomes    the rounds of a recording, or of a row of text: an entry for each sequence and round

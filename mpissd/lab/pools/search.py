@@ -155,7 +155,7 @@ def _known(profile: Profile, job: Job) -> Profile:
 
 
 def _cell(choice: Choice) -> tuple[object, ...]:
-    """Returns what tells a choice's flags from another's."""
+    """Returns the key that distinguishes two choices' flags."""
     return choice.lookahead, choice.fan_out, choice.backup, choice.backup_lookahead
 
 

@@ -1,4 +1,4 @@
-"""What a simulated pool adds up, and its means."""
+"""Sums of a simulated pool, and its means."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class DeviceCosts:
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns {"verify": {rows: seconds}, "draft": likewise or None, "lists": {k: likewise}}.
+        """Returns {"verify": {rows: seconds}, "draft": the same or None, "lists": {k: the same}}.
 
         This is their form in a profile's JSON.
         """

@@ -1,6 +1,6 @@
-"""Predicts a replay: the outcomes of its recording, in the time that forwards and host take.
+"""Predicts a replay: the outcomes of its recording, with the durations of forwards and host.
 
-What a recording decides depends on no time. So the job's own loops decide the outcomes in one
+A recording's decisions do not depend on time. So the job's own loops decide the outcomes in one
 process, over a device that takes no time, and the recurrence times each round.
 """
 
@@ -20,7 +20,7 @@ from mpissd.lab.predict.simulation import follow
 
 
 def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Predicts what a run of this replay would report, under the keys of a result row."""
+    """Predicts the result row of a run of this replay."""
     config = job.config
     sequences, num_tokens = outcomes(job)
     followed = follow(job, device, host, sequences)

@@ -20,7 +20,7 @@ from mpissd.engine.job import Job, fine_buckets
 from mpissd.lab.load.virtual.outcomes import Outcomes, outcomes_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 
-_MOST_ROWS = 512  # of a forward over a prompt alone
+_MOST_ROWS = 512  # of a forward over only a prompt
 
 
 def costs_of(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
@@ -39,7 +39,7 @@ class _Sequence:
     left: int  # tokens of the prompt that are not stored
     emitted: int  # before a preemption, too
     hit: bool = False
-    behind: int = 0  # tokens that an inline draft lacks, but for one that its next step stores
+    behind: int = 0  # tokens that an inline draft lacks, without the one that its next step stores
 
 
 class VirtualLoop:
@@ -72,7 +72,7 @@ class VirtualLoop:
         self.meanwhile: Callable[[], None] | None = None
 
     def measured(self) -> RowTimes:
-        """Returns what a server measures before its first request."""
+        """Returns the times that a server measures before its first request."""
         times, width = RowTimes(self.buckets), self._job.lookahead + 1
         for rows in (*range(1, width + 1), *(n * width for n in warm_sizes(self._job))):
             times.add(rows, self.forward_s(rows))
@@ -142,7 +142,7 @@ class VirtualLoop:
 
     @property
     def _catches_up(self) -> bool:
-        """Whether the draft stores what it lacks when it drafts."""
+        """Whether the draft stores its lacking tokens when it drafts."""
         return self._job.inline and self.control.catch_up is not None
 
     @property
