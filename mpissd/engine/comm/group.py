@@ -61,7 +61,7 @@ class SoloGroup(Group):
 
 
 class Device(Protocol):
-    """What device_group needs of a device: a stream, page-locked memory, copies and a fence."""
+    """The device of device_group: a stream, page-locked memory, copies and a fence."""
 
     info: DeviceInfo
     stream: Any
@@ -75,7 +75,7 @@ class Device(Protocol):
 
 
 class IpcDevice(Protocol):
-    """What OneshotGroup uses: arrays, a word that stops kernels, and product chains that sum."""
+    """OneshotGroup's device: arrays, a word that stops kernels, and product chains that sum."""
 
     stream: Any
     stop: Any

@@ -46,7 +46,7 @@ class Lesson:
 
 
 class Outlet(Protocol):
-    """What takes messages to a learner without ever blocking."""
+    """Sends messages to a learner without ever blocking."""
 
     def has_room(self) -> bool:
         """Returns whether another message may be sent."""

@@ -48,7 +48,7 @@ def _launcher(environ: Mapping[str, str], which: int) -> int | None:
 def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
     """Returns T = (world_size - num_drafts) / groups.
 
-    Raises ConfigError where that leaves a group without target ranks, or divides into unequal ones.
+    Raises ConfigError if that leaves a group without target ranks, or divides into unequal ones.
     """
     targets = world_size - num_drafts
     if targets < groups:
@@ -213,7 +213,7 @@ _FLAG = "--enable-recovery"
 
 
 def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where the loss of a draft would end the target ranks as well.
+    """Raises ConfigError if the loss of a draft would end the target ranks as well.
 
     Outside a launcher, as in a dry run, it raises nothing: the launcher is not known yet.
     """

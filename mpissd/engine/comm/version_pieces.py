@@ -31,7 +31,7 @@ class Complete:
 
 
 class Inbox(Protocol):
-    """What brings pieces to a draft."""
+    """Receives pieces for a draft."""
 
     def take(self) -> Bytes | None:
         """Returns the next message, valid until the next call; None if none has arrived."""

@@ -51,7 +51,7 @@ class Kind(IntEnum):
 class Buffer:
     """The preallocated memory of one message: a header and a body of `capacity` int32.
 
-    lookahead, vocab: K and V, the limits of num_accepted and of tokens in what arrives.
+    lookahead, vocab: K and V, the limits of num_accepted and of tokens in a message.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Buffer:
         return got_round, count, flags
 
     def check_seal(self, size: int) -> None:
-        """Raises ProtocolError where the body, of `size` int32, does not fit its checksum."""
+        """Raises ProtocolError if the body, of `size` int32, does not fit its checksum."""
         written, computed = self._words[_CHECKSUM], self._checksum(size)
         if written != computed:
             raise ProtocolError(
@@ -106,7 +106,7 @@ class Buffer:
             )
 
     def check_outcome(self, rows: Ints) -> None:
-        """Raises ProtocolError where a number of an outcome's rows is out of range."""
+        """Raises ProtocolError if a number of an outcome's rows is out of range."""
         beyond = (
             rows.view(np.uint32) > self._limits
         )  # a negative number is huge when read as unsigned

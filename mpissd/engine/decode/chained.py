@@ -36,7 +36,7 @@ Limit = Callable[[int], int | None]
 def chained_forwards(
     job: Job, target: TargetWorker | None, draft: DraftWorker | None
 ) -> ChainedForwards | None:
-    """Returns the programs of chained rounds, or None where the host has to decide something."""
+    """Returns the programs of chained rounds, or None if the host must decide."""
     if target is None or job.tp > 1 or job.serving is not None or job.config.drafts:
         return None
     if job.lookahead and (
@@ -259,7 +259,7 @@ class ChainedTarget(TargetWorker):
         return state.astype(np.int32)
 
     def _forced(self, rollout: Rollout | None) -> Ints:
-        """Returns the tokens that replace those of the forwards (Sheet.forced)."""
+        """Returns the tokens that replace the forwards' own (Sheet.forced)."""
         ahead = self._forwards.lookahead
         forced = np.full((len(self._batch), 2 * ahead + 1), NOBODY, np.int32)
         truth = self._worker.truth()

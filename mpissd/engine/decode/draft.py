@@ -58,7 +58,7 @@ class Drafter:
         waiter: Waiter,
         rank_counts: RankCounts | None = None,
     ) -> None:
-        """Takes what counts the ranks of the bonus tokens; None: nothing does."""
+        """Takes the counter of the bonus tokens' ranks; None: they are not counted."""
         self._worker, self._policy, self._waiter = worker, policy, waiter
         self._fan_outs = policy.fan_outs
         self.rank_counts = rank_counts
@@ -86,7 +86,7 @@ class Drafter:
 
     @property
     def lacking(self) -> int:
-        """Number of committed tokens not stored yet, without those of the next first step."""
+        """Number of committed tokens not stored yet, not counting the next first step's."""
         return self._worker.lacking(self._batch)
 
     @property
@@ -178,8 +178,8 @@ class Drafter:
         return [backup]
 
     def _catch_up(self, rows: list[int]) -> Steps[list[int]]:
-        """Stores what misses need before their first draft step, as much as the lead allows; a step
-        stores one token itself. Returns the rows that lack no more."""
+        """Stores the tokens that misses need before their first draft step, as many as the lead
+        allows; a step stores one token itself. Returns the rows that lack no more."""
         start, most = perf_counter(), self._control.catch_up
         if not (stored := (yield from self._fill(rows, 1, most))):
             return rows if most is None else self._worker.ready(self._batch, rows, 1)
@@ -212,7 +212,7 @@ class Drafter:
         """Stores a step's tokens; returns False if newer weights give logits that are not finite.
 
         No token is drawn from such logits. The token served in its place has q = 1, so decoding
-        stays lossless. Raises DivergedError if the weights are those of the draft's own files.
+        stays lossless. Raises DivergedError if the weights come from the draft's own files.
         """
         try:
             self._worker.collect_step(rollouts)
@@ -260,7 +260,7 @@ class Drafter:
         return grows and self._most > 0 and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> Steps[bool]:
-        """Runs the glue over the served trunk and makes the cache's keys; False: none to grow."""
+        """Runs the glue (scores the served trunk), makes the cache's keys; False: none to grow."""
         if not self._has_glue:
             yield from self._keep_up()
             return False
@@ -281,7 +281,7 @@ class Drafter:
         return True
 
     def _keep_up(self) -> Steps[None]:
-        """Stores what rounds without drafting committed, so that drafting can begin again."""
+        """Stores the tokens of rounds without drafting, so that drafting can begin again."""
         if self._most or self._upkeep.is_resting:
             return
         most = PART if self._upkeep.is_behind else None

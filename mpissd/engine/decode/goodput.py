@@ -40,7 +40,7 @@ from mpissd.engine.decode.storing import StoredPrice
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job
 
-EXPLORE = 0.003  # the largest share of the time that may go to trying what seems worse
+EXPLORE = 0.003  # largest share of time for trying ways that seem worse
 _STALE_ROUNDS = 100
 _MARGIN = 1.01  # a change must promise so much more
 _OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for one's own
@@ -114,8 +114,8 @@ class ByLoad:
             self._means[step] = min(recent)
 
     def at(self, load: int, otherwise: float) -> float:
-        """Returns the mean at this load; if unknown, that of the nearest larger load in proportion,
-        then of the nearest smaller, then `otherwise`."""
+        """Returns the mean at this load; if unknown, the nearest larger load's in proportion, then
+        the nearest smaller's, then `otherwise`."""
         step, known = load.bit_length(), self._means
         if step in known:
             return known[step]

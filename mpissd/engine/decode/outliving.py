@@ -28,12 +28,12 @@ class OutlivingWaiter(Waiter):
     """Waits for one rank until it is known to be gone."""
 
     def __init__(self, waiter: Waiter, is_lost: Callable[[], bool]) -> None:
-        """Takes what waits, and is_lost, which returns whether the rank is known to be gone."""
+        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone."""
         super().__init__(waiter.deadline_s, waiter.spin, waiter.spin_s)
         self._waiter, self._is_lost = waiter, is_lost
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Does what Waiter.until does; raises PeerLost once the rank is gone."""
+        """Waits like Waiter.until; raises PeerLost once the rank is gone."""
         met = False
 
         def is_over() -> bool:

@@ -190,7 +190,7 @@ class RowTimes(Times):
         return (large + _APART * small) / (_APART + 1)
 
     def _small(self, limit_s: float, large: int, lacking: int | None = None) -> int:
-        """Returns how many tokens a draft stores within limit_s: 0 where each then takes much
+        """Returns how many tokens a draft stores within limit_s: 0 if each then takes much
         longer than `large` at once do, unless `lacking` are no more."""
         small = self._behind.within(limit_s)
         dearest_s = _DEARER * small / large * self._behind.seconds(large)

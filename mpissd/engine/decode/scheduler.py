@@ -117,7 +117,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Turn:
-    """What changes before the next round."""
+    """Changes before the next round."""
 
     ended: list[Ended]
     leave: list[int]
@@ -202,7 +202,7 @@ class Scheduler:
             self.cancel(task.request_id)
 
     def turn(self, now: float) -> Turn:
-        """Returns what changes before the next round, at time `now`."""
+        """Returns the changes before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
         preempted = self._preempted()
@@ -304,7 +304,7 @@ class Scheduler:
 
 
 def _kept(task: Task, tokens: Sequence[int]) -> tuple[int, str | None]:
-    """Returns how many of a round's tokens count, and what ends the request with them, if any."""
+    """Returns how many of a round's tokens count, and the request's finish reason, if any."""
     left = task.max_tokens - len(task.tokens)
     for n, token in enumerate(tokens[:left], 1):
         if token in task.stop_ids:

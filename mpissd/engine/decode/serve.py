@@ -2,9 +2,9 @@
 
 One loop serves every target group that shares the draft. Between two forwards it takes what has
 arrived from all groups, and its next forward carries the next work of each of them: answers, glues
-and growth. So an outcome waits for at most the one forward that runs when it arrives, whatever the
-draft does for other groups. Only chunks of their long prompts, which are forwards of their own,
-come on top.
+(scoring forwards) and growth. So an outcome waits for at most the one forward that runs when it
+arrives, whatever the draft does for other groups. Only chunks of their long prompts, which are
+forwards of their own, come on top.
 """
 
 from __future__ import annotations

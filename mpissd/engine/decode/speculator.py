@@ -51,8 +51,8 @@ class Speculator(ABC):
         raise AssertionError("nothing was sampled here")
 
     def confirm(self, speculation: Speculation) -> bool:
-        """Returns whether the last answer may be judged: not where what that needs is lost. Called
-        once it was verified, before it is judged; may wait."""
+        """Returns whether the last answer may be judged: not if the distributions that it needs are
+        lost. Called once it was verified, before it is judged; may wait."""
         return True
 
     @abstractmethod
@@ -64,7 +64,7 @@ class NoSpeculator(Speculator):
     """The speculator of AR: every round has K = 0."""
 
     def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """Takes the shape of an empty speculation, equal to that of jobs with drafts."""
+        """Takes the shape of an empty speculation, as in jobs with drafts."""
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:

@@ -42,8 +42,8 @@ class Updates:
     """Takes a draft's newer weights over, in units that each fit between two rounds.
 
     The new weights are packed into memory of their own while the old ones draft. The last unit
-    copies them over the old ones and has the drafter forget what those have stored. A version whose
-    logits are not finite is left for the weights that were loaded.
+    copies them over the old ones and has the drafter forget the old cache. A version whose logits
+    are not finite is left for the weights that were loaded.
     """
 
     def __init__(self, inbox: Inbox, drafter: Drafter) -> None:

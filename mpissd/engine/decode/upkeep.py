@@ -16,7 +16,7 @@ _SHARE, _LONG = 1 / 32, 0.9  # weight of a round; a draft rests after some 70 wi
 
 
 class Upkeep:
-    """Decides what a draft stores now. It counts tokens, and stores none itself."""
+    """Decides how much a draft stores now. It counts tokens, and stores none itself."""
 
     def __init__(self, *, rests: bool = False) -> None:
         """rests: whether storing slows the target, so that the draft rests while K = 0."""
@@ -40,7 +40,7 @@ class Upkeep:
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether this round stores parts of what the draft lacks, while the target verifies."""
+        """Whether this round stores a part of the lacking tokens, while the target verifies."""
         return self.is_behind and self._drafts
 
     def check(self, lacking: int) -> None:

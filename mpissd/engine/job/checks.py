@@ -100,7 +100,7 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
 def check_states(
     config: RunConfig, tp: int, draft: ModelShape, draft_where: str, where: str
 ) -> None:
-    """Refuses a draft that reads its target's hidden states where it cannot have them in time."""
+    """Refuses a draft that reads its target's hidden states if it cannot have them in time."""
     # A draft without a file reads tokens; its target may be bare products.
     kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
     if not kind:

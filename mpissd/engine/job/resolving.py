@@ -47,8 +47,8 @@ def resolve(
 
     memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
     draft_memory_bytes: the same on the drafts' devices (None: the same as the targets'). serving:
-    of a job whose requests come and go. Raises ConfigError if T does not divide the target, rates
-    or a list do not fit K, memory does not suffice, or the draft device is not allowed.
+    of a job whose requests join and leave. Raises ConfigError if T does not divide the target,
+    rates or a list do not fit K, memory does not suffice, or the draft device is not allowed.
     """
     check_draft_device(config, backend)
     itemsize = 4 if backend == "numpy" else 2
@@ -203,7 +203,7 @@ def _fan_outs(
 def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:
     """Returns the list F_0 … F_K after `served` drafted tokens.
 
-    hazards: the K acceptance rates by place. Raises ConfigError if the list cannot be had.
+    hazards: the K acceptance rates by place. Raises ConfigError if the list is impossible.
     """
     lookahead, minimum = len(hazards), 1 if hit_law.p_hit else 0
     powers = hit_law.powers(lookahead, served)

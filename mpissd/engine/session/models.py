@@ -95,7 +95,7 @@ def needs(job: Job) -> list[Need]:
 
 @dataclass
 class _Held:
-    """Weights in the cache and the steppers on them; None where only the lead holds them."""
+    """Weights in the cache and the steppers on them; None if only the lead holds them."""
 
     num_bytes: int
     weights: Weights | None = None

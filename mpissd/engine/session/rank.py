@@ -103,7 +103,7 @@ class Rank:
 
     @property
     def draft(self) -> DraftWorker | None:
-        """The draft's worker of the first target group; None where nothing drafts."""
+        """The draft's worker of the first target group; None if nothing drafts."""
         return self.drafts[0] if self.drafts else None
 
     @property
@@ -120,13 +120,13 @@ class Rank:
 
     @property
     def kernel(self) -> str | None:
-        """Names of the kernels that read the target's weights here; None where there are none."""
+        """Names of the kernels that read the target's weights here; None if there are none."""
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
     @property
     def draws(self) -> str:
-        """Where this rank draws a target's sampled tokens: device or host."""
+        """The place where a target's sampled tokens are drawn: device or host."""
         stepper = None if self.target is None else self.target.stepper
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device else "host"
@@ -176,7 +176,7 @@ class Rank:
             return result
 
     def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns what brings the draft's own worker newer weights from a learner, if any."""
+        """Returns the source of newer weights from a learner for the draft's own worker, if any."""
         learning = self.session.learning
         if learning is None or learning.inbox is None or drafter.worker is not self.draft:
             return None

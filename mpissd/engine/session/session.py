@@ -299,7 +299,7 @@ def _open_backend(
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Returns the bytes that each rank may use; None where they are unknown.
+    """Returns the bytes that each rank may use; None if they are unknown.
 
     A GPU rank may use its GPU's memory; CPU ranks share their host's memory equally.
     """

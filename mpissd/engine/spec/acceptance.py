@@ -31,9 +31,9 @@ _LAW_FILES = ("laws", "prompt", "suffix")
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """Acceptance hazards a_1..a_K: P(x_i accepted | x_1..x_{i−1} accepted).
+    """Acceptance rates a_1..a_K ("hazards"): P(x_i accepted | x_1..x_{i−1} accepted).
 
-    Raises ConfigError for a hazard outside 0..1.
+    Raises ConfigError for a rate outside 0..1.
     """
 
     hazards: tuple[float, ...]
@@ -98,7 +98,7 @@ def _measured(kind: str, path: str, lookahead: int) -> AcceptanceLaw:
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
-    """Converts counts c_k of rounds with k accepted tokens into K hazards.
+    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates.
 
     a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k for i = 1..K, and 0 beyond the last k counted and after a 0. A
     round with more than K accepted tokens counts as one that accepted all K.
@@ -116,7 +116,7 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     Returns int32 [b].
     """
     batch, lookahead = drafts.shape
-    # True where the run of matches ends; column K is always True.
+    # True at the end of the run of matches; column K is always True.
     ends = np.ones((batch, lookahead + 1), np.bool_)
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
     run: Ints = ends.argmax(axis=1).astype(np.int32)
@@ -133,8 +133,8 @@ def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:
 
 
 def _conditional(label: str, marginal: tuple[float, ...]) -> tuple[float, ...]:
-    """Converts unconditional rates m_i into hazards a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a
-    0."""
+    """Converts unconditional rates m_i into conditional ones a_i = m_i / m_{i−1}, with m_0 = 1; 0
+    after a 0."""
     before = (1.0, *marginal[:-1]) if marginal else ()
     if any(rate > previous for previous, rate in zip(before, marginal, strict=True)):
         raise ConfigError(f"acceptance {label!r}: allowed: rates that never rise")

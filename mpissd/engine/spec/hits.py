@@ -65,7 +65,7 @@ class HitLaw:
         return (False,) if self.end_a is None else (False, True)
 
     def _power(self, end: bool) -> tuple[float, float, float]:
-        """Returns (A, r, floor) after a rejection (end=False), or where every served token was
+        """Returns (A, r, floor) after a rejection (end=False), or if every served token was
         accepted (True)."""
         if not end or self.end_a is None or self.end_r is None:
             return self.hit_a, self.hit_r, self.floor

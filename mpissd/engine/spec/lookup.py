@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the last tokens of a sequence when they occurred before.
+"""Drafts without a model: the continuation of an earlier occurrence of a sequence's last tokens.
 
 PromptLookup    the last n ≤ `longest` tokens, at their latest occurrence [Saxena 2023, prompt
                 lookup decoding; the n-gram drafts of vLLM]
@@ -20,7 +20,7 @@ _DEEPEST = 256  # nested suffixes whose latest place a token updates; a text of 
 
 
 class Lookup(ABC):
-    """One sequence's tokens, indexed for looking up what may follow them."""
+    """One sequence's tokens, indexed to look up their continuation."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -80,8 +80,8 @@ class SuffixLookup(Lookup):
     """Finds the latest earlier occurrence of the longest suffix that occurred before.
 
     A state of the automaton represents the substrings that end at the same places. The longest
-    suffix that also ends elsewhere is that of the newest state's link. Beyond _DEEPEST nested
-    suffixes, in a very repetitive text, a shorter suffix may give an earlier place than its latest.
+    suffix that also ends elsewhere is the newest state's link. Beyond _DEEPEST nested suffixes, in
+    a very repetitive text, a shorter suffix may give an earlier place than its latest.
     """
 
     def __init__(self) -> None:

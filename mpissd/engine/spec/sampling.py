@@ -60,7 +60,7 @@ def probabilities(
 def weigh(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Weights:
-    """Returns what `probabilities` divides: the weights [V] and their sum."""
+    """Returns the operands of `probabilities`: the weights [V] and their sum."""
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0
@@ -122,7 +122,7 @@ def draw(weights: Floats, u: float, total: float = 1.0) -> int:
 
 
 def _between(weights: Floats, u: float) -> int | None:
-    """Returns the token for u by sums of blocks; None where it is too near to another one.
+    """Returns the token for u by sums of blocks; None if it is too near to another one.
 
     A sum of V weights, in any order and divided or not, is at most (V + 2) 2^-53 of the total off
     [Higham 2002, section 4.2]. Four such errors may meet: of a token's bound and of u's share of
@@ -187,12 +187,11 @@ def judge(
     """Verifies one sequence and returns (number of tokens accepted k, bonus token t*).
 
     p(i): the target's distribution [V], or its weights, after i accepted tokens, i =
-    0..len(tokens). q[i]: the
-    probability with which token i was drawn; 1 if it was certain. q_row(i): the recorded
-    distribution [V] that token i was drawn from; called only if the token is rejected and was not
-    certain. coins[i], u: independent uniforms for accepting token i, and for drawing the bonus
-    token. ids: where the draft has a vocabulary of its own, the token of each entry of its rows,
-    rising.
+    0..len(tokens). q[i]: the probability with which token i was drawn; 1 if it was certain.
+    q_row(i): the recorded distribution [V] that token i was drawn from; called only if the token is
+    rejected and was not certain. coins[i], u: independent uniforms for accepting token i, and for
+    drawing the bonus token. ids: if the draft has a vocabulary of its own, the token of each entry
+    of its rows, rising.
 
     Token i is accepted if coin < p/q. After a rejection t* is drawn from max(p − q, 0); after the
     last token from p. Raises ProtocolError for a proposal of probability 0, or whose row gives

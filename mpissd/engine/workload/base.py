@@ -25,7 +25,7 @@ from mpissd.engine.workload.workers import DraftWorker, OpenGather, TargetWorker
 class Endings:
     """Ends sequences at their stop token; base class of further rules.
 
-    The lead holds one object a pass. A rule may remember what each sequence has emitted.
+    The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
     """
 
     def __init__(self, *stop_tokens: int) -> None:
@@ -129,7 +129,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def law(self) -> str:
-        """One line for the printed card that describes what decides the outcomes."""
+        """One line for the printed card that describes the source of the outcomes."""
 
     @abstractmethod
     def target_worker(
@@ -171,7 +171,7 @@ class Workload(ABC):
         return self.job.config.token_limit
 
     def endings(self) -> Endings | None:
-        """Returns what ends the sequences of one pass (None: nothing); by default a stop token."""
+        """Returns the rule that ends a pass's sequences, by default a stop token; None: no rule."""
         stop = self.job.config.stop_token
         return None if stop is None else Endings(stop)
 

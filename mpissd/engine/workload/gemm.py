@@ -67,7 +67,7 @@ class TokenStream:
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first windows of future sequences, while no sequence is live.
 
-        A fill takes about a millisecond, which would otherwise lengthen the admitting round.
+        A fill takes about a millisecond, too long for the admitting round.
         """
         for request in requests:
             self._request[0] = request.request_id

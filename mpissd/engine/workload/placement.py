@@ -1,10 +1,10 @@
-"""Tracks where the rows of a worker's forwards lie in its model's KV cache.
+"""Tracks the places of a worker's rows in its model's KV cache.
 
 A sequence's committed tokens have positions 0, 1, …; of the last one only the token is known, and
 its K and V are stored by the forward that reads it. `filled` positions of a slot are stored and
 valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those that are
 served) write the cache; branches that a draft grows write scratch, so a hit copies nothing: the
-next glue writes the trunk again, with equal bits.
+next glue (the draft's forward over the trunk) writes it again, with equal bits.
 
 Workloads without prompts have `context` tokens before their first one, which are never computed:
 the attention still reads their bytes, and no token depends on their values.
@@ -30,7 +30,7 @@ TRUNK = -1  # the lane of a row that writes the cache
 
 @dataclass(frozen=True)
 class LanePlaces:
-    """Where a rollout's lanes grow; all are [lanes].
+    """Places where a rollout's lanes (branch slots) grow; all are [lanes].
 
     slots: the cache slot. first: the position of the token that the first step reads. ids: the
     lane's scratch, or TRUNK for a lane that continues the committed tokens in the cache.

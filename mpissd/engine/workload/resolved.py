@@ -127,7 +127,7 @@ class Resolved:
         return max(self.longest, warm) + each
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns where the rows of a new worker of one model lie; None without a KV cache."""
+        """Returns the places of a new worker's rows in the cache; None without a KV cache."""
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None

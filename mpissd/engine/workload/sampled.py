@@ -39,7 +39,7 @@ Proposal = tuple[
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence to verify: sampling.judge's arguments, and where its rows begin.
+    """A sequence to verify: sampling.judge's arguments, and its first row.
 
     row: of the batch; start: of the forward.
     """
@@ -60,7 +60,7 @@ class Lane:
 
     seed, sequence: of its random draws. first_draw: the index of the first one of the round that
     will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
-    keeps. context, logits: what the draft model read last and its logits, whichever of the two the
+    keeps. context, logits: the draft model's last context and its logits, whichever of the two the
     worker uses.
     """
 

@@ -58,8 +58,8 @@ OpenGather = Callable[[], LogitsGather]
 
 
 class Worker(ABC):
-    """Base class of target and draft workers: follows the batch, knows where its rows lie in the
-    model's KV cache, fills that cache, and runs forwards.
+    """Base class of target and draft workers: follows the batch, tracks the places of its rows in
+    the model's KV cache, fills that cache, and runs forwards.
 
     Without a placement (a model of products) rows have no place, and nothing is ever filled.
     """
@@ -162,7 +162,7 @@ class Worker(ABC):
             pages.keep(slot, tokens)
 
     def known(self, slot: int) -> Sequence[int]:
-        """Returns the tokens of a slot's sequence, as far as they were committed; none where
+        """Returns the tokens of a slot's sequence, as far as they were committed; none if
         forwards decide nothing."""
         return ()
 
@@ -190,7 +190,7 @@ class Worker(ABC):
         return np.zeros(stop - start, np.int32)
 
     def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
-        """Does what `filling` does, forward by forward."""
+        """Like `filling`, forward by forward."""
         return bool(finish(self.filling(batch, rows, spare), lambda: self.stepper.wait(waiter)))
 
     def filling(
@@ -359,7 +359,7 @@ class TargetWorker(Worker):
     ) -> tuple[Ints, Ints]:
         """Applies the acceptance rule to the finished forward.
 
-        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only where the rule
+        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only if the rule
         rejects a token that was drawn with q < 1.
         """
 
@@ -388,7 +388,7 @@ class TargetWorker(Worker):
 
 
 class DraftWorker(Worker):
-    """Runs the whole draft model on a draft rank, or on the lead where the draft is inline."""
+    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
 
     lookahead: int
     first_row: int = 0  # the row of the first lane in the last step's forward
@@ -408,7 +408,7 @@ class DraftWorker(Worker):
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each bonus candidate t*, after the glue forward.
+        """Returns a lane (branch slot) for each bonus candidate t*, after the glue forward.
 
         The candidates are the rollout's `first`. A sequence whose speculation was a hit keeps
         fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that

@@ -31,7 +31,7 @@ SCHEMA = 1
 LONGEST = 3  # tokens that a prompt lookup compares at most
 _SMALL = 1 << 16  # ids of a vocabulary up to this size are stored in two bytes
 _ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
-# What zipfile, zlib, NumPy and json raise for a file that is damaged, or none of theirs.
+# Errors of zipfile, zlib, NumPy and json for a file that is damaged or of another kind.
 _BROKEN = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),
@@ -63,9 +63,9 @@ class Recording:
     """The recordings of some prompts, by one target and one draft.
 
     vocab: token ids are 0 … vocab − 1. longest, filler: how a fast backup drafts: it looks up the
-    last `longest` tokens, and repeats `filler` (None: the last token) where that gives too few.
-    known: the tokens that the draft knows, rising (None: all, or not recorded).
-    about: provenance: target, draft, prompts, sha256 of the weights, licence, date, tool.
+    last `longest` tokens, and repeats `filler` (None: the last token) if that gives too few. known:
+    the tokens that the draft knows, rising (None: all, or not recorded). about: provenance: target,
+    draft, prompts, sha256 of the weights, licence, date, tool.
     """
 
     vocab: int
@@ -166,7 +166,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
 
 
 def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """Returns what contradicts itself in a file of the right schema, or None."""
+    """Returns the contradiction in a file of the right schema, or None."""
     vocab, filler = header.get("vocab"), header.get("filler")
     is_whole = isinstance(header.get("longest"), int) and isinstance(header.get("about"), dict)
     if not isinstance(vocab, int) or not is_whole:

@@ -85,7 +85,7 @@ class RecordedDraft(RecordedStream):
     ) -> None:
         """Makes the tables; `widest` is the most candidates that a row keeps (max F_k).
 
-        lookup: how a fast backup finds what to copy; None if none drafts.
+        lookup: kind of lookup of a fast backup; None without one.
         """
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
@@ -119,7 +119,7 @@ class RecordedDraft(RecordedStream):
     def _served(self, speculation: Speculation, rows: Index | slice, origin: Index) -> Index:
         """Returns [n, K+1] the rank from 0 of the served token among the likeliest of its place.
 
-        A rank beyond them where it is none of them, or where no token was served.
+        A rank beyond them if it is none of them, or if no token was served.
         """
         served = np.full((len(origin), self.lookahead + 1), -1, np.int32)
         served[:, :-1] = speculation.tokens[rows]

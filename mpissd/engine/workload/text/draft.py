@@ -264,7 +264,7 @@ class StateDraftWorker(TextDraftWorker):
             filled[slots] = np.minimum(filled[slots], self.placement.last(batch) + 1)
 
     def _gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
-        """Returns what prompts lack; as many tokens as a round accepts are left to its first
+        """Returns the gaps of prompts; as many tokens as a round accepts are left to its first
         step."""
         return super()._gaps(batch, rows, max(spare, self.lookahead))
 

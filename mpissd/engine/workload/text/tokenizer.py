@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, str]
 _FILES = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja".split()
-# What values of another type than the files promise raise where they are read.
+# Errors that values of an unexpected type raise when they are read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
@@ -51,7 +51,7 @@ class Tokenizer:
         return self._vocabulary.encode(text).ids
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the tokens of a conversation, up to where the model's answer begins.
+        """Returns the tokens of a conversation, up to the beginning of the model's answer.
 
         messages: {"role": …, "content": …} each. Raises ConfigError without a chat template, and
         for messages that the template refuses.
@@ -113,9 +113,9 @@ def _checked(path: Path, found: Vocabulary) -> Tokenizer:
 def render(
     template: str, messages: Sequence[Mapping[str, str]], specials: Mapping[str, str]
 ) -> str:
-    """Returns the text of a conversation, up to where the model's answer begins.
+    """Returns the text of a conversation, up to the beginning of the model's answer.
 
-    specials: named special tokens, such as bos_token. Raises ConfigError with the reason where the
+    specials: named special tokens, such as bos_token. Raises ConfigError with the reason if the
     template refuses the messages or is no template.
     """
     try:
@@ -207,7 +207,7 @@ def _stop_ids(
 ) -> frozenset[int]:
     """Returns the ids of eos_token and of generation_config's eos_token_id (one or a list).
 
-    config.json is read where there is no generation_config.json.
+    config.json is read without a generation_config.json.
     """
     ids = set[int]()
     if eos_token is not None:
@@ -328,7 +328,7 @@ def _split(path: Path, name: str, prefix: bool | None) -> Any:
 
 
 def _library() -> Any:
-    """Imports `tokenizers`; raises ConfigError where it is not installed."""
+    """Imports `tokenizers`; raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ModuleNotFoundError as missing:
