@@ -14,7 +14,7 @@ MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no 
 
 
 def missed(errors: Iterable[float | None]) -> float:
-    """Returns the median size of the replays' errors, as a share; 0 where none is known.
+    """Returns the median size of the replays' errors, as a share; 0 if none is known.
 
     A replay knows the row's own draws, so that luck is no part of its error.
     """

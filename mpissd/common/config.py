@@ -108,7 +108,7 @@ class MethodFlags(Checked):
 
 @dataclass(frozen=True)
 class ModelFlags(Checked):
-    """Flags of the target and draft models, and of what their forwards compute."""
+    """Flags of the target and draft models, and of their forwards."""
 
     pair: str | None = flag(
         None, words, "models: toy, 8b/1b, 70b/1b or TARGET/DRAFT (default: the largest that fits)"
@@ -484,7 +484,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def fast_lookup(self) -> str | None:
-        """How a fast backup finds what to copy; None if none may draft."""
+        """The kind of lookup of a fast backup; None without one."""
         return self.lookup if self.mode != "ar" and self.backup == "fast" else None
 
     @property

@@ -70,7 +70,7 @@ def _wants_text(flags: Mapping[str, str]) -> bool:
 
 
 def _target_of(flags: Mapping[str, str]) -> str | None:
-    """Returns the target's name; None where none is given, or where the pair is none."""
+    """Returns the target's name; None if none is given, or if the pair is unknown."""
     if "pair" not in flags:
         return flags.get("target")
     try:

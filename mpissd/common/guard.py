@@ -55,7 +55,7 @@ class Guard:
     def tell_and_wait(self, kind: str, text: str) -> bool:
         """Reports a fault and waits up to 5 s until the warden has printed it.
 
-        Returns False where the warden is gone or did not answer: then the rank has to print it.
+        Returns False if the warden is gone or did not answer: then the rank has to print it.
         """
         return self.tell(kind, text=text[:_MOST]) and self._printed.wait(_ANSWER_S)
 
@@ -88,8 +88,8 @@ def join(
 ) -> None:
     """Joins this host's warden, and starts it if there is none. Called once, before MPI starts.
 
-    rank, size: of MPI's world. deadline_s: how long a rank may stand still. may_lose: ranks that
-    the job can do without while it measures. hint: text for the line that reports a user's signal.
+    rank, size: of MPI's world. deadline_s: longest time without progress. may_lose: ranks that the
+    job can do without while it measures. hint: text for the line that reports a user's signal.
     """
     global _guard
     if not sys.platform.startswith("linux"):
@@ -157,7 +157,7 @@ def _at_exit() -> None:
 def _connect() -> socket.socket | None:
     """Returns a connection to this job's warden on this host, which is started if needed.
 
-    None where 50 attempts failed. Raises OSError where sockets are refused.
+    None if 50 attempts failed. Raises OSError if sockets are refused.
     """
     name = _address()
     for _ in range(_ATTEMPTS):

@@ -90,7 +90,7 @@ def has_files(path: Path) -> bool:
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
+    """Returns the fields of a presets.ModelShape of a path from `find`; raises ConfigError."""
     if path.suffix == ".gguf":
         return gguf.read_fields(path)
     told = path / "config.json" if os.path.isdir(path) else path

@@ -7,11 +7,11 @@ are of an earlier draft: A is the miss rate measured at F = 1, and r the least-s
 miss through it, for F = 2..16. ASSUMED is the earlier default, which committed rows of GPUs have.
 BESIDE names the hit models that tables and figures add to such rows: the shipped draft's.
 
-under_real_pairs computes what an SSD row would have reached with such hits, from its own waits. A
-round is its duration without waiting for the draft, plus the wait: short if all b sequences hit,
-and K draft steps if one misses. The row has its mean wait, its hit rate h and the duration of K
-steps, so P(all hit) = h^b gives the wait after hits; another hit model changes only h. The tokens
-of a round do not change, because the same model drafts after a miss (backup jit of all K tokens).
+under_real_pairs computes the rate of an SSD row with such hits, from its own waits. A round is its
+duration without waiting for the draft, plus the wait: short if all b sequences hit, and K draft
+steps if one misses. The row has its mean wait, its hit rate h and the duration of K steps, so P(all
+hit) = h^b gives the wait after hits; another hit model changes only h. The tokens of a round do not
+change, because the same model drafts after a miss (backup jit of all K tokens).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class RoundRecords:
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
-        """Returns what `tokens` does, with an array for each request."""
+        """Like `tokens`, with an array for each request."""
         _, outcomes, speculations = self._read()
         drafted = speculations[:, Speculation.HEAD :][:, : self.lookahead]
         return self._emitted(outcomes, drafted, outcomes[:, 4])

@@ -22,7 +22,7 @@ Ints = NDArray[np.int32]
 
 
 class Source(IntEnum):
-    """What produced a sequence's draft tokens in a round."""
+    """The origin of a sequence's draft tokens in a round."""
 
     NONE = 0  # nothing was drafted (AR)
     CACHE = 1  # drafted while the target verified the round before

@@ -24,7 +24,7 @@ _KNOWN: dict[str, Known] = {}
 
 
 def register(name: str, where: str, flags: str = "") -> None:
-    """Adds a workload; raises ValueError where the name is taken.
+    """Adds a workload; raises ValueError if the name is taken.
 
     where: "module:class" of the Workload. flags: the flags that it reads and other workloads may
     not, separated by spaces; a flag that no workload names may be given with every workload.
