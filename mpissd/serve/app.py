@@ -112,7 +112,7 @@ class Answering:
         self.usage: dict[str, Any] = {}
 
     async def pieces(self, metrics: Metrics) -> AsyncIterator[Piece]:
-        """Yields text as it becomes known; what arrived meanwhile is one piece.
+        """Yields text as it becomes known; text that arrived meanwhile is one piece.
 
         `written.finish` is set once the last piece is yielded.
         """

@@ -24,7 +24,7 @@ _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONU
 
 
 class Mail(Protocol):
-    """Where requests come from and answers go to."""
+    """The source of requests and sink of answers."""
 
     is_closed: bool
 
@@ -104,8 +104,8 @@ class Driver:
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._stats_sent_s = -_STATS_S
-        self._turn = Turn([], [], [])  # what changes before the next round
-        # Handled while the next round verifies: what to send, and what to show the controller.
+        self._turn = Turn([], [], [])  # changes before the next round
+        # Handled while the next round verifies: messages to send, results for the controller.
         self._unsent: list[Emitted | Ended] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
@@ -286,7 +286,7 @@ class Driver:
         self._mail.put(End(task.request_id, reason, *counts))
 
     def _meanwhile(self) -> None:
-        """Does what can be done while the target verifies."""
+        """Does the work that can overlap with the target's verification."""
         self._send_answers()
         self._send_stats()
         self._mail.flush()

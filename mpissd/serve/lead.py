@@ -174,7 +174,7 @@ class Lead:
             self._send(Cancel(ticket.id))
 
     def leave(self, ticket: Ticket) -> None:
-        """Cancels a request unless it has ended, and drops what still arrives for it."""
+        """Cancels a request unless it has ended, and drops its later messages."""
         self.cancel(ticket)
         ticket.is_left = True
 

@@ -24,7 +24,7 @@ from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.lead import Lead
 
 HEAD_S = 15.0  # in which a request's headers have to arrive, from the last answer on
-WRITE_S = 30.0  # in which a client has to take something of what waits for it
+WRITE_S = 30.0  # in which a client must read some of its waiting data
 SEND_BYTES = 1 << 16
 CONNECTIONS = REQUESTS
 NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks take 1.5 s
@@ -108,7 +108,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class Drain:
-    """What happens from SIGTERM to the end of a server.
+    """Stages from SIGTERM to the end of a server.
 
     From the signal on /ready is 503. For `notice_s` requests are still taken, because a balancer
     asks /ready only now and then; after that new ones get 503 with Retry-After. The server ends
