@@ -6,8 +6,8 @@ row is the JSON of `run`, rounds the arrays of OUT/rounds/RUN_ID.npz. A null or 
 unknown, and gates ignore it except for the few numbers that every row has. Keys of a row that only
 gates need:
 
-    floor_bytes    what a verification of b(K+1) rows reads on a target rank: weights and KV
-    floor_flops    what it computes there (missing in old rows: their floor is only of bytes)
+    floor_bytes    bytes that a verification of b(K+1) rows reads on a target rank: weights and KV
+    floor_flops    its operations there (missing in old rows: their floor is only of bytes)
     cache_bytes    the lead's last-level cache (null: unknown, or emulated)
     token_limit    --num_tokens (null: none)
     rank_digests   by world rank, the digest of the outcomes it received (null: unknown)

@@ -69,7 +69,7 @@ class Client:
         return next((about for about in of_model if about), {})
 
     async def send_all(self, load: Load) -> list[Served]:
-        """Sends each request of a load at its time; returns what became of them."""
+        """Sends each request of a load at its time; returns their results."""
         start = time.monotonic()
         arrivals = enumerate(load.arrivals)
         return await asyncio.gather(*(self._send(start, n, each) for n, each in arrivals))

@@ -87,7 +87,7 @@ def _kept(
 
 
 def provenance() -> dict[str, Any]:
-    """Returns where, when and by which command a load was measured; a key is left out."""
+    """Returns the place, time and command of a load's measurement; a key is left out."""
     words = without(sys.argv[1:], "api_key")
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {

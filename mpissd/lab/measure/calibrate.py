@@ -234,7 +234,7 @@ def _stepper(worker: Any) -> Stepper:
 
 
 def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | None:
-    """Returns the peak flops per second of the lead's device, or None where it is unknown.
+    """Returns the peak flops per second of the lead's device, or None if it is unknown.
 
     The peak is the highest rate measured, whether in a large matrix product or in one of the
     forwards: on a busy CPU a forward may have run in a quieter moment than the product.

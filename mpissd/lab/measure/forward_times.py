@@ -1,4 +1,4 @@
-"""What forwards take in a row, and in the order of a rehearsed pass."""
+"""Durations of forwards in series, and in the order of a rehearsed pass."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Pause(Protocol):
 
 
 def pause_of(times: ForwardTimes | None) -> Pause:
-    """Returns the length of a pause by its rows; 0 where none is in the passes' ledgers."""
+    """Returns the length of a pause by its rows; 0 if none is in the passes' ledgers."""
     assert times is not None, "a pause without a measured forward"
 
     def pause_s(rows: int, lists: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""Records where a row comes from: library versions, hosts, devices, command line and commit."""
+"""Records the origin of a row: library versions, hosts, devices, command line and commit."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def host_table(ledger: Ledger, taken: Taken, first: int, last: int) -> Table:
 
 
 def of_a_round(taken: Taken, per_round: int, skip: int, rows: int | None = None) -> Took | None:
-    """Returns the medians over rounds of what their forwards take; None without any.
+    """Returns the medians over rounds of their forwards' time; None without any.
 
     per_round: forwards of a round. rows: count only forwards of so many rows (None: all). The first
     `skip` rounds are left out.

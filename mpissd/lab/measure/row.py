@@ -189,7 +189,7 @@ def _speculation(
 def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
     """Returns the prediction for these draws from the job's own profile; empty if there is none."""
     job, profile, lead = session.job, measured.profile, measured.lead
-    if job.config.groups > 1:  # no recurrence of rounds is known where groups share a draft
+    if job.config.groups > 1:  # no recurrence of rounds is known if groups share a draft
         return {}
     if lead.draft_lost_round is None and is_followable(job):
         return _followed(session, measured)

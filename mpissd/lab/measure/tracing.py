@@ -1,4 +1,4 @@
-"""Writes --trace=FILE: what every rank's host did in the measured rounds, as a Chrome trace.
+"""Writes --trace=FILE: every rank's host activity in the measured rounds, as a Chrome trace.
 
 Rounds do no extra work: the ledgers' timestamps are read after the pass. The clocks are compared
 before and after the pass, so that times line up even if the hosts' clocks drift apart.

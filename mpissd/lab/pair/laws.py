@@ -45,7 +45,7 @@ class Source:
     row: Outcomes | None
 
     def at(self, lookahead: int) -> Outcomes | None:
-        """Returns the outcomes at K; None where the source has none."""
+        """Returns the outcomes at K; None if the source has none."""
         if self.recording is not None:
             fits = lookahead <= self.recording.lookahead
             return of_recording(self.recording, lookahead) if fits else None

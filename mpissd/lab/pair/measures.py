@@ -163,7 +163,7 @@ def _tokens(total: Array) -> float:
 
 
 def _alpha(total: Array) -> float:
-    """Returns accepted / (accepted + rejected): the mean hazard of the tokens that were judged."""
+    """Returns accepted / (accepted + rejected): the mean acceptance rate of the judged tokens."""
     accepted = float((total * np.arange(len(total))).sum())
     judged = accepted + float(total[:-1].sum())
     return accepted / judged if judged else 0.0

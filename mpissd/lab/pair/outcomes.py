@@ -124,7 +124,7 @@ def looked_up_counts(recording: Recording, lookahead: int, kind: str) -> Array:
 
 
 def of_row(row: Row, rounds: Path) -> Outcomes:
-    """Returns the measured rounds of a row of text; raises ConfigError where they are not kept."""
+    """Returns the measured rounds of a row of text; raises ConfigError if they are not kept."""
     if row.workload != "text" or not row.lookahead:
         what = f"row {row.run_id!r}: {row.workload}, {row.mode}"
         raise ConfigError(f"{what}: allowed: text that drafts")

@@ -57,7 +57,7 @@ def write(config: PairConfig, to: str) -> None:
 
 
 def make(config: PairConfig) -> Recording:
-    """Records a pair; raises ConfigError where its models or the prompts cannot be read."""
+    """Records a pair; raises ConfigError if its models or the prompts cannot be read."""
     target, draft = split_pair(config.pair) if config.pair else (config.target, config.draft)
     assert target is not None and draft is not None, "a pair without a model"
     vocab = config_of(target).shape.vocab_size

@@ -133,7 +133,7 @@ class Replayed(Fates):
 
 
 def _leading(coins: Floats, hazards: Sequence[float]) -> list[list[int]]:
-    """Returns how many leading coins [b, n, K] the hazards accept, [b][n]."""
+    """Returns how many leading coins [b, n, K] the acceptance rates accept, [b][n]."""
     kept = np.logical_and.accumulate(coins < np.array(hazards), axis=2)
     counts: list[list[int]] = kept.sum(axis=2).tolist()
     return counts

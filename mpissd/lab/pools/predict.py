@@ -18,8 +18,8 @@ _ROUNDS = 8000  # for the simulated mean, of all targets together
 def check_pool(job: Job) -> int:
     """Returns the rounds of a job of one group that can be replayed in a pool.
 
-    Raises ConfigError for what has no recurrence: real text, a limit of tokens, and
-    several drafts.
+    Raises ConfigError for a job without a recurrence: real text, a limit of tokens, and several
+    drafts.
     """
     rounds = job.config.max_rounds
     if not is_predictable(job) or job.config.drafts != 1 or rounds is None:

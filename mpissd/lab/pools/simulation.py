@@ -1,9 +1,9 @@
 """Simulates targets that share a draft, forward by forward [docs/pools.md].
 
 A *frame* of the draft is the host work of the groups that have some, in turn, and one forward that
-carries the next turn of every group: steps that answer an outcome, rows of a glue, growth lanes. An
-outcome that arrives while a forward runs waits for its end. A target's own round is simulated as in
-lab.predict.simulation, which this reproduces with one target.
+carries the next turn of every group: steps that answer an outcome, rows of a glue (scoring
+forward), growth lanes. An outcome that arrives while a forward runs waits for its end. A target's
+own round is simulated as in lab.predict.simulation, which this reproduces with one target.
 
 Outcomes on their way wait in a heap, and the draft's forwards come one after another. Growth is not
 counted lane by lane: all that grow take part in every forward, so the number of forwards since a
@@ -193,7 +193,7 @@ class _Draft:
         heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
 
     def _forward(self) -> None:
-        """Makes one forward of everybody's next turn, and does what follows from it."""
+        """Runs one forward with every group's next turn, and its consequences."""
         glueing, answering = self._glueing, self._answering
         rows = self._growing_lanes + len(glueing) * self._pool.job.verify_rows
         rows += sum(self._targets[n].answer_lanes for n in answering)

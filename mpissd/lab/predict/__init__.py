@@ -4,7 +4,7 @@ costs       seconds of a round's pieces: host work by phase, forwards by row cou
 simulation  the model of a round: simulates many configurations on a run's draws, or on fresh ones
 row         predict_row: a prediction with the keys of a result row
 search      the advisor's configurations; laws: their acceptance and hit models
-places      where a pair can run on a machine; derive: at a T that was not measured
+places      a machine's possible T for a pair; derive: at a T that was not measured
 advisor     which mode, T, K, fan-out and backup to run on given GPUs; breakeven: where that ties;
             advice: plan's text
 accuracy    the errors of predictions over rows, and the regret of their choices

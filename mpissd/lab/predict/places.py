@@ -1,4 +1,4 @@
-"""Finds where a pair can run on a machine: every T that fits, and what forwards take there."""
+"""Lists the places of a pair on a machine: every T that fits, and its forwards' durations."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, 
 
 
 def outcomes(job: Job) -> tuple[NDArray[np.int64], int]:
-    """Decodes a replay where nothing takes time; returns RoundRecords.sequences and the number of
+    """Decodes a replay on a device of zero time; returns RoundRecords.sequences and the number of
     tokens that count."""
     config = replace(job.config, backend="emulated", device="null", draft_device=None)
     with Decoder(config) as decoder:

@@ -278,7 +278,7 @@ def _fan_out(
     """Returns F_0..F_K as `run` resolves them after `served` tokens; None if it is impossible."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
-        # Positions after a hazard of 0 keep nothing, so they are cut off and the cached result is
+        # Positions after a rate of 0 keep nothing, so they are cut off and the cached result is
         # shared.
         while reached and not hazards[reached - 1]:
             reached -= 1

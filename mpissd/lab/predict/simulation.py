@@ -109,7 +109,7 @@ class Cells:
 
 
 class Draws(ABC):
-    """The source of what rounds accept and whether their outcomes hit."""
+    """The source of rounds' accepted tokens and hits."""
 
     chains: int
 
@@ -513,7 +513,7 @@ def _expect(cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool
 
 
 def _rate(tokens: Floats, round_s: Floats) -> Floats:
-    """Returns tok/s; inf where a round takes no time."""
+    """Returns tok/s; inf if a round takes no time."""
     with np.errstate(divide="ignore"):
         return np.asarray(tokens / round_s, np.float64)
 

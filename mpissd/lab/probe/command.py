@@ -1,4 +1,4 @@
-"""The command `probe`: measures what this machine gives a pair of models, in one job.
+"""The command `probe`: measures a pair of models on this machine, in one job.
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
@@ -234,7 +234,7 @@ class Prober:
         buckets: Sequence[int],
         stacks: Stacks,
     ) -> None:
-        """Measures a transformer at the probe's batch size and at the one of its second host costs.
+        """Measures a transformer at the probe's batch size and at that of its second host costs.
 
         A probe with one target rank also measures the share of the target that rank 0 of T > 1
         would hold, without all-reduces: derive.py adds them, so that `plan` knows these T.

@@ -1,4 +1,4 @@
-"""Measures what T ranks do together: whole forwards by rows, and all-reduces by bytes.
+"""Measures collectives of T ranks: whole forwards by rows, and all-reduces by bytes.
 
 All-reduces are timed in a chain, one after the other over separate buffers, inside one program.
 Before every launch the buffers are filled anew, because repeated sums would exceed float16.
@@ -199,7 +199,7 @@ class GroupProbe:
     def _has_room(
         self, shard: AnyShard, options: ForwardOptions, rows: int, sequences: int
     ) -> bool:
-        """Returns whether weights and KV cache fit on every rank; True where memory is unknown."""
+        """Returns whether weights and KV cache fit on every rank; True if memory is unknown."""
         size = self._backend.itemsize
         needed = shard.weight_bytes(options, size)
         needed += shard.cache_bytes(rows, sequences, options, size)

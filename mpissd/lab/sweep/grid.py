@@ -34,7 +34,7 @@ _PARSE = {name: field.metadata["parse"] for name, field in flags_of(RunConfig).i
 _NAMES = tuple(_PARSE)
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
 _MOST_VALUES = 10_000  # in one range
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches where no quotation is open
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches outside quotations
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 

@@ -89,7 +89,7 @@ class Cell:
 
 
 def missed(cells: Iterable[Cell]) -> float:
-    """Returns the median error of the replays of the cells' rows, as a share; 0 where unknown."""
+    """Returns the median error of the replays of the cells' rows, as a share; 0 if unknown."""
     return choice.missed(row.prediction_error for cell in cells for row in cell.rows)
 
 

@@ -139,7 +139,7 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The gain as text: a ratio only where a verdict holds.
+        """The gain as text: a ratio only if a verdict holds.
 
         A loss to a measured use holds whatever other uses give.
         """
@@ -172,7 +172,7 @@ class Claim:
         return line
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the claim as JSON; over_other is null where there is no verdict."""
+        """Returns the claim as JSON; over_other is null if there is no verdict."""
         copied = None if self.copies is None else self.copies[0] * self.copies[1].tok_per_s
         return {
             "ssd": self.ssd.method,

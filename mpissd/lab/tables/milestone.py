@@ -29,7 +29,7 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One K of the report's tables 1 and 2, as printed; None where it prints none for this pair."""
+    """One K of the report's tables 1 and 2, as printed; None if it prints none for this pair."""
 
     lookahead: int
     t_sd: float

@@ -160,7 +160,7 @@ class VirtualLoop:
 
     def _stored_inline(self, rows: int, lookahead: int) -> int:
         """Returns how many tokens an inline draft stores: as many rows of prompts, or, before it
-        drafts, what it lacks."""
+        drafts, its lacking tokens."""
         most = self.control.catch_up
         if not self._job.inline or most is None:
             return rows if self._job.inline else 0
@@ -171,7 +171,7 @@ class VirtualLoop:
         return most - left if lookahead else 0
 
     def _answer_s(self, lookahead: int) -> float:
-        """Returns how long the lead waits for the draft, and begins what the draft does next."""
+        """Returns the lead's wait for the draft in seconds, and begins the draft's next work."""
         job, host, count = self._job, self._host, len(self._live)
         hits = sum(one.hit for one in self._live.values())
         if job.draft is None:
@@ -182,7 +182,7 @@ class VirtualLoop:
         asked = self.now + host.lead_send + host.link
         free, steps = self._grown(asked)
         seen = max(asked, free)
-        if not lookahead:  # the draft stores what was committed, and nobody waits for it
+        if not lookahead:  # the draft stores committed tokens, and the lead does not wait
             self._sent, self._grown_s, self._step_s = seen, self._draft_s(count), 0.0
             return 0.0
         drafting = self._drafting_s(hits, count - hits, lookahead, steps)
@@ -214,7 +214,7 @@ class VirtualLoop:
         return shared * self._draft_s(hits + misses) + alone
 
     def _grow(self, lookahead: int, hits: int, misses: int) -> None:
-        """Begins the growth behind a reply."""
+        """Begins the growth after a reply."""
         fans, host = self._job.fan_outs.within(self.control.width), self._host
         lanes = hits * sum(fans.after_hit[: lookahead + 1])
         lanes += misses * sum(fans.after_miss[: lookahead + 1])
@@ -230,7 +230,7 @@ class VirtualLoop:
         return self._drafts_s(_bucket(self._lanes, rows)) + self._host.step
 
     def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
-        """Draws what the round accepted, and which outcomes the draft will have a branch for."""
+        """Draws the round's accepted tokens, and which outcomes will hit."""
         count, grows = len(self._live), self._step_s > 0
         fans = self._job.fan_outs.within(self.control.width)
         served = Speculation.empty(0, count, self._job.lookahead)
