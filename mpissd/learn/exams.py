@@ -33,7 +33,7 @@ class Exam:
         return max(map(len, self.prompts), default=0) + limit
 
     def part(self, rank: int, size: int) -> Exam:
-        """Returns every size-th prompt from the rank-th on; all of them where there are fewer."""
+        """Returns every size-th prompt from the rank-th on; all of them if there are fewer."""
         if len(self.prompts) < size:
             return self
         mine = slice(rank, None, size)

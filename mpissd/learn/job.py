@@ -124,7 +124,7 @@ class Distillation:
 
     @property
     def _written(self) -> int:
-        """Tokens of a conversation after what opens each of them."""
+        """Tokens of a conversation after its opening."""
         return int(self.parts[0].tokens.shape[1]) - len(self.source.template.before)
 
     def _hold_out(self) -> None:
@@ -135,7 +135,7 @@ class Distillation:
         self.parts[0] = self.parts[0].take(slice(few, num)) if num > 1 else self.held
 
     def _count(self) -> None:
-        """Adds up what all processes sampled: conversations, answered tokens, their counts."""
+        """Adds up the samples of all processes: conversations, answered tokens, their counts."""
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         for part in self.parts:
@@ -168,7 +168,7 @@ class Distillation:
         return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _rows(self) -> int:
-        """Returns how many conversations are sampled at a time: fewer where memory is short."""
+        """Returns how many conversations are sampled at a time: fewer if memory is short."""
         num = self.config.scaled(self.config.sequences, self.group.rank)
         return max(1, int(min(num, 0.7 * self._free() / self._bytes(1))))
 

@@ -40,7 +40,7 @@ class States:
 class Samples:
     """Sequences of token ids, int32 [n, length], and which of them the target answered, bool.
 
-    states: None where the target's computations were not kept.
+    states: None if the target's computations were not kept.
     """
 
     tokens: Tensor
@@ -56,7 +56,7 @@ class Samples:
 
 
 def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
-    """Returns int64 [n, length]: each prompt, then −1 where the target is to write."""
+    """Returns int64 [n, length]: each prompt, then −1 for the target's tokens."""
     given = torch.full((len(prompts), length), -1)
     for row, prompt in enumerate(prompts):
         given[row, : len(prompt)] = torch.tensor(prompt[:length], dtype=torch.int64)

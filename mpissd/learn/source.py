@@ -71,7 +71,7 @@ def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
 
 
 def _start(config: DistillConfig, target: Checkpoint) -> Checkpoint:
-    """Returns the earlier draft, or the target where there is none.
+    """Returns the earlier draft, or the target if there is none.
 
     Raises ConfigError for a draft of another target.
     """

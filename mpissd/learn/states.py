@@ -125,7 +125,7 @@ class StateDraft:
 
     @property
     def _layer(self) -> Layer:
-        """What Blocks.front reads of the layer."""
+        """The layer's tensors that Blocks.front reads."""
         prefix, weights = "model.layers.0.", self.weights
         qkv = torch.cat([weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
         norm = weights[f"{prefix}input_layernorm.weight"]

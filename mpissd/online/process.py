@@ -26,7 +26,7 @@ _LACKS = f"from importlib.util import find_spec as f; print(*[n for n in {_NEEDE
 
 
 def check_trainer() -> None:
-    """Raises ConfigError where the trainer's interpreter does not start, or lacks a package."""
+    """Raises ConfigError if the trainer's interpreter does not start, or lacks a package."""
     try:
         answer = subprocess.run(
             [_python(), "-c", _LACKS], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -64,7 +64,7 @@ class TrainerProcess:
             thread.start()
 
     def post(self, example: Example) -> None:
-        """Hands an example over, or drops it where too many wait."""
+        """Hands an example over, or drops it if too many wait."""
         try:
             self._waiting.put_nowait(frames.of_example(example))
         except queue.Full:

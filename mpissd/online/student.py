@@ -36,7 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def product_dtype(device: str) -> Any:
-    """Returns the type of the layers' products: bfloat16 where the device has such products.
+    """Returns the type of the layers' products: bfloat16 if the device has such products.
 
     On a CPU that has them they take a fifth of the time (AMD EPYC, one core: 121 instead of 26
     GFLOP/s).
@@ -197,8 +197,8 @@ class Student:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Inside the block the weights are those of the draft: from `arrays`, in int8 or float16,
-        bit for bit. Raises ProtocolError if one is not finite."""
+        """Inside the block the weights equal the draft's: from `arrays`, in int8 or float16, bit
+        for bit. Raises ProtocolError if one is not finite."""
         version = Version(self.source, self.arrays())
         weights = load_trunk(version, self.draft, torch.float32)
         if not self.shares_head:

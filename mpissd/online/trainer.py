@@ -63,7 +63,7 @@ class Trainer:
         self._since_start: dict[str, Any] = {"gpu": _gpu(device), "ready_s": self._age()}
 
     def run(self, inbox: queue.SimpleQueue[Example | None]) -> None:
-        """Learns from what arrives, until None does."""
+        """Learns from arriving examples, until None arrives."""
         self.report()
         while self._drain(inbox):
             if self.learner.is_due:
@@ -120,7 +120,7 @@ def _mean(losses: list[dict[str, float]], name: str) -> float | None:
 
 
 def _device(task: Task) -> str:
-    """Returns the device: among several GPUs that of the rank's index on its host, or the last."""
+    """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -75,7 +75,7 @@ class Request:
         return ["sbatch", *given, *self.extra, self.script, *self.flags]
 
     def resolve(self) -> dict[str, str]:
-        """Returns all options for sbatch; raises ConfigError where Slurm would refuse them."""
+        """Returns all options for sbatch; raises ConfigError if Slurm would refuse them."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
         name = self.partition or self.header.get("partition", "")

@@ -142,7 +142,7 @@ class Verdict:
     """A line for the user about a fault.
 
     culprit: the rank that it names, or None. late: the launcher has begun to end the job, and may
-    no longer forward what ranks print.
+    no longer forward the ranks' prints.
     """
 
     line: str
@@ -182,7 +182,7 @@ class Host:
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have not joined; none where the job has several hosts."""
+        """The ranks that have not joined; none if the job has several hosts."""
         if not self.is_whole_job:
             return []
         return sorted(set(range(self.about["size"])) - set(self.peers))
@@ -499,7 +499,7 @@ class Warden:
     def _print(self, verdict: Verdict) -> None:
         """Prints a verdict once, on the launcher's stderr or on this process's.
 
-        A launcher that ends a job may drop what its ranks print last, so a late verdict goes to the
+        A launcher that ends a job may drop its ranks' last prints, so a late verdict goes to the
         launcher's own stderr if that is on this host.
         """
         line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")

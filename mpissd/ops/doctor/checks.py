@@ -79,7 +79,7 @@ class Finding:
     """One line of the table.
 
     what: the thing that was examined. detail: its state. verdict: ok; warn for a run that works but
-    is slower or less trustworthy; BAD for a run that fails. fix: the repair, "" where it is ok.
+    is slower or less trustworthy; BAD for a run that fails. fix: the repair, "" if it is ok.
     """
 
     what: str

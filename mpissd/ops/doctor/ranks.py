@@ -157,7 +157,7 @@ def read(answer: Answer) -> tuple[Seen, str]:
 
 
 def complaint(answer: Answer) -> str:
-    """Returns the informative part of what mpirun printed, in one line of up to 300 characters."""
+    """Returns the informative part of mpirun's output, in one line of up to 300 characters."""
     lines = [line.strip() for line in f"{answer.err}\n{answer.out}".splitlines()]
     printed = [line for line in lines if not set(line) <= set("-=*") and MARK not in line]
     if not printed:
