@@ -35,7 +35,7 @@ def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
 def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
     """Writes shards, their index and config.json; returns the shards' bytes together.
 
-    about: what config.json says of the draft's origin under "mpissd".
+    about: the draft's origin, written to config.json under "mpissd".
     """
     from safetensors.numpy import save as packed
 

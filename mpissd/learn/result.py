@@ -75,7 +75,7 @@ class Result:
         return self
 
     def try_save(self, draft: Any, log: Log) -> bool:
-        """Saves the draft so far; says so in one line if the files cannot be written."""
+        """Saves the draft so far; logs one line if the files cannot be written."""
         try:
             log(self.save(draft))
         except OSError as error:
@@ -85,7 +85,7 @@ class Result:
         return True
 
     def save(self, draft: Any) -> str:
-        """Writes the quantised draft, its curves and a report; returns what was written.
+        """Writes the quantised draft, its curves and a report; returns a summary line.
 
         An OSError leaves the folder's files as they were.
         """

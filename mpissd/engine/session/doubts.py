@@ -10,7 +10,7 @@ from mpissd.engine.model.transformer.sources import doubt
 
 
 def drafts_of(job: Job) -> dict[str, str]:
-    """Returns the drafts with weights of a job, as its row names them: {name: where they are}."""
+    """Returns the drafts with weights of a job, as its row names them: {name: model name}."""
     if not job.config.is_transformer or not job.drafts_by_transformer:
         return {}
     return {"draft": job.draft_where}

@@ -1,4 +1,4 @@
-"""The answers of a text job, and what its row says of prompts and weights."""
+"""The answers of a text job, and its row's fields on prompts and weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_answers_of(
 
 
 def answers(workload: TextWorkload, lead: LeadReport) -> list[Answer]:
-    """Returns what was answered to each prompt whose sequence began, in the prompts' order."""
+    """Returns the answer to each prompt whose sequence began, in the prompts' order."""
     records, limit = lead.records, workload.job.config.token_limit
     sources = records.source_arrays()
     return [

@@ -51,7 +51,7 @@ def product_shapes(shard: AnyShard, options: ForwardOptions) -> list[tuple[int, 
 
 
 class DeviceProbe:
-    """Measures one device; errors found in its data go to `checks`."""
+    """Measures one device; errors in its data go to `checks`."""
 
     def __init__(self, backend: Backend, waiter: Waiter, checks: Checks, source: str) -> None:
         self._backend, self._waiter, self._checks = backend, waiter, checks
