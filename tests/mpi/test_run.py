@@ -197,15 +197,14 @@ def test_a_job_s_profile_predicts_the_number_in_its_row(
     assert done.row["prediction_error"] == pytest.approx(error, abs=1e-4)
 
 
-@pytest.mark.parametrize("command", ["why", "tables"])
+@pytest.mark.parametrize("show", ["why", "tables"])
 def test_a_row_can_be_read_again(
-    runs: Together, command: str, capfd: pytest.CaptureFixture[str]
+    runs: Together, show: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done = runs["ssd"]
-    told = f"--out={done.folder}" if command == "why" else f"--results={done.folder}"
-    assert main([command, told]) == 0
+    assert main(["compare", str(done.folder), f"--show={show}"]) == 0
     out, err = capfd.readouterr()
-    assert err == "" and (done.row["run_id"] in out if command == "why" else "8b/1b" in out)
+    assert err == "" and (done.row["run_id"] in out if show == "why" else "8b/1b" in out)
 
 
 @pytest.mark.parametrize("mode", TOKENS)
