@@ -1,7 +1,7 @@
-"""`python -m mpi4py -m mpissd COMMAND …` under mpirun, or `python -m mpissd COMMAND …` alone.
+"""`python -m mpi4py -m mpissd COMMAND …` under mpirun; one process: `python -m mpissd COMMAND …`.
 
 Arguments are judged before MPI starts. Exit codes: 0 done, 2 a usage or configuration error, 3 a
-gate failed, 130 Ctrl-C, 141 nobody reads stdout (`| head`), anything else a fault.
+gate failed, 130 Ctrl-C, 141 stdout's reader is gone (`| head`), any other code a fault.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
 from mpissd.serve.config import ChatConfig, ServeConfig  # noqa: E402
 
 HEAD_START_S = 5.0
-ONE_HOST = "MPISSD_ONE_HOST"  # launch/env.sh says it
-ALONE = {  # commands without MPI, and where the function of that name is, once one is asked for
+ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
+ALONE = {  # commands without MPI, and the module of the function of that name, imported on use
     "compare": "mpissd.cli.compare",
     "pair": "mpissd.lab.pair.command",
     "replicas": "mpissd.serve.replicas",
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     if launcher_size() is None:
         try:
             return unless_unread(lambda: execute(arguments))
-        except KeyboardInterrupt:  # Ctrl-C, where the command makes nothing of it
+        except KeyboardInterrupt:  # Ctrl-C, if the command does not handle it
             return 130
     return execute(arguments)  # mpi4py aborts the other ranks if this one raises
 
@@ -104,7 +104,7 @@ def execute(arguments: list[str] | None) -> int:
 
 
 def check_backend(command: cli.Command) -> None:
-    """Raises ConfigError for a backend that this host lacks, where all ranks start on it next."""
+    """Raises ConfigError for a backend that this host lacks, if all ranks will start on it."""
     is_here = bool(os.environ.get(ONE_HOST)) and launcher_size() is None
     if is_here and command.name in ("run", "chat", "serve", "probe", "sweep"):
         from mpissd.engine.backend.registry import check_here

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.tensors import tensors
 
 
 @dataclass(frozen=True)

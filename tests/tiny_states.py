@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, tensors
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 KINDS = ("medusa", "mlp", "eagle")
 

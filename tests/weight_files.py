@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
-from mpissd.engine.model.transformer.tensors import tensors
+from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -64,7 +63,7 @@ def write_gguf(
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    from mpissd.engine.model.transformer.gguf_files import gguf_name
+    from mpissd.engine.model.transformer.files import gguf_name
 
     architecture = changes.get("architecture", "llama")
     writer = GGUFWriter(path, architecture)

@@ -136,7 +136,7 @@ def _gains(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
         ax.annotate(text, (alpha, gain.high), xytext=(0, 5), **_ABOVE)
         poster.keep(
             ax,
-            "SSD over the strongest use of its visit",
+            "SSD over the strongest measured use of its visit",
             x=alpha,
             y=gain.speedup,
             low=gain.low,

@@ -44,7 +44,7 @@ _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
 
 
 def predict(config: PredictConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints the predicted row of a run with these flags, from a profile alone.
+    """Prints the predicted row of a run with these flags, using only a profile.
 
     With `rows` it prints the errors of such predictions instead.
     """
@@ -102,7 +102,7 @@ def _number(value: float | None) -> str:
 def _costs(
     config: PredictConfig, name: str, given: AbstractSet[str]
 ) -> tuple[Job, DeviceCosts, HostCosts, int | None]:
-    """Returns the job, its costs, and its number of rounds (None: that of the flags).
+    """Returns the job, its costs, and its number of rounds (None: the flags').
 
     given: flags that override a job's own. Raises ConfigError if the profile lacks them.
     """
@@ -149,7 +149,7 @@ def _run_config(
     for alternatives in _ALTERNATIVES:
         if set(alternatives) & set(flags):  # alternative flags for one quantity
             known |= dict.fromkeys(alternatives)
-    if "laws" in flags:  # instead of the job's own laws
+    if "laws" in flags:  # instead of the job's own token models
         known |= dict.fromkeys((*_HITS, "alpha", "acceptance"))
     if flags.get("mode", "ssd") != "ssd":  # leave out flags that only SSD has
         known |= {"backup": "jit", "backup_lookahead": None}
@@ -210,7 +210,7 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
 
 
 def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
-    """Returns the command line that runs a choice under the planned laws and options.
+    """Returns the command line that runs a choice under the planned token models and options.
 
     groups: targets that share its draft.
     """
@@ -226,7 +226,7 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
         flags |= {name: flags_said[name] for name in (*_HITS, "laws") if name in flags_said}
     flags |= {name: flags_said[name] for name in _FORWARD if name in flags_said}
     if "forward" not in flags and has_weights(split_pair(flags["pair"])[0]):
-        flags["workload"] = "gemm"  # beside weights, laws have to be asked for
+        flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     ranks = groups * choice.tp + choice.num_drafts
     return f"mpirun -np {ranks} python -m mpi4py -m mpissd run {text}"

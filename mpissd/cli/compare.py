@@ -1,4 +1,4 @@
-"""`compare`: the read side of all rows, by what it is asked to show."""
+"""`compare`: prints tables and comparisons of result rows, as --show selects."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mpissd.lab.tables.pair import Pair
 
 
 def compare(config: CompareConfig) -> int:
-    """Prints what --show names; without it, one result over another, else the best methods.
+    """Prints what --show names; without it, one result over another, or the best methods.
 
-    Raises ConfigError for results that are not there or cannot be compared.
+    Raises ConfigError for results that are missing or cannot be compared.
     """
     if config.into is not None:
         return rewrite(Path(config.into))

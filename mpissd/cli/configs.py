@@ -15,7 +15,7 @@ _ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
 
 @dataclass(frozen=True)
 class ProbeConfig(Checked):
-    """Flags of `probe`: those of a run (mode=ar: no draft), and the profile's name."""
+    """Flags of `probe`: a run's flags (mode=ar: no draft), and the profile's name."""
 
     run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
     name: str | None = flag(
@@ -31,7 +31,7 @@ class ProbeConfig(Checked):
 
 @dataclass(frozen=True)
 class PredictConfig(Checked):
-    """Flags of `predict`: those of a run, T, and the profile to predict from."""
+    """Flags of `predict`: a run's flags, T, and the profile to predict from."""
 
     run: RunConfig = contained(RunConfig)
     profile: str | None = flag(
@@ -84,7 +84,7 @@ _PLANNED = (
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
-    """Flags of `plan`: the laws, the device profile, and the number of GPUs."""
+    """Flags of `plan`: the token models, the device profile, and the number of GPUs."""
 
     profile: str = flag("h100", words, "device profile: a name or a file")
     gpus: int = flag(2, integer(1), "largest number of GPUs to use")

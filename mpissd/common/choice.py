@@ -1,7 +1,7 @@
-"""Whether predictions may choose among configurations, or what was measured has to.
+"""Decides whether predictions or measurements choose among configurations.
 
-A predicted mean contains no measured round, so that luck does not choose what is then compared
-(docs/definitions.md). Where predictions miss the rows by far they choose nothing.
+A predicted mean contains no measured round, so that luck does not choose the configurations to
+compare (docs/definitions.md). Predictions that miss the rows by far choose nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no 
 
 
 def missed(errors: Iterable[float | None]) -> float:
-    """Returns the median size of the replays' errors, as a share; 0 where none is known.
+    """Returns the median size of the replays' errors, as a share; 0 if none is known.
 
     A replay knows the row's own draws, so that luck is no part of its error.
     """

@@ -11,7 +11,7 @@ seeds   Both configurations were measured under three or more common seeds. Each
         same draws (a token, a coin and a rank are keyed by seed, sequence and absolute position),
         so luck that both share cancels. Several pairs of one seed count as the mean of their
         logarithms; if rows of 400 rounds share three seeds, shorter ones are left out.
-blocks  One row each, of the same seed and acceptance law, with both runs' rounds kept. Both runs
+blocks  One row each, of one seed and acceptance model, with both runs' rounds kept. Both runs
         are cut at the same token positions into at most 20 blocks of 5 or more rounds, so that
         runs with different K meet over the same coins. The result is the ratio of the summed
         seconds, with the delta method over blocks and Student's t. Single rounds are no independent
@@ -19,7 +19,7 @@ blocks  One row each, of the same seed and acceptance law, with both runs' round
         Only tokens that both runs emitted count; if those are less than half of the longer run's,
         or one run is AR (which draws nothing), this level does not apply.
 rounds, rows  Independent runs: the variances of both logarithms are added, from the rounds of both
-        or from their rows alone (Rate.of_row). Shared luck is not removed, so the interval is
+        or only from their rows (Rate.of_row). Shared luck is not removed, so the interval is
         too wide.
 
 tests/common/test_compare_levels.py simulates each level: 95% intervals cover the truth 93 to 97
@@ -70,7 +70,7 @@ class How(str, Enum):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rate of b over that of a, with its 95% interval.
+    """The rate of b over the rate of a, with its 95% interval.
 
     num_seeds: seeds that both share; num_rounds: rounds of the shortest run. one_visit: whether the
     rows that were compared share a visit. p_value: two-sided, of a ratio of 1.
@@ -123,8 +123,7 @@ class Comparison:
 
     @property
     def claim(self) -> str:
-        """The text for a sentence: the speedup if there are enough seeds, else only the
-        interval."""
+        """The text for a sentence: the speedup if there are enough seeds, or only the interval."""
         if not self.one_visit:
             return f"{self.interval} (few visits)"
         return claim_of(self.speedup, self.low, self.high, self.is_headline)
@@ -161,10 +160,11 @@ def claim_of(speedup: float, low: float, high: float, is_headline: bool) -> str:
 def compare_rows(
     a: Sequence[Row], b: Sequence[Row], rounds: Mapping[str, Rounds] | None = None
 ) -> Comparison:
-    """Compares rows of b's configuration with those of a's at the best level that they allow.
+    """Compares rows of b's configuration with rows of a's at the best level that they allow.
 
     rounds: by run_id, for the runs whose rounds were kept. Raises ConfigError without rows on a
-    side, and for independent runs with fewer than 20 rounds or a row that lacks what `run` writes.
+    side, and for independent runs with fewer than 20 rounds or a row that lacks a key that `run`
+    writes.
     """
     kept = rounds or {}
     near = [[x for x in a if _meets(x, b)], [y for y in b if _meets(y, a)]]
@@ -199,7 +199,7 @@ def same_visit(a: Row, b: Row) -> bool:
 
 
 def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
-    """Returns a row's commit, its GPUs (else its hosts), and when it began, in seconds."""
+    """Returns a row's commit, its GPUs (or its hosts), and when it began, in seconds."""
     origin = row.provenance or {}
     ranks = origin.get("ranks") or []
     devices = {str(rank["uuid"]) for rank in ranks if rank.get("uuid")}
@@ -255,8 +255,7 @@ def _long(rows: Sequence[Row]) -> list[Row]:
 
 
 def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> NDArray[np.float64]:
-    """Returns log(b/a) for every seed that both have, [seeds]; of one visit, where they share
-    one."""
+    """Returns log(b/a) for every seed that both have, [seeds]; of one visit if they share one."""
     logs: dict[int, list[float]] = {}
     sides = [[row for row in side if row.seed is not None and _has_rate(row)] for side in (a, b)]
     for x in sides[0]:
@@ -290,7 +289,7 @@ def _of_blocks(
 
 
 def shares_draws(a: Row, b: Row) -> bool:
-    """Returns whether both runs draft, with one seed and the same laws."""
+    """Returns whether both runs draft, with one seed and the same token models."""
     drafts = "ar" not in (a.mode, b.mode) and a.acceptance is not None
     return drafts and all(a.get(key) == b.get(key) for key in _LAW)
 

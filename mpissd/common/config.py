@@ -2,9 +2,8 @@
 
 A group is a dataclass whose fields are the flags: default, parser with bounds, and help. The
 command line, its help, the axes of a grid and the digest derive from these fields, so a flag is
-added in one place. A flag's group decides how a sweep treats it: those of MachineFlags and
-OutputFlags are the same for a whole job. mpissd.common.workloads names the flags that only some
-workloads read.
+added in one place. A flag's group decides how a sweep treats it: MachineFlags and OutputFlags hold
+for a whole job. mpissd.common.workloads names the flags that only some workloads read.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class MethodFlags(Checked):
 
     @property
     def is_lookup(self) -> bool:
-        """Whether prompt lookup alone drafts, without a draft model (sd with backup=fast)."""
+        """Whether only prompt lookup drafts, without a draft model (sd with backup=fast)."""
         return self.mode == "sd" and self.backup == "fast"
 
     def check(self) -> None:
@@ -109,7 +108,7 @@ class MethodFlags(Checked):
 
 @dataclass(frozen=True)
 class ModelFlags(Checked):
-    """Flags of the target and draft models, and of what their forwards compute."""
+    """Flags of the target and draft models, and of their forwards."""
 
     pair: str | None = flag(
         None, words, "models: toy, 8b/1b, 70b/1b or TARGET/DRAFT (default: the largest that fits)"
@@ -145,7 +144,7 @@ class ModelFlags(Checked):
 
 @dataclass(frozen=True)
 class WorkloadFlags(Checked):
-    """Flags of the workload: the number of sequences, and the laws or models of their tokens."""
+    """Flags of the workload: the number of sequences, and imposed or real token models."""
 
     workload: str = flag(
         "gemm",
@@ -268,7 +267,7 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_text(self) -> str:
-        """The acceptance law as text, with its default."""
+        """The acceptance model as text, with its default."""
         if self.acceptance is not None:
             return self.acceptance
         if self.laws is not None and self.alpha is None:
@@ -277,14 +276,14 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_fast_text(self) -> str:
-        """The acceptance law of a fast backup's tokens as text: a flag's, or the file of laws'."""
+        """The acceptance model of a fast backup's tokens as text: from its flag, or from --laws."""
         if self.laws is None or self.acceptance_fast != type(self).acceptance_fast:
             return self.acceptance_fast
         return f"{self.lookup}:{self.laws}"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings: none, one, or those of a JSON list; raises ConfigError."""
+        """The stop strings: none, one, or a JSON list; raises ConfigError."""
         if self.stop is None or not self.stop.startswith("["):
             return () if self.stop is None else (self.stop,)
         try:
@@ -378,7 +377,7 @@ class MeasurementFlags(Checked):
 
 @dataclass(frozen=True)
 class LearnerFlags(Checked):
-    """Flags of learner ranks: how many, what they learn from, and how."""
+    """Flags of learner ranks: their number, sources and methods."""
 
     learners: int = flag(
         0,
@@ -469,7 +468,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what a prompt, or a pair with weights, stands for, and a shipped pair's own K and
+        """Adds the flags implied by a prompt or a pair with weights, and a shipped pair's own K and
         fan-out."""
         return with_measured(with_text(super().completed(flags)))
 
@@ -480,12 +479,12 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def is_transformer(self) -> bool:
-        """Whether forwards are those of a whole transformer, with attention over a KV cache."""
+        """Whether forwards run a whole transformer, with attention over a KV cache."""
         return self.is_text or self.forward == "transformer"
 
     @property
     def fast_lookup(self) -> str | None:
-        """How a fast backup finds what to copy; None if none may draft."""
+        """The kind of lookup of a fast backup; None without one."""
         return self.lookup if self.mode != "ar" and self.backup == "fast" else None
 
     @property

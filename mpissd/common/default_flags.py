@@ -1,4 +1,4 @@
-"""Flags that other flags stand for: a pair with weights answers prompts, a prompt wants a pair."""
+"""Adds implied flags: a pair with weights answers prompts, a prompt needs a pair."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ON_TWO_CORES = {"lookahead": "3", "fan_out": "uniform:2"}  # of that pair: resu
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds workload=text where a prompt or a target with weights is given, and pair=smollm2 where a
-    prompt of words has no models.
+    """Adds workload=text for a prompt or a target with weights, and pair=smollm2 for a text prompt
+    without models.
 
-    --workload and --forward say what is meant, and then nothing is added. Raises ConfigError where
-    a target's weights belong to a package that is not installed.
+    Adds nothing if --workload or --forward is given. Raises ConfigError if a target's weights
+    belong to a package that is not installed.
     """
     given = dict(flags)
     if not {"workload", "forward"} & given.keys() and _wants_text(given):
@@ -33,8 +33,8 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds K and fan-out at which SmolLM2's SSD was fastest on two cores, where a CPU runs its text
-    and neither they nor a schedule are given.
+    """Adds K and fan-out at which SmolLM2's SSD was fastest on two cores, if a CPU runs its text
+    and the flags give none of K, fan-out and schedule.
 
     The pair is known by its draft and its target's shape, whatever file the target is in.
     """
@@ -53,7 +53,7 @@ def _is_measured(flags: Mapping[str, str]) -> bool:
         return False
     try:
         found, measured = resolve_model(target), resolve_model(_MEASURED[0])
-    except ConfigError:  # resolving the job says it
+    except ConfigError:  # resolving the job reports it
         return False
     return replace(found, name=measured.name) == measured
 
@@ -70,17 +70,17 @@ def _wants_text(flags: Mapping[str, str]) -> bool:
 
 
 def _target_of(flags: Mapping[str, str]) -> str | None:
-    """Returns the target's name; None where none is given, or where the pair is none."""
+    """Returns the target's name; None if none is given, or if the pair is unknown."""
     if "pair" not in flags:
         return flags.get("target")
     try:
         return target_of(flags["pair"])
     except ConfigError:
-        return None  # resolving the job says why
+        return None  # resolving the job reports why
 
 
 def _has_weights(target: str) -> bool:
-    """Returns whether a target's name stands for files that hold weights, fetched or not."""
+    """Returns whether a target's name refers to files with weights, fetched or not."""
     if is_missing(target):
         return True
     try:
@@ -88,7 +88,7 @@ def _has_weights(target: str) -> bool:
     except ConfigError:
         try:
             resolve_model(target)
-        except ConfigError:  # an unknown name, which resolving the job says
+        except ConfigError:  # an unknown name: resolving the job reports it
             return False
         raise
     if path is None:

@@ -1,4 +1,4 @@
-"""The errors that mpissd raises on purpose. Each class stands for one cause and has one exit code.
+"""The errors that mpissd raises on purpose. Each class is one cause with one exit code.
 
 ConfigError    the user's flags or machine; one line that names the value and what is allowed (2)
 GateError      a measured row that contradicts itself or physics (3)
@@ -19,7 +19,7 @@ class MpissdError(Exception):
 
 
 class ConfigError(MpissdError):
-    """A usage or configuration error. The user sees the message and nothing else."""
+    """A usage or configuration error. The user sees only the message."""
 
     exit_code = 2
 

@@ -91,9 +91,10 @@ def flag(
 ) -> Any:
     """Makes a dataclass field that is a flag.
 
-    text: its help. modes: those in which the flag has an effect; in other modes a sweep measures
-    one value of it. in_digest: whether its value is part of a configuration's digest; "said": only
-    if it differs from the default, which a new flag needs, so that older rows keep their digests.
+    text: its help. modes: the modes in which the flag has an effect; in other modes a sweep
+    measures one value of it. in_digest: whether its value is part of a configuration's digest;
+    "said": only if it differs from the default, which a new flag needs, so that older rows keep
+    their digests.
     """
     known = {"parse": parse, "help": text, "modes": modes}
     return field(default=default, metadata={**known, "in_digest": in_digest})
@@ -108,9 +109,9 @@ def contained(
 ) -> Any:
     """Makes a dataclass field that holds another configuration, whose flags the holder also has.
 
-    only: those of its flags that the holder takes (None: all). is_unchecked: whether the holder
-    checks its combination of values itself. instead: flags of the holder that replace the contained
-    flags of the same name, with another default and help.
+    only: the flags that the holder takes (None: all). is_unchecked: whether the holder checks its
+    combination of values itself. instead: flags of the holder that replace the contained flags of
+    the same name, with another default and help.
     """
     flags = {**flags_of(kind), **instead}
     flags = {name: known for name, known in flags.items() if only is None or name in only}
@@ -122,7 +123,8 @@ def contained(
 
 
 def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
-    """Returns {name: field} of a configuration's flags, with those of contained configurations."""
+    """Returns {name: field} of a configuration's flags, with the flags of contained
+    configurations."""
     flags: dict[str, dataclasses.Field[Any]] = {}
     for known in dataclasses.fields(kind):
         flags |= known.metadata.get("flags") or {known.name: known}
@@ -156,7 +158,7 @@ class Checked:
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Returns flags with those that they stand for; all values are text."""
+        """Returns flags together with the flags that they imply; all values are text."""
         return with_schedule(flags)
 
 

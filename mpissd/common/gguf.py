@@ -31,7 +31,7 @@ _HEADER = Struct("<4sIQQ")  # magic, version, number of tensors, number of metad
 _LENGTH, _KIND, _ARRAY_HEAD = Struct("<Q"), Struct("<I"), Struct("<IQ")
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
-# What sizes and types that cannot be raise where they are read.
+# Errors that impossible sizes and types raise when they are read.
 _DAMAGED = (
     StructError,
     LookupError,
@@ -45,8 +45,8 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. shape: in ggml's order, the contiguous dimension first. kind: ggml's
-    number of its type. offset: bytes behind data_start."""
+    """A tensor's place in the file. shape: in ggml's order, the contiguous dimension first. kind:
+    ggml's number of its type. offset: bytes after data_start."""
 
     shape: tuple[int, ...]
     kind: int

@@ -1,8 +1,7 @@
-"""The rank's side of the watch: joins the host's warden, reports to it, and ends when told to.
+"""The rank's side of the watch: joins the host's warden, reports to it, and ends on its message.
 
 The first rank of a host that binds the job's socket starts the warden. No rank waits for the warden
-to start. Where there can be none (another system than Linux, a refused socket), the job runs
-unwatched.
+to start. Without one (no Linux, a refused socket) the job runs unwatched.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Guard:
     """One rank's connection to the warden of its host."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Starts the thread that listens to the warden."""
+        """Starts the thread that receives the warden's messages."""
         self._link = link
         self._printed = threading.Event()
         self.has_spoken = False  # whether this rank has reported a fault or its end
@@ -56,7 +55,7 @@ class Guard:
     def tell_and_wait(self, kind: str, text: str) -> bool:
         """Reports a fault and waits up to 5 s until the warden has printed it.
 
-        Returns False where the warden is gone or did not answer: then the rank has to print it.
+        Returns False if the warden is gone or did not answer: then the rank has to print it.
         """
         return self.tell(kind, text=text[:_MOST]) and self._printed.wait(_ANSWER_S)
 
@@ -87,10 +86,10 @@ _guard: Guard | None = None
 def join(
     rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (), hint: str = ""
 ) -> None:
-    """Joins this host's warden, and starts it where there is none. Called once, before MPI starts.
+    """Joins this host's warden, and starts it if there is none. Called once, before MPI starts.
 
-    rank, size: of MPI's world. deadline_s: how long a rank may stand still. may_lose: ranks that
-    the job can do without while it measures. hint: text for the line that reports a user's signal.
+    rank, size: of MPI's world. deadline_s: longest time without progress. may_lose: ranks that the
+    job can do without while it measures. hint: text for the line that reports a user's signal.
     """
     global _guard
     if not sys.platform.startswith("linux"):
@@ -124,7 +123,7 @@ def _report_signals() -> int:
     """Makes every signal that ends this rank visible to the warden, also during a library's call.
 
     Returns the read end of a pipe into which C's signal handler writes each signal's number. The
-    warden uses it to tell a rank that the launcher ended from one that was killed.
+    warden uses it to distinguish a rank that the launcher ended from one that was killed.
     """
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -158,7 +157,7 @@ def _at_exit() -> None:
 def _connect() -> socket.socket | None:
     """Returns a connection to this job's warden on this host, which is started if needed.
 
-    None where 50 attempts failed. Raises OSError where sockets are refused.
+    None if 50 attempts failed. Raises OSError if sockets are refused.
     """
     name = _address()
     for _ in range(_ATTEMPTS):
@@ -208,12 +207,12 @@ def _start_warden(listener: socket.socket) -> None:
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without what launchers say of a rank, for a child that is none."""
+    """Returns an environment without launchers' variables: MPI would take the child for a rank."""
     return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
 
 
 def stage(now: Stage) -> None:
-    """Tells the warden which stage of the job this rank has reached."""
+    """Reports to the warden which stage of the job this rank has reached."""
     OWN.bytes[STAGE] = now
 
 

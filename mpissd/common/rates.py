@@ -1,4 +1,4 @@
-"""The throughput of a run with its uncertainty, from its rounds or from its row alone."""
+"""The throughput of a run with its uncertainty, from its rounds or only from its row."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Rate:
         """Computes a rate from the seconds of each round, and its tokens (None: all rounds alike).
 
         Neighbouring rounds are correlated (a clock, a hot device), so the run is cut into blocks;
-        the variance is that of a ratio of block sums. Raises ConfigError with fewer than 20 rounds,
-        or if a round takes no time.
+        the variance is computed for a ratio of block sums. Raises ConfigError with fewer than 20
+        rounds, or if a round takes no time.
         """
         took = np.asarray(seconds, np.float64)
         made = np.ones_like(took) if tokens is None else np.asarray(tokens, np.float64)
@@ -100,19 +100,18 @@ class Rate:
 
     @classmethod
     def of_row(cls, row: Row) -> Rate:
-        """Estimates a rate from a result row alone, adding the variances of its draws and its
-        rounds.
+        """Estimates a rate from a result row, adding the variances of its draws and its rounds.
 
-        Draws: sampling_sd, which the predictor computes from the job's laws, or else the standard
-        error of accept_histogram's mean. Rounds: (p90 − p50)/1.28 or (p99 − p50)/2.33, whichever is
-        larger, over √n; correlation between neighbouring rounds is not included. Raises ConfigError
-        if a row lacks these, or has fewer than 20 rounds.
+        Draws: sampling_sd, which the predictor computes from the job's token models, or the
+        standard error of accept_histogram's mean. Rounds: (p90 − p50)/1.28 or (p99 − p50)/2.33,
+        whichever is larger, over √n; correlation between neighbouring rounds is not included.
+        Raises ConfigError if a row lacks these, or has fewer than 20 rounds.
         """
         try:
             count, rate = int(row.num_rounds), float(row.tok_per_s)
             clock = clock_error(row.round_us, count)
             luck = row.sampling_sd
-            is_known = luck is not None and not math.isnan(luck)  # NaN stands for null in a table.
+            is_known = luck is not None and not math.isnan(luck)  # In a table NaN means null.
             draws = float(luck or 0.0) if is_known else length_error(row.accept_histogram)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error

@@ -1,18 +1,17 @@
-"""How often a real language-model pair hits its speculation cache, for comparison with imposed
-laws.
+"""How often a real language-model pair hits its speculation cache, to compare with imposed hits.
 
-miss(F) = min(1, floor + A·F^−r), with one law after a rejection and one after a trunk that was
-accepted whole. DEFAULT, the law that runs impose if no flag says another, is that of the shipped
-draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd pair`). REAL_PAIRS are those
-of a draft that came before: A is the miss rate measured at F = 1, and r the least-squares slope of
-log miss through it, for F = 2..16. ASSUMED was the default before, and committed rows of GPUs are
-of it. BESIDE names the laws that tables and figures put beside such rows: the shipped draft's.
+miss(F) = min(1, floor + A·F^−r), with one (A, r, floor) after a rejection and one after a trunk
+(all served tokens) that was accepted whole. DEFAULT, the hit model without a flag, is measured on
+the shipped draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd pair`). REAL_PAIRS
+are of an earlier draft: A is the miss rate measured at F = 1, and r the least-squares slope of log
+miss through it, for F = 2..16. ASSUMED is the earlier default, which committed rows of GPUs have.
+BESIDE names the hit models that tables and figures add to such rows: the shipped draft's.
 
-under_real_pairs computes what an SSD row would have reached with such hits, from its own waits. A
-round is its duration without waiting for the draft, plus the wait: short if all b sequences hit,
-and K draft steps if one misses. The row has its mean wait, its hit rate h and the duration of K
-steps, so P(all hit) = h^b gives the wait after hits; another hit law changes only h. The tokens of
-a round do not change, because the same model drafts after a miss (backup jit of all K tokens).
+under_real_pairs computes the rate of an SSD row with such hits, from its own waits. A round is its
+duration without waiting for the draft, plus the wait: short if all b sequences hit, and K draft
+steps if one misses. The row has its mean wait, its hit rate h and the duration of K steps, so P(all
+hit) = h^b gives the wait after hits; another hit model changes only h. The tokens of a round do not
+change, because the same model drafts after a miss (backup jit of all K tokens).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BESIDE_SOURCE = f"{DEFAULT_SOURCE}, temperature 0"
 
 @dataclass(frozen=True)
 class PairHits:
-    """One pair's hit laws on one kind of prompt: (after a rejection, after all were accepted)."""
+    """One pair's hit models on one kind of prompt: (after a rejection, after all were accepted)."""
 
     prompts: str
     hit_a: tuple[float, float]
@@ -47,7 +46,7 @@ class PairHits:
         return (a, r, floor), (end_a, end_r, end_floor)
 
 
-# With F = 3 this law hits .75: a table-model pair at temperature 1 hits .68 after a rejection and
+# With F = 3 this model hits .75: a table-model pair at temperature 1 hits .68 after a rejection and
 # .80 after all were accepted. The paper's A = 1 would make a fan-out of 1 worthless.
 ASSUMED = PairHits("assumed", (0.75, 0.75), (1.0, 1.0))
 REAL_PAIRS = {
@@ -63,7 +62,7 @@ NAMED = {**REAL_PAIRS, **BESIDE}
 
 
 def under_real_pairs(row: Row, pairs: Mapping[str, PairHits] = BESIDE) -> dict[str, float | None]:
-    """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under the assumed law."""
+    """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under ASSUMED."""
     return {f"real_{name}": _under(row, pair) for name, pair in pairs.items()}
 
 

@@ -1,4 +1,4 @@
-"""The raw rows of the measured rounds, digests of what a run emitted, and summary statistics."""
+"""The raw rows of the measured rounds, digests of emitted tokens, and summary statistics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RoundRecords:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundRecords]) -> RoundRecords:
-        """Returns the rounds of several target groups, group behind group."""
+        """Returns the concatenated rounds of several target groups."""
         whole = cls(parts[0].lookahead)
         for part in parts:
             part._pack()
@@ -91,7 +91,7 @@ class RoundRecords:
     def by_version(self) -> list[tuple[int, int, int, int]]:
         """Returns (version, rounds, drafted, accepted) of each version of the draft's weights.
 
-        Rounds and tokens are those of all sequences.
+        Rounds and tokens are summed over all sequences.
         """
         rounds, outcomes, speculations = self._read()
         versions = self._versions.read()[rounds]
@@ -111,12 +111,12 @@ class RoundRecords:
     def tokens(self) -> dict[int, list[int]]:
         """Returns {request id: its emitted tokens}: each round's accepted drafts, then its bonus.
 
-        Tokens behind the end of a sequence, in the round that reached it, are dropped.
+        Tokens after the end of a sequence, in the round that reached it, are dropped.
         """
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
-        """Returns what `tokens` does, with an array for each request."""
+        """Like `tokens`, with an array for each request."""
         _, outcomes, speculations = self._read()
         drafted = speculations[:, Speculation.HEAD :][:, : self.lookahead]
         return self._emitted(outcomes, drafted, outcomes[:, 4])
@@ -128,9 +128,10 @@ class RoundRecords:
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))
 
     def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
-        """Returns what each request emitted: of every row the accepted of `drafted`, and `bonus`.
+        """Returns each request's emitted values: of every row the accepted of `drafted`, and
+        `bonus`.
 
-        drafted: [n, K], bonus: [n], values that stand for tokens.
+        drafted: [n, K], bonus: [n]; tokens, or one value per token.
         """
         accepted = outcomes[:, 3]
         table = np.column_stack([drafted, bonus])

@@ -7,10 +7,10 @@ SSD (T + D = G) must beat, for the same sequences:
     SD T D                                   a draft GPU of its own
 
 T is every number of ranks that a target can be divided into, evenly or not (tps_of). A lookup and a
-suffix automaton draft without a model. Where a law decides what is accepted, both have the
-acceptance that SSD's own lookup backup may assume (acceptance_fast, .3 by default), so they are one
-use; where text or a recording decides, both must be measured. For throughput there are independent
-copies: G // g jobs of a use of g GPUs (copies).
+suffix automaton draft without a model. If acceptance is imposed, both have the acceptance that
+SSD's own lookup backup may assume (acceptance_fast, .3 by default), so they are one use; for text
+or a recording, both must be measured. For throughput there are independent copies: G // g jobs of a
+use of g GPUs (copies).
 
 If the throughput of a use that would fit is unknown, the comparison gives no verdict: that use is
 named, and no use is called the best.
@@ -134,9 +134,9 @@ def widest(
 ) -> tuple[Family, ...]:
     """Returns the families that rows must hold before one use is called the best.
 
-    These are AR, SD inline, lookups, SD and SSD, each on the largest T that fits. lookups: those
-    that are uses of their own, one where a law decides and two where text does. A smaller T reads
-    more bytes a rank; such rows count if they exist, but are not required.
+    These are AR, SD inline, lookups, SD and SSD, each on the largest T that fits. lookups: lookups
+    that count as uses, one if acceptance is imposed and two for text. A smaller T reads more bytes
+    a rank; such rows count if they exist, but are not required.
     """
     whole, less = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     possible = [Family(mode, whole, 0) for mode in ("ar", "sd", *lookups)]

@@ -1,8 +1,8 @@
 """Counter-based random numbers U(purpose, sequence, position), the same in every mode and rank.
 
 The generator is NumPy's Philox4x64 (Salmon et al. 2011). Its key is the seed with the purpose and
-the sequence, its counter the absolute token position. A position can therefore be drawn alone and
-in any order, and what is drawn does not depend on timing.
+the sequence, its counter the absolute token position. A position can therefore be drawn on its own
+and in any order, and draws do not depend on timing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORDS = 4  # 64-bit words from one value of Philox's counter
 
 
 class Purpose(IntEnum):
-    """What a random number decides. Each purpose has a stream of its own."""
+    """The use of a random number. Each purpose has a stream of its own."""
 
     TOKEN = 1
     ACCEPT = 2

@@ -1,4 +1,4 @@
-"""The data of a round: what was drafted (Speculation), what was decided (Outcome), and the Batch.
+"""The data of a round: the drafted tokens (Speculation), the decision (Outcome), and the Batch.
 
 Everything covers b sequences, and row i of every array belongs to the same sequence. An Outcome and
 a Speculation are one int32 matrix each, with views of its columns, so that a message is one copy.
@@ -22,7 +22,7 @@ Ints = NDArray[np.int32]
 
 
 class Source(IntEnum):
-    """What produced a sequence's draft tokens in a round."""
+    """The origin of a sequence's draft tokens in a round."""
 
     NONE = 0  # nothing was drafted (AR)
     CACHE = 1  # drafted while the target verified the round before
@@ -31,12 +31,12 @@ class Source(IntEnum):
 
 
 class Event(IntEnum):
-    """What a row of an outcome means for its sequence."""
+    """Meaning of an outcome's row for its sequence."""
 
-    COMMIT = 0  # the round accepted num_accepted tokens and found the bonus token
+    COMMIT = 0  # the round accepted num_accepted tokens and drew the bonus token
     ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and its first round is a miss
     RELEASE = 2  # the sequence is finished and takes no speculation
-    OPEN = 3  # a new sequence whose prompt is stored in parts, beside the rounds of the others
+    OPEN = 3  # a new sequence whose prompt is stored in parts, during the rounds of the others
     JOIN = 4  # an opened sequence whose prompt is stored: from here on as if it were admitted
 
 
@@ -45,14 +45,14 @@ _FRESH = np.array([False, True, False, True, False])  # by Event: its request is
 
 
 class Control(NamedTuple):
-    """What the lead decides of the next round, for all ranks.
+    """The lead's decisions on the next round, for all ranks.
 
     lookahead: most tokens that are drafted for a sequence (None: K). width: most bonus candidates
-    that the draft keeps for a row, while the target verifies (None: those of its fan-out; 0: it
-    grows nothing). fill: rows of opened prompts that are stored beside the verification. catch_up:
-    most committed tokens that a draft on the lead's own device stores before it drafts; it drafts
-    only for sequences of which it lacks none, and stores no prompt before (None: all of them, and
-    prompts beside the verification, as other drafts do). No message carries it.
+    that the draft keeps for a row, while the target verifies (None: its fan-out; 0: no growth).
+    fill: rows of opened prompts that are stored with the verification. catch_up: most committed
+    tokens that a draft on the lead's own device stores before it drafts; it then drafts only for
+    sequences stored completely, and stores no prompt first (None: all tokens, and prompts during
+    the verification, as other drafts do). No message carries it.
     """
 
     lookahead: int | None = None
@@ -65,9 +65,9 @@ class Control(NamedTuple):
 class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
 
-    prompt: its tokens up to first_token, where the workers read them; empty elsewhere. temperature,
-    top_p: how such a sequence is sampled. seed: that of its draws, whatever its id (None: the
-    job's). logprobs: whether the target's log-probabilities of its tokens are wanted.
+    prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
+    its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: whether the
+    target's log-probabilities of its tokens are returned.
     """
 
     request_id: int
@@ -89,9 +89,8 @@ class Outcome:
     """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
 
     rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*). The
-    speculation of round + 1 answers the rows that are not releases, in their order.
-    prompts: the requests of those new sequences that have a prompt. control: what else is decided
-    of round + 1.
+    speculation of round + 1 answers the rows that are not releases, in their order. prompts: the
+    requests of those new sequences that have a prompt. control: further decisions on round + 1.
     """
 
     WIDTH = 5
@@ -113,7 +112,7 @@ class Outcome:
     def admission(
         cls, round_: int, requests: Sequence[Request], event: Event = Event.ADMIT
     ) -> Outcome:
-        """Returns an outcome that admits (or opens, or joins) these requests and nothing else."""
+        """Returns an outcome that admits (or opens, or joins) only these requests."""
         rows = [(r.request_id, r.epoch, event, 0, r.first_token) for r in requests]
         prompts = {(r.request_id, r.epoch): r for r in requests if r.prompt}
         return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH), prompts or _NONE)
@@ -210,7 +209,7 @@ class Batch:
         return len(self.ids)
 
     def behind(self, accepted: Ints, bonus: Ints) -> Batch:
-        """Returns this batch as it will be behind a round of this outcome, to look ahead."""
+        """Returns this batch as it will be after a round of this outcome, to look ahead."""
         found = copy(self)
         found.lengths, found.last_tokens = self.lengths + accepted + 1, bonus
         return found
@@ -218,7 +217,7 @@ class Batch:
     def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
         """Applies an outcome; returns (slot, request) of each sequence that it admits or joins.
 
-        Raises ProtocolError where the outcome's sequences are not those of this batch.
+        Raises ProtocolError if the outcome's sequences differ from the batch's.
         """
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays

@@ -4,9 +4,9 @@
     row.tok_per_s, row.get("tok_per_s")      a field, or the same as a mapping of the line's keys
     json.dumps(row.to_dict())                the line again, its keys in the order of the fields
 
-Fields whose type has no None are in every row that `run` wrote. Nothing is checked here: where a
-line lacks such a key, None stands there, and the gates say so. docs/row.md is made from these
-fields by mpissd.lab.tables.row_page.
+Fields whose type has no None are in every row that `run` wrote. Nothing is checked here: if a line
+lacks such a key, the field is None, and the gates report it. docs/row.md is made from these fields
+by mpissd.lab.tables.row_page.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 
@@ -49,7 +49,7 @@ class Origin:
 
     @property
     def other_draft_device(self) -> str | None:
-        """Device name of the first draft rank if it differs from the lead's, else None."""
+        """Device name of the first draft rank if it differs from the lead's, or None."""
         name = self.draft_device
         return None if name == self.device_name else name
 

@@ -2,7 +2,7 @@
 
 sd-inline   SD with the draft on the lead's own device
 lookup      prompt lookup: no draft model at all
-suffix      likewise, by a suffix automaton: whatever the longest repeated suffix was followed by
+suffix      the same by a suffix automaton: the continuation of the longest repeated suffix
 
 A schedule sets flags that the user did not give, and refuses other values of them.
 """
@@ -21,7 +21,7 @@ SCHEDULES: dict[str, dict[str, str]] = {
 
 
 def with_schedule(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds the flags that --schedule stands for; all values are text.
+    """Adds the flags that --schedule sets; all values are text.
 
     Raises ConfigError for an unknown schedule, or a flag with another value than the schedule's.
     """

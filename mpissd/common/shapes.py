@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from mpissd.common.errors import ConfigError
 from mpissd.common.heads import DraftHead
 
-SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # the depth behind a name, llama-3.1-70b@8L
+SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # the depth after a name, llama-3.1-70b@8L
 
 _MOST = 2**31 - 1  # of a width, a depth or a vocabulary
 
@@ -71,7 +71,7 @@ class ModelShape:
 
     @property
     def fused_width(self) -> int:
-        """The columns that a first product joins to those of `hidden`; 0 without such a product."""
+        """The columns that a first product joins to `hidden`; 0 without such a product."""
         return 0 if self.head is None else self.head.fused * self.hidden
 
     @property
@@ -108,7 +108,7 @@ class ModelShape:
         return 2 * self.num_layers * self.kv_width * 2
 
     def scaled(self, num_layers: int) -> ModelShape:
-        """Returns the shape with `num_layers` layers; its name says so (llama-3.1-70b@8L)."""
+        """Returns the shape with `num_layers` layers; its name shows it (llama-3.1-70b@8L)."""
         if num_layers == self.num_layers:
             return self
         base = SCALED.sub("", self.name)

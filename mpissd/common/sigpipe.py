@@ -11,7 +11,7 @@ UNREAD = 128 + signal.SIGPIPE  # 141, the shell's exit code for a program that S
 
 
 def unless_unread(command: Callable[[], int]) -> int:
-    """Runs a command and flushes stdout; returns its exit code, or 141 where nobody reads stdout.
+    """Runs a command and flushes stdout; returns its exit code, or 141 if stdout's reader is gone.
 
     stdout is /dev/null from then on, or Python would print a second error at exit.
     """

@@ -1,4 +1,4 @@
-"""A page of shared memory: a rank stores in it what it is doing, and the warden reads it.
+"""A page of shared memory: a rank stores its activity in it, and the warden reads it.
 
 Three bytes are used. Storing one needs no system call and no message.
 """
@@ -27,7 +27,7 @@ class Stage(IntEnum):
 
 
 class Doing(IntEnum):
-    """What a rank does within a round."""
+    """Activity of a rank within a round."""
 
     NOTHING = 0  # runs no loop
     DRAFT_WAIT = 1  # lead: has asked for a speculation and waits for it

@@ -98,7 +98,7 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.
     """
     if fan_out <= 0:
         return 1.0
-    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # A very steep law underflows to 0.
+    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # A very steep r underflows to 0.
 
 
 def miss_probability(

@@ -30,7 +30,7 @@ def check_same_tokens(target: Path, draft: Path) -> None:
 def tokens_of(path: Path) -> dict[int, str]:
     """Returns the ordinary tokens by their id, of a .gguf or a folder's tokenizer.json.
 
-    Added and special tokens are left out, since models of one vocabulary rename them. Empty where
+    Added and special tokens are left out, since models of one vocabulary rename them. Empty if
     there is no tokenizer. Raises ConfigError if the file is damaged.
     """
     if path.suffix == ".gguf":
@@ -42,7 +42,7 @@ def tokens_of(path: Path) -> dict[int, str]:
     file = path / "tokenizer.json"
     try:
         return _ordinary(json.loads(file.read_text("utf-8")))
-    except (FileNotFoundError, NotADirectoryError):  # the latter for a config.json alone
+    except (FileNotFoundError, NotADirectoryError):  # the latter for a bare config.json
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(file)!r} is damaged or no tokenizer.json") from error

@@ -26,7 +26,7 @@ class LeadPhase(IntEnum):
     """The phases of a round on the lead's host, in order."""
 
     SEND = 0  # pack the OUTCOME message and start sending it
-    COMMIT = 1  # tell a learner of the round before, apply the outcome to the batch
+    COMMIT = 1  # send a learner the previous round, apply the outcome to the batch
     DRAFT_WAIT = 2  # wait for the speculation
     BROADCAST = 3  # send the plan to the followers
     UPLOAD = 4  # hand the tokens to the device
@@ -34,7 +34,7 @@ class LeadPhase(IntEnum):
     DEVICE_WAIT = 6  # wait until the verification is over
     SAMPLE = 7  # apply the acceptance rule
     RECORD = 8  # store the round's rows
-    PREFILL = 9  # compute the prompts of new sequences, behind COMMIT (T = 1) or BROADCAST
+    PREFILL = 9  # compute the prompts of new sequences, after COMMIT (T = 1) or BROADCAST
 
 
 class DraftPhase(IntEnum):
@@ -166,7 +166,7 @@ class Ledger:
 
 
 class DraftLedger(Ledger):
-    """A draft's ledger, whose marks also store for the warden what the draft does next (50 ns).
+    """A draft's ledger, whose marks also store the draft's next activity for the warden (50 ns).
 
     Target ranks store only their waits for other ranks: nine marks in a 14 µs round would make a
     lone AR rank 3% slower.

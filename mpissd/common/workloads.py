@@ -13,8 +13,8 @@ from mpissd.common.errors import unknown
 
 @dataclass(frozen=True)
 class Known:
-    """A registered workload: `where` is "module:class", `flags` are those that not every workload
-    reads."""
+    """A registered workload: `where` is "module:class", `flags` are those specific to some
+    workloads."""
 
     where: str
     flags: frozenset[str]
@@ -24,7 +24,7 @@ _KNOWN: dict[str, Known] = {}
 
 
 def register(name: str, where: str, flags: str = "") -> None:
-    """Adds a workload; raises ValueError where the name is taken.
+    """Adds a workload; raises ValueError if the name is taken.
 
     where: "module:class" of the Workload. flags: the flags that it reads and other workloads may
     not, separated by spaces; a flag that no workload names may be given with every workload.

@@ -35,7 +35,7 @@ HELP = """\
 /help             this
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
 _LEAVE_S = 20.0  # longest wait for the server to end
-_NO_WRAP = 1 << 16  # columns that stand for "no terminal"
+_NO_WRAP = 1 << 16  # columns without a terminal
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
 
 
@@ -203,7 +203,7 @@ class Chat:
 
 
 def chat(config: ChatConfig) -> int:
-    """Runs the command; returns the exit code: that of the server if it ends first.
+    """Runs the command; returns the exit code, the server's if it ends first.
 
     Raises ConfigError if a model cannot be loaded or cannot chat, or without httpx.
     """

@@ -43,7 +43,7 @@ class Show:
         self.meter = Meter(has_cache)
 
     def take(self, result: RoundResult) -> None:
-        """Shows what a round added to the sequence, if it is still decoded."""
+        """Shows a round's new text of the sequence, if it is still decoded."""
         places = np.flatnonzero(result.outcome.ids == WATCHED)
         if self.is_over or not len(places):
             return

@@ -1,4 +1,4 @@
-"""An answer on the terminal while it arrives: words wrapped, tokens coloured by what drafted them,
+"""An answer on the terminal while it arrives: words wrapped, tokens coloured by their origin,
 numbers in the right margin.
 
 Only new text is written, some hundred bytes a round, so that writing hardly delays a round.

@@ -27,5 +27,5 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton, which comes with PyTorch for GPUs, is there."""
+    """Whether Triton, which comes with PyTorch for GPUs, is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -54,7 +54,7 @@ def _together(config: DistillConfig) -> int:
 
     from mpissd.learn.source import read
 
-    read(config)  # refuses what is wrong before any process starts
+    read(config)  # refuses faults before any process starts
     with tempfile.TemporaryDirectory() as place:
         try:
             mp.start_processes(
@@ -132,8 +132,8 @@ def _finished(job: Distillation, result: Result, config: DistillConfig, log: Log
 class Log:
     """Shows lines with the seconds since `started` (of time.monotonic()); keeps them in `folder`.
 
-    Of several processes the first one (rank 0) says everything, the others what they sampled. A
-    file that can no longer be written (a full disk) is said once; the work goes on.
+    Of several processes rank 0 logs all lines, the others only their samples. A file that can no
+    longer be written (a full disk) is reported once; the work goes on.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Log:
             self._keep(" ".join([now, "mpissd distill", *flags]))
 
     def __call__(self, text: str) -> None:
-        """Says a line."""
+        """Logs a line."""
         if not self._rank or "batch" in text:
             line = self._dated(text)
             self._show(line)
             self._keep(line)
 
     def end(self, error: BaseException) -> None:
-        """Keeps what ended the work early, which another place tells the user."""
+        """Logs the error that ended the work early; the caller reports it to the user."""
         self._keep(self._dated(f"ended: {type(error).__name__}: {error}"))
 
     def _dated(self, text: str) -> str:

@@ -140,12 +140,12 @@ class DistillConfig(Checked):
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """The fresh drafts; none where the draft starts from layers."""
+        """The fresh drafts; none if the draft starts from layers."""
         return tuple(form_of(part) for part in self.shapes.split(",") if part)
 
     @property
     def kind_names(self) -> tuple[str, ...]:
-        """The kinds of drafts that read hidden states; none where it is a model by itself."""
+        """The kinds of drafts that read hidden states; none if it is a model by itself."""
         return tuple(part for part in self.kinds.split(",") if part)
 
     def length_of(self, rank: int) -> int:

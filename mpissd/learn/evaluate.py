@@ -69,7 +69,7 @@ def _rounds(answers: Sequence[Sequence[int]], lookahead: int) -> dict[str, Any]:
 def rounds_of(ranks: Sequence[int], lookahead: int) -> Iterator[tuple[int, int | None]]:
     """Yields (accepted tokens, rank of the target's own token) of each round of an answer.
 
-    The rank is None where the answer ends with an accepted token. Behind a rejection it counts the
+    The rank is None if the answer ends with an accepted token. After a rejection it counts the
     proposed token too, which is no key: subtract 1.
     """
     at = 0
@@ -189,7 +189,7 @@ def _judge_chains(
 
 
 def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
-    """Returns the tokens of each round of an answer, from what each position's steps agree with.
+    """Returns the tokens of each round of an answer, from the agreement of each position's steps.
 
     The answer's last token ends it, accepted or the target's own.
     """

@@ -1,4 +1,4 @@
-"""What a draft is judged or trained on: people's prompts, recordings, the target's own prompts.
+"""Texts to judge or train a draft: people's prompts, recordings, the target's own prompts.
 
 A file of prompts is answered by the target at temperature 0; a recording (.npz) has its answers.
 """
@@ -33,7 +33,7 @@ class Exam:
         return max(map(len, self.prompts), default=0) + limit
 
     def part(self, rank: int, size: int) -> Exam:
-        """Returns every size-th prompt from the rank-th on; all of them where there are fewer."""
+        """Returns every size-th prompt from the rank-th on; all of them if there are fewer."""
         if len(self.prompts) < size:
             return self
         mine = slice(rank, None, size)

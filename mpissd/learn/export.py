@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.checkpoint import quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.quantize import quantize
 
 SHARD_BYTES = 14_500_000  # bytes of tensors in a file; its header is not counted
 Array = NDArray[Any]
@@ -35,7 +35,7 @@ def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
 def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
     """Writes shards, their index and config.json; returns the shards' bytes together.
 
-    about: what config.json says of the draft's origin under "mpissd".
+    about: the draft's origin, written to config.json under "mpissd".
     """
     from safetensors.numpy import save as packed
 

@@ -124,7 +124,7 @@ class Distillation:
 
     @property
     def _written(self) -> int:
-        """Tokens of a conversation after what opens each of them."""
+        """Tokens of a conversation after its opening."""
         return int(self.parts[0].tokens.shape[1]) - len(self.source.template.before)
 
     def _hold_out(self) -> None:
@@ -135,7 +135,7 @@ class Distillation:
         self.parts[0] = self.parts[0].take(slice(few, num)) if num > 1 else self.held
 
     def _count(self) -> None:
-        """Adds up what all processes sampled: conversations, answered tokens, their counts."""
+        """Adds up the samples of all processes: conversations, answered tokens, their counts."""
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         for part in self.parts:
@@ -168,7 +168,7 @@ class Distillation:
         return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _rows(self) -> int:
-        """Returns how many conversations are sampled at a time: fewer where memory is short."""
+        """Returns how many conversations are sampled at a time: fewer if memory is short."""
         num = self.config.scaled(self.config.sequences, self.group.rank)
         return max(1, int(min(num, 0.7 * self._free() / self._bytes(1))))
 
@@ -228,7 +228,7 @@ class Distillation:
         )
 
     def _observer(self, result: Result) -> Observer:
-        """Returns what the first process records of a training, and the others ignore."""
+        """Returns the observer that records a training on rank 0, and ignores it elsewhere."""
         if self.group.rank:
             return Observer(lambda point: None)
         log = self.log
@@ -268,7 +268,7 @@ class Distillation:
             else:
                 draft = fresh(self.target, architecture, ids, config.seed)
         head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-        if config.head == "target":  # an earlier draft may have come with a head of its own
+        if config.head == "target":  # an earlier draft may have its own head
             draft = draft._replace(head=self.target.head[head_ids].float())
         draft_blocks = blocks_of(architecture, self.blocks.dtype)
         pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
@@ -295,7 +295,7 @@ class Distillation:
         return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
 
     def facts(self, head_ids: Any, num_layers: int, origin: str) -> dict[str, Any]:
-        """Returns what a draft's report says of its making."""
+        """Returns the facts of a draft's training for its report."""
         ids, gpu = head_ids.cpu(), self.device.type == "cuda"
         return {
             "origin": origin,

@@ -22,7 +22,7 @@ Tensor = Any
 class Layer(NamedTuple):
     """A decoder layer's weights; q, k, v are one matrix and so are gate and up.
 
-    bias: of q, k and v joined (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None where
+    bias: of q, k and v joined (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None if
     the architecture has none.
     """
 
@@ -50,7 +50,7 @@ class Llama(NamedTuple):
 class Blocks:
     """The arithmetic of one architecture: products in `dtype`, norms and the residual in float32.
 
-    The residual keeps the embedding's type where that is narrower.
+    The residual keeps the embedding's type if that is narrower.
     """
 
     heads: int
@@ -71,7 +71,7 @@ class Blocks:
     def front(self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated q [.., heads, d], rotated k [.., kv_heads, d] and v of x [.., hidden].
 
-        cos, sin: [.., 1, d], those of each row's position.
+        cos, sin: [.., 1, d], by each row's position.
         """
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         every = self.product(self.norm(x, w.norm_attention), w.qkv, w.bias).split(widths, -1)

@@ -1,7 +1,7 @@
 """The optimisers: AdamW, or Muon for the layers' matrices and AdamW for the rest.
 
 Muon (Jordan 2024) replaces the gradient's running mean by the nearest matrix with equal singular
-values, found by five Newton-Schulz steps; scaled so that one learning rate serves both
+values, computed by five Newton-Schulz steps, and scaled so that one learning rate serves both
 (2502.16982).
 """
 
@@ -16,13 +16,13 @@ from mpissd.learn.llama import Llama, Tensor
 
 MOMENTUM, DECAY = 0.95, 0.01
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-RMS = 0.2  # of an update, relative to the learning rate: that of AdamW's
+RMS = 0.2  # of an update, relative to the learning rate, as AdamW's
 
 
 def optimizer_for(name: str, tensors: Sequence[Tensor], heads: Sequence[Tensor] = ()) -> Any:
     """Returns the optimiser of these tensors; name: "adamw" or "muon".
 
-    Muon is for matrices, those of one shape together; AdamW trains vectors and `heads`.
+    Muon is for matrices, grouped by shape; AdamW trains vectors and `heads`.
     """
     shapes: dict[Any, list[Tensor]] = {}
     rest = []

@@ -1,7 +1,7 @@
 """How users' messages begin, so that the target also writes prompts that it seldom starts itself.
 
-They are general: none is a beginning of one evaluation prompt alone. A word of the tokenizer after
-an opening leads to subjects that a small model would not come to.
+They are general: none begins just one evaluation prompt. A word of the tokenizer after an opening
+leads to subjects that a small model would not come to.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from mpissd.learn.sample import Samples, States
 @dataclass(frozen=True)
 class Batch:
     """tokens: [b, n]. rows: positions in the flattened tokens. weights: [rows], 0 for one that does
-    not count. states: what the target computed at these rows ([rows, …] each)."""
+    not count. states: the target's results at these rows ([rows, …] each)."""
 
     tokens: Tensor
     rows: Tensor
@@ -39,7 +39,7 @@ def batch_of(samples: Samples, num_rows: int) -> Batch:
 
 @dataclass(frozen=True)
 class Pair:
-    """The target, the draft, the draft's token ids, and what each of them computes with."""
+    """The target, the draft, the draft's token ids, and the tensors that each computes with."""
 
     target: Llama
     draft: Llama
@@ -99,7 +99,7 @@ class Losses:
         )
 
     def _states(self, batch: Batch) -> States:
-        """Returns what the target computes at a batch's rows."""
+        """Returns the target's results at a batch's rows."""
         pair, angles = self.pair, self.pair.angles(batch.tokens.shape[1])
         with torch.no_grad():
             hidden = self.blocks.hidden(pair.target, batch.tokens, *angles)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpissd.engine.model.transformer.checkpoint import dequantize, quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.made_for import origin_of
-from mpissd.engine.model.transformer.quantize import dequantize, quantize
+from mpissd.engine.model.transformer.sources import origin_of
 from mpissd.learn import card, export
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.evaluate import judge, summary
@@ -75,7 +75,7 @@ class Result:
         return self
 
     def try_save(self, draft: Any, log: Log) -> bool:
-        """Saves the draft so far; says so in one line if the files cannot be written."""
+        """Saves the draft so far; logs one line if the files cannot be written."""
         try:
             log(self.save(draft))
         except OSError as error:
@@ -85,7 +85,7 @@ class Result:
         return True
 
     def save(self, draft: Any) -> str:
-        """Writes the quantised draft, its curves and a report; returns what was written.
+        """Writes the quantised draft, its curves and a report; returns a summary line.
 
         An OSError leaves the folder's files as they were.
         """

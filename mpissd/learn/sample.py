@@ -20,16 +20,15 @@ from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
 from mpissd.learn.template_parts import TemplateParts
 
 CHECK = 8  # positions between two looks at the clock
-USER, OPENING, ANSWER, REOPENING = range(4)  # what a sequence is writing
+USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
 
 
 @dataclass(frozen=True)
 class States:
-    """What the target computed after each position of sequences [n, length].
+    """The target's results after each position of sequences [n, length].
 
     hidden: normalised last hidden rows, [n, length, hidden] in the samples' type. total: logsumexp
-    of the logits, float32. best: the likeliest next token, int32. Nothing stands at the last
-    position.
+    of the logits, float32. best: the likeliest next token, int32. The last position is empty.
     """
 
     hidden: Tensor
@@ -41,7 +40,7 @@ class States:
 class Samples:
     """Sequences of token ids, int32 [n, length], and which of them the target answered, bool.
 
-    states: None where the target's computations were not kept.
+    states: None if the target's computations were not kept.
     """
 
     tokens: Tensor
@@ -57,7 +56,7 @@ class Samples:
 
 
 def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
-    """Returns int64 [n, length]: each prompt, then −1 where the target is to write."""
+    """Returns int64 [n, length]: each prompt, then −1 for the target's tokens."""
     given = torch.full((len(prompts), length), -1)
     for row, prompt in enumerate(prompts):
         given[row, : len(prompt)] = torch.tensor(prompt[:length], dtype=torch.int64)
@@ -90,7 +89,7 @@ class Sampler:
     ) -> Samples:
         """Returns the conversations that start with `given` [n, length] (−1: to be written).
 
-        first: what is written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
+        first: the part written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
         and of answers. keep: whether the target's states are kept. deadline: of time.monotonic();
         conversations that reach it are cut there, all at one length.
         """
@@ -184,7 +183,7 @@ class _Turns:
         self.answered = torch.zeros_like(given, dtype=torch.bool)
 
     def next(self, position: int, picked: Tensor | None) -> Tensor:
-        """Returns the token at a position, given what the target picked for it."""
+        """Returns the token at a position, given the target's pick for it."""
         given, state = self.given[:, position], self.state
         if picked is None:
             return given

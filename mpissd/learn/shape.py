@@ -12,8 +12,8 @@ import torch
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.checkpoint import BLOCK
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.quantize import BLOCK
 from mpissd.learn.config import Form
 from mpissd.learn.llama import Layer, Llama, Tensor, mapped
 
@@ -91,7 +91,7 @@ def fresh(target: Llama, config: TransformerConfig, head_ids: Ints, seed: int) -
     """Returns a draft of random layers; its norm and its head's rows start as the target's."""
     generator = torch.Generator().manual_seed(seed)
     shape, hidden, device = config.shape, config.shape.hidden, target.head.device
-    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # of what is added to the residual
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # of a layer's addition to the residual
 
     def drawn(outputs: int, inputs: int, scale: float) -> Tensor:
         return (torch.randn(outputs, inputs, generator=generator) * scale).to(device)

@@ -1,4 +1,4 @@
-"""What a distillation reads before it starts: the target, its tokenizer, exams, an earlier draft.
+"""Inputs of a distillation: the target, its tokenizer, exams, an earlier draft.
 
 Everything that can be wrong with them is refused here, in one line.
 """
@@ -25,7 +25,7 @@ from mpissd.learn.template_parts import TemplateParts, template_parts
 class Source:
     """The target's weights and tokenizer, its template's parts, exams by name, an earlier draft.
 
-    lessons: what is trained on instead of samples, by name; none where the target writes them.
+    lessons: training texts instead of samples, by name; empty if the target writes samples.
     """
 
     checkpoint: Checkpoint
@@ -71,7 +71,7 @@ def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
 
 
 def _start(config: DistillConfig, target: Checkpoint) -> Checkpoint:
-    """Returns the earlier draft, or the target where there is none.
+    """Returns the earlier draft, or the target if there is none.
 
     Raises ConfigError for a draft of another target.
     """

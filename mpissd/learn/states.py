@@ -1,8 +1,8 @@
-"""Drafts that read their target's last hidden state, in PyTorch: what state_drafts.py computes.
+"""Drafts that read their target's last hidden state, in PyTorch: the forward of state_drafts.py.
 
-Row p of a sequence stands for its token at position p and the state before it (zeros before the
-first). A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's own, as
-after accepted tokens they are.
+Row p of a sequence holds its token at position p and the state before it (zeros before the first).
+A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's own, as after
+accepted tokens they are.
 
 Each step is judged by the target's distribution there: divergence first, then mostly total
 variation, as for other drafts (train.py). The relative error of the states themselves is added
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.tensors import (
+from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
     HEAD,
     HEAD_NORM,
@@ -29,6 +28,7 @@ from mpissd.engine.model.transformer.tensors import (
     LAST_NORM,
     tensors,
 )
+from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
 from mpissd.learn.muon import optimizer_for
 from mpissd.learn.pair import distance
@@ -39,7 +39,7 @@ INITIAL = 0.02  # standard deviation of fresh weights
 
 @dataclass(frozen=True, eq=False)
 class StateDraft:
-    """A draft's weights by their names in files, and what it reads of its target.
+    """A draft's weights by their names in files, and the tensors that it reads of its target.
 
     head: the target's rows of `head_ids` [rows, hidden]. table: cosines and sines by position.
     """
@@ -125,7 +125,7 @@ class StateDraft:
 
     @property
     def _layer(self) -> Layer:
-        """What Blocks.front reads of the layer."""
+        """The layer's tensors that Blocks.front reads."""
         prefix, weights = "model.layers.0.", self.weights
         qkv = torch.cat([weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
         norm = weights[f"{prefix}input_layernorm.weight"]

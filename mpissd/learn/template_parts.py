@@ -1,4 +1,4 @@
-"""What a chat template puts before, between and after the messages, as token ids."""
+"""A chat template's token ids before, between and after the messages."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Batches:
     """Batches in epochs: each is drawn from one part of the samples."""
 
     def __init__(self, parts: Sequence[Samples], size: int, seed: int, make: Make) -> None:
-        """Takes the samples and what makes a batch of some of them and a number of rows."""
+        """Takes the samples and the function that makes a batch of indices and a number of rows."""
         self.make = make
         self.parts, self.size = parts, min(size, *(len(part.tokens) for part in parts))
         self.random = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ class Batches:
         self.num_rows = max(1, int(positions * sum(shares) / len(shares)))
 
     def next(self) -> Any:
-        """Returns the next batch; starts a new epoch where the last one is over."""
+        """Returns the next batch; starts a new epoch when the last one is over."""
         if not self.order:
             self.order = self._epoch()
         part, rows = self.order.pop()
@@ -101,7 +101,7 @@ VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
 EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
 NAMES = ("cross_entropy", "tv", "agreement", "state_error")
-REGRESSION = 0.5  # weight of the states' relative error, where a draft has states
+REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
 UNTIMED = 5  # compiled steps before the clock starts: they compile
 
 
@@ -126,14 +126,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Observer:
-    """What receives each point of a training's curves, and copies of the draft so far."""
+    """Receives each point of a training's curves, and copies of the draft so far."""
 
     point: Callable[[dict[str, Any]], None]
     copy: Callable[[Any], object] = lambda draft: None
 
 
 class Learner(Protocol):
-    """What is trained, and its losses on batches that it makes of samples."""
+    """The trained tensors, and their losses on batches made of samples."""
 
     @property
     def trained(self) -> list[Tensor]:

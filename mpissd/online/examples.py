@@ -1,7 +1,7 @@
-"""What a learner keeps of the target: sequences, and its distributions after some positions.
+"""A learner's data from the target: sequences, and distributions after some positions.
 
-Of each distribution the likeliest tokens are kept, float16 log-probabilities of the whole
-vocabulary. The probability of the others is lost to training.
+Of each distribution the likeliest tokens are kept, with float16 log-probabilities normalised over
+the whole vocabulary. The probability of the others is lost to training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm.logit_stream import Lesson
 
-KEPT = 64  # tokens of a distribution: 390 bytes a position, where a float32 row has 4 V
+KEPT = 64  # tokens of a distribution: 390 bytes a position instead of 4 V in float32
 HELD = 8  # one sequence in so many is held out, to judge versions before they are published
 Floats = NDArray[np.float32]
 
@@ -120,7 +120,7 @@ class Collector:
     """Keeps the sequences of the rounds, and yields each as it ends."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
-        """stop_ids: tokens that end an answer; what a round committed after one is dropped."""
+        """stop_ids: tokens that end an answer; later tokens of the same round are dropped."""
         self._stops, self._kept = frozenset(stop_ids), kept
         self._live: dict[tuple[int, int], _Growing] = {}
         self.dropped = 0  # sequences of which a round is missing

@@ -1,4 +1,4 @@
-"""What a learner's rank and its trainer, a process of its own, say to each other over pipes.
+"""Messages over pipes between a learner's rank and its trainer, a process of its own.
 
 A frame is a kind (one byte), a length, and bytes. To the trainer go EXAMPLE frames; back come
 VERSION frames (a number and the packed weights) and REPORT frames (JSON).

@@ -1,9 +1,9 @@
-"""Trains a draft on the target's distributions as they come, and says what may be published.
+"""Trains a draft on the target's distributions as they arrive, and decides what to publish.
 
-Nothing is published whose losses or weights are not finite, nor before some sequences are held out.
-On the last of these, which neither was trained on, a version must agree with the target more often
-than the one that is in use does, by more than two standard errors. Luck passes that, too: of
-versions that gain nothing one in forty (docs/online.md).
+A version is published only if its losses and weights are finite and some sequences are held out. On
+the latest of these, which no version was trained on, it must agree with the target more often than
+the version in use, by more than two standard errors. Luck passes that, too: one in forty of the
+versions that gain nothing (docs/online.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Counted = NDArray[np.float64]
 
 
 class State(str, Enum):
-    """What a learner does; `diverged` and `refused` describe its last version."""
+    """State of a learner; `diverged` and `refused` describe its last version."""
 
     LEARNING = "learning"
     DIVERGED = "diverged"  # a loss or a weight was not finite: it went back to the last version
@@ -49,7 +49,7 @@ class LearnerPlan:
 
 @dataclass
 class Counts:
-    """What a learner did so far; `tokens` of all sequences, prompts included."""
+    """Counts of a learner's work; `tokens` of all sequences, prompts included."""
 
     sequences: int = 0
     tokens: int = 0
@@ -153,8 +153,8 @@ def counted(judged: Sequence[Sequence[tuple[int, float]]]) -> Counted:
 def paired(mine: Counted, other: Counted) -> tuple[float, float]:
     """Returns the difference of two shares, and its standard error over the rows, two or more.
 
-    mine, other: (counted, all) of the same rows, [n, 2]; the error is that of a ratio's estimate
-    with n − 1 degrees of freedom.
+    mine, other: (counted, all) of the same rows, [n, 2]; the error is computed for a ratio's
+    estimate with n − 1 degrees of freedom.
     """
     total, n = other[:, 1].sum(), len(other)
     gains = mine[:, 0] - other[:, 0]

@@ -21,12 +21,12 @@ from mpissd.online.examples import Example
 PYTHON = "MPISSD_LEARNER_PYTHON"  # another interpreter that has PyTorch; default: this one
 _MOST = 256  # examples that wait for the trainer; further ones are dropped
 _PATIENCE_S = 3.0  # for its last report
-_NEEDED = ("numpy", "safetensors", "torch")  # what a trainer imports in addition to mpissd
+_NEEDED = ("numpy", "safetensors", "torch")  # imports of a trainer in addition to mpissd
 _LACKS = f"from importlib.util import find_spec as f; print(*[n for n in {_NEEDED} if not f(n)])"
 
 
 def check_trainer() -> None:
-    """Raises ConfigError where the trainer's interpreter does not start, or lacks a package."""
+    """Raises ConfigError if the trainer's interpreter does not start, or lacks a package."""
     try:
         answer = subprocess.run(
             [_python(), "-c", _LACKS], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -41,9 +41,9 @@ def check_trainer() -> None:
 
 
 class TrainerProcess:
-    """A trainer in a process of its own; what it does cannot hold up the process that started it.
+    """A trainer in a process of its own, which cannot block the process that started it.
 
-    report: the last one that came. `take` hands out the newest version.
+    report: the last one that arrived. `take` hands out the newest version.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class TrainerProcess:
             thread.start()
 
     def post(self, example: Example) -> None:
-        """Hands an example over, or drops it where too many wait."""
+        """Hands an example over, or drops it if too many wait."""
         try:
             self._waiting.put_nowait(frames.of_example(example))
         except queue.Full:
@@ -114,7 +114,7 @@ class TrainerProcess:
                 frames.write(pipe, frames.EXAMPLE, data)
             pipe.close()
         except OSError:
-            return  # it has ended: `is_alive` says so
+            return  # it has ended: `is_alive` is False
 
     def _read(self) -> None:
         pipe: Any = self._process.stdout

@@ -38,7 +38,7 @@ class LearnerRank:
         self.sent = 0  # the version that was sent last
 
     def run(self) -> None:
-        """Works until the lead says stop."""
+        """Works until the lead sends stop."""
         while True:
             is_over = self._comms.is_told_to_stop()
             # Lessons for a trainer that is gone stay where they are: so the lead reads no more.

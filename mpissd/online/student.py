@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
-from mpissd.engine.model.transformer.quantize import quantize
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, quantize
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD
 from mpissd.engine.model.transformer.versions import Version
 from mpissd.learn.llama import (
     Llama,
@@ -38,7 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def product_dtype(device: str) -> Any:
-    """Returns the type of the layers' products: bfloat16 where the device has such products.
+    """Returns the type of the layers' products: bfloat16 if the device has such products.
 
     On a CPU that has them they take a fifth of the time (AMD EPYC, one core: 121 instead of 26
     GFLOP/s).
@@ -68,11 +66,11 @@ class Student:
         self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
         rate: float = 1e-4, longest: int = 1024, exact: bool = False,
     ) -> None:  # fmt: skip
-        """Reads the weights. draft, target: as open_checkpoint takes them.
+        """Reads the weights. draft, target: names for open_checkpoint.
 
-        seed: that of random weights. rate: the learning rate, reached over the first ten steps.
-        longest: positions of a sequence that are used. exact: hands weights on in float16 also
-        where the draft's files are int8, for a draft whose device computes with float16 (CuPy).
+        seed: of random weights. rate: the learning rate, reached over the first ten steps. longest:
+        positions of a sequence that are used. exact: publishes weights in float16 even if the
+        draft's files are int8, for a draft whose device computes with float16 (CuPy).
         """
         self.source: Checkpoint = open_checkpoint(draft, seed, target)
         config = self.source.config
@@ -178,7 +176,7 @@ class Student:
         places = self.places[ids]
         known = places >= 0
         own = logits.gather(1, places.clamp(min=0))
-        sound = torch.isfinite(logits).all(-1)  # nothing is likelier than what is no number
+        sound = torch.isfinite(logits).all(-1)  # comparisons with NaN are never true
         before = torch.arange(logits.shape[1], device=logits.device) < places[:, :1]
         ahead = (logits > own[:, :1]) | ((logits == own[:, :1]) & before)
         ranks = ahead.sum(-1)
@@ -199,8 +197,8 @@ class Student:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Judges, inside the block, the weights as the draft computes with them: those of
-        `arrays`, in int8 or float16, bit for bit. Raises ProtocolError where one is not finite."""
+        """Inside the block the weights equal the draft's: from `arrays`, in int8 or float16, bit
+        for bit. Raises ProtocolError if one is not finite."""
         version = Version(self.source, self.arrays())
         weights = load_trunk(version, self.draft, torch.float32)
         if not self.shares_head:
@@ -225,13 +223,13 @@ class Student:
         )
 
     def arrays(self) -> Arrays:
-        """Returns the trained tensors as a draft loads them: int8 with scales where it stores such,
-        else float16; vectors in float32.
+        """Returns the trained tensors as a draft loads them: int8 with scales if it stores such, or
+        float16; vectors in float32.
 
         Weights lie on int8's grid when training begins, and most move by less than half of its
-        step: rounding to nearest would take them back. They are dithered, by the same numbers in
-        every version, so that a weight that did not move stays as it was where the largest weight
-        of its block, which makes the step, did not either.
+        step: rounding to nearest would take them back. They are dithered, with the same numbers in
+        every version: a weight that did not move keeps its value if the largest weight of its
+        block, which sets the step, did not move either.
         """
         found: Arrays = {}
         draws = np.random.default_rng(DITHER)

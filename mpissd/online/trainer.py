@@ -27,9 +27,9 @@ _REPORT_S = 0.5  # between two reports
 
 @dataclass(frozen=True)
 class Task:
-    """What a trainer does; its fields come as JSON.
+    """Settings of a trainer; its fields arrive as JSON.
 
-    seed: that of random weights of the draft. started_at: when its process was started, time.time.
+    seed: of random weights of the draft. started_at: when its process was started, time.time.
     """
 
     draft: str
@@ -63,7 +63,7 @@ class Trainer:
         self._since_start: dict[str, Any] = {"gpu": _gpu(device), "ready_s": self._age()}
 
     def run(self, inbox: queue.SimpleQueue[Example | None]) -> None:
-        """Learns from what arrives, until None does."""
+        """Learns from arriving examples, until None arrives."""
         self.report()
         while self._drain(inbox):
             if self.learner.is_due:
@@ -75,7 +75,7 @@ class Trainer:
         self.report()
 
     def _drain(self, inbox: queue.SimpleQueue[Example | None]) -> bool:
-        """Takes all examples that are there; waits for one where no step is due."""
+        """Takes all examples that have arrived; waits for one if no step is due."""
         wait = 0.0 if self.learner.is_due else _IDLE_S
         while True:
             try:
@@ -99,7 +99,7 @@ class Trainer:
         self.report()
 
     def report(self) -> None:
-        """Writes what the learner has done so far."""
+        """Writes a report of the learner's work so far."""
         self._reported_at = time.monotonic()
         learner = self.learner
         counts = asdict(learner.counts)
@@ -120,7 +120,7 @@ def _mean(losses: list[dict[str, float]], name: str) -> float | None:
 
 
 def _device(task: Task) -> str:
-    """Returns the device: of several GPUs that of the rank's place on its host, or the last one."""
+    """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -131,7 +131,7 @@ def _device(task: Task) -> str:
 
 
 def _gpu(device: str) -> str | None:
-    """Returns the GPU's name that no other one has, as `DeviceInfo.uuid`; None on a CPU."""
+    """Returns the GPU's unique name, as `DeviceInfo.uuid`; None on a CPU."""
     import torch
 
     if device == "cpu":
@@ -150,7 +150,7 @@ def main(told: str) -> int:
     import torch
 
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no frame
+    os.dup2(2, 1)  # keeps prints of libraries out of the frames
     task = Task(**json.loads(told))
     torch.set_num_threads(task.threads)
     torch.set_float32_matmul_precision("high")

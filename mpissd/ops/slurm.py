@@ -1,6 +1,6 @@
 """Builds a Slurm request: checks it against the cluster's limits, then writes the sbatch command.
 
-Refusals name the make variable to change. Bridges-2's limits are those of the PSC user guide
+Refusals name the make variable to change. Bridges-2's limits are from the PSC user guide
 (https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"); for another cluster only
 requests that no cluster can meet are refused.
 """
@@ -75,7 +75,7 @@ class Request:
         return ["sbatch", *given, *self.extra, self.script, *self.flags]
 
     def resolve(self) -> dict[str, str]:
-        """Returns all options for sbatch; raises ConfigError where Slurm would refuse them."""
+        """Returns all options for sbatch; raises ConfigError if Slurm would refuse them."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
         name = self.partition or self.header.get("partition", "")
@@ -134,7 +134,7 @@ class Request:
 def _check_bridges2(
     partition: str, ranks: int, gpu_type: str, gpus: int, nodes: int, cpus: int
 ) -> None:
-    """Raises ConfigError for what a GPU partition of Bridges-2 does not give."""
+    """Raises ConfigError for a request that a GPU partition of Bridges-2 does not allow."""
     if gpu_type not in BRIDGES2_TYPES:
         raise unknown("GPU_TYPE", gpu_type, BRIDGES2_TYPES)
     if partition == SHARED and nodes > 1:
@@ -161,7 +161,7 @@ def _check_bridges2(
 def minutes(time: str) -> float:
     """Returns the minutes of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for other forms.
     """
     match = _TIME.fullmatch(time)
     if match is None:

@@ -42,7 +42,7 @@ _ELSEWHERE = "; a rank of another host may be why"
 
 
 class Peer:
-    """A rank of this host that has joined the warden: what it does, whether and how it ended."""
+    """A rank of this host that has joined the warden: its activity, whether and how it ended."""
 
     def __init__(
         self, link: socket.socket, pid: int, page: int, signals: int, about: dict[str, Any]
@@ -78,7 +78,7 @@ class Peer:
 
     @property
     def doing(self) -> int:
-        """What the rank did last in a round, a Doing."""
+        """The rank's last activity in a round, a Doing."""
         return self._page[DOING]
 
     @property
@@ -127,7 +127,7 @@ class Peer:
         return f"was killed by signal {self.signal} ({name})"
 
     def send(self, text: str) -> None:
-        """Sends a message to the rank; does nothing where the rank no longer listens."""
+        """Sends a message to the rank; does nothing if the rank has closed its end."""
         with suppress(OSError):
             self.link.send(text.encode(), socket.MSG_DONTWAIT)
 
@@ -142,7 +142,7 @@ class Verdict:
     """A line for the user about a fault.
 
     culprit: the rank that it names, or None. late: the launcher has begun to end the job, and may
-    no longer forward what ranks print.
+    no longer forward the ranks' prints.
     """
 
     line: str
@@ -182,13 +182,13 @@ class Host:
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have not joined; none where the job has several hosts."""
+        """The ranks that have not joined; none if the job has several hosts."""
         if not self.is_whole_job:
             return []
         return sorted(set(range(self.about["size"])) - set(self.peers))
 
     def phase(self, peer: Peer) -> str:
-        """Returns what a rank did last, in words. Only the lead records that the job warms up."""
+        """Returns a rank's last activity, in words. Only the lead records that the job warms up."""
         lead, stage = self.peers.get(0), peer.stage
         if lead is not None and stage == Stage.ROUNDS and lead.stage == Stage.WARM_UP:
             stage = Stage.WARM_UP
@@ -198,7 +198,7 @@ class Host:
         """Looks for a rank that ended early.
 
         The verdict names the first rank that ended without a signal from the launcher or a user. If
-        all got one, it says that they were ended and names no culprit.
+        all got one, it reports their end and names no culprit.
         """
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
@@ -258,10 +258,10 @@ class Host:
         )
 
     def waited(self, detector: Peer, text: str, now: float) -> Verdict:
-        """Returns the verdict after `detector` waited in vain; text: what it waited for.
+        """Returns the verdict after `detector` waited in vain; text: the awaited event.
 
-        The culprit is a stopped rank, else the only other rank that does not wait, else unknown:
-        then the line names the detector.
+        The culprit is a stopped rank, or the only other rank that does not wait. If neither exists,
+        the line names the detector.
         """
         busy = [peer for peer in self.alive if not peer.is_waiting and peer is not detector]
         if len(busy) == 1:
@@ -294,7 +294,7 @@ class Host:
         return None
 
     def _unless_stopped(self, verdict: Verdict, now: float) -> Verdict:
-        """Returns the verdict about a stopped rank if there is one, else the given verdict."""
+        """Returns the verdict about a stopped rank if there is one, or the given verdict."""
         stopped = [peer for peer in self.alive if peer.stopped_at is not None]
         return self._silent(stopped[0], now) if stopped else verdict
 
@@ -497,9 +497,9 @@ class Warden:
             self._print(verdict)
 
     def _print(self, verdict: Verdict) -> None:
-        """Prints a verdict once, on the launcher's stderr or on that of this process.
+        """Prints a verdict once, on the launcher's stderr or on this process's.
 
-        A launcher that ends a job may drop what its ranks print last, so a late verdict goes to the
+        A launcher that ends a job may drop its ranks' last prints, so a late verdict goes to the
         launcher's own stderr if that is on this host.
         """
         line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")

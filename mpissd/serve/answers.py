@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 class Piece:
     """New text of an answer.
 
-    logprobs: (token, natural logarithm of its probability) pairs. sources: (text, what drafted its
+    logprobs: (token, natural logarithm of its probability) pairs. sources: (text, origin of its
     token) pairs.
     """
 

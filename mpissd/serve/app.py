@@ -112,7 +112,7 @@ class Answering:
         self.usage: dict[str, Any] = {}
 
     async def pieces(self, metrics: Metrics) -> AsyncIterator[Piece]:
-        """Yields text as it becomes known; what arrived meanwhile is one piece.
+        """Yields text as it becomes known; text that arrived meanwhile is one piece.
 
         `written.finish` is set once the last piece is yielded.
         """
@@ -185,7 +185,7 @@ class Endpoints:
             except Problem as problem:
                 response = refusal(problem)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # the client is gone
             self._metrics.responses.labels(path, str(response.status_code)).inc()
             return response
 
@@ -255,7 +255,7 @@ class Endpoints:
             ask,
             max_tokens=ask.max_tokens or min(room, defaults.num_tokens),
             temperature=temperature,
-            top_p=ask.top_p if temperature else 1.0,  # a greedy choice does not read it
+            top_p=ask.top_p if temperature else 1.0,  # unused at temperature 0
             deadline_s=min(ask.deadline_s or defaults.max_wait_s, defaults.max_wait_s),
         )
 
@@ -339,7 +339,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def _read(request: Request) -> bytes:
-    """Reads a body; drops what is beyond the limit, up to DRAINED_BYTES."""
+    """Reads a body; drops the bytes beyond the limit, up to DRAINED_BYTES."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)

@@ -37,7 +37,7 @@ _BIND = re.compile(r"\S{0,253}:\d{1,5}")
 
 @dataclass(frozen=True)
 class ServeConfig(RanksFlags):
-    """Flags of `serve`: those of a run that are about models and methods, and its own."""
+    """Flags of `serve`: a run's flags of models and methods, and its own."""
 
     run: RunConfig = contained(
         RunConfig,
@@ -77,7 +77,7 @@ class ServeConfig(RanksFlags):
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
         """Adds pair=smollm2 if the flags name no model, the K and fan-out of a run of SSD, and the
-        flags of mode=auto; AR alone needs no draft rank."""
+        flags of mode=auto; only AR needs no draft rank."""
         given = with_measured(with_text({"workload": "text", **super().completed(flags)}))
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("drafts") == "0" else "ssd", "auto": "true"}
@@ -112,7 +112,7 @@ class ServeConfig(RanksFlags):
 
 @dataclass(frozen=True)
 class ChatConfig(RanksFlags):
-    """Flags of `chat`: those of a run that are about models, methods and sampling, T and D."""
+    """Flags of `chat`: a run's flags of models, methods and sampling, T and D."""
 
     run: RunConfig = contained(
         RunConfig,

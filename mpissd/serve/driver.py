@@ -1,4 +1,4 @@
-"""Drives the target loop with requests that come and go, on the lead."""
+"""Drives the target loop on the lead while requests join and leave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONU
 
 
 class Mail(Protocol):
-    """Where requests come from and answers go to."""
+    """The source of requests and sink of answers."""
 
     is_closed: bool
 
@@ -35,7 +35,7 @@ class Mail(Protocol):
         """Keeps a message until it is sent."""
 
     def flush(self) -> None:
-        """Sends what was kept, without blocking."""
+        """Sends the queued messages, without blocking."""
 
 
 class Rounds(Protocol):
@@ -75,9 +75,9 @@ class Rounds(Protocol):
 
 
 class Driver:
-    """Takes requests from the mail, has the loop decode them, and sends their tokens.
+    """Receives requests from the front, has the loop decode them, and sends their tokens.
 
-    It reads the mail between two rounds and sends while the target verifies. clock: returns seconds
+    It reads messages between two rounds and sends while the target verifies. clock: returns seconds
     for arrivals and deadlines.
     """
 
@@ -104,16 +104,16 @@ class Driver:
         self.is_over = False  # the front has left, or asked for the end
         self.mode, self.lookahead, self.draft_lost = "", 0, False
         self._stats_sent_s = -_STATS_S
-        self._turn = Turn([], [], [])  # what changes before the next round
-        # Handled while the next round verifies: what to send, and what to show the controller.
+        self._turn = Turn([], [], [])  # changes before the next round
+        # Handled while the next round verifies: messages to send, results for the controller.
         self._unsent: list[Emitted | Ended] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
         """Waits for a request; returns whether one runs now.
 
-        `drive` then decodes at least one round, because it reads no mail before: other ranks take a
-        pass without a round for the end of the job.
+        `drive` then decodes at least one round, because it reads no messages before: other ranks
+        take a pass without a round as the job's end.
         """
         self._read(wait_s)
         self._take_turn()
@@ -187,7 +187,7 @@ class Driver:
             return Control(fill=fill)
         catch_up = 0
         if way.lookahead:
-            catch_up = _ALL  # a single sequence delays no other
+            catch_up = _ALL  # a single sequence delays only itself
             if rows != way.lookahead + 1:
                 catch_up = self.times.catch_up(rows, way.lookahead, fill, loop.lacking)
         return Control(*way, fill, catch_up)
@@ -195,7 +195,8 @@ class Driver:
     def _way(self, live: list[int]) -> Way:
         """Returns how the next round is decoded.
 
-        If the batch is that of the last round, the controller has chosen while the target verified.
+        If the batch is the same as in the last round, the controller has chosen while the target
+        verified.
         """
         if self.goodput is None or self.draft_lost:
             return Way(0 if self.draft_lost else self.lookahead)
@@ -265,7 +266,7 @@ class Driver:
         )
 
     def _send_answers(self) -> None:
-        """Puts new tokens and ends into the mail, in order."""
+        """Sends new tokens and ends, in order."""
         for one in self._unsent:
             if isinstance(one, Emitted):
                 task, sources = one.task, [_NAMES[source] for source in one.sources]
@@ -285,7 +286,7 @@ class Driver:
         self._mail.put(End(task.request_id, reason, *counts))
 
     def _meanwhile(self) -> None:
-        """Does what can be done while the target verifies."""
+        """Does the work that can overlap with the target's verification."""
         self._send_answers()
         self._send_stats()
         self._mail.flush()

@@ -88,7 +88,7 @@ def read(folder: Path) -> list[Entry]:
 
 
 def _parsed(text: str, name: str) -> Entry:
-    """Returns the entry of a file; raises one of _NO_ENTRY for anything else.
+    """Returns the entry of a file; raises one of _NO_ENTRY for other text.
 
     Its words go into HAProxy's configuration, so none may hold a space or a newline.
     """
@@ -161,7 +161,7 @@ class Member:
         self._has_complained = False
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):  # without a name, so nobody sees it
+            with tempfile.TemporaryFile(dir=self._folder):  # without a name, so it is invisible
                 pass
         except OSError as error:
             raise ConfigError(f"register={folder}: {error.strerror}: allowed: a folder") from error
@@ -220,9 +220,9 @@ def new_id() -> str:
 
 
 def entry_of(name: str, host: str, port: int, max_wait_s: float, about: Mapping[str, Any]) -> Entry:
-    """Returns the entry of a server that listens.
+    """Returns the entry of a running server.
 
-    If it listens on all addresses, the host is its node's name, which the balancer resolves.
+    If it is bound to all addresses, the host is its node's name, which the balancer resolves.
     """
     node = platform.node()
     where = {"node": node, "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}

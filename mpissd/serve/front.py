@@ -1,4 +1,4 @@
-"""The process of `serve` that clients talk to: it listens, starts the ranks, and ends with them.
+"""The process of `serve` that clients connect to: it starts the ranks, and ends with them.
 
 It starts the ranks as a job of its own (`mpirun … mpissd serve`), whose lead connects to a local
 socket in a private folder. Ctrl-C reaches only this process.
@@ -33,7 +33,7 @@ from mpissd.serve.protocol import SOCKET_VARIABLE
 
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
-_DIE_S = 3.0  # likewise, after each signal
+_DIE_S = 3.0  # longest wait after each signal
 _LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
 
 
@@ -133,7 +133,7 @@ class Front:
         self._server.end()
 
     async def _leave(self, ranks: asyncio.subprocess.Process, *, is_asked: bool) -> int:
-        """Ends the job; returns 0 if a signal asked for it, else the exit code of the job.
+        """Ends the job; returns 0 if a signal asked for it, or the exit code of the job.
 
         Ranks that are loading read no message, so they are ended at once.
         """
@@ -149,7 +149,7 @@ class Front:
         return code if code > 0 else FaultError.exit_code
 
     def _begin_to_leave(self) -> None:
-        """Takes the address out of the folder, and prints what the drain waits for."""
+        """Removes the address from the folder, and prints the requests that the drain waits for."""
         if self._member is not None:
             self._member.leave()
         longest_s = self._config.drain_s
@@ -158,7 +158,7 @@ class Front:
     def _announce(self, folder: str) -> None:
         """Prints the address, and removes the socket's folder.
 
-        The lead is connected and needs no path, so a server that is killed leaves nothing behind.
+        The lead is connected and needs no path, so a killed server leaves no files.
         """
         shutil.rmtree(folder, ignore_errors=True)
         if self._member is not None:

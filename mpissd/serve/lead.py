@@ -65,7 +65,7 @@ class Ticket:
     def __init__(self, number: int) -> None:
         self.id = number
         self.is_cancelled = False
-        self.is_left = False  # nobody reads any more
+        self.is_left = False  # the client is gone
         self._messages = asyncio.Queue[Tokens | End | RefusedRequest | Problem]()
 
     def put(self, message: Tokens | End | RefusedRequest | Problem) -> None:
@@ -136,7 +136,7 @@ class Lead:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are decoded: the lead has come, and is not gone."""
+        """Whether requests are decoded: the lead has connected, and is not gone."""
         return self.ready is not None and self.gone is None
 
     def check_room(self, more: int = 0) -> None:
@@ -174,7 +174,7 @@ class Lead:
             self._send(Cancel(ticket.id))
 
     def leave(self, ticket: Ticket) -> None:
-        """Cancels a request unless it has ended, and drops what still arrives for it."""
+        """Cancels a request unless it has ended, and drops its later messages."""
         self.cancel(ticket)
         ticket.is_left = True
 
@@ -187,11 +187,11 @@ class Lead:
             self._writer.write(pack(message))
 
     async def accept(self, path: str) -> asyncio.AbstractServer:
-        """Listens on a local socket for the lead."""
+        """Opens a local socket for the lead."""
         return await asyncio.start_unix_server(self._listen, path, limit=_LINE_LIMIT)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves the connection of a lead until it is closed; closes that of a second lead."""
+        """Serves the connection of a lead until it is closed; closes a second lead's connection."""
         if self._writer is not None:
             writer.close()
             return

@@ -81,8 +81,8 @@ class Ready:
 class Tokens:
     """New tokens of a request, from one round; a stop token is among them.
 
-    sources: what drafted each token. logprobs: natural logarithms of the target's probabilities, if
-    the request asked for them. hits: rounds so far whose outcome was in the speculation cache.
+    sources: the origin of each token. logprobs: natural logarithms of the target's probabilities,
+    if the request asked for them. hits: rounds so far whose outcome was in the speculation cache.
     """
 
     op: ClassVar[str] = "tokens"
@@ -189,7 +189,7 @@ class Line:
         return [unpack(line) for line in lines]
 
     def _read(self) -> bytes:
-        """Returns what has arrived: a cancellation may follow long prompts."""
+        """Returns the messages that have arrived: a cancellation may follow long prompts."""
         data = bytearray()
         for _ in range(_CHUNKS):
             try:
@@ -223,6 +223,6 @@ class Line:
                 self.is_closed = True
 
     def close(self) -> None:
-        """Sends what the socket still takes, and closes it."""
+        """Sends as much as the socket accepts, and closes it."""
         self.flush()
         self._socket.close()

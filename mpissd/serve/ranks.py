@@ -46,7 +46,7 @@ def execute_serve(config: ServeConfig) -> int:
             tell_doubts(session.job)
         rank = Rank(session)
         gc.collect()
-        gc.freeze()  # exempts what lives as long as the job from later collections
+        gc.freeze()  # exempts objects that live as long as the job from later collections
         try:
             _lead(rank, config) if machine.topology.is_lead else _follow(rank)
         finally:

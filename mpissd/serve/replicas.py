@@ -1,6 +1,6 @@
 """The command `replicas`: lists the servers of a folder, and makes HAProxy's configuration of them.
 
-Why each of HAProxy's options is there: docs/serving.md, "The balancer".
+docs/serving.md, "The balancer", gives the reason of each option.
 """
 
 from __future__ import annotations

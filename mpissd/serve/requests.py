@@ -1,4 +1,4 @@
-"""The body of a request: which fields there are, what they may hold, and the prompt's tokens.
+"""The body of a request: its fields, their allowed values, and the prompt's tokens.
 
 A field of OpenAI's API that would change an answer and is not supported is refused, unless its
 value changes nothing. `deadline_s` and `mode` are this server's own.

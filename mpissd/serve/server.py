@@ -1,4 +1,4 @@
-"""uvicorn with limits on what a client may hold, and with an end that finishes what it has."""
+"""uvicorn with limits on a client's connections, and with an end that finishes open requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.lead import Lead
 
 HEAD_S = 15.0  # in which a request's headers have to arrive, from the last answer on
-WRITE_S = 30.0  # in which a client has to take something of what waits for it
+WRITE_S = 30.0  # in which a client must read some of its waiting data
 SEND_BYTES = 1 << 16
 CONNECTIONS = REQUESTS
 NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks take 1.5 s
@@ -33,7 +33,7 @@ _GRACE_S = 2
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Listens on an address; raises ConfigError if that fails.
+    """Yields a socket bound to an address; raises ConfigError if that fails.
 
     Connections inherit the socket's options. A small send buffer keeps the kernel from holding
     megabytes for a slow client. The kernel closes a connection whose client reads nothing for
@@ -108,7 +108,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class Drain:
-    """What happens from SIGTERM to the end of a server.
+    """Stages from SIGTERM to the end of a server.
 
     From the signal on /ready is 503. For `notice_s` requests are still taken, because a balancer
     asks /ready only now and then; after that new ones get 503 with Retry-After. The server ends

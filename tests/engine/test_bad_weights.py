@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from mpissd.common import token_lists
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.tensors import tensors
-from mpissd.engine.model.transformer.vocabulary import check_vocabularies
+from mpissd.engine.model.transformer.checkpoint import tensors
+from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, open_checkpoint
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
 ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from tests.gpu.transformer_rig import (
     check_rows_alone,
     prompt,
     tiny,
+    uneven,
 )
+from tests.thread_group import ThreadGroup, on_ranks
 
 pytestmark = pytest.mark.slow  # builds the kernels
 
@@ -38,6 +41,17 @@ def test_a_forward_is_the_references(gpu: Any, family: str) -> None:
     rig = Rig(gpu, tiny(family))
     tokens = prompt(rig, 7)
     assert relative_error(rig.fill(tokens, 4), rig.reference(tokens)) < 5e-3
+
+
+def test_two_ranks_that_split_heads_unevenly_are_the_references(tmp_path: Path) -> None:
+    def play(group: ThreadGroup) -> Any:
+        rig = Rig(EmulatedGpu(tmp_path / str(group.rank)), uneven("five"), group=group)
+        tokens = prompt(rig, 4)
+        return rig.fill(tokens, 4), rig.reference(tokens)
+
+    parts = on_ranks(2, play, 300)
+    joined = np.concatenate([logits for logits, _ in parts], axis=1)
+    assert relative_error(joined, parts[0][1]) < 8e-3
 
 
 class FromFiles:

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from mpissd.common.errors import FaultError, ProtocolError
-from mpissd.engine.model.draws import Drafting, Judging
+from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.spec import sampling

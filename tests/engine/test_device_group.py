@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm.device_group import Seat, choose, shared_gpu, unique_id
-from mpissd.engine.comm.device_mpi import claims_cuda
+from mpissd.engine.comm.device_group import Seat, choose, claims_cuda, shared_gpu, unique_id
 
 APART = [Seat("n1", "0000:01:00.0", True), Seat("n1", "0000:02:00.0", True)]
 OTHER_NODE = [Seat("n1", "0000:01:00.0", True), Seat("n2", "0000:01:00.0", True)]

@@ -12,9 +12,14 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.made_for import doubt, made_for, origin_of
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.sources import (
+    config_of,
+    doubt,
+    made_for,
+    open_checkpoint,
+    origin_of,
+)
 from mpissd.engine.model.transformer.weights import load_weights
 from mpissd.learn.export import quantized, save
 from tests.engine.test_greedy_reference import has_smollm2

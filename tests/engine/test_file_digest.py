@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpissd.engine.model.transformer import file_digest
-from mpissd.engine.model.transformer.file_digest import SAMPLED, WHOLE, digest
+from mpissd.engine.model.transformer import checkpoint
+from mpissd.engine.model.transformer.checkpoint import SAMPLED, WHOLE, digest
 
 SIZE, HEAD, BLOCK = 100_000, 4096, 256
 
@@ -17,9 +17,9 @@ SIZE, HEAD, BLOCK = 100_000, 4096, 256
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that counts as large, as one of some GB does."""
-    monkeypatch.setattr(file_digest, "LARGEST", SIZE - 1)
-    monkeypatch.setattr(file_digest, "_HEAD", HEAD)
-    monkeypatch.setattr(file_digest, "_BLOCK", BLOCK)
+    monkeypatch.setattr(checkpoint, "LARGEST", SIZE - 1)
+    monkeypatch.setattr(checkpoint, "_HEAD", HEAD)
+    monkeypatch.setattr(checkpoint, "_SAMPLE", BLOCK)
     path = tmp_path / "model.safetensors"
     path.write_bytes(np.random.default_rng(0).bytes(SIZE))
     return path
@@ -59,7 +59,7 @@ def test_what_is_read_of_a_large_file_is_little(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with large.open("rb") as file:
-        pieces = list(file_digest._sampled(file, SIZE))
+        pieces = list(checkpoint._sampled(file, SIZE))
     assert sum(map(len, pieces)) <= len(str(SIZE)) + HEAD + 64 * BLOCK < SIZE / 4
     assert pieces[-1] == large.read_bytes()[-BLOCK:]
 

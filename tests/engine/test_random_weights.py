@@ -11,9 +11,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.model_files import WHEELS
 from mpissd.common.presets import PRESETS
 from mpissd.engine.backend import weights
+from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.tensors import tensors
 
 TINY = "gen:layers=2,hidden=24,ffn=40,heads=4,kv_heads=2,head_dim=6,vocab=50"
 SIZES = dict(tensors(config_of(TINY)))

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of, has_weights, resolve_model
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.tensors import tensors
 from mpissd.learn.export import quantized
 from tests.needs import lack
 from tests.transformer_reference import logits

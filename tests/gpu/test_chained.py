@@ -20,7 +20,7 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.workload import placement
 from tests.gpu.agreement import relative_error
-from tests.gpu.transformer_rig import Rig, prompt, tiny, use_whole
+from tests.gpu.transformer_rig import Rig, prompt, tiny, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def pair(gpu: None, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 @pytest.fixture(autouse=True, params=["separate kernels", "one kernel"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a forward of few rows."""
-    use_whole(monkeypatch, is_on=request.param == "one kernel")
+    use_megakernel(monkeypatch, is_on=request.param == "one kernel")
 
 
 @pytest.fixture

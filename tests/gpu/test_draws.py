@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.engine.model.draws import Drafting, Judging
+from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.spec import sampling
 

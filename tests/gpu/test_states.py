@@ -21,7 +21,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
 from tests.gpu.agreement import relative_error
-from tests.gpu.transformer_rig import use_whole
+from tests.gpu.transformer_rig import use_megakernel
 from tests.tiny_pair import config
 from tests.tiny_states import KINDS
 
@@ -67,7 +67,7 @@ def test_the_logits_are_the_cpu_s(
     backend: Any, models: tuple[str, str, str], is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one kernel for few rows of the target, and with separate ones."""
-    use_whole(monkeypatch, is_on=is_whole)
+    use_megakernel(monkeypatch, is_on=is_whole)
     kind, target, draft = models
     tokens = (np.arange(LENGTH) ** 2 % V).astype(np.int32)
     heads, last = HEADS if kind == "medusa" else 1, LENGTH - 4

@@ -12,9 +12,8 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.cupy_ops.megakernel import Megakernel, MegakernelOps
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
-from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
@@ -27,10 +26,10 @@ from tests.gpu.transformer_rig import (
     check_rows_alone,
     prompt,
     tiny,
-    use_whole,
+    use_megakernel,
 )
+from tests.megakernel_reference import differences
 from tests.needs import lack
-from tests.whole_twin import differences
 
 pytestmark = pytest.mark.gpu
 FIRST_CAPABILITY = 8.0
@@ -54,7 +53,7 @@ def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether few rows are one kernel, and kernels may start before the one before them ends."""
     chosen = str(request.param)
     monkeypatch.setattr(CupyOps, "early", not chosen.endswith("one after another"))
-    use_whole(monkeypatch, is_on=chosen.startswith("whole"))
+    use_megakernel(monkeypatch, is_on=chosen.startswith("whole"))
     return chosen
 
 
@@ -98,32 +97,32 @@ def test_a_row_at_full_width_is_the_same_in_any_forward(
     backend: Any, where: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one kernel for up to 32 rows, 128 are several."""
-    use_whole(monkeypatch, is_on=is_on)
+    use_megakernel(monkeypatch, is_on=is_on)
     rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
     check_rows_alone(rig, 128, [*range(2, 33), 128])
 
 
 @pytest.mark.parametrize("where", WIDE)
-def test_one_kernel_has_the_bits_of_many(
+def test_the_megakernel_has_the_bits_of_separate_kernels(
     backend: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_whole(monkeypatch, is_on=True)
+    use_megakernel(monkeypatch, is_on=True)
     found = []
     for most_rows in (0, 32):
-        monkeypatch.setattr(Whole, "most_rows", most_rows)
+        monkeypatch.setattr(Megakernel, "most_rows", most_rows)
         rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
         ops = rig.stack.weights.ops
-        assert isinstance(ops, WholeOps) and ops._whole.suits(5) == bool(most_rows)
+        assert isinstance(ops, MegakernelOps) and ops._megakernel.suits(5) == bool(most_rows)
         found.append(rig.fill(prompt(rig, 200), 5))
     assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("rows", [5, 24])
-def test_each_operation_of_the_one_kernel_is_its_twins(
+def test_each_operation_of_the_megakernel_is_the_references(
     backend: Any, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 tokens before the rows: their splits are whole and begun."""
-    use_whole(monkeypatch, is_on=True)
+    use_megakernel(monkeypatch, is_on=True)
     rig = Rig(backend, config_of("llama-3.2-1b@2L"), max_rows=32, num_lanes=0, page=None)
     found = dict(differences(rig, 200, rows))
     assert max(found.values()) < 2e-3, found

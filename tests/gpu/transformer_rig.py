@@ -16,8 +16,7 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops.whole import Whole
-from mpissd.engine.model.transformer.cupy_ops.whole_ops import WholeOps
+from mpissd.engine.model.transformer.cupy_ops.megakernel import Megakernel, MegakernelOps
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
@@ -33,18 +32,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 HEADS = {"llama": (4, 2, 32), "smollm2": (3, 1, 64), "qwen2": (6, 2, 32), "qwen3": (4, 2, 64)}
 
-_SUITS = WholeOps.suits  # the method, which a test may have replaced before
+_SUITS = MegakernelOps.suits  # the method, which a test may have replaced before
 UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
     "five": ("llama", 10, 5, 32, 192),
     "three": ("qwen2", 6, 3, 64, 192),
 }
 
 
-def use_whole(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
-    """Makes up to 32 rows of models of any width one kernel, or none."""
-    monkeypatch.setattr(WholeOps, "suits", _SUITS if is_on else lambda *_, **__: False)
-    monkeypatch.setattr(Whole, "least_hidden", 0)
-    monkeypatch.setattr(Whole, "wide", 0)
+def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
+    """Computes up to 32 rows of models of any width by the megakernel, or none."""
+    monkeypatch.setattr(MegakernelOps, "suits", _SUITS if is_on else lambda *_, **__: False)
+    monkeypatch.setattr(Megakernel, "least_hidden", 0)
+    monkeypatch.setattr(Megakernel, "wide", 0)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:

@@ -57,7 +57,7 @@ def row_of(config: RunConfig, choice: Choice) -> Row:
         (2, {"batch_size": 32}, {"sd", "lookup", "ssd"}),  # more rows than were probed
         (5, {}, {"sd", "ssd"}),  # host costs of T = 4 beside a draft
         # more rows of a draft than were probed
-        (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1"}, {"ssd"}),
+        (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1", "batch_size": 2}, {"ssd"}),
         (2, {"pair": None, "target": "8b", "draft": "toy-draft"}, {"sd", "ssd"}),
         (
             4,

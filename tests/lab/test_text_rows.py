@@ -15,8 +15,7 @@ from mpissd.common.row import Row
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import resolve
 from mpissd.engine.job.resolving import resolve_unopened
-from mpissd.engine.model.transformer.made_for import origin_of
-from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure import run
 from mpissd.lab.tables.pair import check_alike

@@ -26,7 +26,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.model.transformer.cache import Seats
+from mpissd.engine.model.transformer.cache import RowPlaces
 from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered
@@ -219,7 +219,7 @@ def test_an_empty_cache_is_memory_that_attention_reads() -> None:
     """Pages that were never written are one page of zeros, whatever a context's size."""
     rig = Rig(FAMILIES["llama"])
     sizes = replace(rig.stack.pages.sizes, slots=1, capacity=1 << 17)
-    seats = Seats(np.zeros(Seats.size(1, sizes), np.int32), 1, sizes)
+    seats = RowPlaces(np.zeros(RowPlaces.size(1, sizes), np.int32), 1, sizes)
     cache = rig.stack.weights.ops.cache(sizes, seats)
     assert cache.arrays[0].nbytes > 5e7
     assert all(present_share(array) == 1 for array in cache.arrays)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.quantize import BLOCK, dequantize, quantize
+from mpissd.engine.model.transformer.checkpoint import BLOCK, dequantize, quantize
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.openings import Openings
 from mpissd.learn.template_parts import TemplateParts, template_parts

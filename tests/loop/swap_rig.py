@@ -14,8 +14,8 @@ from mpissd.engine.comm.version_pieces import Bytes
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.decode.updates import Updates
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, tensors
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.tensors import EMBEDDING, tensors
 from mpissd.engine.model.transformer.versions import Arrays
 from tests.loop.text_rig import TextPair
 from tests.tiny_pair import TinyPair

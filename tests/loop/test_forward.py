@@ -14,7 +14,7 @@ from mpissd.common.rounds import Batch, Outcome, Request
 from mpissd.engine import Decoder
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
-from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, Seats
+from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.workload.placement import Placement
 
@@ -178,7 +178,7 @@ def test_branches_behind_a_short_trunk_stay_within_its_pages() -> None:
     """A backup served one of K = 2 tokens and the trunk ends with a page; laws grow K + 1 rows."""
     request = Request(0, 7, 0, tuple(range(15)))
     sizes = CacheSizes(1, 1, 16, slots=1, capacity=64, page=16, lanes=3, steps=2)
-    pages = PageTable(Seats(np.zeros(Seats.size(16, sizes), np.int32), 16, sizes), sizes)
+    pages = PageTable(RowPlaces(np.zeros(RowPlaces.size(16, sizes), np.int32), 16, sizes), sizes)
     placement, batch = Placement(1), admitted(request)
     placement.admit(0, request)
     pages.place(placement.fill(placement.gaps(batch, np.arange(1))))

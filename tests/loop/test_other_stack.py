@@ -19,9 +19,8 @@ from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Forwards, Places
-from mpissd.engine.model.read_out import Find
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stacks import Stacks
+from mpissd.engine.model.stacks import Find, Stacks
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.workload.workers import OpenGather, Proposals
 from tests.loop.test_third_workload import Counting, CountingTarget, V

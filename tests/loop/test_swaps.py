@@ -13,8 +13,8 @@ import pytest
 from mpissd.engine.comm.version_pieces import Bytes, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.tensors import EMBEDDING
 from mpissd.engine.model.transformer.versions import Arrays, packed
 from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import joint_law

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from mpissd.common.config import parse_flags
 from mpissd.common.records import token_digest
 from mpissd.engine import Decoder
-from mpissd.engine.model.transformer.tensors import EMBEDDING
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING
 from mpissd.engine.model.transformer.versions import packed
 from tests.loop.markov_rig import joint_law
 from tests.loop.swap_rig import LENGTH, PROMPT, between, deviation, drawing

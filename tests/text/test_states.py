@@ -20,8 +20,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving, resolve
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, tensors
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.tensors import EMBEDDING, tensors
 from tests.loop.markov_rig import joint_law
 from tests.loop.text_rig import TextPair
 from tests.serve.test_driver import Script, Submit, ThreeRows, all_returned, prompts, served

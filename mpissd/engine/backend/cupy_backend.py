@@ -29,16 +29,19 @@ from mpissd.engine.backend.chain_plan import MAX_ROWS, Operand, aligned
 from mpissd.engine.backend.cublas import WORKSPACE_BYTES, open_gemm
 from mpissd.engine.backend.cupy_chain import ChainRunner, Inboxes, operand, packed_product, why_not
 from mpissd.engine.backend.cupy_device import (
+    HALF,
+    CupyProgram,
+    Weight,
     ceil_div,
     check_devices,
     device_empty,
     device_info,
+    fill,
+    made,
     reached,
     step,
 )
 from mpissd.engine.backend.cupy_launch import Launcher
-from mpissd.engine.backend.cupy_program import CupyProgram
-from mpissd.engine.backend.cupy_weight import HALF, Weight, fill, made
 
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.

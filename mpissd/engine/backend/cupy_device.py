@@ -1,8 +1,10 @@
-"""One GPU as CuPy sees it: its identity, properties, memory and events."""
+"""One GPU as CuPy sees it: its identity, memory and events, captured programs and weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
@@ -11,9 +13,12 @@ import numpy as np
 from cupy.cuda import runtime
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.backend.base import DeviceInfo, Program, WeightPart
+from mpissd.engine.backend.chain_plan import PAIR, TILE, pack, suits, unpack
 
 _NOT_READY = 600  # The error code cudaErrorNotReady.
+HALF = np.dtype(np.float16)
+Launch = Callable[..., None]
 
 
 def check_devices(local_rank: int) -> None:
@@ -83,3 +88,131 @@ def can_access_peers() -> list[list[bool]]:
     process."""
     every = range(int(runtime.getDeviceCount()))
     return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in every] for i in every]
+
+
+class CupyProgram(Program):
+    """A captured graph of a body, or the body itself if it cannot be captured.
+
+    It keeps the body, and so the buffers that the graph reads, alive.
+    """
+
+    def __init__(
+        self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
+    ) -> None:
+        """Takes `stop`: a launch raises FaultError once a kernel has set stop[0], having given up a
+        wait."""
+        self._stream, self._body, self._stop = stream, body, stop
+        self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+        # The first run loads kernels, connects peers and allocates, which a capture must not do.
+        body()
+        stream.synchronize()
+        self._graph = captured(stream, body) if capture else None
+
+    @property
+    def captured(self) -> bool:
+        """Whether launches replay a graph."""
+        return self._graph is not None
+
+    def launch(self) -> None:
+        self._start.record(self._stream)
+        if self._graph is None:
+            self._body()
+        else:
+            self._graph.launch(self._stream)
+        self._end.record(self._stream)
+
+    def done(self) -> bool:
+        if not reached(self._end):
+            return False
+        if self._stop[0]:
+            raise FaultError(
+                "GPU: a forward waited in vain for another rank, or for its own blocks"
+            )
+        return True
+
+    def elapsed_s(self) -> float:
+        return float(cupy.cuda.get_elapsed_time(self._start, self._end)) / 1e3
+
+    def after_s(self, earlier: Program) -> float:
+        assert isinstance(earlier, CupyProgram)
+        return float(cupy.cuda.get_elapsed_time(earlier._end, self._start)) / 1e3
+
+    def close(self) -> None:
+        """Destroys the graph; a later launch runs the body."""
+        self._graph = None
+
+
+def captured(stream: Any, body: Callable[[], None]) -> Any:
+    """Captures what `body` enqueues and returns the graph; the capture ends even if the body
+    fails."""
+    with stream:
+        stream.begin_capture()
+        try:
+            body()
+        finally:  # A capture left open would make the stream unusable.
+            graph = stream.end_capture()
+    graph.upload(stream)
+    return graph
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight: row-major [in, out], or packed in the chain's order in an array of that shape."""
+
+    values: Any
+    packed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(in, out), for either order."""
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def row_major(self, values: Any) -> Any:
+        """Converts this weight's host copy to row-major order."""
+        return unpack(values) if self.packed else values
+
+    def in_order(self, values: Any) -> Any:
+        """Converts row-major host values to this weight's order."""
+        return pack(values) if self.packed else values
+
+
+def made(parts: Sequence[WeightPart], packs: bool, launch: Launch) -> Weight:
+    """Makes one weight from these parts, side by side.
+
+    packs: whether to store it in the chain's order if its shape allows it.
+    """
+    rows = parts[0].in_stop - parts[0].in_start
+    widths = [part.out_stop - part.out_start for part in parts]
+    values = device_empty((rows, sum(widths)), HALF)
+    packed = packs and suits(rows, sum(widths)) and all(width % TILE == 0 for width in widths)
+    column = 0
+    for part, width in zip(parts, widths, strict=True):
+        if packed:
+            _fill_packed(launch, values.data.ptr + values.itemsize * rows * column, part)
+        else:
+            fill(launch, values[:, column : column + width], part)
+        column += width
+    return Weight(values, packed)
+
+
+def fill(launch: Launch, out: Any, part: WeightPart) -> None:
+    """Fills a row-major array with the values of a part."""
+    rows, columns = out.shape
+    grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
+    sizes = (np.int32(rows), np.int32(columns))
+    key, first, scale = _numbers(part)
+    launch("fill", grid, (32, 8), (out, np.int64(step(out)), key, *first, *sizes, scale))
+
+
+def _fill_packed(launch: Launch, address: int, part: WeightPart) -> None:
+    rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
+    lanes = rows * columns // 8
+    key, first, scale = _numbers(part)
+    args = (np.uintp(address), np.int64(lanes), np.int32(rows // PAIR), key, *first, scale)
+    launch("fill_packed", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
+
+
+def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:
+    first = (np.uint32(part.in_start), np.uint32(part.out_start))
+    return np.uint32(part.key & 0xFFFFFFFF), first, np.float32(part.scale)

@@ -8,9 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from cupy.cuda import runtime
 
-from mpissd.engine.backend.cupy_device import ceil_div, device_empty
-from mpissd.engine.backend.cupy_program import CupyProgram
-from mpissd.engine.backend.cupy_weight import HALF, Weight
+from mpissd.engine.backend.cupy_device import HALF, CupyProgram, Weight, ceil_div, device_empty
 
 # Bytes of one timed sample, and of its buffer at most.
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9

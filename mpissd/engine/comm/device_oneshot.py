@@ -83,11 +83,6 @@ class OneshotGroup(Group):
         """The device address of the kernels' struct Peers."""
         return int(self._peers.data.ptr)
 
-    @property
-    def limit_ns(self) -> int:
-        """How long kernels wait for another rank."""
-        return int(self._limit)
-
     def all_reduce(self, array: Any) -> None:
         assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
         if array.ndim == 2 and self._device.sum_last(array, self):

@@ -36,7 +36,7 @@ class Group(ABC):
         """Concatenates 4-byte `local` arrays of all ranks into `gathered`, in rank order."""
 
     def check(self) -> None:  # noqa: B027
-        """Raises FaultError where the library behind the group has met an error."""
+        """Raises FaultError if the group's library has met an error."""
 
     def abort(self) -> None:  # noqa: B027
         """Aborts a collective that a fault keeps from ending, so that memory can be freed."""
@@ -61,7 +61,7 @@ class SoloGroup(Group):
 
 
 class Device(Protocol):
-    """What the groups of device_group use: a stream, page-locked memory, copies and a fence."""
+    """The device of device_group: a stream, page-locked memory, copies and a fence."""
 
     info: DeviceInfo
     stream: Any
@@ -75,7 +75,7 @@ class Device(Protocol):
 
 
 class IpcDevice(Protocol):
-    """What OneshotGroup uses: arrays, a word that stops kernels, and product chains that sum."""
+    """OneshotGroup's device: arrays, a word that stops kernels, and product chains that sum."""
 
     stream: Any
     stop: Any

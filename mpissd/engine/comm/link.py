@@ -48,9 +48,9 @@ class Carrier(ABC):
 class LinkShape:
     """The sizes of messages, the same at both ends.
 
-    batch: the largest b. vocab: entries of a distribution if tokens are sampled, else 0.
-    num_tokens: exceeds every token (None: it is vocab). prompt_tokens: tokens of the longest prompt
-    that is sent; 0: sequences have no prompts.
+    batch: the largest b. vocab: entries of a distribution if tokens are sampled, or 0. num_tokens:
+    exceeds every token (None: it is vocab). prompt_tokens: tokens of the longest prompt that is
+    sent; 0: sequences have no prompts.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class LeadEnd:
         side.carrier.release()
 
     def wait_for_proposals(self) -> Side:
-        """Returns the side carrier once a message of distributions is there; counts the wait."""
+        """Returns the side carrier once a message of distributions has arrived; counts the wait."""
         assert self._side is not None, "proposals without a side carrier"
         start = perf_counter()
         self.waiter.until(self._side.carrier.arrived, "draft: proposals")
@@ -221,7 +221,7 @@ class DraftEnd:
         return self._carrier.arrived()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for OUTCOME, of round `round_` if given; returns it, and whether it says stop."""
+        """Waits for OUTCOME, of round `round_` if given; returns it, and its stop flag."""
         self._waiter.until(self._carrier.arrived, "target: outcome")
         outcome, stop = wire.read_outcome(self._in, round_)
         self._carrier.release()
@@ -238,7 +238,7 @@ class DraftEnd:
         self._carrier.send()
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
-        """Starts to send PROPOSALS: the distribution [V] behind each token that was not certain."""
+        """Starts to send PROPOSALS: the distribution [V] of each token that was not certain."""
         assert self._side is not None, "proposals without a side carrier"
         self._side.carrier.ready()
         self._side.carrier.send(wire.write_proposals(self._side.outgoing, round_, rows))

@@ -1,7 +1,7 @@
 """Messages from the lead to a learner: tokens that a round committed, and the target's logits.
 
 A message is int32 numbers: [sequences, columns], then for each sequence a head of six, its new
-tokens and the positions of its rows, and behind all sequences their logits, float32 bit for bit.
+tokens and the positions of its rows, and after all sequences their logits, float32 bit for bit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HEAD = 6  # id, epoch, start, tokens, prompt, rows
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one sequence teaches in a round.
+    """One sequence's training data from a round.
 
-    tokens: those at positions start … of the sequence, its prompt included. prompt: tokens of the
-    prompt. at: positions whose next token the target decided. rows: the forward's rows that decided
-    them, on the lead; logits: [len(at), V], on the learner.
+    tokens: the tokens at positions start … of the sequence, its prompt included. prompt: tokens of
+    the prompt. at: positions whose next token the target decided. rows: the forward's rows that
+    decided them, on the lead; logits: [len(at), V], on the learner.
     """
 
     request_id: int
@@ -46,7 +46,7 @@ class Lesson:
 
 
 class Outlet(Protocol):
-    """What takes messages to a learner without ever blocking."""
+    """Sends messages to a learner without ever blocking."""
 
     def has_room(self) -> bool:
         """Returns whether another message may be sent."""
@@ -56,7 +56,7 @@ class Outlet(Protocol):
 
 
 def write(lessons: Sequence[Lesson], logits: Sequence[Logits]) -> Ints:
-    """Returns a message; logits: of each lesson's rows one behind the other, float32 [V] each."""
+    """Returns a message; logits: of each lesson's rows in order, float32 [V] each."""
     columns = len(logits[0]) if logits else 0
     parts: list[Ints] = [np.array([len(lessons), columns], np.int32)]
     for one in lessons:

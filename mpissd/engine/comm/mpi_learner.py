@@ -41,7 +41,7 @@ class LearnerComms:
         self.outlet = MpiOutlet(self._all, last) if self.is_lead else None
         self.inbox = MpiInbox(self._all, last) if self.is_draft else None
         self._stopped = False
-        self._ending: MPI.Request | None = None  # holds what `stop` sends, until it is received
+        self._ending: MPI.Request | None = None  # holds the message of `stop` until it is received
 
     def stop(self) -> dict[str, Any] | None:
         """Ends the learner, on the lead; returns its report, None if it does not answer in time."""
@@ -59,7 +59,7 @@ class LearnerComms:
         return found
 
     def close(self) -> None:
-        """Ends what is in flight, once the job's rounds are over."""
+        """Ends the messages in flight, once the job's rounds are over."""
         if self.outlet is not None and not self._stopped:
             self.stop()
         if self.inbox is not None:
@@ -112,13 +112,13 @@ class MpiOutlet:
     def send(self, numbers: Ints) -> None:
         """Starts to send a lesson, which is on its way until the learner takes it.
 
-        MPI would call a short one sent that nobody reads.
+        A plain send of a short message would complete before it is received.
         """
         self._sending.append((self._comm.Issend(numbers, self._learner, _LESSON), numbers))
 
 
 class MpiInbox:
-    """What brings a draft the pieces of new weights (version_pieces.Inbox)."""
+    """Receives the pieces of new weights for a draft (version_pieces.Inbox)."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._buffer = np.empty(HEADER + PIECE, np.uint8)
@@ -141,7 +141,7 @@ class MpiInbox:
         return None if self._ended else message
 
     def close(self) -> None:
-        """Drops what arrives until the learner has ended, or does not within the time for it."""
+        """Drops arriving messages until the learner has ended, or the time for that is over."""
         until = time.monotonic() + _REPORT_S
         while not self._ended and time.monotonic() < until:
             if self.take() is None:

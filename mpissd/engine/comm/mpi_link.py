@@ -167,7 +167,7 @@ class PlanReceiver:
         return outcome, speculation, stop
 
     def close(self) -> None:
-        """Cancels the posted receives; called after the plan that says stop."""
+        """Cancels the posted receives; called after the plan with the stop flag."""
         self._plans.close()
         if self._prompts is not None:
             self._prompts.close()

@@ -1,7 +1,6 @@
 """The ranks' roles: G groups of T target ranks, then D draft ranks; rank 0 is the job's lead.
 
-The functions launcher_… read from the environment what the launcher says of this process, before
-MPI starts.
+The functions launcher_… read the launcher's variables from the environment, before MPI starts.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _launcher(environ: Mapping[str, str], which: int) -> int | None:
 def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
     """Returns T = (world_size - num_drafts) / groups.
 
-    Raises ConfigError where that leaves a group without target ranks, or divides into unequal ones.
+    Raises ConfigError if that leaves a group without target ranks, or divides into unequal ones.
     """
     targets = world_size - num_drafts
     if targets < groups:
@@ -77,7 +76,7 @@ class Topology:
     """
 
     world: MPI.Comm
-    group: MPI.Comm  # the ranks with this rank's role; of targets, those of one group
+    group: MPI.Comm  # the ranks with this rank's role; for targets, the ranks of one group
     tp: int
     num_drafts: int
     local_rank: int
@@ -126,9 +125,9 @@ class Topology:
 def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
     """Starts MPI and splits the world into targets and drafts. Collective.
 
-    world: the ranks that decode, where learners were split off; None: all of them. Raises
-    ConfigError on every rank where the world is too small, or where the launcher belongs to another
-    MPI than the library.
+    world: the ranks that decode if learners were split off; None: all of them. Raises ConfigError
+    on every rank if the world is too small, or if the launcher belongs to another MPI than the
+    library.
     """
     from mpi4py import MPI
 
@@ -192,7 +191,7 @@ def usable_cores() -> set[int]:
 
 
 class Refused(MpissdError):
-    """Raised on all ranks after an error on one of them; rank 0 alone prints the message."""
+    """Raised on all ranks after an error on one of them; only rank 0 prints the message."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -214,7 +213,7 @@ _FLAG = "--enable-recovery"
 
 
 def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where the loss of a draft would end the target ranks as well.
+    """Raises ConfigError if the loss of a draft would end the target ranks as well.
 
     Outside a launcher, as in a dry run, it raises nothing: the launcher is not known yet.
     """

@@ -31,7 +31,7 @@ class Complete:
 
 
 class Inbox(Protocol):
-    """What brings pieces to a draft."""
+    """Receives pieces for a draft."""
 
     def take(self) -> Bytes | None:
         """Returns the next message, valid until the next call; None if none has arrived."""
@@ -46,7 +46,7 @@ def pieces(version: int, data: bytes) -> Iterator[Bytes]:
 
 
 def end() -> Bytes:
-    """Returns the message behind which no other one comes."""
+    """Returns the last message of a stream."""
     return _message(b"", _END, 0, 0, 0, 0)
 
 

@@ -25,10 +25,10 @@ _FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
 _ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
 STOP = 1
 # The flags of an OUTCOME or a PLAN also hold its Control: from these bits on, the lookahead plus
-# one (0: None), the width likewise, and the rows of prompts.
+# one (0: None), the width plus one, and the rows of prompts.
 _LOOKAHEAD, _WIDTH, _FILL, _END = 5, 14, 19, 31
 _CONTROL = (1 << _END) - (1 << _LOOKAHEAD)
-# Those of a SPECULATION hold the version of the draft's weights from this bit on.
+# The flags of a SPECULATION hold the version of the draft's weights from this bit on.
 _VERSION = 5
 MOST_FILL, MOST_WIDTH = (1 << _END - _FILL) - 1, (1 << _FILL - _WIDTH) - 2
 MOST = int(np.iinfo(np.int32).max)
@@ -51,7 +51,7 @@ class Kind(IntEnum):
 class Buffer:
     """The preallocated memory of one message: a header and a body of `capacity` int32.
 
-    lookahead, vocab: K and V, the limits of num_accepted and of tokens in what arrives.
+    lookahead, vocab: K and V, the limits of num_accepted and of tokens in a message.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Buffer:
         return got_round, count, flags
 
     def check_seal(self, size: int) -> None:
-        """Raises ProtocolError where the body, of `size` int32, does not fit its checksum."""
+        """Raises ProtocolError if the body, of `size` int32, does not fit its checksum."""
         written, computed = self._words[_CHECKSUM], self._checksum(size)
         if written != computed:
             raise ProtocolError(
@@ -106,7 +106,7 @@ class Buffer:
             )
 
     def check_outcome(self, rows: Ints) -> None:
-        """Raises ProtocolError where a number of an outcome's rows is out of range."""
+        """Raises ProtocolError if a number of an outcome's rows is out of range."""
         beyond = (
             rows.view(np.uint32) > self._limits
         )  # a negative number is huge when read as unsigned
@@ -165,7 +165,7 @@ def _lay_outcome(buffer: Buffer, outcome: Outcome, stop: bool) -> int:
 
 
 def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bool]:
-    """Returns a copy of the outcome that arrived, and whether it says stop.
+    """Returns a copy of the outcome that arrived, and its stop flag.
 
     Raises ProtocolError for a message that is not as expected, as all functions named read_… do.
     """
@@ -299,7 +299,7 @@ def _name_what_is(
 ) -> None:
     """Raises ProtocolError for the first number beyond its limit.
 
-    Tokens behind num_draft may have any value, because no rank reads them.
+    Tokens after num_draft may have any value, because no rank reads them.
     """
     rows, lengths = speculation.rows, speculation.num_draft
     where = f"round {speculation.round}: "

@@ -1,4 +1,4 @@
-"""What a draft has speculated ahead: branches that grow, and the cache of their outcomes."""
+"""The draft's speculation ahead: branches that grow, and the cache of their outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpissd.engine.workload.rollout import Branches, Rollout
 class Ahead:
     """The branches of one round.
 
-    branches: as the worker made them, None where nothing was speculated. growth: their rollout.
+    branches: as the worker made them, None if nothing was speculated. growth: their rollout.
     """
 
     def __init__(self) -> None:

@@ -13,14 +13,14 @@ from mpissd.engine.workload.rollout import Rollout
 
 
 class Part(NamedTuple):
-    """Tokens for some rows of the batch. source: where they come from; CACHE: those of hits."""
+    """Tokens for some rows of the batch. source: their origin; CACHE for rows that hit."""
 
     rollout: Rollout
     source: Source
 
 
 class Answer:
-    """The answers of the draft, and what the tokens of the last one were drawn from."""
+    """Builds the draft's answers; keeps the distributions that the last answer was drawn from."""
 
     def __init__(self, lookahead: int, *, sampled: bool) -> None:
         """Takes K of the job, and whether tokens are sampled."""

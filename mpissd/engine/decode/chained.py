@@ -1,9 +1,9 @@
-"""AR and inline SD whose rounds the device decides by itself, so that nothing waits for the host.
+"""AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
 
-The loop stays that of target.py. Here its target launches a whole round, drafting included, and
-the round behind it before this one is over (ChainedForwards); the host learns the outcome, which
-the device has already acted on. Rounds with admissions, with fewer sequences than the job has, or
-before the end of a sequence or of the cache, begin on the host again.
+The loop is that of target.py. Its target launches a whole round, drafting included, and the next
+round before this one is over (ChainedForwards). The host reads the outcome after the device has
+acted on it. A round begins on the host if it admits sequences, if it has fewer than the job, or
+shortly before a sequence or the cache ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Limit = Callable[[int], int | None]
 def chained_forwards(
     job: Job, target: TargetWorker | None, draft: DraftWorker | None
 ) -> ChainedForwards | None:
-    """Returns the programs of chained rounds, or None where the host has to decide something."""
+    """Returns the programs of chained rounds, or None if the host must decide."""
     if target is None or job.tp > 1 or job.serving is not None or job.config.drafts:
         return None
     if job.lookahead and (
@@ -55,7 +55,7 @@ def chained_forwards(
 
 
 class ChainedDrafter(Drafter):
-    """A drafter whose forwards somebody else launches in chained rounds."""
+    """A drafter whose forwards the chained target launches in chained rounds."""
 
     is_chained = False  # whether this round is one
     rollout: Rollout  # of a chained round
@@ -79,7 +79,7 @@ class ChainedDrafter(Drafter):
 
 
 class _Dropping:
-    """Says whether a round is chained, and ends those that were launched in vain."""
+    """Waits for rounds that were launched ahead and are not used."""
 
     def __init__(self, forwards: ChainedForwards, waiter: Waiter) -> None:
         self._forwards, self._waiter = forwards, waiter
@@ -94,13 +94,13 @@ class _Dropping:
         return self._forwards.is_on
 
     def drop(self) -> None:
-        """Waits for a round that was launched ahead and that nobody wants."""
+        """Waits for the round that was launched ahead and is not used."""
         for program in self._forwards.dropped():
             program.wait(self._waiter)
 
 
 class ChainedNobody(NoSpeculator):
-    """The speculator of AR beside a ChainedTarget."""
+    """The speculator of AR with a ChainedTarget."""
 
     def __init__(self, rounds: _Dropping) -> None:
         super().__init__()
@@ -118,8 +118,7 @@ class ChainedNobody(NoSpeculator):
 
 
 class ChainedSpeculator(InlineSpeculator):
-    """The speculator of inline SD beside a ChainedTarget; its tokens are known when they are
-    verified."""
+    """The speculator of inline SD with a ChainedTarget: tokens reach the host after the verdict."""
 
     def __init__(self, drafter: ChainedDrafter, rounds: _Dropping) -> None:
         super().__init__(drafter)
@@ -226,7 +225,7 @@ class ChainedTarget(TargetWorker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Returns what the device decided, (num_accepted, bonus), both int32 [b]."""
+        """Returns the device's decision (num_accepted, bonus), both int32 [b]."""
         if not self._forwards.is_on:
             return self._worker.judge(batch, speculation, proposals)
         accepted, bonus = self._told[:, 0], self._told[:, 1]
@@ -243,11 +242,11 @@ class ChainedTarget(TargetWorker):
 
     @property
     def _rollout(self) -> Rollout | None:
-        """The drafted tokens of this round, which a table may say."""
+        """The drafted tokens of this round, if a table may impose them; None for AR."""
         return None if self._drafter is None else self._drafter.rollout
 
     def _state(self, batch: Batch) -> Ints:
-        """Returns where a round begins on the host (Sheet.state)."""
+        """Returns the state from which a round begins on the host (Sheet.state)."""
         assert self.placement is not None
         state = np.full((len(batch), 4), NOBODY, np.int64)
         state[:, 0], state[:, 1] = batch.slots, self.placement.last(batch)
@@ -260,7 +259,7 @@ class ChainedTarget(TargetWorker):
         return state.astype(np.int32)
 
     def _forced(self, rollout: Rollout | None) -> Ints:
-        """Returns the tokens that replace those of the forwards (Sheet.forced)."""
+        """Returns the tokens that replace the forwards' own (Sheet.forced)."""
         ahead = self._forwards.lookahead
         forced = np.full((len(self._batch), 2 * ahead + 1), NOBODY, np.int32)
         truth = self._worker.truth()
@@ -290,9 +289,9 @@ class ChainedTarget(TargetWorker):
         return all(most is None or n < most for n, most in zip(emitted, limits, strict=True))
 
     def _next_rollout(self) -> Rollout | None:
-        """Returns the tokens that are imposed on the next round's draft; None: its own count.
+        """Returns the tokens imposed on the next round's draft; None: its own tokens count.
 
-        The workers are at the next round then, where its real beginning puts them again.
+        Moves the workers to the next round; the real beginning of that round does so again.
         """
         if self._known is None:
             return None

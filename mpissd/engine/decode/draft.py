@@ -30,10 +30,11 @@ from mpissd.engine.workload.workers import DraftWorker
 
 @dataclass(frozen=True)
 class DraftPolicy:
-    """How a draft answers misses, and what it grows.
+    """How a draft answers misses and grows branches.
 
-    fan_outs: bonus candidates at each row of the trunk; if empty, nothing is grown (SD). rests:
-    whether it stores nothing once rounds have drafted nothing for long (`Upkeep`).
+    The trunk is the committed tokens and the served ones. fan_outs: bonus candidates at each row of
+    the trunk; if empty, no branches grow (SD). rests: whether the draft stores nothing after many
+    rounds without drafting (`Upkeep`).
     """
 
     lookahead: int
@@ -57,7 +58,7 @@ class Drafter:
         waiter: Waiter,
         rank_counts: RankCounts | None = None,
     ) -> None:
-        """Takes what counts the ranks of the bonus tokens; None: nothing does."""
+        """Takes the counter of the bonus tokens' ranks; None: they are not counted."""
         self._worker, self._policy, self._waiter = worker, policy, waiter
         self._fan_outs = policy.fan_outs
         self.rank_counts = rank_counts
@@ -85,7 +86,7 @@ class Drafter:
 
     @property
     def lacking(self) -> int:
-        """The committed tokens that it has not stored, but for those of the next first step."""
+        """Number of committed tokens not stored yet, not counting the next first step's."""
         return self._worker.lacking(self._batch)
 
     @property
@@ -99,7 +100,7 @@ class Drafter:
         return self._policy
 
     def finish(self, steps: Steps[R]) -> R:
-        """Runs all forwards of this drafter's `steps`; returns what they return."""
+        """Runs all forwards of this drafter's `steps`; returns their result."""
         return finish(steps, self.wait)
 
     def wait(self) -> None:
@@ -177,8 +178,8 @@ class Drafter:
         return [backup]
 
     def _catch_up(self, rows: list[int]) -> Steps[list[int]]:
-        """Stores what misses need before their first draft step, as much as the lead allows; a step
-        stores one token itself. Returns the rows that lack no more."""
+        """Stores the tokens that misses need before their first draft step, as many as the lead
+        allows; a step stores one token itself. Returns the rows that lack no more."""
         start, most = perf_counter(), self._control.catch_up
         if not (stored := (yield from self._fill(rows, 1, most))):
             return rows if most is None else self._worker.ready(self._batch, rows, 1)
@@ -208,12 +209,10 @@ class Drafter:
         self._rows.draft_s = drafting_s if complete else float("nan")
 
     def _collect(self, rollouts: Sequence[Rollout]) -> bool:
-        """Stores a step's tokens; returns False where newer weights give logits that are no
-        numbers.
+        """Stores a step's tokens; returns False if newer weights give logits that are not finite.
 
-        No token is drawn from those: what is served in its place is certain, and no more of it than
-        of any round, so decoding stays lossless. Raises DivergedError for the weights of the
-        draft's own files.
+        No token is drawn from such logits. The token served in its place has q = 1, so decoding
+        stays lossless. Raises DivergedError if the weights come from the draft's own files.
         """
         try:
             self._worker.collect_step(rollouts)
@@ -252,7 +251,7 @@ class Drafter:
             self.rank_counts.count(speculation)
 
     def leave(self) -> None:
-        """Ends the pass, behind the last outcome."""
+        """Ends the pass after the last outcome."""
         self._worker.leave()
 
     @property
@@ -261,7 +260,7 @@ class Drafter:
         return grows and self._most > 0 and len(self._batch) > 0
 
     def begin_growth(self, speculation: Speculation) -> Steps[bool]:
-        """Runs the glue over the served trunk and makes the cache's keys; False: none to grow."""
+        """Runs the glue (scores the served trunk), makes the cache's keys; False: none to grow."""
         if not self._has_glue:
             yield from self._keep_up()
             return False
@@ -282,7 +281,7 @@ class Drafter:
         return True
 
     def _keep_up(self) -> Steps[None]:
-        """Stores what rounds without drafting committed, so that drafting can begin again."""
+        """Stores the tokens of rounds without drafting, so that drafting can begin again."""
         if self._most or self._upkeep.is_resting:
             return
         most = PART if self._upkeep.is_behind else None
@@ -297,7 +296,7 @@ class Drafter:
         return self._upkeep.is_catching_up
 
     def store_part(self) -> Steps[None]:
-        """Stores a part of what it lacks behind a rest, the sequences that lack least first."""
+        """Stores a part of the lacking tokens after a rest; sequences that lack fewest first."""
         yield from self._fill(range(len(self._batch)), 1, PART)
         self.ledger.mark(DraftPhase.PREFILL)
 
@@ -335,8 +334,8 @@ class Drafter:
     def change(self, version: int) -> None:
         """Drafts by the weights of this version from the next answer on.
 
-        Called between two rounds, when the worker's model has changed. What the old weights stored
-        and grew is dropped, so that a speculation is of one version, and so are its q.
+        Called between two rounds, when the worker's model has changed. Drops the cache and the
+        branches of the old weights, so that a speculation and its q come from one version.
         """
         self._ahead.clear()
         self._worker.forget()

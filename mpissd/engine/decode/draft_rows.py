@@ -1,4 +1,4 @@
-"""What a draft records of its rounds."""
+"""The draft's record of its rounds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _UNKNOWN = float("nan")
 
 
 class DraftRows:
-    """The values of COLUMNS, round after round; those of the round under way are attributes.
+    """The values of COLUMNS by round; attributes hold the values of the current round.
 
-    draft_s: seconds in which a whole speculation was drafted, NaN where hits gave a part. growth_s:
-    seconds of a growth that ended, else NaN. num_jit: misses that the model drafted. steps_ready:
-    steps grown of the branches that hit.
+    draft_s: seconds in which a whole speculation was drafted, NaN if hits gave a part of it.
+    growth_s: seconds of a growth that ended, or NaN. num_jit: misses that the model drafted.
+    steps_ready: steps grown of the branches that hit.
     """
 
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")

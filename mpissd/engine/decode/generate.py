@@ -19,9 +19,9 @@ from mpissd.engine.workload.text.tokenizer import Message, Tokenizer, load_token
 
 
 class Token(NamedTuple):
-    """One token of an answer. text: what it adds to the answer, "" for a part of a character or of
-    what may become a stop string. source: "cache", "jit" or "fast", or "bonus" for the target's
-    own. round: from 0."""
+    """One token of an answer. text: its addition to the answer; "" for a part of a character or of
+    a possible stop string. source: "cache", "jit" or "fast", or "bonus" for the target's own.
+    round: from 0."""
 
     text: str
     id: int
@@ -32,9 +32,9 @@ class Token(NamedTuple):
 def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token]:
     """Yields the tokens of the answer to a prompt, or to a conversation, as they are decided.
 
-    flags: those of `mpissd run`, for example mode="sd", pair="smollm2", num_tokens=64,
-    temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError
-    as `mpissd run` does.
+    flags: the flags of `mpissd run`, for example mode="sd", pair="smollm2", num_tokens=64,
+    temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError as
+    `mpissd run` does.
     """
     for name in {"prompts", "prompt_ids"} & flags.keys():
         raise ConfigError(f"{name} with generate: allowed: its first argument, the prompt")

@@ -1,26 +1,26 @@
 """Chooses K, and whether the draft speculates ahead, round by round: by goodput [TurboSpec].
 
-Goodput is the tokens that all live sequences are expected to commit in a round, over the seconds
-that it is expected to take:
+Goodput is the expected number of tokens that all live sequences commit in a round, divided by the
+expected seconds of the round:
 
     Σ_i (1 + Σ_{j ≤ K} Π_{n ≤ j} a_in) / (forward of b(K+1) rows + wait for the draft + host)
 
-While prompts wait to be stored, the forward has rows of them as well: as many as lengthen the round
-by 30%, and fewer of them where rows verify drafted tokens. A round is then worth n_live G + n_store
-R, with its goodput G and its rows of prompts a second R as shares of the most that any way reaches:
-a request that waits for its first token counts as much as one that waits for its next, since mean
+While prompts wait to be stored, the forward also has rows of prompts: as many as lengthen the round
+by 30%, fewer if other rows verify drafted tokens. The round's value is then n_live G + n_store R. G
+is its goodput and R its rows of prompts a second, both as shares of the most that any way reaches.
+A request that waits for its first token counts as much as one that waits for its next, since mean
 latency is the mean number of both over the rate of arrivals (Little's law).
 
-K = 0 is AR, a way that grows nothing is SD, and others are SSD with a width of its fan-out. Times
-are running means of the lead's own; acceptance is that of the sequences' own outcomes, each shrunk
-to that of all. The choice reads counts and clocks, never the proposed tokens, so decoding stays
-lossless [THEORY, losslessness 1].
+A way is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. Times are
+running means measured on the lead. Acceptance rates come from each sequence's outcomes, shrunk to
+the rates of all sequences. The choice reads counts and clocks, never the proposed tokens, so
+decoding stays lossless [THEORY, losslessness 1].
 
-A draft on the lead's own device pays for what it has to store before it drafts (`storing`).
+A draft on the lead's own device first stores the tokens that it lacks (`storing`).
 
-What has never been tried at a load is taken to cost what it does at the nearest larger one, in
-proportion: the controller is optimistic, tries it, and then knows. What was not tried for
-_STALE_ROUNDS rounds of a load is tried again while that costs at most EXPLORE of the time.
+An untried load is assumed to cost as much as the nearest larger load, in proportion: the controller
+is optimistic and tries it. A way not tried for _STALE_ROUNDS rounds of a load is tried again, at a
+cost of at most EXPLORE of the time.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from mpissd.engine.decode.storing import StoredPrice
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job
 
-EXPLORE = 0.003  # the largest share of the time that may go to trying what seems worse
+EXPLORE = 0.003  # largest share of time for trying ways that seem worse
 _STALE_ROUNDS = 100
 _MARGIN = 1.01  # a change must promise so much more
 _OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for one's own
 _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
-_HITS = 1 / 256  # likewise of hits
+_HITS = 1 / 256  # the same for hits
 _SAMPLE = 1 / 8  # weight of a new duration
 _STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
-# Durations from which on a load is known; those whose median is the usual; what is far above it.
+# Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
 _LEAST, _RECENT, _FAR = 3, 5, 4.0
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,7 @@ NOTHING = Backlog(0, 0, 0)
 
 
 class Promise(NamedTuple):
-    """What a round of some way is expected to give. rows: of prompts, stored beside the others."""
+    """Expected result of a round of some way. rows: rows of prompts stored in the same forward."""
 
     tokens: float
     seconds: float
@@ -93,9 +93,9 @@ class ByLoad:
     """Running means by the number of sequences, in steps of powers of two.
 
     Rounds now and then compile a kernel or capture a graph, and take ten to a thousand times as
-    long. What looks slow is not tried again soon, so that no such sample may stand: a load is not
-    known before it has three, the least holds until there are five, and later a sample far above
-    the median of the last five counts as that.
+    long. A way that looks slow is not tried again soon, so such a sample must not count. A load is
+    unknown until it has three samples; their least is used until there are five; later a sample far
+    above the median of the last five counts as that median.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class ByLoad:
             self._means[step] = min(recent)
 
     def at(self, load: int, otherwise: float) -> float:
-        """Returns the mean at this load; of the nearest larger one in proportion, else of the
-        nearest smaller one, else `otherwise`."""
+        """Returns the mean at this load; if unknown, the nearest larger load's in proportion, then
+        the nearest smaller's, then `otherwise`."""
         step, known = load.bit_length(), self._means
         if step in known:
             return known[step]
@@ -127,17 +127,17 @@ class ByLoad:
 
 @dataclass
 class _Growth:
-    """What is known of one width: its hits, and what the lead waits for the draft."""
+    """Statistics of one width: its hits, and the lead's wait for the draft."""
 
     hits: float = 0.7  # share of sequences
     all_hit_s: defaultdict[int, ByLoad] = field(default_factory=lambda: defaultdict(ByLoad))  # by K
     a_miss_s: ByLoad = field(default_factory=ByLoad)  # over K, whose steps follow one another
 
     def late_s(self, lookahead: int, count: int, step_s: float) -> float:
-        """Returns the wait where all sequences hit: for steps that did not fit beside the target.
+        """Returns the lead's wait in seconds if all sequences hit: for steps beyond the target's.
 
-        Of the nearest K that was tried, and a step more or less for each token of the difference;
-        where nothing was waited for, one more is taken to fit.
+        Starts from the nearest tried K and adds or subtracts a step for each token of difference.
+        If the wait there was short, one more step is assumed to fit.
         """
         if not self.all_hit_s:
             return 0.0
@@ -150,10 +150,10 @@ class _Growth:
 
 
 class Goodput:
-    """The controller of one server. `choose` before a round, `observe` behind it."""
+    """The controller of one server. Call `choose` before a round and `observe` after it."""
 
     def __init__(self, lookahead: int, widths: Sequence[int | None], times: RowTimes) -> None:
-        """Takes K, the widths that SSD may have (none: SD alone), and the target's times."""
+        """Takes K, the widths that SSD may have (none: only SD), and the target's times."""
         self._lookahead, self._times = lookahead, times
         self._growths = {width: _Growth() for width in (0, *widths)}
         self._reached, self._accepted = np.zeros((2, lookahead))
@@ -161,7 +161,7 @@ class Goodput:
         # By kind: a forward's seconds over the mean one's of as many rows. A draft that works at
         # the same time may share cores and memory with the target.
         self._stretch: defaultdict[int | None, float] = defaultdict(lambda: 1.0)
-        # (width or −1 for AR, load): its last round, of those of that load.
+        # (width or −1 for AR, load): number of its last round, counted at that load.
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
@@ -183,7 +183,7 @@ class Goodput:
             self._lost_s += result.stored_s
         host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
         self._host[drafts].add(count, max(0.0, host_s))
-        if not drafts or result.speculation.num_draft.any():  # else nothing was learned
+        if not drafts or result.speculation.num_draft.any():  # nothing learned without drafts
             self._seen[self._kind(way), load] = self._rounds[load]
         self._stretched(way, result)
         if drafts:
@@ -191,7 +191,7 @@ class Goodput:
             self._waited(way, result, count)
 
     def _stretched(self, way: Way, result: RoundResult) -> None:
-        """Takes how long a forward of this way took, beside the mean one."""
+        """Updates this way's ratio of a forward's time to the mean forward's."""
         if mean_s := self._times.seconds(result.num_rows):
             ratio, kind = min(result.t_target_s / mean_s, _MOST_STRETCH), self._kind(way)
             self._stretch[kind] += _STRETCH * (ratio - self._stretch[kind])
@@ -199,7 +199,7 @@ class Goodput:
     def _count(self, result: RoundResult) -> None:
         """Counts which drafted tokens were reached and accepted, by their place."""
         if result.speculation.is_lost:
-            return  # nobody judged them
+            return  # its tokens were not judged
         k = result.outcome.num_accepted[: len(result.speculation.rows)]
         served = result.speculation.num_draft
         place = np.arange(self._lookahead)
@@ -233,7 +233,7 @@ class Goodput:
         return way.width if way.lookahead else -1
 
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        """Returns the way of the next round, of these live sequences beside this backlog.
+        """Returns the way of the next round, of these live sequences, given this backlog.
 
         lacking: their tokens that a draft on the lead's own device has not stored.
         """
@@ -264,7 +264,7 @@ class Goodput:
     def _promises(
         self, count: int, tokens: Floats, backlog: Backlog, lacking: int
     ) -> Iterator[tuple[Way, Promise]]:
-        """Yields what a round of every way gives."""
+        """Yields every way with the promise of its round."""
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
         store_s, ready = self.stored.seconds(count, lacking), self.stored.ready(count, lacking)
         drafting = self._drafting_s(count)
@@ -322,7 +322,7 @@ def _rates(promises: dict[Way, Promise], waiting: float) -> dict[Way, float]:
     """
     most_tokens = max(each.tokens / each.seconds for each in promises.values())
     most_rows = max(each.rows / each.seconds for each in promises.values())
-    worth = waiting * most_tokens / most_rows if most_rows else 0.0  # of a row, in tokens
+    worth = waiting * most_tokens / most_rows if most_rows else 0.0  # tokens that a row is worth
     return {way: (p.tokens + worth * p.rows) / p.seconds for way, p in promises.items()}
 
 

@@ -2,7 +2,7 @@
 MPI.
 
 It is for tests, notebooks and first steps. The draft's thread shares Python's lock with the target,
-so its times mean little; tokens and outcomes are those of the same job under mpirun.
+so its times mean little; tokens and outcomes equal the same job's under mpirun.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Loops:
             self._faults.append(fault)
 
     def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns what brings a draft newer weights; nothing does by default."""
+        """Returns the source of a draft's newer weights; None by default."""
         return None
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ def _raise_first(faults: list[Exception]) -> None:
 class Decoder(Loops):
     """Decodes a configuration round by round: one target rank (T = 1), a thread for a draft rank.
 
-    batch_size sequences are admitted at once, and the next ones where these end. `records` holds
+    batch_size sequences are admitted at once, and the next ones when these end. `records` holds
     every round so far. Use it in a `with` block, or call close.
     """
 
@@ -188,7 +188,7 @@ class Decoder(Loops):
         self.loop.ledger.restart()
 
     def step(self) -> RoundResult:
-        """Decodes one round of every sequence; returns what was drafted and what was accepted."""
+        """Decodes one round of every sequence; returns the drafted tokens and the outcome."""
         result = self.loop.step()
         self._sequences.take(result, self.loop)
         self.records.add(result.t_target_s, result.speculation, result.outcome)

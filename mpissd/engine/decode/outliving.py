@@ -1,12 +1,12 @@
 """A speculator that survives the loss of its draft rank: from that round on K = 0.
 
-A sampled round needs the distributions of its tokens once one of them is rejected, and they are
-lost with a draft that dies before it has sent them. Whether such a round counts may not depend on
-what was rejected: a round that was drawn again only where a token was rejected would give less
-likely tokens too often. So no sampled round is judged before its distributions are there; if they
-are lost, none of its drafted tokens is judged, and each sequence draws one token from the target
-alone. Both depend on the moment of the loss and on no draw, so that the law stays the target's
-[THEORY, losslessness 1].
+A sampled round needs the distributions of its tokens once one of them is rejected. They are lost if
+the draft dies before it has sent them. Whether such a round counts must not depend on the
+rejections: drawing again only after a rejection would give less likely tokens too often. So a
+sampled round is judged only after its distributions have arrived. If they are lost, no drafted
+token is judged, and each sequence draws one token from the target's distribution. Both depend on
+the moment of the loss and on no draw, so the output distribution stays the target's [THEORY,
+losslessness 1].
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class OutlivingWaiter(Waiter):
     """Waits for one rank until it is known to be gone."""
 
     def __init__(self, waiter: Waiter, is_lost: Callable[[], bool]) -> None:
-        """Takes what waits, and is_lost, which returns whether the rank is known to be gone."""
+        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone."""
         super().__init__(waiter.deadline_s, waiter.spin, waiter.spin_s)
         self._waiter, self._is_lost = waiter, is_lost
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Does what Waiter.until does; raises PeerLost once the rank is gone."""
+        """Waits like Waiter.until; raises PeerLost once the rank is gone."""
         met = False
 
         def is_over() -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from statistics import median
 
 _WEIGHT = 1 / 32  # of a new sample, once there were as many
-_KNOWN, _SHIFT = 4, 0.5  # samples behind which one shifts a mean as if so much off it, at most
-_GROWTH = 0.3  # how much longer a round may take for the prompts stored beside it
+_KNOWN, _SHIFT = 4, 0.5  # samples after which a new one is clipped, and to what share of the mean
+_GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
 _STORES = [0, *(n << shift for shift in range(10) for n in (4, 5, 6, 7))]  # rows, by size
-_DEARER = 1.5  # times as long as in a large forward, a token may take in a small one
-_UNKNOWN = 16  # tokens that a draft may catch up with before it is known how long they take
-_APART = 10  # rounds within that behind one beyond it, so that the 90th percentile is within it
+_DEARER = 1.5  # a token in a small forward may take this many times as long as in a large one
+_UNKNOWN = 16  # tokens to catch up with while their duration is unknown
+_APART = 10  # rounds within the limit after one beyond it, so that the 90th percentile is within
 
 
 class Times:
@@ -22,12 +22,12 @@ class Times:
     """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
-        """Takes the sizes that forwards have, rising; none: a forward computes its rows alone."""
+        """Takes the sizes of forwards, rising; if empty, a forward computes exactly its rows."""
         self._buckets = list(buckets)
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
-        self._first: dict[int, list[float]] = {}  # of those measured fewer than four times
+        self._first: dict[int, list[float]] = {}  # samples of sizes measured fewer than four times
         self._asked: dict[int, float] = {}  # answers since the last sample, by rows
 
     def _size(self, rows: int) -> int:
@@ -58,18 +58,18 @@ class Times:
             del self._first[size]
 
     def _usual(self, found: Sequence[float]) -> float:
-        """Returns what a few forwards of a size usually take."""
+        """Returns the usual seconds of a forward, given a few samples of its size."""
         return median(found)
 
     def _between(self, size: int) -> float | None:
-        """Returns what better known sizes say of one, if that is believed rather than its own."""
+        """Returns the seconds that better known sizes predict, if they replace the size's own."""
         return None
 
     def seconds(self, rows: int) -> float:
         """Returns the seconds of a forward.
 
-        Those of the smallest one that was measured for fewer rows; for more than were measured, on
-        the line through the last two, or in proportion to the rows where there is one alone.
+        Fewer rows than measured count as the smallest measured size. More rows lie on the line
+        through the two largest sizes, or are in proportion if only one was measured.
         """
         if (found := self._asked.get(rows)) is None:
             found = self._asked[rows] = self._seconds_of(self._size(rows))
@@ -102,21 +102,21 @@ class Times:
 
 
 class _Least(Times):
-    """Seconds of forwards that nobody has run before: one may compile, or capture a graph."""
+    """Seconds of forwards whose first run may compile a kernel or capture a graph."""
 
     def _usual(self, found: Sequence[float]) -> float:
         return min(found)
 
 
 class RowTimes(Times):
-    """The seconds of the target's forwards, and how many rows of prompts go beside a verification.
+    """The seconds of the target's forwards, and the rows of prompts to store with a verification.
 
-    Those of the largest forward with which the round takes 30% longer than alone. Where that one
-    stores few rows, since the device computes whole buckets, every eleventh round may be longer:
-    each round earns 30% of its own seconds, and those that it did not use pay for a larger one.
+    That is the largest forward with which the round takes at most 30% longer. If it stores few
+    rows, since the device computes whole buckets, every eleventh round may be longer: each round
+    earns 30% of its own seconds, and unused seconds pay for a larger forward.
 
-    What looks slow is done no more, so that nothing may look slow by chance: a size measured fewer
-    than four times takes what two better known ones say.
+    A size that looks slow is avoided, so a chance delay must not count: a size measured fewer than
+    four times gets the prediction of two better known ones.
     """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
@@ -166,10 +166,9 @@ class RowTimes(Times):
     def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
         """Returns how many of the `lacking` tokens of a draft on the same device a round stores.
 
-        rows, lookahead, beside: those that are verified, K, and the rows of prompts of the round.
-        In every eleventh round, those that take as long as the round; in others, those that
-        lengthen it by 30% together with its prompts, where these are all or no token then takes
-        much longer.
+        rows: verified rows; lookahead: K; beside: rows of prompts in the round. Every eleventh
+        round may take twice as long. Others may become 30% longer, prompts included, if that stores
+        all lacking tokens or makes none of them much slower.
         """
         if self._behind.is_empty:
             return _UNKNOWN
@@ -191,7 +190,7 @@ class RowTimes(Times):
         return (large + _APART * small) / (_APART + 1)
 
     def _small(self, limit_s: float, large: int, lacking: int | None = None) -> int:
-        """Returns how many tokens a draft stores within limit_s: 0 where each then takes much
+        """Returns how many tokens a draft stores within limit_s: 0 if each then takes much
         longer than `large` at once do, unless `lacking` are no more."""
         small = self._behind.within(limit_s)
         dearest_s = _DEARER * small / large * self._behind.seconds(large)
@@ -203,7 +202,7 @@ class RowTimes(Times):
         return _UNKNOWN if self._behind.is_empty else max(1, self._behind.within(round_s))
 
     def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
-        """Returns how many rows of prompts the next forward stores beside `rows` others.
+        """Returns how many rows of prompts the next forward stores in addition to `rows` others.
 
         most: the rows of the largest forward, which an empty round fills. lookahead: K of the
         round.
@@ -230,7 +229,7 @@ class RowTimes(Times):
         return self._largest(rows, most, grown_s) - rows
 
     def grown_s(self, rows: int, total: int) -> float:
-        """Returns the seconds of a forward of `total` rows, and of storing those of prompts."""
+        """Returns the seconds of a forward of `total` rows, and of storing its rows of prompts."""
         stored_s = self._stores.seconds(total - rows) if total > rows else 0.0
         return self.seconds(total) + stored_s
 
@@ -246,9 +245,9 @@ class RowTimes(Times):
 
 
 def _mean(before: float, new: float, count: int = _KNOWN + 1) -> float:
-    """Returns a running mean behind the sample of this number, from 1 on.
+    """Returns a running mean after sample number `count`, from 1 on.
 
-    One that is far off counts as less: other work on the machine delays a forward now and then.
+    A sample far off is clipped: other work on the machine delays a forward now and then.
     """
     shift, most = new - before, _SHIFT * before if count > _KNOWN else float("inf")
     return before + max(_WEIGHT, 1 / count) * min(max(shift, -most), most)

@@ -1,14 +1,14 @@
-"""Which requests are decoded: a queue, the pages of the KV cache, and who ends, waits or joins.
+"""Schedules requests: a queue, the pages of the KV cache, and who ends, waits or joins.
 
 The scheduler is a pure object: it reads no clock and knows no model. Its caller asks `turn` between
-two rounds which sequences leave and join, and shows it what a round emitted by `take`. The server
+two rounds which sequences leave and join, and passes it each round's result by `take`. The server
 and the simulation of arrivals use the same one.
 
-Order. Requests are admitted in the order in which they arrived. One behind the first may overtake
-it where the first does not fit, at most `patience` times; then the queue waits for it, so that no
-request waits for ever. Where pages run out, the sequence that arrived last is preempted: its pages
-go back, and it is computed again later from its prompt and the tokens that it emitted. As a row's
-numbers never depend on the rows beside it, its tokens stay the same (temperature 0).
+Order. Requests are admitted in the order in which they arrived. A later request may overtake the
+first if the first does not fit, at most `patience` times; then the queue waits for it, so that no
+request waits for ever. If pages run out, the sequence that arrived last is preempted: its pages go
+back, and it is computed again later from its prompt and the tokens that it emitted. As forwards are
+batch-invariant, bit for bit, its tokens stay the same (temperature 0).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ORDER = attrgetter("arrived_s", "request_id")
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks have room for.
+    """Capacity of the ranks.
 
-    sequences: that run at once. context: tokens of a sequence, its prompt included. ahead:
-    positions that a round may write behind the last token. page: positions of a page. pages: of the
-    pool. patience: how many requests may overtake one.
+    sequences: sequences that run at once. context: tokens of a sequence, its prompt included.
+    ahead: positions that a round may write after the last token. page: positions of a page. pages:
+    of the pool. patience: how many requests may overtake one.
     """
 
     sequences: int
@@ -50,10 +50,10 @@ class Room:
 
 @dataclass
 class Task:
-    """One request and what has become of it. Times are seconds of the caller's clock.
+    """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    stop_ids: tokens that end it. cached: tokens of its prompt that nobody had to compute for it.
+    stop_ids: tokens that end it. cached: tokens of its prompt that were reused from the cache.
     """
 
     request_id: int
@@ -106,7 +106,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What one round gave a request. sources: of each token, NONE for the target's own."""
+    """The tokens of a request from one round. sources: by token, NONE for the target's own."""
 
     task: Task
     tokens: list[int]
@@ -117,7 +117,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Turn:
-    """What changes before the next round."""
+    """Changes before the next round."""
 
     ended: list[Ended]
     leave: list[int]
@@ -153,7 +153,7 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody has reserved."""
+        """Number of pages that are not reserved."""
         return self.room.pages - sum(self._held(task) for task in self._running.values())
 
     def tasks(self, ids: Iterable[int]) -> list[Task]:
@@ -202,7 +202,7 @@ class Scheduler:
             self.cancel(task.request_id)
 
     def turn(self, now: float) -> Turn:
-        """Returns what changes before the next round, at time `now`."""
+        """Returns the changes before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
         preempted = self._preempted()
@@ -266,7 +266,7 @@ class Scheduler:
         return task
 
     def take(self, result: RoundResult) -> list[Emitted]:
-        """Counts a round; returns what it gave to each request that still runs."""
+        """Counts a round; returns the tokens of each request that still runs."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
             if (one := self._running.get(request_id)) and not one.epoch:
@@ -282,7 +282,7 @@ class Scheduler:
             task.rounds += 1
             task.drafted += count
             task.accepted += accepted
-            task.rejected += accepted < count and not drafted.is_lost  # nobody judged them
+            task.rejected += accepted < count and not drafted.is_lost  # lost: not judged
             task.hits += hit
             tokens = [*served[3 : 3 + accepted], bonus]
             sources = [*[Source(source)] * accepted, Source.NONE]
@@ -304,7 +304,7 @@ class Scheduler:
 
 
 def _kept(task: Task, tokens: Sequence[int]) -> tuple[int, str | None]:
-    """Returns how many of a round's tokens count, and what ends the request with them, if any."""
+    """Returns how many of a round's tokens count, and the request's finish reason, if any."""
     left = task.max_tokens - len(task.tokens)
     for n, token in enumerate(tokens[:left], 1):
         if token in task.stop_ids:

@@ -1,4 +1,4 @@
-"""The sequences of a run: `batch_size` at a time, the next one where one has ended."""
+"""The sequences of a run: `batch_size` at a time; the next one starts when one has ended."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mpissd.engine.workload.base import Workload
 
 
 class Sequences:
-    """Follows the sequences of one pass on the lead, and says which of them join and leave.
+    """Follows the sequences of one pass on the lead, and decides which of them join and leave.
 
-    A sequence ends where the workload ends it (Workload.endings), or with num_tokens tokens.
+    A sequence ends when the workload ends it (Workload.endings), or with num_tokens tokens.
     """
 
     def __init__(self, workload: Workload, group: int = 0) -> None:
-        """Takes the sequences of a target group."""
+        """Takes the sequences of one target group."""
         config = workload.job.config
         self._workload, self._limit = workload, config.token_limit
         self._endings = workload.endings()

@@ -1,9 +1,10 @@
-"""The draft's round loop: answers outcomes until each says stop, and grows branches in between.
+"""The draft's round loop: answers outcomes until each link stops, and grows branches in between.
 
 One loop serves every target group that shares the draft. Between two forwards it takes what has
 arrived from all groups, and its next forward carries the next work of each of them: answers, glues
-and growth. So an outcome waits for at most the one forward that runs when it arrives, whatever the
-draft does for other groups; chunks of their long prompts alone, forwards of their own, come on top.
+(scoring forwards) and growth. So an outcome waits for at most the one forward that runs when it
+arrives, whatever the draft does for other groups. Only chunks of their long prompts, which are
+forwards of their own, come on top.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Turns = Generator["Ready | None", None, R]
 
 
 class _Group:
-    """One target group: its rounds as the draft serves them, and what they wait for.
+    """One target group: its rounds on the draft, and the event that they wait for.
 
-    awaited: a test of whether the message has come; None: the forward that was launched.
+    awaited: a test of whether the message has arrived; None: waits for the launched forward.
     """
 
     def __init__(self, link: DraftEnd, drafter: Drafter, updates: Updates | None) -> None:
@@ -41,10 +42,10 @@ class _Group:
 def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> None:
     """Runs the draft's loop over a link and a drafter for each target group.
 
-    Returns when every group has said stop. Each works until it has launched a forward or waits for
-    a message. Drafters of several groups must run their forwards on seats of one model
-    (model.shared), so that the wait for one ends the forwards of all. updates: what brings the one
-    drafter newer weights, one unit a round and more while nothing arrives.
+    Returns when every group has stopped. Each works until it has launched a forward or waits for a
+    message. Drafters of several groups must run their forwards on one shared model (model.shared),
+    so that the wait for one ends the forwards of all. updates: source of newer weights for a single
+    drafter, one unit a round and more while no message arrives.
     """
     groups = [_Group(*end, updates) for end in ends]
     while groups:
@@ -64,7 +65,7 @@ def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> No
         elif groups:
             _wait_for_mail(groups)
         if len(groups) > 1:
-            groups.append(groups.pop(0))  # nobody is always the first
+            groups.append(groups.pop(0))  # rotates, so that each group comes first in turn
 
 
 def _wait_for_mail(groups: list[_Group]) -> None:
@@ -75,7 +76,7 @@ def _wait_for_mail(groups: list[_Group]) -> None:
 
 
 def _rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None) -> Turns[None]:
-    """Serves one group until an outcome says stop.
+    """Serves one group until an outcome carries the stop flag.
 
     The link is polled between growth steps, so an outcome waits for at most one of them.
     """
@@ -104,8 +105,7 @@ def _update(link: DraftEnd, updates: Updates) -> None:
 
 
 def _grow(link: DraftEnd, drafter: Drafter, speculation: Speculation) -> Steps[None]:
-    """Catches up behind a rest, speculates ahead, and stores prompts, until the next outcome is
-    there."""
+    """Catches up after a rest, speculates and stores prompts until the next outcome arrives."""
     while drafter.is_catching_up and not link.outcome_arrived():
         yield from drafter.store_part()
     if (yield from drafter.begin_growth(speculation)):

@@ -25,8 +25,8 @@ class Speculator(ABC):
 
     # The first round after the draft was lost, with K = 0 from there on; None while it is present.
     lost_round: int | None = None
-    # Of the last answer: committed tokens that a draft on the lead's own device stored, those of
-    # opened prompts included, and the seconds of that.
+    # Of the last answer: committed tokens that a draft on the lead's own device stored (opened
+    # prompts included), and the seconds that this took.
     stored, stored_s = 0, 0.0
 
     @property
@@ -51,20 +51,20 @@ class Speculator(ABC):
         raise AssertionError("nothing was sampled here")
 
     def confirm(self, speculation: Speculation) -> bool:
-        """Returns whether the last answer may be judged: not where what that needs is lost. Called
-        once it was verified, before it is judged; may wait."""
+        """Returns whether the last answer may be judged: not if the distributions that it needs are
+        lost. Called once it was verified, before it is judged; may wait."""
         return True
 
     @abstractmethod
     def stop(self, outcome: Outcome) -> None:
-        """Sends the draft the outcome after which no other comes."""
+        """Sends the draft the last outcome."""
 
 
 class NoSpeculator(Speculator):
     """The speculator of AR: every round has K = 0."""
 
     def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """Takes the form of a speculation where other ranks expect that of a job with drafts."""
+        """Takes the shape of an empty speculation, as in jobs with drafts."""
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:

@@ -1,7 +1,7 @@
-"""What a draft on the lead's own device pays for the tokens that it stores before it drafts.
+"""Cost of the tokens that a draft on the lead's own device stores before it drafts.
 
-Such a draft stores nothing while K = 0. What it then lacks takes seconds in which it does not
-draft: these are spread over the tokens that they are for.
+Such a draft stores nothing while K = 0. Storing the lacking tokens later takes seconds in which it
+does not draft. They are spread over the tokens that the sequence emits.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class StoredPrice:
             self._ended = (1 - _MEMORY) * self._ended + [prompt, answer, answer**2]
 
     def seconds(self, count: int, lacking: int) -> float:
-        """Returns the seconds in which the draft stores what it needs for drafting, for each token.
+        """Returns the seconds of storing per emitted token.
 
-        What it lacks of `count` sequences now, over what they are expected to emit yet, or the
-        prompts of requests to come, over their answers: the larger, as no token pays both.
+        The larger of two ratios counts: the `lacking` tokens of `count` sequences over the tokens
+        that these are expected to emit yet, and the prompts of future requests over their answers.
         """
         prompts, answers, _ = self._ended.tolist()
         each = max(prompts / answers, lacking / count / self._left) if answers else 0.0
         return each * self._times.caught_up_s
 
     def ready(self, count: int, lacking: int) -> float:
-        """Returns the share of the time to come in which the draft lacks nothing of a sequence.
+        """Returns the share of the time to come in which the draft has a whole sequence stored.
 
-        It catches up with one after the other: with half of what it lacks before a mean one; with
-        one alone at once.
+        It catches up with one sequence after the other: a mean one waits for half of the lacking
+        tokens, a single one does not wait.
         """
         if not lacking or count == 1:
             return 1.0

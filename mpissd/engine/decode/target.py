@@ -1,5 +1,4 @@
-"""The target's round loop: ask, plan, verify, judge. AR, SD and SSD differ in the speculator
-alone."""
+"""The target's round loop: ask, plan, verify, judge. Modes differ only in the speculator."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One verified round: what was drafted, what was decided, and the forward's device time.
+    """One verified round: its speculation, its outcome, and the forward's device time.
 
-    logprobs: by batch row, the target's log-probability of each token that it emitted, of those
-    sequences that asked for it. num_rows: of the forward, those of prompts included. wait_s: for
-    the draft, once the outcome was applied. stored, stored_s: tokens that a draft on the lead's own
-    device stored before it drafted or beside the verification, and the seconds of that, which are
-    no part of wait_s. adopted: by id of the sequences placed in this round, tokens of their prompts
-    that other sequences had stored.
+    logprobs: by batch row, the target's log-probability of each emitted token, if the sequence
+    asked for it. num_rows: rows of the forward, prompts included. wait_s: wait for the draft after
+    the outcome was applied. stored: tokens that a draft on the lead's own device stored before it
+    drafted or during the verification; stored_s: the seconds of that, not counted in wait_s.
+    adopted: for each sequence id placed in this round, the tokens of its prompt that other
+    sequences had stored.
     """
 
     speculation: Speculation
@@ -62,8 +61,7 @@ class RoundResult:
 
 
 class TargetLoop:
-    """The lead's round loop; its caller runs it by step() and says which sequences join and
-    leave."""
+    """The lead's round loop; its caller runs it by step() and makes sequences join or leave."""
 
     def __init__(
         self,
@@ -81,10 +79,10 @@ class TargetLoop:
         self.control = Control()  # of the next round
         self._pending = Outcome.admission(-1, [])
         self.ledger = Ledger(LeadPhase)
-        # Called in every round while the target verifies: what may not make a round longer.
+        # Called in every round while the target verifies; for work that must not lengthen a round.
         self.meanwhile: Callable[[], None] | None = None
-        # Called with every judged round (batch, accepted, bonus), behind the outcome that answers
-        # it, so that the draft works meanwhile; see Teaching.
+        # Called with every judged round (batch, accepted, bonus), after the outcome is sent, so
+        # that the draft works meanwhile; see Teaching.
         self.teach: Callable[[Batch, Ints, Ints], None] | None = None
         self._untaught: tuple[Ints, Ints] | None = None  # of the round that was judged last
         # This rank verifies, except while a speculator reports DRAFT_WAIT.
@@ -144,7 +142,7 @@ class TargetLoop:
         """Releases these sequences from the next round on; the tokens they emitted so far
         remain."""
         gone = np.isin(self._pending.ids, request_ids)
-        # No other rank knows a sequence admitted since the last round, so that one is dropped.
+        # Other ranks do not know a sequence admitted since the last round, so it is just dropped.
         unborn = gone & np.isin(self._pending.events, (Event.ADMIT, Event.OPEN))
         released = self._released(gone)
         rows = np.concatenate([released.rows[~unborn], self._unopened(request_ids)])
@@ -215,7 +213,7 @@ class TargetLoop:
     def tell(self) -> None:
         """Calls `teach` with the round that was judged last, unless it has been.
 
-        Every step does so before the next forward overwrites the logits; behind the last one the
+        Every step calls this before the next forward overwrites the logits. After the last step the
         caller does, before it ends the learner.
         """
         judged, self._untaught = self._untaught, None
@@ -267,7 +265,7 @@ def follow(
     waiter: Waiter,
     ledger: Ledger | None = None,
 ) -> int:
-    """Runs a follower's loop: the same forwards in the same order, until a plan says stop.
+    """Runs a follower's loop: the same forwards in the same order, until a plan stops it.
 
     Returns the digest of the outcomes it received (Batch.digest).
     """

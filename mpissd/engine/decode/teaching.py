@@ -1,4 +1,4 @@
-"""The lead's part of online learning: tells a learner what each verified round has shown."""
+"""The lead's part of online learning: sends a learner the results of each verified round."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mpissd.engine.workload.workers import TargetWorker
 
 
 class Teaching:
-    """Sends the target's logits behind rejected tokens, or behind all verified ones.
+    """Sends the target's logits at rejected tokens, or at all verified ones.
 
-    Nothing waits for the learner: where it does not keep up, a round's rows are dropped, and the
-    next message brings its tokens.
+    Decoding never waits for the learner: if it does not keep up, a round's rows are dropped, and
+    the next message brings its tokens.
     """
 
     def __init__(self, worker: TargetWorker, outlet: Outlet, *, everywhere: bool) -> None:
@@ -25,9 +25,9 @@ class Teaching:
         self.spent_s = 0.0
 
     def __call__(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends what a judged round showed, before another forward overwrites its logits.
+        """Sends a judged round's logits before another forward overwrites them.
 
-        Where there is no room for a message, none is made: no logits are read.
+        Without room for a message, no logits are read.
         """
         start = perf_counter()
         self.rounds += 1
@@ -48,7 +48,7 @@ class Teaching:
         self.num_bytes += message.nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the cost of teaching as the row says it, means of a round."""
+        """Returns the cost of teaching for the result row, as means of a round."""
         rounds = max(1, self.rounds)
         return {
             "rows_per_round": round(self.rows / rounds, 3),

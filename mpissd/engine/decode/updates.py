@@ -14,7 +14,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.versions import unpacked
 
 _DONE = object()
-_PATIENCE = 3  # versions that diverge, behind which a draft takes no further one
+_PATIENCE = 3  # diverged versions after which a draft takes no more
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Updates:
     """Takes a draft's newer weights over, in units that each fit between two rounds.
 
     The new weights are packed into memory of their own while the old ones draft. The last unit
-    copies them over the old ones and has the drafter forget what those have stored. A version whose
-    logits are not finite is left for the weights that were loaded.
+    copies them over the old ones and has the drafter forget the old cache. A version whose logits
+    are not finite is left for the weights that were loaded.
     """
 
     def __init__(self, inbox: Inbox, drafter: Drafter) -> None:
@@ -95,7 +95,7 @@ class Updates:
         return self._packing is not None and self._packing is self._leaving
 
     def _leave(self, why: str) -> None:
-        """Begins to go back to the weights that were loaded; what is packed is dropped with it."""
+        """Begins to go back to the weights that were loaded; drops packed weights."""
         self.report.refused.append(f"version {self._drafter.version}: {why}")
         self._diverged += 1
         self._packing = self._leaving = self._loaded()

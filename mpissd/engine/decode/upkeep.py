@@ -1,29 +1,29 @@
-"""What a draft stores of rounds that draft nothing, and how it catches up when rounds draft again.
+"""Decides when a draft stores rounds that draft nothing, and how it catches up afterwards.
 
-A target that shares cores or memory with its draft is slowed by each forward of the draft: with
-K = 0 throughout, two CPU cores, 11.5 ms beside a draft that stores each token at once, 10.4 beside
-one that stores by and by, 9.5 alone. Such a draft rests once rounds have drafted nothing for long.
-What it then lacks is stored in parts while the target verifies, so that no outcome waits for all of
-it; meanwhile it drafts for the sequences of which it lacks little, and grows nothing.
+A target that shares cores or memory with its draft is slowed by each forward of the draft: with K =
+0 throughout, on two CPU cores, 11.5 ms with a draft that stores each token at once, 10.4 with one
+that stores in parts, 9.5 without a draft. Such a draft rests after many rounds without drafting.
+Later it stores the lacking tokens in parts while the target verifies, so that no outcome waits for
+all of them. Meanwhile it drafts for the sequences that lack few tokens, and grows no branches.
 """
 
 from __future__ import annotations
 
-# While rounds draft nothing, what is to be stored waits until a forward of it is worth its while:
-# a sequence's tokens until they are more than LAG, opened prompts until PART rows are due.
+# While rounds draft nothing, tokens to store wait until they are worth a forward: a sequence's
+# tokens until they are more than LAG, opened prompts until PART rows are due.
 LAG, PART = 7, 24
-_SHARE, _LONG = 1 / 32, 0.9  # weight of a round; a draft rests behind some 70 without drafting
+_SHARE, _LONG = 1 / 32, 0.9  # weight of a round; a draft rests after some 70 without drafting
 
 
 class Upkeep:
-    """Decides what a draft stores now. It counts tokens, and stores none itself."""
+    """Decides how much a draft stores now. It counts tokens, and stores none itself."""
 
     def __init__(self, *, rests: bool = False) -> None:
         """rests: whether storing slows the target, so that the draft rests while K = 0."""
         self._rests, self._drafts = rests, True
         self._idle = 0.0  # share of late rounds that drafted nothing
         self._due = 0  # rows of opened prompts that the target stored, and this draft did not
-        self.has_rested = False  # ever: else it stores in step, or by and by
+        self.has_rested = False  # whether it ever rested; if not, it stores each round or in parts
         self.is_behind = False  # whether it lacks too much to store all of it before it drafts
 
     def open_round(self, *, drafts: bool) -> None:
@@ -40,7 +40,7 @@ class Upkeep:
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether this round stores parts of what the draft lacks, while the target verifies."""
+        """Whether this round stores a part of the lacking tokens, while the target verifies."""
         return self.is_behind and self._drafts
 
     def check(self, lacking: int) -> None:
@@ -50,7 +50,7 @@ class Upkeep:
 
     def opened(self, rows: int) -> int:
         """Takes that the target stores so many rows of opened prompts; returns how many the draft
-        stores now. What it did not store while it rested is lacking once the sequence joins."""
+        stores now. The tokens not stored during a rest are lacking once the sequence joins."""
         if self.is_resting:
             self._due = 0
             return 0

@@ -1,4 +1,4 @@
-"""Resolve a configuration for a given T to shapes, laws, fan-out and bytes, without MPI or GPU."""
+"""Resolve a configuration for a given T to shapes, fan-out and bytes, without MPI or GPU."""
 
 from mpissd.engine.job.job import Job, buckets, fine_buckets
 from mpissd.engine.job.resolving import resolve, resolve_unopened

@@ -10,8 +10,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape, files_of
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.vocabulary import check_vocabularies
+from mpissd.engine.model.transformer.sources import check_vocabularies, config_of
 
 
 def check_draft(config: RunConfig, target: ModelShape, draft: ModelShape | None) -> None:
@@ -43,7 +42,7 @@ def _check_parallel(config: RunConfig, draft: ModelShape) -> None:
 def check_shards(config: RunConfig, target: ModelShape, where: str, tp: int) -> None:
     """Refuses a T over which the target's heads, FFN or (with lm_head) vocabulary cannot be split.
 
-    Products alone need equal shares. where: the target's name.
+    Forwards of bare products need equal shares. where: the target's name.
     """
     if config.is_transformer:
         TransformerShard(config_of(where), tp)
@@ -54,7 +53,7 @@ def check_shards(config: RunConfig, target: ModelShape, where: str, tp: int) -> 
 
 
 def check_transformer(config: RunConfig, backend: str, draft: ModelShape | None) -> None:
-    """Refuses what a transformer's forward cannot do, or text where nothing is computed."""
+    """Refuses flags that a transformer's forward lacks, and text on the emulated backend."""
     if config.is_text and backend == "emulated":
         raise ConfigError("workload=text with backend=emulated: allowed: numpy, cupy")
     if not config.is_transformer:
@@ -101,8 +100,8 @@ def check_draft_device(config: RunConfig, backend: str) -> None:
 def check_states(
     config: RunConfig, tp: int, draft: ModelShape, draft_where: str, where: str
 ) -> None:
-    """Refuses a draft that reads its target's hidden states where it cannot have them in time."""
-    # What no file describes reads tokens; its target may be of products alone.
+    """Refuses a draft that reads its target's hidden states if it cannot have them in time."""
+    # A draft without a file reads tokens; its target may be bare products.
     kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
     if not kind:
         return

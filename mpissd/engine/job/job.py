@@ -64,8 +64,8 @@ class Job(Resolved):
     def _read_context(self) -> int:
         """Tokens of KV cache that a sequence's rows read on average, without its prompt.
 
-        Of a run that is limited by rounds, as many tokens a round are counted as imposed laws
-        give, to the nearest whole one so that similar laws share programs; else one.
+        In a run limited by rounds, a round counts as many tokens as the imposed acceptance gives,
+        rounded so that similar runs share programs; one if nothing is imposed.
         """
         limits = [n for n in (self.config.token_limit, self.config.max_rounds) if n is not None]
         if self.lookahead and self.config.max_rounds is not None and self.workload.is_imposed:
@@ -132,7 +132,7 @@ def fine_buckets(*exact: int) -> list[int]:
 
 
 def buckets(batch: int, *exact: int) -> list[int]:
-    """Returns the row counts to compile: those of full rounds, and powers of two between."""
+    """Returns the row counts to compile: full rounds, and powers of two between."""
     largest = max(batch, *exact)
     powers = {1 << n for n in range(largest.bit_length()) if 1 << n < largest}
     return sorted({batch, *exact, *powers})

@@ -1,4 +1,4 @@
-"""What of a job fits into its devices' memory: weights, keys and values, the attention's sums."""
+"""Fits a job into its devices' memory: weights, keys and values, the attention's sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_memory(
     """Refuses a job that needs more bytes a rank than its device has (None: unknown).
 
     itemsize: bytes of a weight. memory_bytes: of a target rank. draft_memory: of a draft rank. The
-    error says the largest batch and the largest context that fit, each beside the other as asked.
+    error names the largest batch and the largest context that fit, each with the other as asked.
     """
     target, draft = job.rank_bytes(itemsize)
     rooms = memory_bytes, draft_memory
@@ -48,7 +48,7 @@ def most_that_fits(
 ) -> int:
     """Returns the largest value of batch_size or context with which a job fits, or 0.
 
-    At most what the job asks for, its default context included; all else stays as it is.
+    At most the job's own value, its default context included; the other flags stay as they are.
     """
     asked = job.config.batch_size if field == "batch_size" else _context(job)
     low, high = 0, asked
@@ -73,7 +73,7 @@ def fits(job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | 
 def sized(job: Job, itemsize: int, memory_bytes: int | None, draft_memory: int | None) -> Job:
     """Returns a job of text whose default context is as long as memory allows; others as they are.
 
-    A context that --context says is never changed, nor that of a server, which has a pool of pages.
+    A context given by --context is never changed, nor a server's, which has a pool of pages.
     """
     has_default = job.config.is_text and not job.config.context and job.serving is None
     if not has_default or fits(job, itemsize, memory_bytes, draft_memory):

@@ -23,7 +23,7 @@ from mpissd.engine.job.checks import (
 )
 from mpissd.engine.job.job import Job
 from mpissd.engine.job.memory import check_memory, sized
-from mpissd.engine.model.transformer.hub import fetch_missing
+from mpissd.engine.model.transformer.files import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw, hit_law_of
@@ -46,10 +46,9 @@ def resolve(
     """Returns the job of a configuration on T target ranks.
 
     memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
-    draft_memory_bytes: likewise on the drafts' devices (None: the same as the targets').
-    serving: of a job whose requests come and go.
-    Raises ConfigError if T does not divide the target, a law or list does not fit K, memory does
-    not suffice, or the draft device is not allowed.
+    draft_memory_bytes: the same on the drafts' devices (None: the same as the targets'). serving:
+    of a job whose requests join and leave. Raises ConfigError if T does not divide the target,
+    rates or a list do not fit K, memory does not suffice, or the draft device is not allowed.
     """
     check_draft_device(config, backend)
     itemsize = 4 if backend == "numpy" else 2
@@ -125,7 +124,7 @@ def _divides(config: RunConfig, where: str, tp: int) -> bool:
 
 
 def _names(config: RunConfig) -> tuple[str, str | None]:
-    """Returns the names of target and draft; AR needs none, and leaves a pair's alone."""
+    """Returns the names of target and draft; AR needs no draft and drops a pair's."""
     if config.pair is not None and config.mode == "ar":
         return target_of(config.pair), None
     if config.pair is not None:
@@ -202,9 +201,9 @@ def _fan_outs(
 
 
 def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:
-    """Returns the list F_0 … F_K behind a trunk of `served` tokens.
+    """Returns the list F_0 … F_K after `served` drafted tokens.
 
-    hazards: the K acceptance rates by place. Raises ConfigError if the list cannot be had.
+    hazards: the K acceptance rates by place. Raises ConfigError if the list is impossible.
     """
     lookahead, minimum = len(hazards), 1 if hit_law.p_hit else 0
     powers = hit_law.powers(lookahead, served)

@@ -23,8 +23,8 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.gemm_weights import GemmWeights, Layer
-from mpissd.engine.model.read_out import Find, ReadOut
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import Find, ReadOut
 
 
 @dataclass

@@ -42,16 +42,16 @@ class SharedForwards:
         """Divides the stepper; slots, lanes: those of each seat."""
         self.stepper = stepper
         self.most_rows = stepper.most_rows // seats
-        self.seats = [Seat(self, n * slots, n * lanes) for n in range(seats)]
-        self._launched: list[Seat] = []
+        self.seats = [GroupView(self, n * slots, n * lanes) for n in range(seats)]
+        self._launched: list[GroupView] = []
         self._log = Tape("q")  # the values of COLUMNS, forward after forward
 
-    def launch(self, seat: Seat) -> None:
+    def launch(self, seat: GroupView) -> None:
         """Adds what a seat has uploaded to the next forward."""
         assert seat not in self._launched, "a second forward before the first one is over"
         self._launched.append(seat)
 
-    def is_over(self, seat: Seat) -> bool:
+    def is_over(self, seat: GroupView) -> bool:
         """Returns whether a seat's last forward is over; never blocks."""
         return seat not in self._launched and self.stepper.done()
 
@@ -66,7 +66,7 @@ class SharedForwards:
         if together := [seat for seat in launched if seat.part is not None]:
             self._run(self._upload(together), len(together), waiter)
 
-    def _upload(self, seats: Sequence[Seat]) -> int:
+    def _upload(self, seats: Sequence[GroupView]) -> int:
         """Uploads the rows of these seats, one behind the other; returns how many there are."""
         parts, start = [seat.take() for seat in seats], 0
         for seat, part in zip(seats, parts, strict=True):
@@ -93,7 +93,7 @@ class SharedForwards:
         return self._log.read().reshape(-1, len(self.COLUMNS))
 
 
-class Seat:
+class GroupView:
     """The part of a shared model that one user sees; its slots and lanes begin at 0."""
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:

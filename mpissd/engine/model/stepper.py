@@ -19,8 +19,7 @@ from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.draws import Draws
-from mpissd.engine.model.forwards import Places, Results, merged
+from mpissd.engine.model.forwards import Draws, Places, Results, merged
 from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, Stacks, Weights

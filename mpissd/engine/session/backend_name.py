@@ -1,4 +1,4 @@
-"""Which backend a rank takes, where --backend=auto leaves it open."""
+"""Chooses a rank's backend if --backend=auto leaves it open."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
 def backend_name(config: RunConfig, topology: Topology) -> str:
     """Returns the backend of this rank, the same on all ranks of its host.
 
-    `auto` is numpy where text of a small model has more ranks than its host has GPUs, as a laptop's
-    SSD has: on one GPU they would be refused. The lead says so on stderr.
+    `auto` is numpy if text of a small model has more ranks than its host has GPUs, as SSD on a
+    laptop: on one GPU they would be refused. The lead reports it on stderr.
     """
     name = choose(config.backend)
     here = topology.hosts.count(topology.hosts[topology.world.rank])

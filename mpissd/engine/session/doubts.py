@@ -6,11 +6,11 @@ import sys
 from functools import cache
 
 from mpissd.engine.job.job import Job
-from mpissd.engine.model.transformer.made_for import doubt
+from mpissd.engine.model.transformer.sources import doubt
 
 
 def drafts_of(job: Job) -> dict[str, str]:
-    """Returns the drafts with weights of a job, as its row names them: {name: where they are}."""
+    """Returns the drafts with weights of a job, as its row names them: {name: model name}."""
     if not job.config.is_transformer or not job.drafts_by_transformer:
         return {}
     return {"draft": job.draft_where}

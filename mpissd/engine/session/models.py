@@ -3,7 +3,7 @@
 Configurations share weights if their forwards read the same weights in the same layout. They share
 a *stepper* (buffers and programs for every row count that any configuration needs) if they also
 read as much context and read out as many candidates. A configuration uses only its own row counts
-of a shared stepper, so it runs the same programs as it would alone.
+of a shared stepper, so it runs the same programs as in a job of its own.
 
 All target ranks make, keep and drop the same models in the same order, because compiling is
 collective. With an inline draft, every target rank also counts the memory of the lead's draft.
@@ -54,7 +54,7 @@ class Need:
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
-    source: Need | None = None  # the target, where the draft reads its hidden states
+    source: Need | None = None  # the target, if the draft reads its hidden states
 
     def weights(self, few_rows: int) -> WeightsKey:
         options, shard = self.options, self.shard
@@ -95,7 +95,7 @@ def needs(job: Job) -> list[Need]:
 
 @dataclass
 class _Held:
-    """Weights in the cache and the steppers on them; None where only the lead holds them."""
+    """Weights in the cache and the steppers on them; None if only the lead holds them."""
 
     num_bytes: int
     weights: Weights | None = None
@@ -120,7 +120,7 @@ class Models:
     """Cache of a rank's models; must be closed before the group."""
 
     def __init__(self, backend: Backend, group: Group, seed: int) -> None:
-        """Starts empty; `seed` is that of all weights.
+        """Starts empty; `seed` is the seed of all weights.
 
         One seed serves all configurations, because the weights' values decide no outcome.
         """
@@ -138,8 +138,8 @@ class Models:
         """Returns [target stepper, draft stepper], None for a model that this rank lacks.
 
         Collective. If memory does not suffice for the row counts of all configurations, the
-        steppers get only those of this job. Raises Refused on all ranks of the job if one of them
-        has no room for these either.
+        steppers get only this job's row counts. Raises Refused on all ranks of the job if one of
+        them has no room for these either.
         """
         mine = [need for need in needs(job) if _counts(need, job, topology)]
         try:
@@ -190,7 +190,7 @@ class Models:
         return False
 
     def _reads_source(self, need: Need) -> bool:
-        """Returns whether a stepper reads the states of the target that is there now, if any."""
+        """Returns whether a stepper reads the states of the current target, if it reads any."""
         if need.source is None:
             return True
         stepper = self._stepper(need)

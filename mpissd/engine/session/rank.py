@@ -65,7 +65,7 @@ class Rank:
         self.draft_lost = False  # in a pass so far; later ones have K = 0
         self.updates: Updates | None = None  # of the last pass, on a draft with a learner
         self._comms: list[MPI.Comm] = []
-        self._leads: MPI.Comm | None = None  # of the target groups, where there are several
+        self._leads: MPI.Comm | None = None  # of the target groups, if there are several
         target, draft = session.models.open(session.job, topology)
         if target is not None:
             self.target = session.target_worker(target)
@@ -103,7 +103,7 @@ class Rank:
 
     @property
     def draft(self) -> DraftWorker | None:
-        """The draft's worker of the first target group; None where nothing drafts."""
+        """The draft's worker of the first target group; None if nothing drafts."""
         return self.drafts[0] if self.drafts else None
 
     @property
@@ -120,13 +120,13 @@ class Rank:
 
     @property
     def kernel(self) -> str | None:
-        """Names of the kernels that read the target's weights here; None where there are none."""
+        """Names of the kernels that read the target's weights here; None if there are none."""
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
     @property
     def draws(self) -> str:
-        """Where this rank draws a target's sampled tokens: device or host."""
+        """The place where a target's sampled tokens are drawn: device or host."""
         stepper = None if self.target is None else self.target.stepper
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device else "host"
@@ -147,7 +147,7 @@ class Rank:
         """Runs one pass with these workers; collective over the job's ranks.
 
         `drive` runs on the lead of each target group, which returns its result; other ranks return
-        None. others: the drafters of the target groups behind the first one.
+        None. others: the drafters of the target groups after the first.
         """
         batch, waiter = self.session.job.config.batch_size, self.session.waiter
         # A pass of a server may last for days, and has to collect its garbage.
@@ -176,7 +176,7 @@ class Rank:
             return result
 
     def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns what brings the draft's own worker newer weights from a learner, if any."""
+        """Returns the source of newer weights from a learner for the draft's own worker, if any."""
         learning = self.session.learning
         if learning is None or learning.inbox is None or drafter.worker is not self.draft:
             return None

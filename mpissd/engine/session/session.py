@@ -179,7 +179,7 @@ def rest(topology: Topology) -> None:
 def open_session(config: RunConfig, learning: LearnerComms | None = None) -> Session:
     """Opens this rank's part of one job; raises Refused on every rank if one rank fails.
 
-    learning: this rank's place beside a learner, which has no part in what is opened here.
+    learning: this rank's communicators in a job with a learner; the learner is not opened here.
     """
     world = None if learning is None else learning.world
     machine = open_machine(config, config.drafts, world)
@@ -299,7 +299,7 @@ def _open_backend(
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Returns the bytes that each rank may use; None where they are unknown.
+    """Returns the bytes that each rank may use; None if they are unknown.
 
     A GPU rank may use its GPU's memory; CPU ranks share their host's memory equally.
     """

@@ -10,8 +10,8 @@ from mpissd.engine.session.session import Session
 def survivors(session: Session, *, draft_lost: bool) -> MPI.Comm:
     """Returns the communicator of the living ranks: all, or the targets if the draft was lost.
 
-    draft_lost: read on the lead alone, which broadcasts it. Collective over the target ranks, if
-    the configuration allows the run to go on without its draft.
+    draft_lost: read only on the lead, which broadcasts it. Collective over the target ranks, if the
+    configuration allows the run to go on without its draft.
     """
     topology = session.topology
     if session.job.config.on_draft_loss == "abort" or topology.is_draft:

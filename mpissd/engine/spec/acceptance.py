@@ -1,12 +1,12 @@
-"""The acceptance law of a synthetic workload: how many drafted tokens are accepted.
+"""The acceptance model of a synthetic workload: how many drafted tokens are accepted.
 
 alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
-rates:.9,.8,…      K hazards P(x_i accepted | x_1..x_{i−1} accepted)
+rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
 histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also in the formats of
                    vLLM and SGLang (spec/histogram.py)
 laws:FILE          of a real pair's draft, measured (spec/lawfile.py)
-prompt:FILE, suffix:FILE    likewise of looked-up tokens
+prompt:FILE, suffix:FILE    the same for looked-up tokens
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _LAW_FILES = ("laws", "prompt", "suffix")
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """Acceptance hazards a_1..a_K: P(x_i accepted | x_1..x_{i−1} accepted).
+    """Acceptance rates a_1..a_K ("hazards"): P(x_i accepted | x_1..x_{i−1} accepted).
 
-    Raises ConfigError for a hazard outside 0..1.
+    Raises ConfigError for a rate outside 0..1.
     """
 
     hazards: tuple[float, ...]
@@ -59,9 +59,9 @@ class AcceptanceLaw:
 
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the acceptance law that `text` names, for K = lookahead.
+    """Returns the acceptance model that `text` names, for K = lookahead.
 
-    The law's label is `text` in its long form. With K = 0 nothing is drafted, and a list of any
+    The model's label is `text` in its long form. With K = 0 nothing is drafted, and a list of any
     length is allowed. Raises ConfigError, naming the value and what is allowed.
     """
     kind, colon, values = text.strip().partition(":")
@@ -85,7 +85,7 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
 
 def _measured(kind: str, path: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the law of a file of laws; its label holds the numbers, to four digits.
+    """Returns the acceptance model of a file; its label holds the numbers, to four digits.
 
     Looked-up tokens that the file has no counts of follow DEFAULT_FAST.
     """
@@ -98,7 +98,7 @@ def _measured(kind: str, path: str, lookahead: int) -> AcceptanceLaw:
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
-    """Converts counts c_k of rounds with k accepted tokens into K hazards.
+    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates.
 
     a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k for i = 1..K, and 0 beyond the last k counted and after a 0. A
     round with more than K accepted tokens counts as one that accepted all K.
@@ -116,7 +116,7 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     Returns int32 [b].
     """
     batch, lookahead = drafts.shape
-    # True where the run of matches ends; column K is always True.
+    # True at the end of the run of matches; column K is always True.
     ends = np.ones((batch, lookahead + 1), np.bool_)
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
     run: Ints = ends.argmax(axis=1).astype(np.int32)
@@ -133,8 +133,8 @@ def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:
 
 
 def _conditional(label: str, marginal: tuple[float, ...]) -> tuple[float, ...]:
-    """Converts unconditional rates m_i into hazards a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a
-    0."""
+    """Converts unconditional rates m_i into conditional ones a_i = m_i / m_{i−1}, with m_0 = 1; 0
+    after a 0."""
     before = (1.0, *marginal[:-1]) if marginal else ()
     if any(rate > previous for previous, rate in zip(before, marginal, strict=True)):
         raise ConfigError(f"acceptance {label!r}: allowed: rates that never rise")

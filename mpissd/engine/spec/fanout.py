@@ -1,7 +1,7 @@
 """Fan-out: how many bonus candidates F_k the draft keeps for each outcome "k accepted", k = 0..K.
 
 uniform:F      F_k = F
-geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the power law (without
+geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the hit model (without
                rounding: the geometric series of SSD's theorem 12)
 list:a,b,…     K+1 given numbers
 """
@@ -40,9 +40,9 @@ def resolve_fan_out(
 ) -> tuple[int, ...]:
     """Returns F_0..F_K, K+1 whole numbers, for `uniform:F`, `geometric:B` or `list:a,b,…`.
 
-    alpha_rates: K hazards of acceptance. hit_a, hit_r, floor: one value each, or K+1, of the law
-    miss_k(F) = min(1, floor_k + A_k·F^{−r_k}). minimum: the least F_k that geometric gives (1 where
-    F_k = 0 is not allowed). Raises ConfigError, naming the value and what is allowed.
+    alpha_rates: K acceptance rates by place. hit_a, hit_r, floor: one value each, or K+1, of the
+    hit model miss_k(F) = min(1, floor_k + A_k·F^{−r_k}). minimum: the least F_k that geometric
+    gives (1 if F_k = 0 is not allowed). Raises ConfigError, naming the value and what is allowed.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
@@ -183,7 +183,7 @@ class FanOuts:
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
         """Returns the lists with at most `width` candidates for a row (None: as they are), and with
-        none behind more than `served` tokens (None: K)."""
+        none after more than `served` tokens (None: K)."""
         return self if width is served is None else _within(self, width, served)
 
     @property

@@ -1,15 +1,16 @@
-"""Fits the power law of a bonus token's rank to ranks that are observed only up to the fan-out.
+"""Fits the power distribution of a bonus token's rank to ranks that are observed only up to the
+fan-out.
 
 P(rank > F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with a factor A]. A rank f that
 was kept has probability miss(f−1) − miss(f), with miss(0) = 1. A rank that was not kept has
 probability miss(F), F being the number of candidates kept. F may depend on earlier outcomes: such
 censoring does not change the likelihood.
 
-The fit works relative to the smallest rank seen, m. A law that gives rank m a probability has z =
-P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks are above m,
-and how those are spread. So the best z is a share of counts (for m = 1, z is A itself), and log G
-is concave. Only the bound z ≥ (1 − 1/m)^r couples the two; it matters if ranks below m are likely
-although none was seen.
+The fit works relative to the smallest rank seen, m. A distribution that gives rank m a probability
+has z = P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks are
+above m, and how those are spread. So the best z is a share of counts (for m = 1, z is A itself),
+and log G is concave. Only the bound z ≥ (1 − 1/m)^r couples the two; it matters if ranks below m
+are likely although none was seen.
 """
 
 from __future__ import annotations

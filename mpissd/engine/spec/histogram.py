@@ -47,7 +47,7 @@ def read_histogram(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
-    # Each model has its own acceptance law, so their counts must not be added.
+    # Each model has its own acceptance rates, so counts of several must not be added.
     if len(models := sorted(set(_MODEL.findall(text)))) > 1:
         raise ConfigError(f"{str(path)!r}: of models {', '.join(models)}: allowed: one model")
     counts = _of_metrics(text) if "vllm:spec_decode" in text else _of_text(text)
@@ -83,7 +83,7 @@ def _of_metrics(text: str) -> list[int] | None:
 
 
 def _of_text(text: str) -> list[int] | None:
-    """Reads JSON, JSON lines or whole numbers; returns None for anything else."""
+    """Reads JSON, JSON lines or whole numbers; returns None if the text is neither."""
     try:
         return _of_json(json.loads(text))
     except (ValueError, RecursionError):
@@ -131,7 +131,7 @@ def _histograms(data: Any) -> Iterator[list[int] | None]:
 
 
 def _dense(value: Any) -> list[int] | None:
-    """Returns counts by k as a list, from a list or {k: count}; None for anything else."""
+    """Returns counts by k as a list, from a list or {k: count}; None for other values."""
     if isinstance(value, dict):
         keys = {_integer(str(key)): count for key, count in value.items()}
         if None in keys or max(map(int, keys), default=0) > 1_000_000:  # type: ignore[arg-type]

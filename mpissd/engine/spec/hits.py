@@ -1,9 +1,9 @@
-"""The hit law of a synthetic workload: which outcomes are keys of the speculation cache.
+"""The hit model of a synthetic workload: which outcomes are keys of the speculation cache.
 
 p_hit:.9                imposed: every outcome hits with probability .9 if F_k ≥ 1
 power:A=.75,r=1         miss(F) = min(1, A·F^{−r})
-power:A=.64/.23,r=.4/.5       one law after a rejection / another where every served token was
-                        accepted
+power:A=.64/.23,r=.4/.5       after a rejection / after a round that accepted every
+                        served token
 power:…,floor=.03/.02   floor + A·F^{−r}: the share of tokens that the draft does not know
 laws:FILE               measured on a real pair, in a file of laws (spec/lawfile.py)
 smollm2, …              measured on a real pair (mpissd/common/real_pairs.py)
@@ -33,12 +33,11 @@ DEFAULT_HIT_A, DEFAULT_HIT_R = ASSUMED.hit_a[0], ASSUMED.hit_r[0]
 
 @dataclass(frozen=True)
 class HitLaw:
-    """Draws the true bonus token's rank among the draft's candidates (1 is the first) from a
-    uniform u.
+    """The hit model: draws the true bonus token's rank among the draft's candidates, from 1.
 
-    With p_hit set, the rank is 1 with that probability and NEVER otherwise. Else it follows a power
-    law, P(rank ≤ F) = 1 − min(1, floor + A·F^{−r}). end_a, end_r and end_floor apply where every
-    served token was accepted; None means the same law as after a rejection.
+    With p_hit set, the rank is 1 with that probability, and NEVER if not. Without p_hit, P(rank ≤
+    F) = 1 − min(1, floor + A·F^{−r}). end_a, end_r and end_floor apply if every served token was
+    accepted; None means the values after a rejection.
     """
 
     label: str
@@ -62,11 +61,11 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (every served token accepted) for which this law differs."""
+        """The values of `end` (every served token accepted) for which this model differs."""
         return (False,) if self.end_a is None else (False, True)
 
     def _power(self, end: bool) -> tuple[float, float, float]:
-        """Returns (A, r, floor) after a rejection (end=False), or where every served token was
+        """Returns (A, r, floor) after a rejection (end=False), or if every served token was
         accepted (True)."""
         if not end or self.end_a is None or self.end_r is None:
             return self.hit_a, self.hit_r, self.floor
@@ -111,7 +110,7 @@ class HitLaw:
 
 
 def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
-    """Returns the hit law of a configuration's flags at K = lookahead; raises ConfigError."""
+    """Returns the hit model of a configuration's flags at K = lookahead; raises ConfigError."""
     own = flags.p_hit, flags.hit_a, flags.hit_r, flags.hit_law
     if flags.laws is not None and all(value is None for value in own):
         return named_hit_law(f"laws:{flags.laws}", lookahead)
@@ -125,11 +124,10 @@ def resolve_hit_law(
     text: str | None = None,
     lookahead: int = 1,
 ) -> HitLaw:
-    """Returns the hit law of the flags: imposed hits, a power law, or the law that `text` names.
+    """Returns the hit model of the flags: imposed hits, a power model, or the one named by `text`.
 
-    Without any flag it is the measured law DEFAULT. A or r of a power law takes the value that was
-    assumed before where the other one is given. Raises ConfigError if the flags name more than one
-    law.
+    Without any flag it is the measured DEFAULT. If only A or only r is given, the other has the
+    value of ASSUMED. Raises ConfigError if the flags name more than one model.
     """
     if text is not None:
         if not p_hit is hit_a is hit_r is None:
@@ -152,9 +150,9 @@ _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 
 
 def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
-    """Returns the hit law that `text` names; its label holds the numbers.
+    """Returns the hit model that `text` names; its label holds the numbers.
 
-    `text` may also be the hit_law of a result row. lookahead: K, which a file of laws depends on.
+    `text` may also be the hit_law of a result row. lookahead: K, which selects the entry of a file.
     """
     kind, _, values = text.strip().partition(":")
     if text.strip() in NAMED:
@@ -174,7 +172,7 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
 
 
 def _measured(path: str, lookahead: int) -> HitLaw:
-    """Returns the hit law of a file of laws at K, its numbers to four digits."""
+    """Returns the hit model of a file at K, its numbers to four digits."""
     laws = load_laws(path).behind(lookahead)
     if laws.rejected is None or laws.complete is None:
         which = "a rejection" if laws.rejected is None else "K accepted tokens"
@@ -188,8 +186,8 @@ def _rounded(law: FittedHits) -> tuple[float, ...]:
 
 
 def _power_law(rejected: Sequence[float], complete: Sequence[float] | None = None) -> HitLaw:
-    """Returns the power law of (A, r, floor) after a rejection, and where all served tokens were
-    accepted (None: the same law)."""
+    """Returns the power model of (A, r, floor) after a rejection, and after a round that accepted
+    every served token (None: the same)."""
     both = [rejected] if complete is None else [rejected, complete]
     parts = ["/".join(map(str, numbers)) for numbers in zip(*both, strict=True)]
     floors = f",floor={parts[2]}" if any(law[2] for law in both) else ""

@@ -1,8 +1,8 @@
-"""Files of laws: what a real pair's rounds were like, as counts and as the laws fitted to them.
+"""Files of measured models of a real pair ("laws"): counts of its rounds, and fits to them.
 
 `python -m mpissd pair` writes them (mpissd/lab/pair), docs/laws.md describes them. `--laws=FILE`
-imposes one: its counts at the run's own K give the acceptance hazards, its fitted (A, r) and floors
-the hit law, and its counts of looked-up tokens the acceptance of a fast backup.
+imposes one: its counts at the run's own K give the acceptance rates, its fitted (A, r) and floors
+the hit model, and its counts of looked-up tokens the acceptance of a fast backup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BROKEN = (ValueError, KeyError, TypeError, RecursionError, AttributeError)
 
 @dataclass(frozen=True)
 class FittedHits:
-    """The law miss(F) = min(1, floor + A·F^−r) of a bonus token's rank."""
+    """The hit model miss(F) = min(1, floor + A·F^−r) of a bonus token's rank."""
 
     hit_a: float
     hit_r: float
@@ -32,11 +32,11 @@ class FittedHits:
 
 @dataclass(frozen=True)
 class LawsAt:
-    """The laws of rounds of K = `lookahead` drafted tokens.
+    """Acceptance counts and hit models of rounds of K = `lookahead` drafted tokens.
 
-    accepted: rounds with k = 0 … K. fast: likewise of looked-up tokens, by kind of lookup.
-    rejected, complete: the hit law behind a rejection and behind K accepted tokens; None where too
-    few outcomes determine it.
+    accepted: number of rounds with k = 0 … K. fast: the same for looked-up tokens, by kind of
+    lookup. rejected, complete: the hit model after a rejection and after K accepted tokens; None if
+    too few outcomes determine it.
     """
 
     lookahead: int
@@ -48,7 +48,7 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """A file of laws: `at` is sorted by K, and `about` is where its outcomes are from."""
+    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes."""
 
     name: str
     sha256: str
@@ -67,12 +67,12 @@ class LawFile:
 
     @property
     def longest_fitted(self) -> int:
-        """The largest K whose hit laws are determined; where none is, the largest K."""
+        """The largest K whose hit models are determined; if none is, the largest K."""
         fitted = [laws.lookahead for laws in self.at if laws.rejected and laws.complete]
         return max(fitted, default=self.longest)
 
     def behind(self, lookahead: int) -> LawsAt:
-        """Returns the laws at the smallest measured K that is not below this one."""
+        """Returns the models at the smallest measured K that is not below this one."""
         for laws in self.at:
             if laws.lookahead >= lookahead:
                 return laws
@@ -83,7 +83,7 @@ class LawFile:
 
 
 def load_laws(path: str) -> LawFile:
-    """Reads a file of laws; raises ConfigError in one line for a file that is none."""
+    """Reads a file of measured models; raises ConfigError for another kind of file."""
     try:
         stat = Path(path).stat()
         return _load(path, stat.st_mtime_ns, stat.st_size)

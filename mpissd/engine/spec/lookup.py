@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the last tokens of a sequence when they occurred before.
+"""Drafts without a model: the continuation of an earlier occurrence of a sequence's last tokens.
 
 PromptLookup    the last n ≤ `longest` tokens, at their latest occurrence [Saxena 2023, prompt
                 lookup decoding; the n-gram drafts of vLLM]
@@ -20,7 +20,7 @@ _DEEPEST = 256  # nested suffixes whose latest place a token updates; a text of 
 
 
 class Lookup(ABC):
-    """One sequence's tokens, indexed for looking up what may follow them."""
+    """One sequence's tokens, indexed to look up their continuation."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -52,7 +52,7 @@ class Lookup(ABC):
 
     @abstractmethod
     def _start(self) -> int | None:
-        """Returns the index of the token behind the occurrence that was found."""
+        """Returns the index of the token after the located occurrence, or None."""
 
 
 class PromptLookup(Lookup):
@@ -60,8 +60,7 @@ class PromptLookup(Lookup):
 
     def __init__(self, longest: int = LONGEST) -> None:
         super().__init__()
-        # For each n, the index behind each n-gram's latest occurrence; and behind the one before
-        # the newest n-gram.
+        # For each n, the index after each n-gram's latest occurrence, and after the previous one.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         self._before: list[int | None] = [None] * longest
 
@@ -80,17 +79,16 @@ class PromptLookup(Lookup):
 class SuffixLookup(Lookup):
     """Finds the latest earlier occurrence of the longest suffix that occurred before.
 
-    A state of the automaton stands for the substrings that end at the same places. The longest
-    suffix that also ends elsewhere is the one that the newest state's link stands for. Beyond
-    _DEEPEST nested suffixes, in a text that says one thing over and over, a shorter one's place
-    may be an earlier than its latest.
+    A state of the automaton represents the substrings that end at the same places. The longest
+    suffix that also ends elsewhere is the newest state's link. Beyond _DEEPEST nested suffixes, in
+    a very repetitive text, a shorter suffix may give an earlier place than its latest.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length = [-1], [0]
-        self._end = [0]  # by state: index behind its latest occurrence, once it has been updated
+        self._end = [0]  # by state: index after its latest occurrence, once it has been updated
         self._last, self._found = 0, 0
 
     def _add(self, token: int) -> None:

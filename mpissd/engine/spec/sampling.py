@@ -26,7 +26,7 @@ _FEW = 4096  # tokens up to which `draw` sums one after the other
 
 @dataclass(frozen=True)
 class Weights:
-    """A distribution before its division: p[i] = values[i] / total, where total > 0 is their sum.
+    """A distribution before its division: p[i] = values[i] / total; total > 0 is their sum.
 
     Whether a token is accepted depends on one p[i], and a draw on none: the division of all V of
     them takes a quarter of the time of a row.
@@ -60,7 +60,7 @@ def probabilities(
 def weigh(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Weights:
-    """Returns what `probabilities` divides: the weights [V] and their sum."""
+    """Returns the operands of `probabilities`: the weights [V] and their sum."""
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0
@@ -111,8 +111,8 @@ def recorded(row: Row) -> Floats:
 def draw(weights: Floats, u: float, total: float = 1.0) -> int:
     """Returns the token for u in [0, 1), by inverting the cumulative distribution weights / total.
 
-    weights: [V]; total: what they are divided by. One sum after the other decides; sums of blocks
-    find the token in a tenth of the time wherever rounding cannot tell the two apart.
+    weights: [V]; total: their divisor. The running sum in order decides; sums of blocks find the
+    token in a tenth of the time if rounding cannot change the result.
     """
     found = _between(weights, u) if len(weights) > _FEW else None
     if found is not None:
@@ -122,7 +122,7 @@ def draw(weights: Floats, u: float, total: float = 1.0) -> int:
 
 
 def _between(weights: Floats, u: float) -> int | None:
-    """Returns the token for u by sums of blocks; None where it is too near to another one.
+    """Returns the token for u by sums of blocks; None if it is too near to another one.
 
     A sum of V weights, in any order and divided or not, is at most (V + 2) 2^-53 of the total off
     [Higham 2002, section 4.2]. Four such errors may meet: of a token's bound and of u's share of
@@ -187,12 +187,11 @@ def judge(
     """Verifies one sequence and returns (number of tokens accepted k, bonus token t*).
 
     p(i): the target's distribution [V], or its weights, after i accepted tokens, i =
-    0..len(tokens). q[i]: the
-    probability with which token i was drawn; 1 if it was certain. q_row(i): the recorded
-    distribution [V] that token i was drawn from; called only if the token is rejected and was not
-    certain. coins[i], u: independent uniforms for accepting token i, and for drawing the bonus
-    token. ids: where the draft has a vocabulary of its own, the token of each entry of its rows,
-    rising.
+    0..len(tokens). q[i]: the probability with which token i was drawn; 1 if it was certain.
+    q_row(i): the recorded distribution [V] that token i was drawn from; called only if the token is
+    rejected and was not certain. coins[i], u: independent uniforms for accepting token i, and for
+    drawing the bonus token. ids: if the draft has a vocabulary of its own, the token of each entry
+    of its rows, rising.
 
     Token i is accepted if coin < p/q. After a rejection t* is drawn from max(p − q, 0); after the
     last token from p. Raises ProtocolError for a proposal of probability 0, or whose row gives

@@ -1,4 +1,4 @@
-"""The interface of a workload: what it says of a job, and which workers decode it."""
+"""The interface of a workload: how it completes a job, and which workers decode it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mpissd.engine.workload.workers import DraftWorker, OpenGather, TargetWorker
 
 
 class Endings:
-    """Ends sequences at their stop token; base class of other rules.
+    """Ends sequences at their stop token; base class of further rules.
 
-    The lead holds one object a pass. A rule may remember what each sequence has emitted.
+    The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
     """
 
     def __init__(self, *stop_tokens: int) -> None:
         self._stop = frozenset(stop_tokens)
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of a round's tokens count if the sequence ends with them, else None.
+        """Returns how many of a round's tokens count if the sequence ends with them, or None.
 
         before: the number of tokens that the sequence had emitted before this round.
         """
@@ -43,7 +43,7 @@ class Endings:
 
 
 def laws_label(flags: WorkloadFlags) -> str | None:
-    """Returns the name and digest of the file of laws; None without one."""
+    """Returns the name and digest of the --laws file; None without one."""
     return None if flags.laws is None else load_laws(flags.laws).label
 
 
@@ -91,7 +91,7 @@ class Workload(ABC):
 
     @property
     def target_stacks(self) -> Stacks:
-        """Factory of the target's stacks, as --forward says."""
+        """Factory of the target's stacks, chosen by --forward."""
         if not self.job.config.is_transformer:
             return GemmStacks()
         return TransformerStacks(self.job.target_where)
@@ -129,7 +129,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def law(self) -> str:
-        """One line for the printed card that describes what decides the outcomes."""
+        """One line for the printed card that describes the source of the outcomes."""
 
     @abstractmethod
     def target_worker(
@@ -171,7 +171,7 @@ class Workload(ABC):
         return self.job.config.token_limit
 
     def endings(self) -> Endings | None:
-        """Returns what ends the sequences of one pass (None: nothing); by default a stop token."""
+        """Returns the rule that ends a pass's sequences, by default a stop token; None: no rule."""
         stop = self.job.config.stop_token
         return None if stop is None else Endings(stop)
 

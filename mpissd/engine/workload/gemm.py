@@ -1,9 +1,9 @@
-"""The `gemm` workload: forwards of products, and tokens that laws decide.
+"""The `gemm` workload: forwards of bare products, and tokens from imposed distributions.
 
 Tables hold its synthetic tokens: emitted, drafted and predicted.
 
 Every draw is keyed by (seed, purpose, sequence, absolute position), so AR, SD and SSD with any K,
-hit law or timing emit the same tokens for one seed. Tables are filled a window of positions at a
+hit model or timing emit the same tokens for one seed. Tables are filled a window of positions at a
 time, so that a round only gathers from them.
 """
 
@@ -67,7 +67,7 @@ class TokenStream:
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first windows of future sequences, while no sequence is live.
 
-        A fill takes about a millisecond, which would otherwise lengthen the admitting round.
+        A fill takes about a millisecond, too long for the admitting round.
         """
         for request in requests:
             self._request[0] = request.request_id
@@ -133,7 +133,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Offsets:
-    """Table offsets of one sequence's lanes; each array is [ΣF], n is the committed length.
+    """Table offsets of a sequence's lanes (branch slots); arrays are [ΣF], n committed tokens.
 
     k: accepted tokens in the lane's outcome. decoy: distance in the flat table of decoys from the
     entry of (position n, place 0). behind: distance from n to the position where the branch begins.
@@ -166,7 +166,7 @@ class DraftStream(TokenStream):
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
         plane = capacity * self._window
-        # Drafted tokens: a table [place i, slot, position] for each law, shared by its sources.
+        # Drafted tokens: a table [place i, slot, position] by acceptance rates, shared by sources.
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
@@ -180,8 +180,8 @@ class DraftStream(TokenStream):
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
         self._flat_run = self._run.reshape(-1)
         self._source_plane = plane
-        # [0]: decoys alone. [1]: Y at the place of its rank, for the row of the true outcome.
-        # [2]: likewise where all served tokens were accepted, if the hit law has a rate for it.
+        # [0]: only decoys. [1]: Y at the place of its rank, for the row of the true outcome. [2]:
+        # the same if all served tokens were accepted and the hit model has values for that.
         planes = 1 + len(hit_law.ends)
         self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
@@ -205,7 +205,7 @@ class DraftStream(TokenStream):
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
         """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow behind them [n, ΣF, K]."""
+        that grow after them [n, ΣF, K]."""
         source, num_draft = speculation.source, speculation.num_draft
         if rows is not None:
             source, num_draft = source[rows], num_draft[rows]
@@ -224,7 +224,7 @@ class DraftStream(TokenStream):
 
         The trunks have `num_draft` [n] tokens from `source` [n]. The candidates of a k differ from
         each other and from the proposed token. They are decoys, except for the k of the true
-        outcome: there Y stands at the place of its rank, if the rank is within the fan-out.
+        outcome: there Y is at the place of its rank, if the rank is within the fan-out.
         """
         origin = self._origin if rows is None else self._origin[rows]
         run = self._flat_run.take(source * self._source_plane + origin)
@@ -282,7 +282,7 @@ _NOBODY: Index = np.zeros(0, np.int64)
 
 
 class Stream(Protocol):
-    """The tokens Y that the target emits; offset 0 is the position behind a sequence's newest."""
+    """The tokens Y that the target emits; offset 0 is the position after a sequence's newest."""
 
     lookahead: int
 
@@ -306,7 +306,7 @@ class DraftTables(Stream, Protocol):
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
         """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow behind them [n, ΣF, K]."""
+        that grow after them [n, ΣF, K]."""
 
     def restarts(self, source: Source, rows: Index) -> Ints:
         """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
@@ -322,7 +322,7 @@ class GemmTargetWorker(TargetWorker):
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
     def twin(self, stepper: Forwards) -> GemmTargetWorker:
-        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
         return GemmTargetWorker(stepper, self._stream)
 
     def prepare(self, requests: Iterable[Request]) -> None:
@@ -373,7 +373,7 @@ class GemmDraftWorker(DraftWorker):
         ] = {}  # {(fan-out, batch size): the lanes of all rows}
 
     def twin(self, stepper: Forwards) -> GemmDraftWorker:
-        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
         return GemmDraftWorker(stepper, self._stream, self._num_tokens)
 
     def prepare(self, requests: Iterable[Request]) -> None:
@@ -384,7 +384,7 @@ class GemmDraftWorker(DraftWorker):
         self._stream.begin_round(batch, admissions)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each (s, k, t*); it grows from n + k + 1, behind its bonus token."""
+        """Returns a lane for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
         if fan_outs.is_one:
             return self._branches(speculation, fan_outs.after_hit)
         sources = sorted(set(speculation.source.tolist()))
@@ -438,7 +438,7 @@ class GemmDraftWorker(DraftWorker):
 
 
 class GemmWorkload(Workload):
-    """Tokens, acceptance and cache hits follow the laws that the flags impose."""
+    """Tokens, acceptance and cache hits follow the distributions that the flags impose."""
 
     is_imposed = True
     drafts_in_parallel = True
@@ -457,9 +457,9 @@ class GemmWorkload(Workload):
 
     @property
     def _labels(self) -> tuple[str, str]:
-        """The acceptance laws as text: of the draft, and of looked-up tokens.
+        """The acceptance models of the draft and of looked-up tokens, as text.
 
-        A file of laws is named by the numbers that it gives at this K.
+        A --laws file is shown by its numbers at this K.
         """
         job = self.job
         if job.config.laws is None:

@@ -140,7 +140,7 @@ class PromptHistories(Histories):
         return same
 
     def known(self, slot: int) -> Sequence[int]:
-        """Returns the committed tokens of a slot's sequence; none where it has not joined."""
+        """Returns the committed tokens of a slot's sequence; none if it has not joined."""
         history = self._by_slot.get(slot)
         return () if history is None else history.tokens
 

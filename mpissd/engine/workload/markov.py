@@ -2,9 +2,9 @@
 
 Its distributions are computed by hashing the context.
 
-The logits behind a context are those of a Zipf-like law, in an order that the hash of the context's
-last `order` tokens decides: z = sharpness · E with E exponential, so that the n-th likeliest token
-has about n^(−sharpness/temperature) of the likeliest one's probability, at any vocabulary.
+The logits after a context are Zipf-like, in an order given by the hash of the context's last
+`order` tokens: z = sharpness · E with E exponential, so that the n-th likeliest token has about
+n^(−sharpness/temperature) of the likeliest one's probability, at any vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Logits = NDArray[np.float32]
 
 SHARPNESS = 1.5
 _CACHED_BYTES = 1 << 26
-_NOBODY = -1  # stands for the missing tokens before the first
+_NOBODY = -1  # fills the places before the first token
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MarkovModel:
         return (_NOBODY,) * (self.order - len(seen)) + seen
 
     def logits(self, context: tuple[int, ...], start: int = 0, stop: int | None = None) -> Logits:
-        """Returns the logits of tokens start … stop−1 (default: all) behind a context.
+        """Returns the logits of tokens start … stop−1 (default: all) after a context.
 
         float32 [stop − start], read-only. A token's logit does not depend on the slice.
         """
@@ -80,7 +80,7 @@ class MarkovModel:
 def trunk(
     model: MarkovModel, tokens: Sequence[int], served: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the model's contexts behind 0, 1, … len(served) served tokens."""
+    """Returns the model's contexts after 0, 1, … len(served) served tokens."""
     recent = [*tokens[-model.order :], *served]
     known = len(recent) - len(served)
     return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
@@ -173,11 +173,11 @@ class MarkovDraftWorker(SamplingDraftWorker):
         self._copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
     def twin(self, stepper: Forwards) -> MarkovDraftWorker:
-        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        """Returns a worker with the same models that runs its forwards on `stepper`."""
         return MarkovDraftWorker(stepper, self._laws, self.lookahead, self._fan_outs)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each of the draft's likeliest tokens behind each row of the trunk."""
+        """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
         self._fan_outs = fan_outs
         model = self._laws.draft
         found: list[tuple[int, int, int, int]] = []  # row, k, place, token
@@ -254,7 +254,7 @@ class MarkovTargetWorker(SamplingTargetWorker):
         self._logits: Logits
 
     def twin(self, stepper: Forwards) -> MarkovTargetWorker:
-        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        """Returns a worker with the same models that runs its forwards on `stepper`."""
         return MarkovTargetWorker(
             stepper, self._laws, tp=self._tp, rank=self._rank, gather=self._gather
         )

@@ -1,13 +1,13 @@
-"""Tracks where the rows of a worker's forwards lie in its model's KV cache.
+"""Tracks the places of a worker's rows in its model's KV cache.
 
 A sequence's committed tokens have positions 0, 1, …; of the last one only the token is known, and
 its K and V are stored by the forward that reads it. `filled` positions of a slot are stored and
 valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those that are
 served) write the cache; branches that a draft grows write scratch, so a hit copies nothing: the
-next glue writes the trunk again, with equal bits.
+next glue (the draft's forward over the trunk) writes it again, with equal bits.
 
-Workloads without prompts have `context` tokens before their first one, which nobody computes: the
-attention reads as many bytes as it would, and no token depends on their values.
+Workloads without prompts have `context` tokens before their first one, which are never computed:
+the attention still reads their bytes, and no token depends on their values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRUNK = -1  # the lane of a row that writes the cache
 
 @dataclass(frozen=True)
 class LanePlaces:
-    """Where a rollout's lanes grow; all are [lanes].
+    """Places where a rollout's lanes (branch slots) grow; all are [lanes].
 
     slots: the cache slot. first: the position of the token that the first step reads. ids: the
     lane's scratch, or TRUNK for a lane that continues the committed tokens in the cache.
@@ -41,7 +41,7 @@ class LanePlaces:
     ids: Index
 
     def keep(self, lanes: Index) -> LanePlaces:
-        """Returns the places of these lanes alone."""
+        """Returns the places of only these lanes."""
         return LanePlaces(self.slots[lanes], self.first[lanes], self.ids[lanes])
 
 
@@ -70,8 +70,8 @@ class Placement:
         slots: sequences at once. context: tokens before the first of a sequence without a prompt.
         window: the committed tokens after which such a sequence's positions begin again, so that a
         run of any length stays within the cache (None: never). pooled: whether sequences share the
-        pages, so that those of one that has left are wanted by others. keeps: whether they take
-        over pages that store the same first tokens.
+        pages, so that a sequence that leaves frees its pages. keeps: whether sequences reuse pages
+        that store the same first tokens.
         """
         self.pooled, self.keeps = pooled, keeps
         self._occupied = np.zeros(0, np.int64)  # slots of the batch that was seen last
@@ -111,7 +111,7 @@ class Placement:
         return found
 
     def roll_back(self, batch: Batch) -> None:
-        """Forgets what was stored behind the last committed token of each sequence."""
+        """Forgets the positions stored after the last committed token of each sequence."""
         slots = batch.slots
         self.filled[slots] = np.minimum(self.filled[slots], self.last(batch))
 
@@ -124,7 +124,7 @@ class Placement:
         return position
 
     def gaps(self, batch: Batch, rows: Index, spare: int = 0) -> list[Gap]:
-        """Returns the committed tokens that the cache lacks, the last ones of the rows aside.
+        """Returns the committed tokens that the cache lacks, without each row's last one.
 
         Sequences that lack at most `spare` tokens are left out.
         """
@@ -182,10 +182,10 @@ class Placement:
         return np.minimum(capacity, self._base[batch.slots] + self._window) - 1 - last
 
     def lanes(self, batch: Batch, rows: Index, k: Ints) -> LanePlaces:
-        """Returns the places of branches behind k accepted tokens of batch rows `rows`.
+        """Returns the places of branches after k accepted tokens of batch rows `rows`.
 
-        Laws make branches behind tokens that a short trunk does not have, too, which can never hit:
-        they stand behind its end, so that they read nothing that is not stored.
+        Imposed tokens also make branches after tokens that a short trunk lacks. These never hit.
+        They are placed at its end, so that they read only stored positions.
         """
         slots = batch.slots[rows]
         first = np.minimum(self.last(batch)[rows] + k + 1, self.filled[slots])
@@ -222,10 +222,10 @@ class StatelessPlacement(Placement):
 
 
 def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns places of `rows` rows behind the mean context, for timing; None without a cache.
+    """Returns places of `rows` rows after the mean context, for timing; None without a cache.
 
-    The sequences share the rows, which lie one sequence behind the other as in a verification:
-    neighbours read the same keys and values. Nobody reads their numbers.
+    Rows are grouped by sequence as in a verification, so that neighbours read the same keys and
+    values. Their results are not used.
     """
     if not options.capacity:
         return None
@@ -238,8 +238,9 @@ def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places |
 def cut(gaps: Sequence[Gap], rows: int) -> Iterator[tuple[Gap, bool]]:
     """Cuts gaps at absolute multiples of `rows` (0: not at all); yields (part, is a chunk).
 
-    A chunk begins at such a multiple, so that how a position is computed depends on its sequence
-    alone; parts of fewer than LEAST_CHUNK tokens are none, because a chunk is computed whole.
+    A chunk begins at such a multiple, so that how a position is computed depends only on its
+    sequence. Parts of fewer than LEAST_CHUNK tokens are no chunks, because a chunk is computed
+    whole.
     """
     for gap in gaps:
         start = gap.start
@@ -252,7 +253,7 @@ def cut(gaps: Sequence[Gap], rows: int) -> Iterator[tuple[Gap, bool]]:
 
 
 def joined(parts: Sequence[Places]) -> Places:
-    """Returns the places of several groups of rows, one behind the other."""
+    """Returns the concatenated places of several groups of rows."""
     if len(parts) == 1:
         return parts[0]
     return Places(
@@ -264,13 +265,13 @@ def joined(parts: Sequence[Places]) -> Places:
 
 
 def chunk(places: Places, part: slice) -> Places:
-    """Returns the places of some of the rows of a prompt, whose candidates nobody reads."""
+    """Returns the places of some rows of a prompt, whose candidates are not read."""
     rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
     return Places(*rows, False)
 
 
 def _consecutive(counts: NDArray[np.integer[Any]]) -> tuple[Index, Index]:
-    """Returns (n, i) of each row, where group n has counts[n] rows, i = 0 …, behind one another."""
+    """Returns (n, i) of each row, of consecutive groups: group n has counts[n] rows, i = 0 …."""
     groups = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
     return groups, np.arange(len(groups)) - starts[groups]

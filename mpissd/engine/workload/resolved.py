@@ -1,4 +1,4 @@
-"""What a configuration is resolved to: shapes, laws, fan-out and sizes, which a workload reads."""
+"""A resolved configuration: the shapes, token models, fan-out and sizes that a workload reads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mpissd.engine.workload.placement import Placement, StatelessPlacement
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
 WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a text job up
-_TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, unless --context says it
+_TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, without --context
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What a job of requests that come and go needs beside its configuration.
+    """Settings of a job whose requests join and leave, in addition to its configuration.
 
-    kv_tokens: those of all sequences' caches together (0: each may be as long as the context).
+    kv_tokens: tokens of all sequences' caches together (0: each may be as long as the context).
     samples: whether requests may ask for a temperature above 0. prefix_cache: whether a sequence
     takes over the pages of others that begin with the same tokens.
     """
@@ -40,7 +40,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration resolved for T target ranks: model shapes, laws and fan-out lists."""
+    """A configuration resolved for T target ranks: model shapes, token models and fan-out lists."""
 
     config: RunConfig
     tp: int
@@ -48,15 +48,15 @@ class Resolved:
     full_target: ModelShape  # before --num_layers
     draft: ModelShape | None
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # F_0 … F_K behind a hit; empty unless SSD
-    fan_out_miss: tuple[int, ...]  # F_0 … F_K behind a trunk that a backup drafted
+    fan_out: tuple[int, ...]  # F_0 … F_K after a hit; empty unless SSD
+    fan_out_miss: tuple[int, ...]  # F_0 … F_K after a trunk that a backup drafted
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
     target_where: str = ""  # the names that presets.files_of takes
     draft_where: str = ""
     prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
-    serving: Serving | None = None  # of a job whose requests come and go; else None
+    serving: Serving | None = None  # of a job whose requests join and leave, or None
 
     @property
     def world_size(self) -> int:
@@ -91,7 +91,7 @@ class Resolved:
 
     @property
     def drafts_by_transformer(self) -> bool:
-        """Whether the draft's forwards are those of a transformer; prompt lookup has none."""
+        """Whether the draft runs a transformer's forwards; prompt lookup has none."""
         return self.config.is_transformer and self.draft is not None and self.draft.head is None
 
     @property
@@ -117,9 +117,9 @@ class Resolved:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot of the KV cache may hold: a sequence, and those of a verification.
+        """Tokens that a slot of the KV cache may hold: a sequence, and a verification's tokens.
 
-        The sequences that warm a text job up end after warmup_rounds alone.
+        Sequences that warm a text job up end only after warmup_rounds.
         """
         each, warm = self.lookahead + 1, 0
         if self.config.is_text:
@@ -127,12 +127,12 @@ class Resolved:
         return max(self.longest, warm) + each
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns where the rows of a new worker of one model lie; None without a KV cache."""
+        """Returns the places of a new worker's rows in the cache; None without a KV cache."""
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
         serving, draft = self.serving, self.draft_shard
-        # A draft on hidden states needs those of every token, which a taken page does not have.
+        # A draft on hidden states needs the states of every token, which a reused page lacks.
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
         kind = Placement
         if drafts and isinstance(draft, StateShard) and not draft.kv_layers:

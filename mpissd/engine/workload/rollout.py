@@ -18,10 +18,9 @@ class Rollout:
     """Token sequences (lanes) that a draft grows together, one token a lane in each step.
 
     tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
-    empty while a sequence has several lanes and the outcome has not yet chosen one.
-    places: where the lanes grow in the KV cache of a model that keeps one.
-    q: float64 [lanes, K], the probability with which each token was drawn; None where all are
-    certain.
+    empty while a sequence has several lanes and the outcome has not yet chosen one. places: the
+    lanes' places in the KV cache of a model that keeps one. q: float64 [lanes, K], the probability
+    with which each token was drawn; None if all are certain.
     """
 
     q: NDArray[np.float64] | None = None

@@ -1,7 +1,7 @@
-"""Workers whose tokens are sampled from two models: what drafts, rejects and replaces them.
+"""Workers that sample tokens from two models: they draft, reject and replace tokens.
 
-A subclass says what the models' distributions are: `markov` computes them from the context, `text`
-reads the logits of its forwards. Draws are keyed by (seed, purpose, sequence, round), so that every
+A subclass provides the models' distributions: `markov` computes them from the context, `text` reads
+the logits of its forwards. Draws are keyed by (seed, purpose, sequence, round), so that every
 worker may draw them in any order.
 """
 
@@ -39,7 +39,7 @@ Proposal = tuple[
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence to verify: sampling.judge's arguments, and where its rows begin.
+    """A sequence to verify: sampling.judge's arguments, and its first row.
 
     row: of the batch; start: of the forward.
     """
@@ -56,11 +56,11 @@ class Case:
 
 @dataclass
 class Lane:
-    """The state from which a lane draws its next token.
+    """The state from which a lane (a branch slot) draws its next token.
 
     seed, sequence: of its random draws. first_draw: the index of the first one of the round that
     will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
-    keeps. context, logits: what the draft model read last and its logits, whichever of the two the
+    keeps. context, logits: the draft model's last context and its logits, whichever of the two the
     worker uses.
     """
 
@@ -101,7 +101,7 @@ class SampledRollout(Rollout):
 
 
 class SamplingDraftWorker(DraftWorker):
-    """A draft worker that samples each drafted token; a subclass says from which distribution."""
+    """A draft worker that samples each drafted token; a subclass provides the distribution."""
 
     _seed: int
     _histories: Histories
@@ -183,7 +183,7 @@ class SamplingTargetWorker(TargetWorker):
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
                 if speculation.is_lost and min(q, default=1.0) < 1:
-                    q = []  # the token behind the last committed one is drawn, whatever was drafted
+                    q = []  # draw the token after the last committed one, whatever was drafted
                 cases.append(self._case(history, row, start, q, proposals))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
@@ -209,8 +209,7 @@ class SamplingTargetWorker(TargetWorker):
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids)
 
     def _certain(self, history: History, start: int) -> tuple[int, int] | None:
-        """Returns (k, t*) where no draw decides them, from the rows behind row `start`; else
-        None."""
+        """Returns (k, t*) from the rows after row `start` if no draw decides them, or None."""
         return None
 
     def _draws(self, purpose: Purpose, history: History, count: int) -> list[float]:

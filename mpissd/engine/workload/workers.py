@@ -1,6 +1,6 @@
 """The interfaces of a workload's target and draft workers.
 
-The decoding loops in `decode` use a model through these classes alone. Workers start forwards and
+The decoding loops in `decode` use a model only through these classes. Workers start forwards and
 report when they are over; they never send messages, wait for a peer or read a clock. Every rank's
 worker sees the same batch, because every rank applies the same outcomes.
 """
@@ -58,8 +58,8 @@ OpenGather = Callable[[], LogitsGather]
 
 
 class Worker(ABC):
-    """Base class of target and draft workers: follows the batch, knows where its rows lie in the
-    model's KV cache, fills that cache, and runs forwards.
+    """Base class of target and draft workers: follows the batch, tracks the places of its rows in
+    the model's KV cache, fills that cache, and runs forwards.
 
     Without a placement (a model of products) rows have no place, and nothing is ever filled.
     """
@@ -76,7 +76,7 @@ class Worker(ABC):
 
     @abstractmethod
     def twin(self: W, stepper: Forwards) -> W:
-        """Returns a worker with the same laws that runs its forwards on `stepper`."""
+        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
 
     def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Draws the first tokens of these sequences ahead of the rounds that admit them.
@@ -134,12 +134,12 @@ class Worker(ABC):
         return shared
 
     def leave(self) -> None:
-        """Ends a pass: gives back the pages of every sequence, where sequences share them."""
+        """Ends a pass: gives back the pages of every sequence if sequences share pages."""
         if self.placement is not None:
             self._vacate(self.placement, np.zeros(0, np.int64))
 
     def forget(self) -> None:
-        """Forgets what is stored of every sequence: the model's weights have changed.
+        """Forgets the stored tokens of every sequence: the model's weights have changed.
 
         Committed tokens are stored again before the next forward that reads them.
         """
@@ -162,7 +162,7 @@ class Worker(ABC):
             pages.keep(slot, tokens)
 
     def known(self, slot: int) -> Sequence[int]:
-        """Returns the tokens of a slot's sequence, as far as they were committed; none where
+        """Returns the tokens of a slot's sequence, as far as they were committed; none if
         forwards decide nothing."""
         return ()
 
@@ -170,8 +170,8 @@ class Worker(ABC):
         """Returns how many tokens of a new prompt need no forward, since the slot's cache holds
         them.
 
-        None where sequences share the pages: those that a longer sequence has left there belong to
-        others, and of one that never joined nobody knows the tokens.
+        Returns 0 if sequences share the pages: pages left by a longer sequence belong to others,
+        and the tokens of a sequence that never joined are unknown.
         """
         if self.placement is None or self.placement.pooled:
             return 0
@@ -190,7 +190,7 @@ class Worker(ABC):
         return np.zeros(stop - start, np.int32)
 
     def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
-        """Does what `filling` does, forward by forward."""
+        """Like `filling`, forward by forward."""
         return bool(finish(self.filling(batch, rows, spare), lambda: self.stepper.wait(waiter)))
 
     def filling(
@@ -233,7 +233,7 @@ class Worker(ABC):
         return sum(gap.stop - gap.start for gap in self._gaps(batch, range(len(batch)), 1))
 
     def ready(self, batch: Batch, rows: list[int], spare: int) -> list[int]:
-        """Returns those of the batch rows `rows` of which at most `spare` tokens are lacking."""
+        """Returns the batch rows among `rows` that lack at most `spare` tokens."""
         short = {gap.slot for gap in self._gaps(batch, rows, spare)}
         return [row for row in rows if int(batch.slots[row]) not in short] if short else rows
 
@@ -291,8 +291,8 @@ class Worker(ABC):
     ) -> None:
         """Hands the last token of each sequence and its served tokens to the device.
 
-        Behind them come up to `fill` tokens of opened prompts. lists: whether each row's best
-        candidates are read, or the best one alone.
+        After them come up to `fill` tokens of opened prompts. lists: whether each row's best
+        candidates are read, or only the best one.
         """
         self.num_rows = rows
         if self.placement is None:
@@ -312,7 +312,7 @@ class Worker(ABC):
     def _upload_lanes(
         self, placement: Placement, rollouts: Sequence[Rollout], inputs: Sequence[Ints]
     ) -> int:
-        """Hands the lanes' tokens to the device, behind committed tokens that the cache lacks.
+        """Hands the lanes' tokens to the device, after committed tokens that the cache lacks.
 
         Returns the row of the first lane; lanes follow one another.
         """
@@ -336,7 +336,7 @@ class TargetWorker(Worker):
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         """Hands the tokens that the next launch verifies to the device.
 
-        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. Behind
+        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. After
         them, up to `fill` tokens of opened prompts are stored.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
@@ -350,7 +350,7 @@ class TargetWorker(Worker):
         """Records the speculation that is verified. The default does nothing."""
 
     def truth(self) -> Ints | None:
-        """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards say."""
+        """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards decide."""
         return None
 
     @abstractmethod
@@ -359,7 +359,7 @@ class TargetWorker(Worker):
     ) -> tuple[Ints, Ints]:
         """Applies the acceptance rule to the finished forward.
 
-        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only where the rule
+        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only if the rule
         rejects a token that was drawn with q < 1.
         """
 
@@ -375,10 +375,10 @@ class TargetWorker(Worker):
     def lessons(
         self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
     ) -> list[Lesson]:
-        """Returns what a judged round shows a learner, of each sequence.
+        """Returns a judged round's lessons for a learner, by sequence.
 
         sent: how many tokens of a sequence the learner has. everywhere: of all rows up to the
-        bonus, or of those alone that rejected a drafted token.
+        bonus, or only of rows that rejected a drafted token.
         """
         raise NotImplementedError("lessons of a workload without logits")
 
@@ -388,7 +388,7 @@ class TargetWorker(Worker):
 
 
 class DraftWorker(Worker):
-    """Runs the whole draft model on a draft rank, or on the lead where the draft is inline."""
+    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
 
     lookahead: int
     first_row: int = 0  # the row of the first lane in the last step's forward
@@ -408,11 +408,11 @@ class DraftWorker(Worker):
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each bonus candidate t*, after the glue forward.
+        """Returns a lane (branch slot) for each bonus candidate t*, after the glue forward.
 
         The candidates are the rollout's `first`. A sequence whose speculation was a hit keeps
         fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that
-        was served behind k accepted tokens is never one of them.
+        was served after k accepted tokens is never one of them.
         """
 
     @abstractmethod
@@ -423,7 +423,7 @@ class DraftWorker(Worker):
         """
 
     def settle(self, batch: Batch, rollout: Rollout, rows: NDArray[np.int64], k: Ints) -> None:
-        """Gives new branches, behind k accepted tokens of batch rows `rows`, their places."""
+        """Gives new branches, after k accepted tokens of batch rows `rows`, their places."""
         if self.placement is not None:
             rollout.places = self.placement.lanes(batch, rows, k)
 
@@ -448,13 +448,13 @@ class DraftWorker(Worker):
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         """Stores the tokens of the finished step in the rollouts.
 
-        Raises DivergedError, and leaves `steps` of those rollouts that it did not finish as they
-        are, where a token is sampled from logits that are not finite.
+        Raises DivergedError, and leaves `steps` of unfinished rollouts as they are, if a token is
+        sampled from logits that are not finite.
         """
 
     def is_sound(self) -> bool:
-        """Returns whether the last step's logits were finite, as far as that is watched: of
-        weights that were replaced."""
+        """Returns whether the last step's logits were finite, if watched, as replaced weights
+        are."""
         return True
 
 

@@ -1,16 +1,16 @@
 """Consistency gates: check a result row against its raw rounds, and both against physics.
 
-    lines = violations(row, rounds)     one line each, "gate: what is wrong, with both numbers"
+    lines = violations(row, rounds)     one line each, "gate: the fault, with both numbers"
 
-row is what `run` prints, rounds the arrays of OUT/rounds/RUN_ID.npz. What is null or missing is
-unknown and judged by no gate, save the few numbers that every row has. Keys of a row that only
+row is the JSON of `run`, rounds the arrays of OUT/rounds/RUN_ID.npz. A null or missing value is
+unknown, and gates ignore it except for the few numbers that every row has. Keys of a row that only
 gates need:
 
-    floor_bytes    what a verification of b(K+1) rows reads on a target rank: weights and KV
-    floor_flops    what it computes there (missing in old rows: their floor is of bytes alone)
+    floor_bytes    bytes that a verification of b(K+1) rows reads on a target rank: weights and KV
+    floor_flops    its operations there (missing in old rows: their floor is only of bytes)
     cache_bytes    the lead's last-level cache (null: unknown, or emulated)
     token_limit    --num_tokens (null: none)
-    rank_digests   by world rank, the digest of the outcomes it heard (null: it doesn't say)
+    rank_digests   by world rank, the digest of the outcomes it received (null: unknown)
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def missing(row: Row, rounds: Rounds) -> Iterator[str]:
 
 
 def finite(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Reports NaN and infinity; in draft_rounds alone NaN is allowed and means "not measured"."""
+    """Reports NaN and infinity; only in draft_rounds NaN is allowed; it means "not measured"."""
     yield from _not_finite("", row)
     for name, values in rounds.items():
         if values.dtype.kind == "f":

@@ -163,7 +163,7 @@ def _longest_s(row: Row, rounds: Rounds) -> float:
 
 
 def walls(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Reports percentiles that do not increase, or that differ from those of the raw rounds."""
+    """Reports percentiles that do not increase, or that differ from the raw rounds' percentiles."""
     for key in ("round_us", "predicted_round_us"):
         rising = [number(row, f"{key}.{p}") for p in ("p50", "p90", "p99")]
         known = [value for value in rising if value is not None]
@@ -279,7 +279,7 @@ def _depth(row: Row, t_target: float | None) -> Iterator[str]:
 
 
 def prediction(row: Row, rounds: Rounds) -> Iterator[str]:
-    """Reports prediction and sampling errors that do not follow from the rates beside them."""
+    """Reports prediction and sampling errors that do not follow from the row's rates."""
     rate, predicted = number(row, "tok_per_s"), number(row, "predicted_tok_per_s")
     if rate is not None and predicted:
         error = rate / predicted - 1

@@ -1,5 +1,5 @@
-"""What arrives when: Poisson arrivals from a seed, or those of a file; prompts and lengths from a
-file, in an order that the seed shuffles."""
+"""Poisson arrivals from a seed, or a file's; prompts and lengths from a file, shuffled by the
+seed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from mpissd.lab.load.config import LoadConfig
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it arrives (seconds from the start), what it says, and most tokens of its
-    answer."""
+    """A request: its arrival (seconds from the start), its body, and most tokens of its answer."""
 
     at_s: float
     entry: Entry
@@ -27,7 +26,7 @@ class Arrival:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, as its line says; ConfigError if it does not."""
+        """Number of prompt tokens in the file's line; raises ConfigError without it."""
         found = self.entry.get("prompt_tokens")
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise ConfigError(

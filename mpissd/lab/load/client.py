@@ -54,9 +54,9 @@ class Client:
         await self._http.aclose()
 
     async def about(self) -> Mapping[str, Any]:
-        """Asks which model the server has; returns what it says of itself, if it is one of ours.
+        """Asks for the server's model; returns the server's description of itself, if it is mpissd.
 
-        Raises FaultError where no server answers.
+        Raises FaultError if no server answers.
         """
         try:
             answer = await self._http.get("models")
@@ -69,7 +69,7 @@ class Client:
         return next((about for about in of_model if about), {})
 
     async def send_all(self, load: Load) -> list[Served]:
-        """Sends each request of a load at its time; returns what became of them."""
+        """Sends each request of a load at its time; returns their results."""
         start = time.monotonic()
         arrivals = enumerate(load.arrivals)
         return await asyncio.gather(*(self._send(start, n, each) for n, each in arrivals))

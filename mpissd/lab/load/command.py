@@ -87,7 +87,7 @@ def _kept(
 
 
 def provenance() -> dict[str, Any]:
-    """Returns where, when and by which command a load was measured; a key is left out."""
+    """Returns the place, time and command of a load's measurement; a key is left out."""
     words = without(sys.argv[1:], "api_key")
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {
@@ -99,7 +99,7 @@ def provenance() -> dict[str, Any]:
 
 
 def keep(out: str, row: LoadRow, numbers: Mapping[str, Any]) -> None:
-    """Appends the row to OUT/loads.jsonl, and writes the requests' numbers beside it."""
+    """Appends the row to OUT/loads.jsonl, and writes the requests' numbers next to it."""
     folder = Path(out, "loads")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The flags of `load`: what arrives, where it is sent, and what counts as good."""
+"""The flags of `load`: the arrivals, their server, and the objective of a good request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpissd.common.flags import (
 
 AUTO = "auto"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-# What a simulated server does not read of a run, or this command has itself.
+# Flags of a run that a simulated server does not read, or that this command has itself.
 _UNREAD = (
     "prompt prompts prompt_ids batch_size rounds num_tokens warmup_rounds seed trace ledger_ab "
     "dry_run world_size out progress show chat_template temperature top_p stop stop_token backend "
@@ -89,7 +89,7 @@ class LoadConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what mode=auto stands for."""
+        """Adds the flags that mode=auto implies."""
         given = super().completed(flags)
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}

@@ -1,4 +1,4 @@
-"""What became of requests, and the row that says it."""
+"""The results of requests, and their row."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SERVER = (
 @dataclass(frozen=True)
 class Served:
     """One request's end. Times are in seconds from its arrival; status: 200 answered, 429 refused,
-    any other failed. late_s: by which it was sent too late. speculation: drafted, accepted, hits,
-    rounds, where the server tells."""
+    any other failed. late_s: delay of its sending. speculation: drafted, accepted, hits, rounds, if
+    the server reports them."""
 
     at_s: float
     status: int
@@ -39,7 +39,7 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token behind the first; NaN for answers of one token."""
+        """Mean time of a token after the first; NaN for answers of one token."""
         if self.num_tokens < 2:
             return np.nan
         return (self.latency_s - self.ttft_s) / (self.num_tokens - 1)
@@ -57,7 +57,7 @@ def row_of(
     about: Mapping[str, Any],
     named: Mapping[str, Any],
 ) -> LoadRow:
-    """Returns the row of a load. about: what the server says of itself. named: the other keys."""
+    """Returns the row of a load. about: the server's own description. named: the other keys."""
     answered = [each for each in served if each.status == ANSWERED]
     good = sum(each.is_good(*objective) for each in served)
     wall = _wall(served)

@@ -17,7 +17,7 @@ _TOLD = ("drafted", "accepted", "hits", "rounds")
 
 
 def about(config: LoadConfig) -> Mapping[str, Any]:
-    """Returns what a row tells of the simulated server; raises ConfigError if it cannot be."""
+    """Returns a row's description of the simulated server; raises ConfigError for bad flags."""
     run = config.simulated
     job = resolve_unopened(run, config.tp)
     told = job.workload.row_fields()
@@ -39,7 +39,7 @@ def about(config: LoadConfig) -> Mapping[str, Any]:
 
 
 def send_all(config: LoadConfig, load: Load) -> list[Served]:
-    """Returns what becomes of a load's requests, dealt to the replicas in turn."""
+    """Returns the results of a load's requests, dealt to the replicas in turn."""
     found = [each.prompt_tokens for each in load.arrivals]
     arrivals = [
         Arrival(each.at_s, tokens, each.max_tokens)
@@ -52,7 +52,7 @@ def send_all(config: LoadConfig, load: Load) -> list[Served]:
 
 
 def _one(config: LoadConfig, arrivals: Sequence[Arrival]) -> list[Served]:
-    """Returns what becomes of the requests of one replica."""
+    """Returns the results of the requests of one replica."""
     if not arrivals:
         return []
     run = config.simulated

@@ -1,4 +1,4 @@
-"""Measures what the ledger costs: one run alternates blocks of rounds with and without it.
+"""Measures the cost of the ledger: one run alternates blocks of rounds with and without it.
 
 The order of the blocks is on, off, off, on, repeated: a machine that slows down steadily then slows
 both kinds equally.
@@ -109,7 +109,7 @@ class _RelayOff(_Relay, NullLedger):
 def alternate(drafter: Drafter, per_block: int) -> None:
     """Makes the draft's ledger alternate between on and off in blocks, starting at round 0.
 
-    The lead does not tell the draft where its blocks begin, so the draft counts the rounds itself.
+    No message marks the beginning of the lead's blocks, so the draft counts the rounds itself.
     """
 
     def next_round(round_: int) -> None:

@@ -1,4 +1,4 @@
-"""The answers of a text job, and what its row says of prompts and weights."""
+"""The answers of a text job, and its row's fields on prompts and weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpissd.common.rounds import Source
-from mpissd.engine.model.transformer.made_for import made_for
-from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import BONUS, Answer, answer_of, write_answers
@@ -32,7 +31,7 @@ def write_answers_of(
 
 
 def answers(workload: TextWorkload, lead: LeadReport) -> list[Answer]:
-    """Returns what was answered to each prompt whose sequence began, in the prompts' order."""
+    """Returns the answer to each prompt whose sequence began, in the prompts' order."""
     records, limit = lead.records, workload.job.config.token_limit
     sources = records.source_arrays()
     return [

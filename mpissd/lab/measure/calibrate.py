@@ -22,7 +22,7 @@ from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.job import Job
-from mpissd.engine.model.shared import Seat
+from mpissd.engine.model.shared import GroupView
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
@@ -64,7 +64,7 @@ class JobProfile:
 def calibrate(rank: Rank) -> JobProfile | None:
     """Measures the job's profile; returns it on the lead and None on the other ranks.
 
-    Collective: every rank calls it. What the same process has measured before is reused.
+    Collective: every rank calls it. Earlier measurements of the same process are reused.
     """
     session, known = rank.session, rank.session.calibrations
     topology = session.topology
@@ -111,7 +111,7 @@ def _host_costs(
     """Measures the host costs of the job's decoding loops over paused forwards, or rehearsed ones.
 
     Collective over the job's world; returns these and the forwards' costs on the lead, and None
-    elsewhere. The pass without branches does not depend on the hit law or the fan-out, so
+    elsewhere. The pass without branches does not depend on the hit model or the fan-out, so
     configurations with equal pauses share it.
     """
     session, known = rank.session, rank.session.calibrations
@@ -148,7 +148,7 @@ def _pass_key(job: Job, target: ForwardTimes | None, draft: ForwardTimes | None)
 def _forward_times(session: Session, worker: Any) -> ForwardTimes:
     """Times the forward of every bucket of a worker's model; collective over that model's ranks.
 
-    Those of a glue are timed with all the candidates that it reads, too.
+    A glue (the draft's scoring forward) is also timed with all the candidates that it reads.
     """
     stepper, known, job = _stepper(worker), session.calibrations, session.job
 
@@ -227,14 +227,14 @@ def _reduces_s(session: Session, worker: Any) -> float | None:
 
 def _stepper(worker: Any) -> Stepper:
     stepper = worker.stepper
-    if isinstance(stepper, Seat):
+    if isinstance(stepper, GroupView):
         stepper = stepper.shared.stepper
     assert isinstance(stepper, Stepper), "calibration times real forwards"
     return stepper
 
 
 def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | None:
-    """Returns the peak flops per second of the lead's device, or None where it is unknown.
+    """Returns the peak flops per second of the lead's device, or None if it is unknown.
 
     The peak is the highest rate measured, whether in a large matrix product or in one of the
     forwards: on a busy CPU a forward may have run in a quieter moment than the product.
@@ -250,9 +250,9 @@ def _peak_flops(session: Session, stepper: Any, times: ForwardTimes) -> float | 
 def _all_reduce_s(session: Session, stepper: Any) -> float | None:
     """Returns the seconds that the all-reduces of a forward of b(K+1) rows take.
 
-    The result is 0 at T = 1 and None where the time is unknown. An all-reduce inside a captured
-    forward cannot be timed alone, so on GPUs the same number of them is timed as a separate chain.
-    On CPUs they are timed where they run (Group.spent_s). Collective over the target ranks.
+    The result is 0 at T = 1 and None if the time is unknown. An all-reduce inside a captured
+    forward cannot be timed on its own, so on GPUs the same number of them is timed as a separate
+    chain. On CPUs they are timed where they run (Group.spent_s). Collective over the target ranks.
     """
     assert isinstance(stepper, Stepper), "calibration times real forwards"
     cost, backend = stepper.cost(stepper.bucket(session.job.verify_rows)), session.backend
@@ -270,7 +270,7 @@ def _all_reduce_s(session: Session, stepper: Any) -> float | None:
 
 
 def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Waiter) -> float:
-    """Returns the median seconds of a forward's all-reduces alone, run one after another.
+    """Returns the median seconds of only a forward's all-reduces, run one after another.
 
     They run as one program on an array [rows, width], captured where the forward is captured.
     """

@@ -1,4 +1,4 @@
-"""Prints what a person at the terminal sees: settings, a progress bar, a table, the JSON line."""
+"""Prints a run for a person at the terminal: settings, a progress bar, a table, the JSON line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _law(session: Session) -> str:
 
 
 def _imposed(job: Job) -> str:
-    """Describes how many branches the default hit law would need for the imposed hit rate."""
+    """Describes how many branches the default hit model would need for the imposed hit rate."""
     if not job.hit_law.p_hit:
         return ""
     honest = under_default_law(job)

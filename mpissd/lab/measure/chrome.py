@@ -2,7 +2,7 @@
 
 Each rank is a process with two thread rows, its host phases and its device's forwards. Arrows are
 the messages between lead and drafts. All times are on rank 0's clock; the metadata ("otherData")
-says by how many nanoseconds each rank's times may be wrong.
+gives the possible error of each rank's times in nanoseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What forwards take in a row, and in the order of a rehearsed pass."""
+"""Durations of forwards in series, and in the order of a rehearsed pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ForwardTimes:
     """Median device seconds of a forward by row count, and the host time that it adds.
 
     host_s: seconds that launching and waiting take beyond the forward itself. rehearsed: whether
-    passes run the real forwards (measure.rehearsal), and no pauses. lists: likewise of the forwards
-    that read out `candidates` of each row, at a glue's row counts; empty if none does.
+    passes run the real forwards (measure.rehearsal), and no pauses. lists: `seconds` of glues
+    (scoring forwards), which read out `candidates` of each row; empty without any.
     """
 
     seconds: dict[int, float]
@@ -40,9 +40,9 @@ class ForwardTimes:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rehearsed pass adds on this rank, whose ledgers leave the forwards out.
+    """Forward times of a rehearsed pass on this rank; its ledgers exclude them.
 
-    None where this rank runs no such forward. whole: the draft's ledger with forwards.
+    None if this rank runs no such forward. whole: the draft's ledger with forwards.
     """
 
     verify: Took | None = None
@@ -54,9 +54,9 @@ class Rehearsed:
 def in_sequence(
     job: Job, lead: Rehearsed, drafts: Rehearsed, target: ForwardTimes, draft: ForwardTimes | None
 ) -> DeviceCosts:
-    """Returns the costs of forwards, those of rehearsed ones less what `beyond` says of them.
+    """Returns the costs of forwards, rehearsed ones without their `beyond`.
 
-    That is in the host costs: both together are what was rehearsed.
+    The host costs contain that part: both together give the rehearsed time.
     """
     verify = _rehearsed(target, job.verify_rows, lead.verify)
     if draft is None:
@@ -79,7 +79,7 @@ def draft_rows(job: Job) -> int:
 def _rehearsed(
     times: ForwardTimes, rows: int, took: Took | None, forwards: int = 1
 ) -> dict[int, float]:
-    """Returns the points of `times`, that of `rows` rows by what such `forwards` took."""
+    """Returns the points of `times`, with the point of `rows` rows taken from the rehearsal."""
     if took is None:
         return times.seconds
     own = took.seconds - beyond(took, forwards * times(rows))

@@ -52,14 +52,14 @@ class PassLedgers:
 
 
 class Pause(Protocol):
-    """The length of a pause that stands for a forward."""
+    """The length of a pause that replaces a forward."""
 
     def __call__(self, rows: int, lists: bool = False) -> float:
-        """Returns its seconds; lists: as Forwards.upload says it."""
+        """Returns its seconds; lists: as in Forwards.upload."""
 
 
 def pause_of(times: ForwardTimes | None) -> Pause:
-    """Returns the length of a pause by its rows; 0 where none is in the passes' ledgers."""
+    """Returns the length of a pause by its rows; 0 if none is in the passes' ledgers."""
     assert times is not None, "a pause without a measured forward"
 
     def pause_s(rows: int, lists: bool = False) -> float:
@@ -96,7 +96,7 @@ def host_costs(
     """Computes the job's HostCosts from the ledgers of its paused passes.
 
     leads, drafts: the passes as the lead and the draft recorded them. The first grows no branches;
-    the second, which SSD alone has, does. nap: seconds that a napping rank is late.
+    the second, which only SSD has, does. nap: seconds that a napping rank is late.
     """
     job = session.job
     lead = _phases(leads[-1].lead, LeadPhase)

@@ -1,4 +1,4 @@
-"""What a run with a learner reports: its cost, the draft's versions, acceptance by version."""
+"""The report of a run with a learner: its cost, the draft's versions, acceptance by version."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpissd.lab.measure.reports import Measured
 
 
 def teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
-    """Has the loop tell the learner of every round from now on; None without a learner."""
+    """Has the loop send every round to the learner from now on; None without a learner."""
     learning = rank.session.learning
     if learning is None or learning.outlet is None:
         return None
     assert rank.target is not None, "a lead without a target"
     everywhere = rank.session.job.config.learn_from == "all"
-    loop.tell()  # nobody of the warm-up's last round
+    loop.tell()  # drops the warm-up's last round: no receiver yet
     loop.teach = teaching = Teaching(rank.target, learning.outlet, everywhere=everywhere)
     return teaching
 
@@ -28,9 +28,9 @@ def teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
 def ended(
     loop: TargetLoop, teaching: Teaching | None, learning: LearnerComms | None
 ) -> dict[str, Any] | None:
-    """Ends the learner behind the last measured round; returns its report and what it cost.
+    """Ends the learner after the last measured round; returns its report and its cost.
 
-    `state` is "silent" where the learner's rank did not answer in time, or is gone.
+    `state` is "silent" if the learner's rank did not answer in time, or is gone.
     """
     if teaching is None or learning is None:
         return None

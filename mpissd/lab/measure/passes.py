@@ -23,7 +23,7 @@ from mpissd.lab.measure.rehearsal import (
     of_a_round,
 )
 
-WARM_ID = 1 << 30  # first request id of the sequences used for calibration alone
+WARM_ID = 1 << 30  # first request id of the sequences used only for calibration
 _PAUSED_ROUNDS = 18
 _REHEARSED_ROUNDS, _REHEARSED_S = 60, 1.0  # at most, but never fewer than paused ones
 _SKIPPED = 6  # one of so many rounds, the first ones, is dropped as warm-up
@@ -34,7 +34,7 @@ def paused_pass(
 ) -> PassLedgers:
     """Runs the loops with pauses for forwards; `ahead` grows branches. Returns their ledgers.
 
-    Where forwards are rehearsed they run, and the ledgers returned leave them out.
+    Rehearsed forwards really run; the returned ledgers leave them out.
     """
     session, rounds = rank.session, _num_rounds(rank.session.job, target, draft)
     measured = rounds // _SKIPPED, rounds
@@ -93,7 +93,7 @@ def _rehearsed(
     *,
     ahead: bool,
 ) -> Rehearsed:
-    """Returns what this rank's rehearsed forwards took in a round."""
+    """Returns the time of this rank's rehearsed forwards in a round."""
     taken, skip, steps = _taken(draft), measured[0], job.num_forwards(job.backup_lookahead)
     verify = of_a_round(_taken(target), 1, skip)
     if drafter is None or not taken:

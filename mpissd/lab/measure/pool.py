@@ -1,4 +1,4 @@
-"""The reports of several target groups that share their drafts, joined to those of one job."""
+"""Joins the reports of several target groups that share their drafts to the reports of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpissd.common.records import RoundRecords, outcome_digest, percentiles_us
 from mpissd.common.trace import LeadPhase
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.model.shared import Seat, SharedForwards
+from mpissd.engine.model.shared import GroupView, SharedForwards
 from mpissd.lab.measure.reports import DraftReport, LeadReport, hit_rate_of, num_tokens_of
 
 _DRAFT_WAIT = 2 + LeadPhase.DRAFT_WAIT
@@ -20,9 +20,9 @@ _NS = 1e-9
 
 
 def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
-    """Returns the report of all groups' rounds, numbered group behind group.
+    """Returns the report of all groups' rounds, numbered group after group.
 
-    Its wall is that of the group that took longest: all groups begin together.
+    Its wall is the longest group's: all groups begin together.
     """
     counts = [len(lead.records) for lead in leads]
     total = max(1, sum(counts))
@@ -50,7 +50,7 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
 
 
 def joined_drafts(drafts: Sequence[DraftReport]) -> DraftReport:
-    """Returns the report of one draft on all groups' rounds, numbered group behind group."""
+    """Returns the report of one draft on all groups' rounds, numbered group after group."""
     return replace(
         drafts[0],
         rounds=_renumbered([draft.rounds for draft in drafts]),
@@ -69,7 +69,7 @@ def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def of_each_group(
     leads: Sequence[LeadReport], limit: int | None, *, grows: bool
 ) -> list[dict[str, Any]]:
-    """Returns what the row says of each group.
+    """Returns the row's entry of each group.
 
     limit: most tokens of a sequence that count. grows: whether there is a cache to hit.
     """
@@ -99,13 +99,13 @@ def draft_wait_us(lead: LeadReport) -> dict[str, float | int | None]:
 def forwards_of(
     drafters: Sequence[Drafter], rounds: Sequence[tuple[int, int]]
 ) -> NDArray[np.int64] | None:
-    """Returns the shared forwards of the measured rounds (SharedForwards.COLUMNS), and behind them
-    a row with the window's beginning and end; None where nothing is shared.
+    """Returns the shared forwards of the measured rounds (SharedForwards.COLUMNS), and after them a
+    row with the window's beginning and end; None if no forward is shared.
 
-    rounds: of each group, its first measured round and the one behind its last.
+    rounds: of each group, its first measured round and the one after its last.
     """
     seat = drafters[0].worker.stepper
-    if not isinstance(seat, Seat):
+    if not isinstance(seat, GroupView):
         return None
     begin, end = _window(drafters, rounds)
     log = seat.shared.log()
@@ -122,7 +122,7 @@ def _window(drafters: Sequence[Drafter], rounds: Sequence[tuple[int, int]]) -> t
 
 
 def pool_fields(forwards: NDArray[np.int64]) -> dict[str, float | int]:
-    """Returns what the row says of a draft's shared forwards; forwards: from `forwards_of`."""
+    """Returns the row's fields on a draft's shared forwards; forwards: from `forwards_of`."""
     begin, end = forwards[-1, :2].tolist()
     columns = dict(zip(SharedForwards.COLUMNS, forwards[:-1].T, strict=True))
     count = len(forwards) - 1

@@ -1,4 +1,4 @@
-"""Records where a row comes from: library versions, hosts, devices, command line and commit."""
+"""Records the origin of a row: library versions, hosts, devices, command line and commit."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def cuda_versions() -> dict[str, Any] | None:
 def commit() -> str | None:
     """Returns the checkout's commit, with "+" appended if files have changed.
 
-    Outside a checkout (a copy of the tree without .git) it is the value of MPISSD_COMMIT, else
-    None.
+    Outside a checkout (a copy of the tree without .git) it is the value of MPISSD_COMMIT, or None.
     """
     folder = Path(mpissd.__file__).parent
     try:

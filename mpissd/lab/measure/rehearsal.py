@@ -1,11 +1,11 @@
 """Rehearsed passes: the decoding loops over the real forwards, for devices that run on host cores.
 
-On a CPU a forward reads tens of megabytes through the caches that the host's code lives in: code
-behind it takes two to four times as long as behind a pause. In turn a forward behind host code,
-behind another model's forwards, beside another rank's, or waiting for a rank that is late, takes
-longer than in a row of its like. A rehearsal measures both: phases without the forwards inside
-them, and the forwards, each of which is run once more at once: the clock of a shared processor
-drifts by some percent within a second, and leaves the difference of two neighbours alone.
+On a CPU a forward reads tens of megabytes through the caches of the host's code: code after a
+forward takes two to four times as long as after a pause. In turn, a forward takes longer than in a
+series of forwards if it follows host code or another model's forward, runs together with another
+rank's, or waits for a late rank. A rehearsal measures both: phases without the forwards inside
+them, and the forwards. Each forward is repeated at once: the clock of a shared processor drifts by
+some percent within a second, but hardly between two neighbours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpissd.engine.model.forwards import Places, Results
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.placement import timed_places
 
-LONGEST_S = 50e-3  # of a forward; behind longer ones the host's work does not count
+LONGEST_S = 50e-3  # of a forward; after longer ones the host's work does not count
 Table = NDArray[np.int64]
 # Forwards: (begin in ns of perf_counter, ns, rows, ns of the repetition among them, or 0).
 Taken = Sequence[tuple[int, int, int, int]]
@@ -32,9 +32,9 @@ Taken = Sequence[tuple[int, int, int, int]]
 
 @dataclass(frozen=True)
 class Took:
-    """What the forwards of a round take together, in seconds.
+    """Total seconds of the forwards of a round.
 
-    beyond: of these, what they take beyond their repetitions; None if they were not repeated.
+    beyond: the part that exceeds their repetitions; None if they were not repeated.
     """
 
     seconds: float
@@ -42,7 +42,7 @@ class Took:
 
 
 class RehearsedForwards:
-    """The forwards of a stepper behind the mean context, as where they are timed in a row.
+    """The forwards of a stepper after the mean context, as they are timed in series.
 
     taken: every forward so far.
     """
@@ -68,7 +68,7 @@ class RehearsedForwards:
         self._stepper.upload(rows, tokens, self._places[self._rows], lists=lists)
 
     def launch(self) -> None:
-        """Runs the forward, once or twice, and notes what it took."""
+        """Runs the forward, once or twice, and notes its duration."""
         begin = time.perf_counter_ns()
         self._stepper.launch()
         end = between = time.perf_counter_ns()
@@ -90,7 +90,7 @@ class RehearsedForwards:
         return self._stepper.elapsed_s()
 
     def results(self) -> Results:
-        """Raises NotImplementedError: nobody reads what a rehearsal computes."""
+        """Raises NotImplementedError: a rehearsal's results are not read."""
         raise NotImplementedError("a rehearsed forward is not read")
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -128,7 +128,7 @@ def host_table(ledger: Ledger, taken: Taken, first: int, last: int) -> Table:
 
 
 def of_a_round(taken: Taken, per_round: int, skip: int, rows: int | None = None) -> Took | None:
-    """Returns the medians over rounds of what their forwards take; None without any.
+    """Returns the medians over rounds of their forwards' time; None without any.
 
     per_round: forwards of a round. rows: count only forwards of so many rows (None: all). The first
     `skip` rounds are left out.

@@ -35,7 +35,7 @@ class LeadReport:
     proposals: tuple[float, float]  # bytes of distributions, and µs the lead waited, a round
     all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
-    learner: dict[str, Any] | None = None  # what it did, and its cost; None without one
+    learner: dict[str, Any] | None = None  # its report and cost; None without one
     kernel: str | None = None  # names of the kernels that read the target's weights
     draws: str = "host"  # where sampled tokens are drawn
 
@@ -68,7 +68,7 @@ class Measured:
     profile: JobProfile
     rank_digests: list[int | None]  # by world rank, the digest of the outcomes that it received
     ledger_overhead: Overhead | None
-    groups: Sequence[LeadReport] = ()  # of each target group, where several share the drafts
+    groups: Sequence[LeadReport] = ()  # of each target group, if several share the drafts
 
 
 def num_tokens_of(records: RoundRecords, enough: int | None) -> int:

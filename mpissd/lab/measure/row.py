@@ -49,7 +49,7 @@ _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
     """Builds the result row (schema 1) of a measured job.
 
-    sweep: what the row says about the sweep that it belongs to; None if it belongs to none.
+    sweep: the row's entry on its sweep; None without a sweep.
     """
     job, config, lead = session.job, session.job.config, measured.lead
     sequences = lead.records.sequences()
@@ -115,7 +115,7 @@ def _options(session: Session) -> dict[str, Any]:
         "lm_head": job.options.lm_head,
         "context": config.context,
         "on_late": "finish" if job.fan_out else None,  # as in older rows
-        "backup": config.backup if job.draft else None,  # SD drafts with its backup alone
+        "backup": config.backup if job.draft else None,  # SD drafts only with its backup
         "backup_lookahead": job.backup_lookahead if job.draft else None,
         "num_layers": job.target.num_layers,
         "full_num_layers": job.full_target.num_layers,
@@ -189,7 +189,7 @@ def _speculation(
 def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
     """Returns the prediction for these draws from the job's own profile; empty if there is none."""
     job, profile, lead = session.job, measured.profile, measured.lead
-    if job.config.groups > 1:  # no recurrence of rounds is known where groups share a draft
+    if job.config.groups > 1:  # no recurrence of rounds is known if groups share a draft
         return {}
     if lead.draft_lost_round is None and is_followable(job):
         return _followed(session, measured)
@@ -213,7 +213,7 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
 def _followed(session: Session, measured: Measured) -> dict[str, Any]:
     """Returns the prediction of a text job from its own acceptance and hits.
 
-    The time of its prompts is added as measured. There is no mean: no law says what text decides.
+    The time of its prompts is added as measured. There is no mean: text has no imposed model.
     """
     job, profile, lead = session.job, measured.profile, measured.lead
     rounds = follow(job, profile.device, profile.host, lead.records.sequences())

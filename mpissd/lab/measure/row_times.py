@@ -40,7 +40,7 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
 def _t_draft(job: Job, measured: Measured) -> float | None:
     """Returns the median seconds in which K tokens are drafted; None without a draft model.
 
-    Measured if at least 10 rounds missed the cache completely, else computed from the calibrated
+    Measured if at least 10 rounds missed the cache completely, or computed from the calibrated
     draft forward.
     """
     if measured.draft is not None:

@@ -86,8 +86,8 @@ def _run(session: Session) -> None:
 def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None:
     """Measures one configuration; returns its row, already written, on the lead and None elsewhere.
 
-    Collective. sweep: what the row says about the sweep that it belongs to. Raises Refused on every
-    rank if the models do not fit in memory or the row contradicts itself.
+    Collective. sweep: the row's entry on its sweep. Raises Refused on every rank if the models do
+    not fit in memory or the row contradicts itself.
     """
     if session.topology.is_lead:
         tell_doubts(session.job)
@@ -182,7 +182,7 @@ def _draft_report(
     drafters: list[Drafter], spans: list[tuple[int, int]], updates: Updates | None
 ) -> DraftReport | None:
     """Returns this rank's report as a draft; spans: of each target group, its first measured round
-    and the one behind its last."""
+    and the one after its last."""
     reports = [
         DraftReport(
             drafter.table(*span),
@@ -272,7 +272,7 @@ def _rounds(
 
 
 def _ignore(count: int) -> None:
-    """Does nothing; stands in for the progress bar."""
+    """Does nothing, in place of the progress bar."""
 
 
 def _begin(ledger: Ledger) -> float:

@@ -1,4 +1,4 @@
-"""Writes --trace=FILE: what every rank's host did in the measured rounds, as a Chrome trace.
+"""Writes --trace=FILE: every rank's host activity in the measured rounds, as a Chrome trace.
 
 Rounds do no extra work: the ledgers' timestamps are read after the pass. The clocks are compared
 before and after the pass, so that times line up even if the hosts' clocks drift apart.
@@ -55,7 +55,7 @@ class Tracing:
     ) -> None:
         """Writes the trace on rank 0, after Rank.run_pass; collective over the world.
 
-        span: set on rank 0 alone. drafter: set on ranks that run a draft. Raises ConfigError if the
+        span: set only on rank 0. drafter: set on ranks that run a draft. Raises ConfigError if the
         file cannot be written.
         """
         world = self._session.topology.world

@@ -1,6 +1,6 @@
-"""What a real pair of models does: recordings of its choices, and laws measured from them.
+"""Records a real pair's choices, and measures acceptance and hit models ("laws") from them.
 
-record      answers prompts with the target and records what the draft would have drafted
+record      answers prompts with the target and records the draft's continuations
 outcomes    the rounds of a recording, or of a row of text: an entry for each sequence and round
 measures    acceptance, ranks of bonus tokens, correlations, with bootstrap intervals
 laws        collects sources, prints their laws, writes the file that --laws reads (docs/laws.md)

@@ -1,4 +1,4 @@
-"""The command `pair`: records a pair at temperature 0, or measures the laws of recordings."""
+"""The command `pair`: records a pair at temperature 0, or measures acceptance and hit models."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mpissd.lab.pair.config import PairConfig
 
 
 def pair(config: PairConfig) -> int:
-    """Writes a recording, or prints the laws of `sources` and writes them if `to` is given.
+    """Writes a recording, or prints the models measured from `sources`; writes them to `to`.
 
-    Raises ConfigError where a model, the prompts or a source cannot be read, or a file exists.
+    Raises ConfigError if a model, the prompts or a source cannot be read, or a file exists.
     """
     if config.sources is not None:
         laws.print_laws(config)

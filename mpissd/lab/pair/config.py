@@ -1,4 +1,4 @@
-"""The flags of `pair`: models and prompts to record, or sources whose laws are measured."""
+"""The flags of `pair`: models and prompts to record, or sources to measure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, switch, words
 
-_RECORDED, _PRINTED = 8, 4  # the default K of a recording, and of the laws that are printed
+_RECORDED, _PRINTED = 8, 4  # the default K of a recording, and of printed models
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures the laws of recordings and rows of one pair, prints them, and writes their file."""
+"""Measures a pair's acceptance and hit models from recordings and rows; writes --laws files."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licenc
 
 @dataclass(frozen=True)
 class Source:
-    """A recording, or the rounds of one row: what it is of, and its outcomes by K."""
+    """A recording, or the rounds of one row: its origin, and its outcomes by K."""
 
     about: dict[str, Any]
     recording: Recording | None
     row: Outcomes | None
 
     def at(self, lookahead: int) -> Outcomes | None:
-        """Returns the outcomes at K; None where the source has none."""
+        """Returns the outcomes at K; None if the source has none."""
         if self.recording is not None:
             fits = lookahead <= self.recording.lookahead
             return of_recording(self.recording, lookahead) if fits else None
@@ -61,7 +61,7 @@ class Source:
 
 
 def print_laws(config: PairConfig) -> None:
-    """Prints the laws of the sources at K; writes the laws of every K if `to` is given."""
+    """Prints the models of the sources at K; writes the models of every K if `to` is given."""
     if config.to is not None:
         check_file("to", config.to)
         if Path(config.to).exists():
@@ -78,7 +78,7 @@ def print_laws(config: PairConfig) -> None:
 
 
 def read(name: str) -> Iterator[Source]:
-    """Yields the sources that a name stands for; raises ConfigError if it stands for none."""
+    """Yields the sources of a name; raises ConfigError if there is none."""
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
@@ -114,8 +114,8 @@ def _about_row(row: Any, folder: Path) -> dict[str, Any]:
 
 
 def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
-    """Returns the document of laws; raises ConfigError for several pairs, temperatures or C, or a K
-    that is not measured."""
+    """Returns the document of a --laws file; raises ConfigError for several pairs, temperatures or
+    C, or a K that is not measured."""
     _check_one_pair(sources)
     _check_one_sampling(sources)
     known = sorted({k for source in sources for k in source.lookaheads})
@@ -149,7 +149,7 @@ def _check_one_pair(sources: Sequence[Source]) -> None:
 
 
 def _check_one_sampling(sources: Sequence[Source]) -> None:
-    """Refuses to pool laws of unlike sampling; C (Saguaro's) has no effect at temperature 0."""
+    """Refuses to pool outcomes of unlike sampling; C (Saguaro's) has no effect at temperature 0."""
     found: dict[str, str] = {}
     for about in (source.about for source in sources):
         warmth, c = about["temperature"] or 0.0, about.get("saguaro_c")
@@ -184,7 +184,7 @@ def _joined(tables: Sequence[RankTable], rng: np.random.Generator) -> dict[str, 
 
 
 def text(document: Mapping[str, Any], lookahead: int) -> str:
-    """Returns the laws at K as lines of text."""
+    """Returns the models at K as lines of text."""
     at = next(laws for laws in document["laws"] if laws["lookahead"] == lookahead)
     return "\n".join(
         [

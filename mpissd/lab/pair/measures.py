@@ -4,7 +4,7 @@ Intervals are of 95%, from 200 resamples of whole sequences: rounds of one text 
 draws.
 
 miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
-measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood law of
+measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood fit to
 the others, whose ranks are known up to the candidates kept (mpissd/engine/spec/fit.py).
 """
 
@@ -25,7 +25,7 @@ from mpissd.lab.pair.outcomes import NO_LOOKUP, Array, Outcomes
 Floats = NDArray[np.float64]
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
 RESAMPLES = 200
-_FAILS = 0.1  # relative error of the fitted miss rate beyond which the law is said to fail
+_FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
 _FEWEST = 50  # rounds of a part that is listed
 _LISTED = (1, 4, 16)  # fan-outs whose misses are listed by part
 
@@ -34,7 +34,7 @@ _LISTED = (1, 4, 16)  # fan-outs whose misses are listed by part
 class RankTable:
     """Counts of outcomes by sequence: [S, F + 2]; columns: rank 1 … F, beyond, outside.
 
-    Sequences are what is resampled, since outcomes of one text resemble each other.
+    Whole sequences are resampled, since outcomes of one text resemble each other.
     """
 
     counts: Array
@@ -91,7 +91,7 @@ def total_of(counts: Array, rng: np.random.Generator) -> Array:
 
 
 def fitted(total: Array) -> tuple[float, float, float] | None:
-    """Returns (A, r, floor) of counts [F + 2], or None where they do not determine a law."""
+    """Returns (A, r, floor) of counts [F + 2], or None if they do not determine a fit."""
     limit, outcomes = len(total) - 2, int(total.sum())
     inside = total[:-1]
     ranks = np.repeat([*range(1, limit + 1), 0], inside)
@@ -105,7 +105,7 @@ def fitted(total: Array) -> tuple[float, float, float] | None:
 def _misses(
     total: Array, again: Sequence[Array], fit: tuple[float, float, float] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns {F: measured miss rate, its interval, the fitted one, whether the law fails}."""
+    """Returns {F: measured miss rate, its interval, the fitted one, whether the fit fails}."""
     rows = {}
     for width in (f for f in WIDTHS if f <= len(total) - 2):
         miss = _miss(total, width)
@@ -163,7 +163,7 @@ def _tokens(total: Array) -> float:
 
 
 def _alpha(total: Array) -> float:
-    """Returns accepted / (accepted + rejected): the mean hazard of the tokens that were judged."""
+    """Returns accepted / (accepted + rejected): the mean acceptance rate of the judged tokens."""
     accepted = float((total * np.arange(len(total))).sum())
     judged = accepted + float(total[:-1].sum())
     return accepted / judged if judged else 0.0
@@ -179,7 +179,7 @@ def _marginal(total: Array) -> list[float]:
 
 
 def rank_tables(of: Outcomes) -> tuple[RankTable, RankTable] | None:
-    """Returns the ranks behind a rejection and behind K accepted tokens; None if not kept."""
+    """Returns the ranks after a rejection and after K accepted tokens; None if not kept."""
     if of.rank is None:
         return None if of.counted is None else _counted(of)
     end = of.accepted == of.lookahead
@@ -232,7 +232,7 @@ def _misses_of(of: Outcomes) -> dict[str, dict[str, float]] | None:
 def correlation(outcomes: Sequence[Outcomes], rng: np.random.Generator) -> dict[str, Any]:
     """Returns how rounds resemble the one before, and sequences themselves; by value of a round.
 
-    lag1: correlation of neighbouring rounds. lag1_within: likewise of what differs from the mean of
+    lag1: correlation of neighbouring rounds. lag1_within: the same for deviations from the mean of
     their sequence. between: share of the variance that lies between sequences (intraclass
     correlation of a one-way random-effects model).
     """

@@ -1,8 +1,8 @@
 """The rounds of a real pair as arrays: from a recording exactly, from a row as it happened.
 
-A recording at temperature 0 says what every round of K tokens would be (docs/recordings.md), so
-that one file has the outcomes of each K. A row of text has those of its own K and temperature; the
-ranks of its bonus tokens are counted in its key `learned`.
+A recording at temperature 0 determines every round of K tokens (docs/recordings.md), so one file
+has the outcomes of each K. A row of text has the outcomes of its own K and temperature; the ranks
+of its bonus tokens are counted in its key `learned`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Outcomes:
     """The rounds of one source at one K; all arrays have one entry a sequence and round, [n].
 
     sequence: from 0, in the order of the rounds within each. accepted: k. rank: of the bonus token
-    among the `limit` candidates, from 1, or BEYOND, OUTSIDE, NO_LOOKUP; None where a source lacks
-    it. missed: whether the next round found no branch; NaN where nothing was looked up.
-    knows_vocabulary: whether OUTSIDE is counted separately from BEYOND.
+    among the `limit` candidates, from 1, or BEYOND, OUTSIDE, NO_LOOKUP; None if a source lacks it.
+    missed: whether the next round missed the cache; NaN without a lookup. knows_vocabulary: whether
+    OUTSIDE is counted separately from BEYOND.
     """
 
     source: str
@@ -45,7 +45,7 @@ class Outcomes:
     limit: int
     missed: NDArray[np.float64]
     knows_vocabulary: bool
-    # [m, 3] (limit, rank, count) behind a rejection and behind K accepted, where `rank` is None
+    # [m, 3] (limit, rank, count) after a rejection and after K accepted, if `rank` is None
     counted: tuple[Array, Array] | None = None
 
 
@@ -53,7 +53,7 @@ MISSED_AT = 4  # the fan-out at which a recording's outcome counts as missed, fo
 
 
 def of_recording(recording: Recording, lookahead: int) -> Outcomes:
-    """Returns the rounds of SD and SSD with K tokens behind hits and jit backups."""
+    """Returns the rounds of SD and SSD with K tokens after hits and jit backups."""
     rounds = [
         (n, *line)
         for n, part in enumerate(recording.sequences)
@@ -89,7 +89,7 @@ def _rounds(
 
 
 def accepted_runs(part: Recorded, drafts: Ids) -> Array:
-    """Returns k behind each of the answer's tokens [end], for these drafts [≥ end, K]."""
+    """Returns k after each of the answer's tokens [end], for these drafts [≥ end, K]."""
     end, lookahead = part.end, drafts.shape[1]
     ahead = np.arange(end)[:, None] + np.arange(lookahead)
     same = drafts[:end] == part.tokens[ahead]
@@ -97,8 +97,8 @@ def accepted_runs(part: Recorded, drafts: Ids) -> Array:
 
 
 def _rank(part: Recorded, at: int, served: int | None, widest: int, known: Ids | None) -> int:
-    """Returns the rank of the token behind `at` generated ones; NO_LOOKUP where the round that it
-    ends is the sequence's last."""
+    """Returns the rank of the token after `at` generated ones; NO_LOOKUP if it ends the last
+    round."""
     if at + 1 >= part.end:
         return NO_LOOKUP
     token, kept = part.tokens[at], part.top[at]
@@ -112,7 +112,7 @@ def _rank(part: Recorded, at: int, served: int | None, widest: int, known: Ids |
 
 
 def looked_up_counts(recording: Recording, lookahead: int, kind: str) -> Array:
-    """Counts the rounds with k = 0 … K tokens accepted where a lookup alone drafts, [K + 1]."""
+    """Counts the rounds with k = 0 … K tokens accepted if only a lookup drafts, [K + 1]."""
     counts = np.zeros(lookahead + 1, np.int64)
     for n, part in enumerate(recording.sequences):
         runs = accepted_runs(part, copied(recording, n, lookahead, kind))
@@ -124,7 +124,7 @@ def looked_up_counts(recording: Recording, lookahead: int, kind: str) -> Array:
 
 
 def of_row(row: Row, rounds: Path) -> Outcomes:
-    """Returns the measured rounds of a row of text; raises ConfigError where they are not kept."""
+    """Returns the measured rounds of a row of text; raises ConfigError if they are not kept."""
     if row.workload != "text" or not row.lookahead:
         what = f"row {row.run_id!r}: {row.workload}, {row.mode}"
         raise ConfigError(f"{what}: allowed: text that drafts")
@@ -157,14 +157,14 @@ def of_row(row: Row, rounds: Path) -> Outcomes:
 def _drafted_whole(lines: Array, row: Row) -> NDArray[np.bool_]:
     """Returns which rounds served K tokens of the draft's.
 
-    Shorter speculations, and in SSD those that a fast backup looked up, have other laws.
+    Shorter speculations, and in SSD those from a fast backup, have other acceptance rates.
     """
     whole = lines[:, 7] == row.lookahead
     return np.asarray(whole & (lines[:, 5] != Source.FAST) if row.mode == "ssd" else whole)
 
 
 def _missed(ids: Array, hit: Array, grows: bool) -> NDArray[np.float64]:
-    """Returns whether the round behind each outcome was a miss; NaN behind a sequence's last."""
+    """Returns whether the round after each outcome was a miss; NaN after a sequence's last."""
     found = np.full(len(ids), np.nan)
     if grows:
         same = ids[1:] == ids[:-1]

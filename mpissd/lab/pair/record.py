@@ -1,4 +1,4 @@
-"""Records a pair at temperature 0: the target's answers, and what the draft would have drafted."""
+"""Records a pair at temperature 0: the target's answers, and the draft's continuations."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.model.transformer.stack import TransformerStacks
-from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.replay.recording import Recorded, Recording, save
 from mpissd.engine.workload.text.prompts import Prompt, read_prompts
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
@@ -58,7 +57,7 @@ def write(config: PairConfig, to: str) -> None:
 
 
 def make(config: PairConfig) -> Recording:
-    """Records a pair; raises ConfigError where its models or the prompts cannot be read."""
+    """Records a pair; raises ConfigError if its models or the prompts cannot be read."""
     target, draft = split_pair(config.pair) if config.pair else (config.target, config.draft)
     assert target is not None and draft is not None, "a pair without a model"
     vocab = config_of(target).shape.vocab_size
@@ -125,7 +124,7 @@ def _recorded(
     answers: list[tuple[list[int], int]],
     stops: frozenset[int],
 ) -> Iterator[Recorded]:
-    """Yields each prompt's recording, with what the draft would have done."""
+    """Yields each prompt's recording, with the draft's continuations."""
     capacity = max(len(prompt.tokens) for prompt in prompts) + config.num_tokens
     with ExitStack() as resources:
         rows = _CHUNK[choose(config.backend)]
@@ -165,7 +164,7 @@ def _open(
 
 
 class Progress:
-    """Says on stderr, every few seconds, how many prompts are done."""
+    """Prints on stderr, every few seconds, how many prompts are done."""
 
     def __init__(self, verb: str, total: int) -> None:
         self._verb, self._total, self._told = verb, total, perf_counter()
@@ -225,7 +224,7 @@ class Model:
         )
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
-        """Runs a forward of these rows; returns the likeliest tokens behind each, [n, top_k]."""
+        """Runs a forward of these rows; returns the likeliest tokens after each, [n, top_k]."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
@@ -233,7 +232,7 @@ class Model:
         return found
 
     def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
-        """Fills a slot with tokens; returns the likeliest behind positions first … , [n, top_k]."""
+        """Fills a slot with tokens; returns the likeliest after positions first … , [n, top_k]."""
         found = []
         for start in range(0, len(tokens), self.rows):
             stop = min(start + self.rows, len(tokens))
@@ -257,7 +256,7 @@ def answered(
 ) -> list[tuple[list[int], int]]:
     """Returns (tokens, end) of the greedy answer to each prompt; at most one prompt a cache slot.
 
-    end: tokens up to the stop token or the limit; `more` tokens follow behind it.
+    end: tokens up to the stop token or the limit; `more` tokens follow it.
     """
     found: list[list[int]] = [[] for _ in prompts]
     ends = [limit] * len(prompts)
@@ -281,7 +280,7 @@ def answered(
 
 
 def drafted(model: Model, prompt: Tokens, answer: Tokens, lookahead: int) -> tuple[Ints, Ints]:
-    """Returns (rollout [n, K], top [n, top_k]) behind each prefix of an answer of n tokens.
+    """Returns (rollout [n, K], top [n, top_k]) after each prefix of an answer of n tokens.
 
     The whole answer is no prefix. Prefixes grow together, a lane of the cache each.
     """

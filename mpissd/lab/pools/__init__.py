@@ -1,11 +1,11 @@
-"""Sizes a draft pool: how many targets one draft serves, and what another use of the GPUs brings.
+"""Sizes a draft pool: how many targets one draft serves, compared with other uses of the GPUs.
 
-durations   what the forwards and the host work of a shared draft take
-fates       what a round of one target accepts, and which of its outcomes hit
+durations   seconds of a shared draft's forwards and host work
+fates       accepted tokens and hits of a target's rounds
 simulation  the shared draft, forward by forward, for up to thousands of targets; replays of runs
 theory      the same means by queueing theory
 predict     a predicted row of several groups
-search      the pools that fit on N GPUs, beside replicas of other uses; advice: what plan says
+search      the pools that fit on N GPUs, and replicas of other uses; advice: plan's text
 
 Pure NumPy: needs neither MPI nor a GPU.
 """

@@ -1,9 +1,9 @@
-"""What `plan` says of shared drafts: equal copies of every use on N GPUs, and what pools gain.
+"""`plan`'s advice on shared drafts: equal copies of every use on N GPUs, and the gain of pools.
 
-A pool trades a later token for a GPU that others use: with a draft each a sequence is faster, with
-SD inline there is no draft to share. So no single ratio says whether it pays. The uses that no
-other one beats in both tok/s and time a token are listed, and each pool among them is compared
-with the strongest other use whose tokens come no later, and with the most tok/s of all.
+A pool trades a later token for a GPU that others use: with a draft of its own a sequence is faster;
+SD inline shares no draft. So no single ratio decides whether it pays. The uses that are best in
+tok/s or time a token (the Pareto frontier) are listed, and each pool among them is compared with
+the strongest other use whose tokens arrive no later, and with the most tok/s of all.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from mpissd.lab.predict.advice import gain_text, gpus_text
 
 @dataclass(frozen=True)
 class Gain:
-    """A pool beside the other uses of the same N GPUs; a field is None if there is no such use.
+    """A pool compared with other uses of the same N GPUs; a field is None without such a use.
 
-    in_time: the use with the most tok/s of those whose sequences get their tokens no later. most:
-    the use with the most tok/s of all. each: SSD with a draft for every target, at the same T.
+    in_time: among the uses whose sequences get their tokens no later, the one with most tok/s.
+    most: the use with the most tok/s of all. each: SSD with a draft for every target, at the same
+    T.
     """
 
     pool: Use
@@ -36,7 +37,7 @@ class Gain:
         return any(use is not None and use.choice.derived for use in uses)
 
     def over(self, other: Use | None) -> float | None:
-        """Returns the pool's tok/s over those of another use."""
+        """Returns the pool's tok/s over another use's."""
         return None if other is None else self.pool.tok_per_s / other.tok_per_s
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,8 +56,7 @@ class Gain:
 
 
 def frontier(uses: Sequence[Use]) -> list[Use]:
-    """Returns the uses that no other one equals or beats in tok/s and in time a token, most tok/s
-    first."""
+    """Returns the Pareto frontier of tok/s and time a token, most tok/s first."""
     kept: list[Use] = []
     for use in sorted(uses, key=lambda u: (-u.tok_per_s, u.token_s, u.gpus)):
         if not kept or use.token_s < kept[-1].token_s:
@@ -73,7 +73,7 @@ def gain_of(pool: Use, uses: Sequence[Use]) -> Gain:
 
 
 def best_pool(uses: Sequence[Use]) -> Use | None:
-    """Returns the pool of the frontier that gains most over what is no later; None without one."""
+    """Returns the pool of the frontier with the largest gain over `in_time`; None without one."""
     gains = [gain_of(use, uses) for use in frontier(uses) if use.is_pool]
     known = [gain for gain in gains if gain.in_time is not None]
     best = max(known or gains, key=lambda gain: gain.over(gain.in_time) or 0.0, default=None)
@@ -140,7 +140,7 @@ def _over(gain: Gain) -> str:
 
 
 def to_dict(use: Use) -> dict[str, Any]:
-    """Returns a use as JSON; its choice is that of one target."""
+    """Returns a use as JSON; its choice is one target's."""
     return {
         **asdict(use.choice),
         "targets": use.targets,

@@ -1,4 +1,4 @@
-"""What the forwards and the host work of a draft that several targets share take, in seconds."""
+"""Seconds of the forwards and the host work of a draft that several targets share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Seconds = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Pool:
-    """G equal targets on one draft: the job of each of them alone, and what everything takes.
+    """G equal targets on one draft: the job of each, and all durations.
 
     job: with one draft rank, of mode sd or ssd. targets: G. device: the forwards of one target, and
-    of a draft whose largest forward has the rows of all G. host: as `lab.predict` takes them, of
+    of a draft whose largest forward has the rows of all G. host: host costs of `lab.predict`, for
     one target and its draft.
     """
 
@@ -30,7 +30,7 @@ class Pool:
 
     @classmethod
     def of(cls, job: Job, targets: int, profile: Profile, host: HostCosts) -> Pool:
-        """Makes a pool of modelled forwards; row counts go up to those of all targets together."""
+        """Makes a pool of modelled forwards; row counts go up to those of all targets."""
         shard, batch = job.draft_shard, job.config.batch_size
         assert shard is not None and job.config.drafts == 1, "a pool shares one draft rank"
         alone = DeviceCosts.from_profile(profile, job)
@@ -72,8 +72,8 @@ class Pool:
 
 
 def buckets_of(job: Job, targets: int) -> list[int]:
-    """Returns the row counts that a draft of G targets computes: those of one target and of all,
-    and the powers of two between."""
+    """Returns the row counts that a draft of G targets computes: one target's, all targets', and
+    the powers of two between."""
     batch = job.config.batch_size
     exact = batch, job.verify_rows, batch * max(1, job.num_lanes)
     return buckets(batch, *exact, *(targets * rows for rows in exact))

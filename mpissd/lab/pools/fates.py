@@ -1,10 +1,10 @@
-"""What a round of a target in a pool accepts, and which of its outcomes the draft has a branch for.
+"""Accepted tokens and hits of the rounds of a target in a pool.
 
-By the laws of a run's workload (engine.spec): the leading accepted tokens by the hazards of what
-drafted them, a hit where the bonus token is among the F_k candidates. Coins are those of
-`common.rng`, a stream for each sequence. `Drawn` reads one a round, so that a simulation depends on
-its seed alone; `Replayed` reads those that a run of this job reads at the same positions, so that
-its rounds accept and hit what the run's do.
+They follow the imposed models of a run's workload (engine.spec): leading tokens are accepted by the
+acceptance rates ("hazards") of their drafter, and an outcome hits if the bonus token is among the
+F_k candidates. Coins come from `common.rng`, a stream for each sequence. `Drawn` reads one a round,
+so that a simulation depends only on its seed. `Replayed` reads the coins that a run of this job
+reads at the same positions, so that its rounds equal the run's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _SEQUENCE = 1 << 28  # of the first target's draws; no request of a run has such
 
 @dataclass(frozen=True)
 class Laws:
-    """A job's laws as tables, by whether a trunk came from the cache (1) or from a backup (0).
+    """A job's acceptance and hit models as tables, by whether the drafted tokens came from the
+    cache (1) or from a backup (0).
 
-    hazards: [2][K]. p_hit: [2][2][K+1], P(hit) behind k accepted tokens, by whether all served
-    tokens were accepted.
+    hazards: [2][K], acceptance rates. p_hit: [2][2][K+1], P(hit) after k accepted tokens, by
+    whether all served tokens were accepted.
     """
 
     hazards: tuple[tuple[float, ...], tuple[float, ...]]
@@ -54,7 +55,7 @@ class Fates(ABC):
     def next(self, hits: Sequence[bool], served: tuple[int, int]) -> tuple[int, list[bool]]:
         """Returns the tokens that a round commits, and whether each sequence's outcome hits.
 
-        hits: of the lookups that began the round. served: tokens behind a (miss, hit).
+        hits: of the lookups that began the round. served: tokens after a (miss, hit).
         """
         tokens, found = 0, []
         for place, hit in enumerate(hits):
@@ -70,8 +71,7 @@ class Fates(ABC):
 
     @abstractmethod
     def _hits(self, place: int, hit: bool, k: int, end: bool) -> bool:
-        """Returns whether the outcome behind k accepted tokens hits; end: of all that were
-        served."""
+        """Returns whether the outcome after k accepted tokens hits; end: k is all served tokens."""
 
     @abstractmethod
     def _commit(self, place: int, tokens: int) -> None:
@@ -82,7 +82,7 @@ class Drawn(Fates):
     """Fresh draws: coins of a round of their own, whatever was accepted before."""
 
     def __init__(self, laws: Laws, batch: int, target: int, num_rounds: int, seed: int) -> None:
-        """Draws num_rounds rounds; those behind them begin again."""
+        """Draws num_rounds rounds; later rounds repeat them."""
         super().__init__(laws)
         lookahead, first = len(laws.hazards[0]), _SEQUENCE + target * batch
         each = range(first, first + batch)
@@ -103,7 +103,7 @@ class Drawn(Fates):
 
 
 class Replayed(Fates):
-    """The draws of a run: those of group `target` of a job of the `gemm` workload, in order."""
+    """The draws of group `target` in a run of the `gemm` workload, in order."""
 
     def __init__(self, job: Job, target: int, num_rounds: int) -> None:
         """Takes the rounds of the run."""
@@ -133,7 +133,7 @@ class Replayed(Fates):
 
 
 def _leading(coins: Floats, hazards: Sequence[float]) -> list[list[int]]:
-    """Returns how many leading coins [b, n, K] the hazards accept, [b][n]."""
+    """Returns how many leading coins [b, n, K] the acceptance rates accept, [b][n]."""
     kept = np.logical_and.accumulate(coins < np.array(hazards), axis=2)
     counts: list[list[int]] = kept.sum(axis=2).tolist()
     return counts

@@ -1,4 +1,4 @@
-"""What a run of several target groups would report, from durations and the run's own draws."""
+"""Predicts the row of a run of several target groups, from durations and the run's own draws."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpissd.lab.pools.simulation import replay, simulate
 from mpissd.lab.pools.theory import by_queueing
 from mpissd.lab.predict.row import is_predictable
 
-_ROUNDS = 8000  # of the laws' mean, of all targets together
+_ROUNDS = 8000  # for the simulated mean, of all targets together
 
 
 def check_pool(job: Job) -> int:
     """Returns the rounds of a job of one group that can be replayed in a pool.
 
-    Raises ConfigError for what has no recurrence: real text, a limit of tokens, and
-    several drafts.
+    Raises ConfigError for a job without a recurrence: real text, a limit of tokens, and several
+    drafts.
     """
     rounds = job.config.max_rounds
     if not is_predictable(job) or job.config.drafts != 1 or rounds is None:
@@ -31,8 +31,8 @@ def predict_pool(pool: Pool) -> dict[str, Any]:
     """Predicts a run of this pool under the keys of its row.
 
     Keys that a row has mean the same, by the run's own draws. expected_tok_per_s is the long-run
-    mean under the laws, simulated; theory_tok_per_s the same by queueing theory. Raises ConfigError
-    as check_pool does.
+    mean under the imposed models, simulated; theory_tok_per_s the same by queueing theory. Raises
+    ConfigError as check_pool does.
     """
     found, rounds = replay(pool, check_pool(pool.job))
     gpus = pool.targets * pool.job.tp + 1

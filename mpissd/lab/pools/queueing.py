@@ -28,10 +28,10 @@ from mpissd.common.errors import ConfigError
 
 @dataclass(frozen=True)
 class Closed:
-    """The stationary law of G customers that alternate between a delay and a shared server.
+    """The stationary distribution of G customers between a delay and a shared server.
 
-    share: P(n seated), n = 0..G. cycle_s: mean seconds of a delay and the visit behind it.
-    visit_s: mean seconds of a visit.
+    share: P(n seated), n = 0..G. cycle_s: mean seconds of a delay and the following visit. visit_s:
+    mean seconds of a visit.
     """
 
     share: tuple[float, ...]
@@ -50,11 +50,11 @@ class Closed:
 
 
 def closed_network(away_s: float, turns: float, frame_s: Sequence[float]) -> Closed:
-    """Returns the law of G = len(frame_s) customers [B, theorem; R, section 4].
+    """Returns the distribution of G = len(frame_s) customers [B, theorem; R, section 4].
 
     away_s: mean seconds z of a delay, at least 0. turns: mean turns w of a visit, above 0. frame_s:
-    f(n), seconds of a frame with n = 1..G seated, above 0. Distributions do not matter beyond their
-    means, as long as turns are served together and customers are independent.
+    f(n), seconds of a frame with n = 1..G seated, above 0. Only the means of distributions matter,
+    as long as turns are served together and customers are independent.
     """
     if not away_s >= 0 or not turns > 0 or not frame_s or not min(frame_s) > 0:
         raise ConfigError(
@@ -80,11 +80,10 @@ def closed_network(away_s: float, turns: float, frame_s: Sequence[float]) -> Clo
 class SharedDraft:
     """A draft that G targets share, in mean values.
 
-    window_s: from an answer sent until the target's next outcome is at the draft. lookahead: K.
-    all_hit, none_hit: P(all, none of a target's sequences hit). backup: draft steps behind a miss
-    (K_b, or 0 where looked-up tokens serve). grows: whether branches are grown at all. targets: G.
-    frames: maps the mean turns of a round (glue and growth, answer) to the seconds of a frame with
-    n = 1..G seated.
+    window_s: from a sent answer until the next outcome reaches the draft. lookahead: K. all_hit,
+    none_hit: P(all, none of a target's sequences hit). backup: draft steps after a miss (K_b, or 0
+    for looked-up tokens). grows: whether branches grow at all. targets: G. frames: maps the mean
+    turns of a round (glue and growth, answer) to the seconds of a frame with n = 1..G seated.
     """
 
     window_s: float
@@ -99,9 +98,9 @@ class SharedDraft:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a target of a shared draft sees, in means.
+    """Means of a target of a shared draft.
 
-    cycle_s: its round. wait_s: of that, from an outcome's arrival to its answer. grown: growth
+    cycle_s: its round. wait_s: the part from an outcome's arrival to its answer. grown: growth
     steps that the draft has taken by then. frame_s: of the draft's frames. seated: targets in one
     of them, on average over time; busy: P(anybody is).
     """
@@ -122,10 +121,10 @@ def shared_draft(pool: SharedDraft) -> Shared:
     """Solves the fixed point of growth that overlaps with the window [B; R, arrival theorem].
 
     A target's round is 1 + g turns of glue and growth, which end with the window if they have not
-    before, the rest of the window away from the draft, and the turns of its answer: K − g behind
-    hits that are late, K_b behind a miss, and half a turn for the frame in flight when the outcome
-    comes (an arriving target sees the network of the G − 1 others [R]). Turns and time away follow
-    from the mean frame, and the mean frame from them; the iteration halves its steps.
+    before, the rest of the window away from the draft, and the turns of its answer: K − g after
+    late hits, K_b after a miss, and half a turn for the frame in flight when the outcome comes (an
+    arriving target sees the network of the G − 1 others [R]). Turns and time away follow from the
+    mean frame, and the mean frame from them; the iteration halves its steps.
     """
     most, answer = 1.0 + pool.lookahead, float(pool.backup)
     frame_s = pool.frames(most * pool.grows, answer)[-1]

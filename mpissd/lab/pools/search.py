@@ -5,8 +5,8 @@ its own. N GPUs hold as many copies as fit, and the rest of them idles; so all u
 the tokens a second of all copies, over the same N GPUs.
 
 Candidates are ranked by lab.predict.simulation under a draft on which all targets are always
-seated, and under one where a third of them are; the best few of both are simulated as pools with
-the same draws, and the fastest is kept.
+seated, and under one with a third of them; the best few of both are simulated as pools with the
+same draws, and the fastest is kept.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _known(profile: Profile, job: Job) -> Profile:
 
 
 def _cell(choice: Choice) -> tuple[object, ...]:
-    """Returns what tells a choice's flags from another's."""
+    """Returns the key that distinguishes two choices' flags."""
     return choice.lookahead, choice.fan_out, choice.backup, choice.backup_lookahead
 
 
@@ -181,7 +181,7 @@ def _candidates(
 
 
 def _crowded(table: RowTable, targets: int) -> RowTable:
-    """Returns what forwards take that carry the rows of G targets, by the rows of one of them."""
+    """Returns the seconds of forwards with the rows of G targets, by the rows of one target."""
     few = None if table.few is None else _crowded(table.few, targets)
     seconds = tuple(table(targets * np.array(table.rows)).tolist())
     return RowTable(table.rows, seconds, few, table.few_rows // targets)

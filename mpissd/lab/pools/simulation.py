@@ -1,13 +1,13 @@
 """Simulates targets that share a draft, forward by forward [docs/pools.md].
 
 A *frame* of the draft is the host work of the groups that have some, in turn, and one forward that
-carries the next turn of every group: steps that answer an outcome, rows of a glue, growth lanes.
-An outcome that arrives while a forward runs waits for its end. A target's own round is that of
-lab.predict.simulation, which this reproduces with one target.
+carries the next turn of every group: steps that answer an outcome, rows of a glue (scoring
+forward), growth lanes. An outcome that arrives while a forward runs waits for its end. A target's
+own round is simulated as in lab.predict.simulation, which this reproduces with one target.
 
 Outcomes on their way wait in a heap, and the draft's forwards come one after another. Growth is not
-counted lane by lane: all that grow take part in every forward, so that the number of forwards since
-a group began says how far it is. A round of a target takes some 20 µs of Python.
+counted lane by lane: all that grow take part in every forward, so the number of forwards since a
+group began gives its progress. A round of a target takes some 20 µs of Python.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Target:
 
 
 def simulate(pool: Pool, num_rounds: int, seed: int = 0) -> Simulated:
-    """Simulates num_rounds rounds a target, on average, behind a burn-in of 8.
+    """Simulates num_rounds rounds a target, on average, after a burn-in of 8.
 
     The same pool and seed give the same numbers.
     """
@@ -110,7 +110,7 @@ class _Draft:
         self._number = 0  # of the next forward
         travel_s = pool.host.lead_send + pool.host.link
         self._asked = [(target.clock + travel_s, n) for n, target in enumerate(targets)]
-        self._held: list[int] = []  # whose outcomes are there before their glues
+        self._held: list[int] = []  # targets whose outcomes arrived before their glues
         self._answering: list[int] = []
         self._glueing: list[int] = []
         self._growing: deque[tuple[int, int]] = deque()  # (target, began), oldest first
@@ -142,9 +142,9 @@ class _Draft:
                 self._outcome(number, self._targets[number])
 
     def _outcome(self, number: int, target: Target) -> None:
-        """Looks an outcome up: ends the growth, and says what the answer needs."""
+        """Looks an outcome up: ends the growth, and sets the steps that the answer needs."""
         steps = target.steps = self._end_growth(target)
-        if not target.left:  # It says stop.
+        if not target.left:  # It is the stop message.
             return
         won = target.won
         target.finish = self._most - steps if won else 0
@@ -193,7 +193,7 @@ class _Draft:
         heapq.heappush(self._asked, (target.clock + host.lead_send + host.link, number))
 
     def _forward(self) -> None:
-        """Makes one forward of everybody's next turn, and does what follows from it."""
+        """Runs one forward with every group's next turn, and its consequences."""
         glueing, answering = self._glueing, self._answering
         rows = self._growing_lanes + len(glueing) * self._pool.job.verify_rows
         rows += sum(self._targets[n].answer_lanes for n in answering)
@@ -223,7 +223,7 @@ class _Draft:
             self._send(number, target)
 
     def _begin_growth(self, number: int, target: Target) -> None:
-        """Makes the keys behind a glue; the lanes grow from the next forward on."""
+        """Makes the keys after a glue; the lanes grow from the next forward on."""
         self.now += self._pool.keys_s(target.lanes)
         target.glues, target.began = False, self._number
         self._growing.append((number, target.began))

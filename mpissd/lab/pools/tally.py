@@ -1,4 +1,4 @@
-"""What a simulated pool adds up, and its means."""
+"""Sums of a simulated pool, and its means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpissd.lab.pools.durations import Pool
 
 @dataclass
 class Tally:
-    """Sums over what counts, of all targets together; times in seconds.
+    """Sums over the counted rounds of all targets; times in seconds.
 
     waits: of the leads for their speculations. forward_s, rows, seats: of the draft's forwards.
     """

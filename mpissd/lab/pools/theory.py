@@ -1,4 +1,4 @@
-"""A pool's means by queueing theory (queueing.py), from its durations and laws."""
+"""A pool's means by queueing theory (queueing.py), from its durations and imposed models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpissd.lab.predict.simulation import Expected, expected
 
 @dataclass(frozen=True)
 class Sized:
-    """Means of a pool; rates are of all G targets together. shared: what one target sees."""
+    """Means of a pool; rates are of all G targets together. shared: means of one target."""
 
     tok_per_s: float
     round_s: float
@@ -21,10 +21,10 @@ class Sized:
 
 
 def by_queueing(pool: Pool) -> Sized:
-    """Returns a pool's means: laws and forwards of one target alone, the wait of a closed network.
+    """Returns a pool's means: one target's tokens and forwards, and the wait of a closed network.
 
-    The hit rate and the tokens of a round are those of a draft each, since no wait
-    changes them; they are taken from lab.predict.simulation.
+    The hit rate and the tokens of a round equal those with a draft each, since waiting changes
+    neither; they come from lab.predict.simulation.
     """
     alone = expected(pool.job, pool.device, pool.host)
     host, batch = pool.host, pool.batch
@@ -34,7 +34,7 @@ def by_queueing(pool: Pool) -> Sized:
     verify_s = float(pool.verify_s[round(rows)])
     window_s = 2 * host.link + host.lead_s + host.lead_send + verify_s
     shared = shared_draft(_shared(pool, alone, window_s))
-    # The lead's own work between outcome and answer hides what is shorter than it.
+    # The lead's own work between outcome and answer hides a shorter wait.
     wait_s = max(0.0, shared.wait_s + host.reply_s + 2 * host.link + host.lead_send - host.ask_s)
     round_s = host.ask_s + wait_s + host.lead_s + verify_s
     rate = pool.targets * float(alone.tokens[0]) / round_s

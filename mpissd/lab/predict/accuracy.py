@@ -1,8 +1,8 @@
 """Computes three errors of predictions over result rows; each is measured / predicted - 1.
 
-    (a) replay  the row's own draws, from what its own job measured of itself (`prediction_error`)
-    (b) mean    the laws' mean, from the same (`expected_tok_per_s`)
-    (c) other   the laws' mean from a profile of another job: what `predict` and `plan` give a user
+    (a) replay  the row's own draws, from its own job's profile (`prediction_error`)
+    (b) mean    the mean under the imposed models, from the same (`expected_tok_per_s`)
+    (c) other   that mean from another job's profile, as `predict` and `plan` give a user
 
 (b) and (c) include the luck of the row's draws: the replay over the mean of its own job
 (`sampling_error`). Its standard deviation `sampling_sd` shows how much of them luck explains.
@@ -73,9 +73,9 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
     """Returns a function that predicts a row from another job's profile, for error (c).
 
     name: a device's or run's profile, by name or file; several, separated by commas, are each used
-    for the rows of their own device. None stands for the built-in profile of each row's device.
-    host: a run's profile whose host costs to use (None: the profile's own). Raises ConfigError if
-    there is no such profile.
+    for the rows of their own device. None means the built-in profile of each row's device. host: a
+    run's profile whose host costs to use (None: the profile's own). Raises ConfigError if there is
+    no such profile.
     """
     run = None if name is None or "," in name else jobfile.load(name)
     if run is not None and name is not None:
@@ -161,8 +161,8 @@ def _errors(row: Row, other: Forecast) -> Errors | None:
 def groups(errors: Sequence[Errors]) -> Iterator[dict[str, Any]]:
     """Yields median and p95 of the errors' sizes by machine, forwards, T and mode.
 
-    After the modes of a T comes the group of all of them, and after a machine's T, with tp of None,
-    that of all T.
+    After the modes of a T comes the group of all of them, and after a machine's T the group of all
+    T, with tp of None.
     """
     for machine, forwards in sorted({(e.machine, e.forwards) for e in errors}):
         same = [e for e in errors if (e.machine, e.forwards) == (machine, forwards)]
@@ -257,11 +257,11 @@ def is_biased(group: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the predictor would choose of the measured uses of a cell, and what was fastest.
+    """The predictor's choice among the measured uses of a cell, and the fastest use.
 
-    A cell is one machine, pair, acceptance, hit law and batch. regret: the fastest measured rate
-    over that of the choice, less one. sign: whether SSD against its strongest measured rival is
-    predicted with the right sign; None if they differ by less than MARGIN, or without both.
+    A cell is one machine, pair, acceptance, hit model and batch. regret: the fastest measured rate
+    over the choice's, less one. sign: whether SSD against its strongest measured rival is predicted
+    with the right sign; None if they differ by less than MARGIN, or without both.
     """
 
     cell: str

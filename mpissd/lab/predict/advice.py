@@ -47,7 +47,7 @@ class ExtraGpu:
 
     @property
     def gain(self) -> float | None:
-        """SSD's tok/s over those of the best use of one GPU less."""
+        """SSD's tok/s over the best use's on one GPU less."""
         return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
 
     @property
@@ -59,19 +59,19 @@ class ExtraGpu:
 
     @property
     def gain_at_equal_gpus(self) -> float | None:
-        """SSD's tok/s over those of the best other use of as many GPUs, for one batch."""
+        """SSD's tok/s over the best other use's on as many GPUs, for one batch."""
         return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
 
     @property
     def gain_over_replicas(self) -> float | None:
-        """SSD's tok/s over those of as many copies of another use as the GPUs hold."""
+        """SSD's tok/s over another use's, in as many copies as the GPUs hold."""
         rival = self.replicas_tok_per_s
         return None if rival is None else self.ssd.tok_per_s / rival
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice of `plan`; each choice says whether its times are derived.
+    """The advice of `plan`; each choice records whether its times are derived.
 
     best: the choice with the most tok/s on at most the given GPUs, among those that could be
     judged. judged: the fastest choice of each mode, T and D. missing: uses that would fit but could
@@ -105,9 +105,9 @@ class Advice:
 
 
 def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
-    """Returns the first line: the machine, the pair, and what is assumed about both.
+    """Returns the first line: the machine, the pair, and the assumptions about both.
 
-    For a profile that comes from a datasheet, a second line says so.
+    A second line marks a profile from a datasheet.
     """
     terms = [
         run.pair,
@@ -124,7 +124,7 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 
 def _hits(run: RunConfig) -> str:
-    """Returns the hit law of a plan, and whether it was given or on which pair it was measured."""
+    """Returns the hit model of a plan, and whether it was given or the pair of its measurement."""
     if any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law)):
         return f"given {hit_law_of(run, 1).label}"
     if run.laws:
@@ -144,7 +144,7 @@ def render(
 ) -> str:
     """Returns the advice as text, with the uses that the survey left out.
 
-    gpus: the number of GPUs that the user asked for. said: lines to stand right below the uses.
+    gpus: the number of GPUs that the user asked for. said: lines to print right below the uses.
     """
     best = None if advice.missing else advice.best
     lines = [heading]

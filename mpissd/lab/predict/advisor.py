@@ -1,7 +1,7 @@
-"""Finds which mode, T, D, K, fan-out and backup to run on given GPUs, and what one more brings.
+"""Finds which mode, T, D, K, fan-out and backup to run on given GPUs, and the gain of one more GPU.
 
 `plan` searches the closed model coarsely, then finely around the best few; a test compares it with
-the exhaustive search of FULL. Everything comes from costs and laws alone:
+the exhaustive search of FULL. All results come from costs and imposed models:
 
     profile = load_profile("h100")
     places = places.placements(config, profile, gpus=4)
@@ -53,9 +53,9 @@ def plan(
 ) -> Advice:
     """Returns the advice for one batch of config.batch_size on at most `gpus` GPUs.
 
-    Only the laws and the batch size of `config` are used; the search finds mode, K, fan-out and
-    backup. unjudged: further uses that would fit (places.survey). Raises ConfigError without
-    placements or GPUs.
+    Only the imposed models and the batch size of `config` are used; the search finds mode, K,
+    fan-out and backup. unjudged: further uses that would fit (places.survey). Raises ConfigError
+    without placements or GPUs.
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")

@@ -29,7 +29,7 @@ def break_even_alpha(
 ) -> float | None:
     """Returns the alpha, one for every drafted token, above which `choice` beats its rivals.
 
-    If it wins under the given laws, that is the rate below which it stops winning (0.0: it always
+    If it wins under the given models, that is the rate below which it stops winning (0.0: it always
     wins); if it loses, the rate above which it wins (None: it never does). rivals: choices of other
     modes.
     """
@@ -100,7 +100,7 @@ def _widened(cells: Cells) -> Cells:
 
 
 def _crossing(advantage: Floats, now: int) -> float | None:
-    """Returns where the advantage turns positive: last before `now` if winning there, else first
+    """Returns where the advantage turns positive: last before `now` if winning there, or first
     after."""
     wins = advantage > 0
     if wins[now]:

@@ -44,7 +44,7 @@ class HostCosts:
 
     link: one way to a polling rank (draft → lead: including reading the message). nap: the added
     delay until a rank finds a message after waiting longer than `patience` (wait.Waiter naps then;
-    0 where ranks spin). draft_read: from finding OUTCOME to having read it, as WAIT measures it in
+    0 if ranks spin). draft_read: from finding OUTCOME to having read it, as WAIT measures it in
     rounds where growth kept the message waiting (0 if there are none: the link then includes it).
     follower: from the plan's publication to the launch on the slowest follower (0 at T = 1, and
     where ranks do not wait for each other, as on the emulated backend). glue, step: the host's part
@@ -246,7 +246,7 @@ class DeviceCosts:
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns {"verify": {rows: seconds}, "draft": likewise or None, "lists": {k: likewise}}.
+        """Returns {"verify": {rows: seconds}, "draft": the same or None, "lists": {k: the same}}.
 
         This is their form in a profile's JSON.
         """
@@ -291,7 +291,7 @@ def forwards(
 def forwards_of_any_job(
     profile: Profile, shard: AnyShard, rows: Iterable[int], sequences: int, options: ForwardOptions
 ) -> RowTable:
-    """Returns what `forwards` does, for jobs whose largest row count is not chosen yet."""
+    """Like `forwards`, for jobs whose largest row count is not chosen yet."""
     rows, limit = sorted(rows), profile.few_rows
     most = max(rows[-1], limit + 1)
     many = forwards(profile, shard, rows, sequences, options, most)

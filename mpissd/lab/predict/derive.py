@@ -35,7 +35,7 @@ def with_derived(
 ) -> Profile:
     """Returns the profile with this forward added, derived, if it was measured only at other T.
 
-    The profile is returned unchanged if it has rates alone, has the forward already, or has the
+    The profile is returned unchanged if it has only rates, has the forward already, or has the
     model at no T. Raises ConfigError if no all-reduce over T ranks is known.
     """
     forwards, key = profile.tables.forwards, shard.key(sequences, options)
@@ -79,11 +79,10 @@ def _with_reduces(
 def derive(
     profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> tuple[Forward, ...]:
-    """Derives the forwards of `shard` from those of `near`, the same model on other ranks.
+    """Derives the forwards of `shard` from `near`'s, the same model on other ranks.
 
     There is one for each kernel that `near` was measured with, at the same row counts. Their
-    sources begin with "derived" and name what they are derived from. Raises ConfigError as
-    with_derived does.
+    sources begin with "derived" and name their origin. Raises ConfigError as with_derived does.
     """
     measured = profile.tables.kernels(near.key(sequences, options), near.num_params(options))
     return tuple(_derived(profile, known, near, shard, sequences, options) for known in measured)
@@ -162,7 +161,7 @@ def _nearest(
 def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
     """Returns the profile whose all-reduces to use for this many ranks.
 
-    It is this profile if it has any, else a built-in profile of the same device that has.
+    It is this profile if it has any, or a built-in profile of the same device that has.
     """
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile

@@ -1,8 +1,8 @@
-"""Predicts a row's rate from the profile of another job: the mean under the laws.
+"""Predicts a row's rate from the profile of another job: the mean under the imposed models.
 
-This is what `predict` and `plan` give a user. It uses neither the row's draws nor what its own job
-measured of itself. `forecast_row` takes a device's profile, `forecast_from_run` what another run
-measured of itself. `Forecast.error` is the row's error relative to the forecast.
+`predict` and `plan` give a user such predictions. They use neither the row's draws nor its own
+job's profile. `forecast_row` takes a device's profile, `forecast_from_run` the profile of another
+run. `Forecast.error` is the row's error relative to the forecast.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _DECIDED = {
 class Forecast:
     """A predicted rate, or the reason why there is none.
 
-    tok_per_s: the mean under the laws, of all sequences; None if `reason` is given. derived: the
-    profile did not measure all forwards and host costs that were needed, but derived some by a
-    stated rule.
+    tok_per_s: the mean under the imposed models, of all sequences; None if `reason` is given.
+    derived: the profile did not measure all forwards and host costs that were needed, but derived
+    some by a stated rule.
     """
 
     tok_per_s: float | None = None
@@ -67,9 +67,9 @@ def forecast_row(
     """Predicts the long-run mean rate of a row's configuration on a device.
 
     row: written by `run`, possibly an earlier version. profile: of the row's device. host: costs of
-    the host's work and the link there (None: those of the profile). draft_profile: of the draft
-    ranks' device, if it is of another kind. Raises nothing: if there is no prediction, the forecast
-    has a reason.
+    the host's work and the link there (None: the profile's). draft_profile: of the draft ranks'
+    device, if it is of another kind. Raises nothing: if there is no prediction, the forecast has a
+    reason.
     """
     drafts = draft_profile or profile
     try:
@@ -90,7 +90,7 @@ def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
     """Predicts a row's rate from the profile and host costs that another run measured of itself.
 
     name: of the run's file, for reasons. The run must be of the row's device; the file does not say
-    which device it is of.
+    its device.
     """
     if Path(name).stem == row.run_id:
         return Forecast(reason="the profile is of their own job")
@@ -114,7 +114,7 @@ def _covers(name: str, run: JobFile, job: Job) -> bool:
 
 
 def _mean(job: Job, device: DeviceCosts, host: HostCosts) -> float:
-    """Returns the mean tok/s of all sequences under the laws.
+    """Returns the mean tok/s of all sequences under the imposed models.
 
     Raises ConfigError if rounds take no time at all.
     """
@@ -125,7 +125,7 @@ def _mean(job: Job, device: DeviceCosts, host: HostCosts) -> float:
 
 
 def job_of_row(row: Row) -> Job:
-    """Returns the job of a row. Raises ConfigError if the mean under the laws does not cover it."""
+    """Returns the job of a row. Raises ConfigError if its mean cannot be predicted."""
     if reason := _unpredictable(row):
         raise ConfigError(f"no law's mean: {reason}")
     job = resolve(config_of_row(row), int(row.tp), backend="emulated", memory_bytes=None)
@@ -135,9 +135,9 @@ def job_of_row(row: Row) -> Job:
 
 
 def config_of_row(row: Row) -> RunConfig:
-    """Returns a configuration that repeats a row of imposed laws.
+    """Returns a configuration that repeats a row of imposed tokens.
 
-    Flags that the run chose by itself (fan-out lists, laws) have the values that the row reports.
+    Flags that the run chose by itself (fan-out lists, models) have the values that the row reports.
     """
     flags = {name: row.get(name) for name in _SAID}
     if row.mode == "ar":
@@ -154,7 +154,7 @@ def config_of_row(row: Row) -> RunConfig:
 
 
 def _unpredictable(row: Row) -> str | None:
-    """Returns why the laws alone give no mean for the row's rounds; None if they do."""
+    """Returns why the imposed models give no mean for the row's rounds; None if they do."""
     if row.workload != "gemm":
         return _DECIDED.get(row.workload, "their tokens are sampled (markov)")
     if row.learned:
@@ -171,7 +171,7 @@ def _unpredictable(row: Row) -> str | None:
 
 
 def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
-    """Raises ConfigError if the row ran on other devices than those of the profiles."""
+    """Raises ConfigError if the row ran on other devices than the profiles."""
     pairs = [("target", row.device_name, profile)]
     if row.num_drafts:
         pairs.append(("draft", row.draft_device or row.device_name, drafts))
@@ -181,9 +181,9 @@ def _check_devices(row: Row, profile: Profile, drafts: Profile) -> None:
 
 
 def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
-    """Raises ConfigError if the row's commit ran other kernels than those that were probed.
+    """Raises ConfigError if the row's commit ran other kernels than the probe.
 
-    Rows of whole transformers name their kernel; those of before there was one kernel do not.
+    Rows of whole transformers name their kernel; older rows do not.
     """
     said = row.provenance or {}
     commit = str(said.get("commit")).removesuffix("+")

@@ -1,4 +1,4 @@
-"""Chooses which of a profile's host costs hold for a job: those of the most similar method.
+"""Chooses a profile's host costs for a job, from the most similar method.
 
 If a method was measured at several batch sizes b, each cost is interpolated linearly over b as a
 Curve. It is constant before the first point and continues after the last point with the last slope
@@ -58,7 +58,7 @@ def host_entry(
 
     Only entries with the draft in the same place (D > 0 or not) are considered; a transformer's
     only at the same T, because a GPU chains the rounds of one rank without the host. Without one of
-    its own, a transformer has the entries of products, and products those of transformers.
+    its own, a transformer uses the entries of products, and products use a transformer's.
     """
     alike = [entry for entry in profile.hosts if _is_way(entry, mode, num_drafts)]
     whole = [entry for entry in alike if entry.forward == "transformer"]
@@ -112,7 +112,7 @@ def costs_at(
 
 
 def _at_batch(alike: Mapping[int, HostEntry], batch_size: int) -> HostCosts:
-    """Returns the costs at a batch size, of entries that differ in theirs alone."""
+    """Returns the costs at a batch size, of entries that differ only in it."""
     every = [alike[batch] for batch in sorted(alike)]
     batches = tuple(e.batch_size for e in every)
     costs = {
@@ -140,7 +140,7 @@ def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
 
 
 def derived_from(profile: Profile, job: Job) -> str | None:
-    """Returns what a job's host costs are derived from, as text beginning with "derived", or None.
+    """Returns the origin of a job's derived host costs, as text beginning with "derived", or None.
 
     They are derived from another T or by a stated rule, or are not known at all. None means that
     they were measured or that the profile has no host costs.

@@ -1,7 +1,7 @@
-"""The price of imposed hits: the branches that the default hit law needs for the same rate.
+"""The price of imposed hits: the branches that the default hit model needs for the same rate.
 
 An imposed p_hit hits as often with one candidate a row as with ten, so such a run grows fewer
-branches than a power law would need.
+branches than a measured hit model would need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpissd.lab.predict.simulation import expected
 
 
 def under_default_law(job: Job) -> Job | None:
-    """Returns the job under the default hit law, with the least uniform fan-out that hits as often.
+    """Returns the job under the default hit model, with the least uniform fan-out hitting as often.
 
     Returns None if the job imposes no hits, or no fan-out reaches their rate.
     """

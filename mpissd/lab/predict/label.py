@@ -17,20 +17,20 @@ from mpissd.lab.predict.derive import DERIVED
 
 
 def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
-    """Returns what the job's forwards are derived from, as text beginning with "derived", or None.
+    """Returns the origin of the job's derived forwards, as text beginning with "derived", or None.
 
-    profile: the target's, including its forward (derive.with_derived). drafts: that of the draft
-    ranks' device. A forward is derived if its table says so, if its table ends before the job's
-    rows, or if the profile was measured but lacks this forward. On a modelled device it is derived
-    if the all-reduces are.
+    profile: the target's, including its forward (derive.with_derived). drafts: the draft device's.
+    A forward is derived if its table is marked so, if its table ends before the job's rows, or if
+    the profile was measured but lacks this forward. On a modelled device it is derived if the
+    all-reduces are.
     """
     return "; ".join(dict.fromkeys(_forwards(profile, drafts, job))) or None
 
 
 def all_derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
-    """Returns what the job's forwards and host costs are derived from, or None if none is derived.
+    """Returns the origin of the job's derived forwards and host costs, or None if none is derived.
 
-    The host costs are those of `profile`, the target's.
+    The host costs come from `profile`, the target's.
     """
     sources = derived_from(profile, drafts, job), hosts.derived_from(profile, job)
     return "; ".join(filter(None, sources)) or None
@@ -47,7 +47,7 @@ def _forwards(profile: Profile, drafts: Profile, job: Job) -> Iterator[str]:
 def _forward(
     known: Profile, shard: AnyShard, options: ForwardOptions, rows: int, job: Job
 ) -> Iterator[str]:
-    """Yields what a forward is derived from; nothing if it was measured or is modelled."""
+    """Yields a forward's origin if it is derived, neither measured nor modelled."""
     batch = job.config.batch_size
     cost = shard.cost(rows, batch, EMULATED_ITEMSIZE, options)
     curve, timed = known.tables.forward(cost), known.tables.candidates(cost)

@@ -1,4 +1,4 @@
-"""The laws of an advisor's search: acceptance and hits, the same for every configuration."""
+"""The acceptance and hit models of an advisor's search, the same for every configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_LOOKAHEAD = 16
 
 @dataclass(frozen=True)
 class Laws:
-    """Acceptance hazards and the hit law at every K that is tried, and the most candidates.
+    """Acceptance rates ("hazards") and the hit model at every K, and the most candidates.
 
     hazards, hazards_fast, hits: by K, from 1. most_candidates limits what a row may keep (an LM
     head returns only its top 64).
@@ -28,7 +28,7 @@ class Laws:
 
     @classmethod
     def of(cls, config: RunConfig) -> Laws:
-        """Returns the laws of a configuration; a list of rates, or a file of laws, limits K to its
+        """Returns the models of a configuration; a list of rates, or a --laws file, limits K to its
         length."""
         texts = config.acceptance_text, config.acceptance_fast_text
         each = range(1, min(_length(text) for text in texts) + 1)
@@ -42,17 +42,17 @@ class Laws:
 
     @property
     def longest(self) -> int:
-        """The longest K that the laws cover."""
+        """The longest K that the models cover."""
         return len(self.hits)
 
     @property
     def p_hit(self) -> float | None:
-        """The imposed hit rate; None if hits follow a law."""
+        """The imposed hit rate; None if hits follow a rank distribution."""
         return self.hits[0].p_hit
 
 
 def _length(text: str) -> int:
-    """Returns the longest K that a law covers, up to MOST_LOOKAHEAD."""
+    """Returns the longest K that an acceptance model covers, up to MOST_LOOKAHEAD."""
     kind, _, values = text.strip().partition(":")
     if kind in ("laws", "prompt", "suffix"):
         return min(load_laws(values).longest_fitted, MOST_LOOKAHEAD)
@@ -61,7 +61,7 @@ def _length(text: str) -> int:
 
 
 def cut_law(text: str, most: int) -> str:
-    """Shortens a list of rates to `most` values; returns any other law unchanged."""
+    """Shortens a list of rates to `most` values; returns any other text unchanged."""
     kind, _, values = text.strip().partition(":")
     if kind not in ("rates", "marginal"):
         return text

@@ -1,4 +1,4 @@
-"""Finds where a pair can run on a machine: every T that fits, and what forwards take there."""
+"""Lists the places of a pair on a machine: every T that fits, and its forwards' durations."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every T that the model can be divided into and that fits in the profile's memory.
 
-    Forwards are taken as measured or modelled, else derived (derive.py; where products cannot be
-    divided equally, between the T around); if neither is possible, the use goes to `unjudged`. Host
-    costs are handled likewise (hosts.with_hosts). Raises ConfigError if nothing can be judged: it
-    says what the profile covers, or what is wrong with the last T.
+    Forwards are measured, modelled or derived (derive.py; where T cannot divide products equally,
+    from the T below and above), in this order; if none is possible, the use goes to `unjudged`.
+    Host costs are handled the same way (hosts.with_hosts). Raises ConfigError if nothing can be
+    judged: it names the profile's models, or the fault of the last T.
     """
     placements: list[Placement] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
@@ -166,7 +166,7 @@ def _most_rows(config: RunConfig, profile: Profile, tp: int) -> int:
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """Returns the job of a choice, under the laws and options of `config`."""
+    """Returns the job of a choice, under the models and options of `config`."""
     if choice.mode == "ar":
         return _resolved(config, "ar", choice.tp, 0, None)
     looks_up = choice.mode == LOOKUP
@@ -239,7 +239,7 @@ def _row_counts(batch: int, most: int) -> list[int]:
 
 
 def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile | None) -> Job:
-    """Returns the job of `config`'s pair under another mode; its laws do not matter here.
+    """Returns the job of `config`'s pair under another mode; its imposed models do not matter here.
 
     profile: its memory must hold the job (None: no limit).
     """

@@ -1,4 +1,4 @@
-"""Adds to an advice the best SSD under real pairs' hit laws, and the price of imposed hits."""
+"""Adds to an advice the best SSD under real pairs' hit models, and the price of imposed hits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HITS = ("p_hit", "hit_a", "hit_r", "hit_law", "laws")
 
 @dataclass(frozen=True)
 class RealHits:
-    """The best SSD under one measured hit law, and the gain of its extra GPU over other uses."""
+    """The best SSD under one measured hit model, and the gain of its extra GPU over other uses."""
 
     hit_law: str
     extra: ExtraGpu
@@ -51,8 +51,7 @@ def real_hits(
     gpus: int,
     unjudged: Collection[Family] = (),
 ) -> list[RealHits]:
-    """Finds the best SSD under every real pair's hit law; none if `config` itself sets a hit
-    law."""
+    """Searches the best SSD under every real pair's hit model; none if `config` sets one itself."""
     if any(getattr(config, name) is not None for name in _HITS):
         return []
     runs = ((name, replace(config, hit_law=name)) for name in REAL_PAIRS)

@@ -1,6 +1,6 @@
-"""Predicts a replay: the outcomes of its recording, in the time that forwards and host take.
+"""Predicts a replay: the outcomes of its recording, with the durations of forwards and host.
 
-What a recording decides depends on no time. So the job's own loops decide the outcomes in one
+A recording's decisions do not depend on time. So the job's own loops decide the outcomes in one
 process, over a device that takes no time, and the recurrence times each round.
 """
 
@@ -20,7 +20,7 @@ from mpissd.lab.predict.simulation import follow
 
 
 def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Predicts what a run of this replay would report, under the keys of a result row."""
+    """Predicts the result row of a run of this replay."""
     config = job.config
     sequences, num_tokens = outcomes(job)
     followed = follow(job, device, host, sequences)
@@ -49,7 +49,7 @@ def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, 
 
 
 def outcomes(job: Job) -> tuple[NDArray[np.int64], int]:
-    """Decodes a replay where nothing takes time; returns RoundRecords.sequences and the number of
+    """Decodes a replay on a device of zero time; returns RoundRecords.sequences and the number of
     tokens that count."""
     config = replace(job.config, backend="emulated", device="null", draft_device=None)
     with Decoder(config) as decoder:

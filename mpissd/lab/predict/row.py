@@ -1,4 +1,4 @@
-"""Predicts what a run would report, under the same keys as its row, from costs and draws alone."""
+"""Predicts a run's row, under the same keys, only from costs and draws."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LAW_ROUNDS = 32
 def is_predictable(job: Job) -> bool:
     """Returns whether the recurrence can predict this job.
 
-    The job must have imposed laws, and a draft that takes K steps over fan-out
-    lists that are the same in every round.
+    The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
+    same in every round.
     """
     return job.workload.is_imposed and _is_fixed(job)
 
@@ -45,11 +45,11 @@ def predict_row(
     num_rounds: int | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """Predicts what a run of this job would report, from costs and draws.
+    """Predicts the row of a run of this job, from costs and draws.
 
     num_rounds and seed default to the job's own. Keys that a result row has mean the same here and
     come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
-    expected_tok_per_s (the long-run mean under the laws), sampling_error (tok_per_s /
+    expected_tok_per_s (the long-run mean under the imposed models), sampling_error (tok_per_s /
     expected_tok_per_s − 1: how lucky these draws are), sampling_sd (the standard deviation of that
     error over runs of as many rounds) and imposed_hits (predict.imposed).
 
@@ -65,7 +65,7 @@ def predict_row(
     mean = float(expected(job, device, host).tok_per_s[0])
     law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
     t_target, t_draft = replayed.t_target_s, replayed.t_draft_s
-    rate = replayed.tok_per_s if math.isfinite(mean) else None  # rounds that take no time
+    rate = replayed.tok_per_s if math.isfinite(mean) else None  # None if rounds take no time
     return {
         "mode": job.config.mode,
         "num_rounds": replayed.num_rounds,

@@ -1,7 +1,7 @@
 """The advisor's search space: every configuration of a mode on T target ranks, as `closed` cells.
 
-A Space says which K, fan-outs and K_b are tried. FULL is the exhaustive grid; the advisor
-starts from COARSE, or from ROUGH for large batches.
+A Space lists the K, fan-outs and K_b to try. FULL is the exhaustive grid; the advisor starts from
+COARSE, or from ROUGH for large batches.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mpissd.lab.predict.simulation import Cells, Expected, expect, expect_ar
 class Placement:
     """T target ranks with their forwards.
 
-    label: returns what a choice here was derived from, None if its parts were measured. hosts: the
-    host's costs by (mode, D of 0 or 1); None: not known; a missing key: those given to the search.
+    label: returns the origin of a derived choice, None if its parts were measured. hosts: the
+    host's costs by (mode, D of 0 or 1); None: not known; a missing key: the search's own costs.
     most_rows: of the largest forward whose time is known well enough to advise it (None: any). A
     lookup has the host's costs of SD inline.
     """
@@ -128,7 +128,7 @@ class Choice:
         return self.mode, self.num_drafts
 
     def flags(self) -> dict[str, str]:
-        """Returns the flags of `mpissd run` for this choice, except pair and laws."""
+        """Returns the flags of `mpissd run` for this choice, except pair and token models."""
         flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
         if self.mode == LOOKUP:
             flags |= {"mode": "sd", "backup": "fast"}
@@ -168,7 +168,7 @@ class Group:
             batch_size=cells.batch_size,
             lookahead=cells.lookahead,
             fan_out=self.fan_out[index],
-            backup="fast" if cells.fast[index] else "jit",  # what drafts a miss
+            backup="fast" if cells.fast[index] else "jit",  # the drafter after a miss
             backup_lookahead=int(cells.backup_lookahead[index]),
             tok_per_s=float(expected.tok_per_s[index]),
             round_us=float(expected.round_s[index]) * 1e6,
@@ -254,7 +254,7 @@ def _not_grown(lookahead: int) -> _Row:
 
 
 def _row(text: str | None, laws: Laws, lookahead: int, fast: bool, backup: int) -> _Row | None:
-    """Returns a cell's row; SD's without a fan-out, None if the laws do not allow the fan-out."""
+    """Returns a cell's row; SD's without a fan-out, None if the models do not allow the fan-out."""
     if text is None:
         return replace(_not_grown(lookahead), fast=fast)
     hazards, hit = laws.hazards[lookahead - 1], laws.hits[lookahead - 1]
@@ -278,11 +278,10 @@ def _backups(space: Space, lookahead: int) -> Sequence[int]:
 def _fan_out(
     text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
 ) -> tuple[int, ...] | None:
-    """Returns F_0..F_K as `run` resolves them after `served` tokens; None if the law allows
-    none."""
+    """Returns F_0..F_K as `run` resolves them after `served` tokens; None if it is impossible."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
-        # Positions after a hazard of 0 keep nothing, so they are cut off and the cached result is
+        # Positions after a rate of 0 keep nothing, so they are cut off and the cached result is
         # shared.
         while reached and not hazards[reached - 1]:
             reached -= 1

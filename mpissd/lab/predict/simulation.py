@@ -36,9 +36,9 @@ Mask = NDArray[np.bool_]
 
 _LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
 _BURN_IN = 8  # first rounds of a chain, which do not count
-_WITHOUT_GROWTH = 1, 8  # the same, and the rounds that count, where no round depends on another
+_WITHOUT_GROWTH = 1, 8  # the same, and the rounds that count, if no round depends on another
 _FEW_CELLS = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
-_MANY_CELLS = 64, 16, 16  # likewise; cells read the same draws, so that few tell them apart
+_MANY_CELLS = 64, 16, 16  # the same; cells share draws, so that few suffice
 _MANY = 4  # cells from which on these numbers hold
 _FOLD = 4096  # rounds stored as separate arrays take twelve times the memory of one array
 
@@ -70,7 +70,7 @@ class Cells:
 
     @property
     def draft_rows(self) -> Ints:
-        """Rows of the largest draft forward, [G]: the glue's, or those of all branches."""
+        """Rows of the largest draft forward, [G]: the glue's (scoring), or all branches'."""
         lanes = np.maximum(self.branches, self.branches_miss)
         return np.asarray(self.batch_size * np.maximum(self.lookahead + 1, lanes), np.int64)
 
@@ -109,7 +109,7 @@ class Cells:
 
 
 class Draws(ABC):
-    """The source of what rounds accept and whether their outcomes hit."""
+    """The source of rounds' accepted tokens and hits."""
 
     chains: int
 
@@ -128,7 +128,7 @@ class Draws(ABC):
         """
 
     def bonus(self, accepted: Ints) -> Ints:
-        """Returns the bonus tokens t*, [G, R, b]; 0 where nobody knows them."""
+        """Returns the bonus tokens t*, [G, R, b]; 0 if unknown."""
         return np.zeros_like(accepted)
 
     def live(self, number: int, live: Mask) -> Mask:
@@ -137,10 +137,10 @@ class Draws(ABC):
 
 
 class LawDraws(Draws):
-    """Fresh draws from the laws of cells; all cells read the same ones.
+    """Fresh draws from the imposed models of cells; all cells read the same draws.
 
     The draws of a sequence are spread evenly over the chains of a round (one in each R-th of [0,
-    1)), so that means come out with less noise than those of independent draws.
+    1)), so that means come out with less noise than from independent draws.
     """
 
     def __init__(self, cells: Cells, chains: int, seed: int = 0) -> None:
@@ -215,7 +215,7 @@ class ReplayDraws(Draws):
         self._length = np.ones((1, 1, batch), np.int64)
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns the leading i <= k' with U(accept) < a_i, by the law of what drafted them."""
+        """Returns the leading i <= k' with U(accept) < a_i, by their drafter's acceptance rates."""
         if not len(self._ahead):
             return np.zeros_like(num_draft)
         coins = self._coins[self._rows[:, None], self._length[..., None] + self._ahead]
@@ -234,9 +234,9 @@ class ReplayDraws(Draws):
 
 
 class RecordedDraws(Draws):
-    """The outcomes that a run had, round by round, whatever decided them.
+    """A run's recorded outcomes, round by round.
 
-    A round's sequences are told apart by their place in it alone; no time depends on more.
+    A round's sequences are identified only by their place in it; times depend on no more.
     """
 
     def __init__(self, job: Job, sequences: NDArray[np.int64], *, apart: bool = False) -> None:
@@ -513,7 +513,7 @@ def _expect(cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool
 
 
 def _rate(tokens: Floats, round_s: Floats) -> Floats:
-    """Returns tok/s; inf where a round takes no time."""
+    """Returns tok/s; inf if a round takes no time."""
     with np.errstate(divide="ignore"):
         return np.asarray(tokens / round_s, np.float64)
 
@@ -657,7 +657,7 @@ def sampled(
     num_rounds: int = 32,
     seed: int = 0,
 ) -> Prediction:
-    """Returns fresh rounds under the job's laws, from which the luck of a run can be estimated."""
+    """Returns fresh rounds under the job's imposed models, to estimate the luck of a run."""
     draws = LawDraws(Cells.of(job), chains, seed)
     return simulate(job, device, host, draws, num_rounds, burn_in=_BURN_IN)
 

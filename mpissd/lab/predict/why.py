@@ -1,4 +1,4 @@
-"""Explains why a result is not at its floor: where the time in between goes, largest part first.
+"""Explains why a result is not at its floor: the parts of the difference, largest first.
 
 The floor of a round (floor_us) is the time to read the target's weights once, or to compute its
 products at the device's peak if that takes longer. The time beyond it is split by the ledger's

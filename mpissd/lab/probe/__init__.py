@@ -1,2 +1,1 @@
-"""The command `probe`: measures what a machine gives a pair of models, and saves a device
-profile."""
+"""The command `probe`: measures a pair of models on a machine, and saves a device profile."""

@@ -1,4 +1,4 @@
-"""The command `probe`: measures what this machine gives a pair of models, in one job.
+"""The command `probe`: measures a pair of models on this machine, in one job.
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
@@ -53,8 +53,8 @@ from mpissd.lab.probe.sample import Checks, Entry
 def execute_probe(config: RunConfig, name: str | None = None) -> int:
     """Probes on all ranks and returns the exit code; `name` names the profile (default: generated).
 
-    mode sets which models are there: ar means no draft, sd and ssd a draft (on the lead with D=0).
-    Raises Refused on every rank for an impossible configuration or wrong data (exit code 3).
+    mode selects the models: ar means no draft, sd and ssd a draft (on the lead with D=0). Raises
+    Refused on every rank for an impossible configuration or wrong data (exit code 3).
     """
     sharpen_sleep()
     if name is not None:
@@ -159,7 +159,7 @@ class Prober:
         self._source = _source(session)
         self._device = DeviceProbe(session.backend, session.waiter, self.checks, self._source)
         drafts = self._topology.num_drafts
-        # The lead if the draft is inline, else the first draft rank.
+        # The lead if the draft is inline, or the first draft rank.
         self._draft_rank = self._topology.tp if drafts else 0
 
     def bandwidths(self) -> None:

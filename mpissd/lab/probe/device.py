@@ -17,7 +17,7 @@ import numpy as np
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, Program, WeightPart
-from mpissd.engine.comm.device_group import Device
+from mpissd.engine.comm.group import Device
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -51,7 +51,7 @@ def product_shapes(shard: AnyShard, options: ForwardOptions) -> list[tuple[int, 
 
 
 class DeviceProbe:
-    """Measures one device; errors found in its data go to `checks`."""
+    """Measures one device; errors in its data go to `checks`."""
 
     def __init__(self, backend: Backend, waiter: Waiter, checks: Checks, source: str) -> None:
         self._backend, self._waiter, self._checks = backend, waiter, checks

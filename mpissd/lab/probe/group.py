@@ -1,4 +1,4 @@
-"""Measures what T ranks do together: whole forwards by rows, and all-reduces by bytes.
+"""Measures collectives of T ranks: whole forwards by rows, and all-reduces by bytes.
 
 All-reduces are timed in a chain, one after the other over separate buffers, inside one program.
 Before every launch the buffers are filled anew, because repeated sums would exceed float16.
@@ -21,9 +21,8 @@ from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.gemm_stack import GemmStacks
-from mpissd.engine.model.read_out import ReadOut
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
+from mpissd.engine.model.stacks import AnyShard, ReadOut, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.probe.device import NOTHING, ROWS, launched
@@ -36,8 +35,8 @@ TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, because each is measured after several 
 GPU_ROWS = (40, 128, 256)  # and these on a GPU, whose kernel for more than 32 rows is another one
 SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without all-reduces
 LARGE_BYTES = 1 << 20
-NEAR = 64  # the shortest context that a transformer is measured behind
-_FAR = 1024  # the longest one, unless --context says more
+NEAR = 64  # the shortest context of a transformer's measurement
+_FAR = 1024  # the longest one, unless --context is longer
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
 _AMPLITUDE = 2.0**-4
 
@@ -46,10 +45,10 @@ Made = tuple[Stacks, Weights]  # weights, and the factory that made them
 
 
 def contexts(longest: int, *, ends: bool = False) -> list[int]:
-    """Returns the contexts behind which transformers are measured: near, far and two between.
+    """Returns the contexts after which transformers are measured: near, far and two between.
 
-    Time grows in straight lines while the caches of all sequences fit where they are read from.
-    ends: near and far only.
+    Time grows in straight lines while all sequences' KV caches fit in one level of memory. ends:
+    near and far only.
     """
     far = max(longest, _FAR)
     return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
@@ -82,7 +81,7 @@ class GroupProbe:
         rows).
 
         most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
-        use (None: those of matrix products, made here).
+        use (None: bare products, made here).
         """
         stacks, weights = model or (GemmStacks(), None)
         stepper = Stepper(
@@ -200,7 +199,7 @@ class GroupProbe:
     def _has_room(
         self, shard: AnyShard, options: ForwardOptions, rows: int, sequences: int
     ) -> bool:
-        """Returns whether weights and KV cache fit on every rank; True where memory is unknown."""
+        """Returns whether weights and KV cache fit on every rank; True if memory is unknown."""
         size = self._backend.itemsize
         needed = shard.weight_bytes(options, size)
         needed += shard.cache_bytes(rows, sequences, options, size)

@@ -48,12 +48,12 @@ def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
 
 
 def ways(config: RunConfig, *, on_host: bool = False) -> Iterator[RunConfig]:
-    """Yields the configurations for the probe's draft ranks: AR and inline SD without one, else SD
+    """Yields the configurations for the probe's draft ranks: AR and inline SD without any, or SD
     and SSD.
 
-    Each is measured at the probe's batch size and at eight times that. on_host: forwards run on the
-    host's cores; a transformer's then disturb the caches more the longer their contexts are, so
-    that two are measured.
+    Each is measured at the probe's batch size and at eight times that size. on_host: forwards run
+    on the host's cores; a transformer's then disturb the caches more the longer their contexts are,
+    so that two are measured.
     """
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:

@@ -20,7 +20,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.device_group import Device, NcclGroup, gather_seats, shared_gpu
+from mpissd.engine.comm.device_group import NcclGroup, gather_seats, shared_gpu
+from mpissd.engine.comm.group import Device
 from mpissd.engine.comm.mpi_link import MpiCarrier
 from mpissd.lab.probe.sample import Checks, Entry, Sample, entry
 
@@ -154,7 +155,7 @@ class LinkProbe:
         return lambda size: self._on_device(size, exchange), nccl.close
 
     def _begin_device_mpi(self) -> tuple[Callable[[int], Trip], Callable[[], None]]:
-        from mpissd.engine.comm.device_mpi import open_device_mpi
+        from mpissd.engine.comm.device_group import open_device_mpi
 
         # This call only checks whether device-aware MPI is allowed here.
         open_device_mpi(cast(Device, self._backend), self._pair, self._waiter)

@@ -14,7 +14,7 @@ _UNSTEADY = 0.1  # An interquartile range above this share of the median is mark
 
 
 def print_probe_card(session: Session) -> None:
-    """Prints what will be probed (stdout)."""
+    """Prints the probe's plan (stdout)."""
     job, backend = session.job, session.backend
     draft = f" + {job.draft.name}" if job.draft else ""
     lines = [

@@ -1,6 +1,6 @@
 """Samples launches within a time budget: their median and spread, and checks of their data.
 
-A rank that finds wrong data continues, so that no other rank is left waiting in a collective; all
+A rank that finds wrong data continues, so that the others are not left waiting in a collective; all
 ranks stop together at the end of the stage (Checks.error).
 """
 
@@ -119,7 +119,7 @@ def entry(identity: Mapping[str, Any], source: str, samples: Mapping[int, Sample
 
 
 class Checks:
-    """Collects the errors that this rank found in its data."""
+    """Collects the errors in this rank's data."""
 
     def __init__(self) -> None:
         self.findings: list[str] = []

@@ -56,7 +56,7 @@ class SweepConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what a prompt, or a pair with weights, stands for."""
+        """Adds the flags implied by a prompt, or a pair with weights."""
         return with_text(super().completed(flags))
 
     @property

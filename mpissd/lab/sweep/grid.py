@@ -1,10 +1,10 @@
-"""Reads a grid: a text that says, block by block, which values each flag takes.
+"""Reads a grid: a text that lists, block by block, the values of each flag.
 
 A grid is inline, or a file of blocks. `lookahead` below takes seven values, `alpha` takes two:
 
     mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
 
-    [DEFAULT]               # holds in every block that does not say otherwise
+    [DEFAULT]               # holds in every block that does not override it
     pair = 8b/1b
     [acceptance]            # a block: every combination of its values
     mode = ar, sd, ssd
@@ -34,13 +34,13 @@ _PARSE = {name: field.metadata["parse"] for name, field in flags_of(RunConfig).i
 _NAMES = tuple(_PARSE)
 _FLAGS = tuple(name for name in _NAMES if name not in ONE_A_JOB)
 _MOST_VALUES = 10_000  # in one range
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches where no quotation is open
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches outside quotations
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a grid: it stands for every combination of the values of its flags."""
+    """One block of a grid: every combination of the values of its flags."""
 
     name: str
     axes: tuple[tuple[str, tuple[str, ...]], ...]

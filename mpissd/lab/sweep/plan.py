@@ -89,7 +89,7 @@ class Plan:
 def make_plan(
     blocks: Sequence[Block], base: RunConfig, repeats: int, shard: tuple[int, int]
 ) -> Plan:
-    """Makes the plan of a grid; the flags of `base` hold where a block does not set them.
+    """Makes the plan of a grid; the flags of `base` hold if a block does not set them.
 
     num_drafts in `base` is D of the whole job. shard: (I, N), with I from 1. Raises ConfigError if
     the grid has more draft ranks than the job, the shard has no configuration, or the grid has more

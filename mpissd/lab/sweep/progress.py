@@ -1,4 +1,4 @@
-"""Prints what a person sees of a sweep: its size, its progress, and the best methods."""
+"""Prints a sweep for a person: its size, its progress, and the best methods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_sweep_card(
 
 
 class Progress:
-    """Shows a bar over all measurements and prints a line for each; on the lead alone."""
+    """Shows a bar over all measurements and prints a line for each; only on the lead."""
 
     def __init__(self, when: str, total: int, is_lead: bool) -> None:
         shown = is_lead and when != "off"

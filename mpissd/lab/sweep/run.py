@@ -1,4 +1,4 @@
-"""The command `sweep`: measures many configurations in one job, each as `run` would alone.
+"""The command `sweep`: measures many configurations in one job, each as `run` would.
 
 Ranks, devices, weights, programs and calibrations are kept from one configuration to the next.
 Ranks that a configuration does not use are idle. If a configuration fails, its ranks agree on the
@@ -52,7 +52,7 @@ class Survey:
 def execute_sweep(config: SweepConfig) -> int:
     """Runs a sweep on all ranks.
 
-    Returns the exit code: 0, or that of the worst failure (3 is worse than 2).
+    Returns the exit code: 0, or the worst failure's (3 is worse than 2).
     """
     sharpen_sleep()
     plan = planned(config)

@@ -1,12 +1,12 @@
 """Finds the fastest method from measured rows, both at equal K and with each method at its best K.
 
-Rows are compared only within a *setting*: one pair on one machine, with one acceptance law, batch
-size and context. AR accepts nothing, so its rows belong to every acceptance law; a lookup drafts
-without a model and with an acceptance of its own, so its rows belong to every draft and law. A
-*method* is a mode with all of its options except K: where the draft runs, fan-out, hit law, backup.
-The rows of one method, K and setting form one cell, whatever their seeds. A cell is shown by its
-median and range; its gain over AR comes from mpissd.common.compare and is paired by seed if there
-are several seeds.
+Rows are compared only within a *setting*: one pair on one machine, with one acceptance model, batch
+size and context. AR accepts nothing, so its rows belong to every acceptance model; a lookup drafts
+without a model and with an acceptance of its own, so its rows belong to every draft and acceptance
+model. A *method* is a mode with all of its options except K: place of the draft, fan-out, hit
+model, backup. The rows of one method, K and setting form one cell, whatever their seeds. A cell is
+shown by its median and range; its gain over AR comes from mpissd.common.compare and is paired by
+seed if there are several seeds.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Cell:
 
     @property
     def predicted(self) -> float | None:
-        """The mean of the rows' predicted tok/s, under their laws and by their own jobs' profiles;
-        None if a row has no prediction."""
+        """The mean of the rows' predicted tok/s, from their own jobs' profiles; None if a row has
+        no prediction."""
         rates = [row.expected_tok_per_s for row in self.rows]
         known = [float(rate) for rate in rates if rate]
         return fmean(known) if len(known) == len(rates) else None
@@ -89,7 +89,7 @@ class Cell:
 
 
 def missed(cells: Iterable[Cell]) -> float:
-    """Returns the median error of the replays of the cells' rows, as a share; 0 where unknown."""
+    """Returns the median error of the replays of the cells' rows, as a share; 0 if unknown."""
     return choice.missed(row.prediction_error for cell in cells for row in cell.rows)
 
 
@@ -100,8 +100,8 @@ def are_predicted(cells: Sequence[Cell]) -> bool:
 
 
 def best_cell(cells: Sequence[Cell]) -> Cell:
-    """Returns the cell with the largest predicted tok/s, or the largest median if the predictions
-    are not there or miss what was measured.
+    """Returns the cell with the largest predicted tok/s, or the largest median if predictions are
+    missing or far from the measurements.
 
     No measured round enters a prediction, so the draws that are compared do not choose K.
     """
@@ -148,7 +148,7 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
     """Groups rows by setting and method, in order of appearance; skips entries that are no rows."""
     kept = [row for row in rows if is_row(row)]
     settings: list[dict[str, Any]] = []
-    # A row that binds every key names a setting; one that binds fewer only where no other does.
+    # A row that binds fewer keys names a setting only if no row that binds more covers it.
     for row in sorted(kept, key=lambda row: (row.mode == "ar", len(free_keys(row)))):
         if not (row.mode == "ar" and settings) and not any(is_in(row, one) for one in settings):
             settings.append(setting_of(row))
@@ -168,7 +168,7 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
 
 
 def setting_of(row: Row) -> dict[str, Any]:
-    """Returns what two rows must share to be compared: machine, kind of forward, laws."""
+    """Returns the values that two comparable rows share: machine, kind of forward, token models."""
     return {name: value_of(row, name) for name in _SETTING}
 
 
@@ -196,9 +196,9 @@ def is_row(row: Row) -> bool:
 
 
 def value_of(row: Row, name: str) -> Any:
-    """Returns the value of one name of a setting; "prompts" stands for all flags about them."""
+    """Returns the value of one name of a setting; "prompts" covers all flags about them."""
     if name == "forward":
-        return row.get(name) or "gemm"  # rows of before there was another
+        return row.get(name) or "gemm"  # older rows, from before transformers
     if name != "prompts":
         return row.get(name)
     if row.workload != "text":
@@ -237,7 +237,7 @@ def method_of(row: Row) -> str:
 
 
 def fan_out_text(counts: Sequence[int] | None) -> str:
-    """Returns the fan-out of a row that says none, by its F_0..F_K, so that it is alike at every K.
+    """Returns a fan-out for a row without one, from its F_0..F_K, so that it is alike at every K.
 
     Counts that differ are called geometric, by their sum; a row without counts has the default.
     """

@@ -9,12 +9,12 @@ measured K, that leaves the lower end of its interval smallest. A verdict needs 
   by its rows of another visit and 4% (the most that visits differ), or by a bound (Times.bound);
 - a p-value below .05 after Holm's correction for all lines of the table.
 
-A use that is neither is named, with what the measured times lead to expect of it, and the line has
-no verdict. Imposed hit rates have no verdict either, because their branches cost nothing.
+A use that is neither is named, with the rate expected from measured times, and the line has no
+verdict. Imposed hit rates have no verdict either, because their branches cost nothing.
 
 A file holds such tables between <!-- claims RESULTS --> and <!-- /claims -->. `compare --into=FILE`
 makes them anew from the rows. <!-- claims RESULTS lm_head --> keeps only the lines of rows with the
-LM head, ` real` only those whose hits follow no assumed law.
+LM head, ` real` only those whose hits follow no assumed model.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Open:
 
 @dataclass(frozen=True)
 class Claim:
-    """SSD in one setting beside the strongest other use of its GPUs that was measured.
+    """SSD in one setting against the strongest other measured use of its GPUs.
 
-    others: the fastest measured use of each other family, of any visit. unknown: what may be
+    others: the fastest measured use of each other family, of any visit. unknown: uses that may be
     stronger. copies: the best number of independent copies, and their use. p_value: after Holm's
     correction.
     """
@@ -124,7 +124,7 @@ class Claim:
 
     @property
     def is_assumed(self) -> bool:
-        """Whether SSD's hits follow the assumed law, of no real pair."""
+        """Whether SSD's hits follow the assumed model, of no real pair."""
         return self.hit_law == ASSUMED_LAW
 
     @property
@@ -139,7 +139,7 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The gain as text: a ratio only where a verdict holds.
+        """The gain as text: a ratio only if a verdict holds.
 
         A loss to a measured use holds whatever other uses give.
         """
@@ -172,7 +172,7 @@ class Claim:
         return line
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the claim as JSON; over_other is null where there is no verdict."""
+        """Returns the claim as JSON; over_other is null if there is no verdict."""
         copied = None if self.copies is None else self.copies[0] * self.copies[1].tok_per_s
         return {
             "ssd": self.ssd.method,
@@ -198,7 +198,7 @@ def is_short(row: Row) -> bool:
 def claims(rows: Iterable[Row]) -> list[Claim]:
     """Returns the claims of rows of 400 rounds without imposed hits, those with the LM head first.
 
-    Raises ConfigError if no SSD of five seeds is there.
+    Raises ConfigError without an SSD of five seeds.
     """
     long = [row for row in rows if is_row(row) and not is_short(row)]
     settings = [one.setting for one in compare_methods(long)]
@@ -212,7 +212,7 @@ def claims(rows: Iterable[Row]) -> list[Claim]:
 
 
 def tables_of(every: Iterable[Claim]) -> dict[tuple[Any, ...], list[Claim]]:
-    """Groups claims by what the lines of a table share: pair, device, batch, GPUs and hit law."""
+    """Groups claims by the common values of a table: pair, device, batch, GPUs and hit model."""
     names = "target draft device_name dtype forward batch_size context fuse".split()
     groups: dict[tuple[Any, ...], list[Claim]] = {}
     for claim in every:
@@ -227,10 +227,10 @@ def _corrected(group: Sequence[Claim]) -> list[Claim]:
 
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row], seeds: int = 1) -> list[Claim]:
-    """Returns a claim for each number of GPUs, hit law and schedule of SSD at a setting's T.
+    """Returns a claim for each number of GPUs, hit model and schedule of SSD at a setting's T.
 
-    rows: of any setting; those that differ from this one in T only are compared too, and those
-    whose drafts run on another kind of device are not. seeds: that a use needs on its visit.
+    rows: of any setting. Rows that differ only in T are compared too; rows whose drafts run on
+    another kind of device are not. seeds: the seeds that a use needs on its visit.
     """
     here = [row for row in rows if is_row(row) and is_in(row, setting, _OF_T)]
     here = [row for row in here if row.other_draft_device is None]
@@ -263,7 +263,7 @@ def measured_uses(rows: Sequence[Row]) -> list[MeasuredUse]:
 
 
 def _mode(row: Row) -> str:
-    """Returns the mode of a row's family; where no law decides, suffix is a family of its own."""
+    """Returns the mode of a row's family; suffix is its own if acceptance is not imposed."""
     if not is_lookup(row):
         return str(row.mode)
     return "suffix" if row.lookup == "suffix" and row.acceptance is None else "lookup"
@@ -300,7 +300,7 @@ def _claim(
 
 
 def _may_assume(use: MeasuredUse, ssd: Row) -> bool:
-    """Returns whether a use assumes no more than SSD may: a lookup under a law the same rate."""
+    """Returns whether a use assumes no more than SSD may: an imposed lookup the same rate."""
     row = use.cell.rows[0]
     if not is_lookup(row) or ssd.acceptance is None:
         return True
@@ -308,7 +308,7 @@ def _may_assume(use: MeasuredUse, ssd: Row) -> bool:
 
 
 def fast_of(row: Row) -> str:
-    """Returns the acceptance law of a row's lookups, which is the default where it names none."""
+    """Returns the acceptance model of a row's lookups; the default if it names none."""
     return str(row.acceptance_fast or RunConfig.acceptance_fast)
 
 
@@ -334,7 +334,7 @@ def _open(
 
 
 class Times:
-    """Median times of a setting's rows, and what they lead to expect of uses without rows.
+    """Median times of a setting's rows, and expectations from them for uses without rows.
 
     A forward on T ranks takes a + c/T seconds, by the measured T next below and above.
     """
@@ -389,7 +389,7 @@ class Times:
         )
 
     def bound(self, family: Family) -> float | None:
-        """Returns tok/s that AR, or a lookup under a law, cannot exceed.
+        """Returns tok/s that AR, or a lookup under imposed acceptance, cannot exceed.
 
         AR on T ranks is no faster than on the next measured number of them; a lookup commits at
         most 1/(1 − a) tokens a forward of AR.
@@ -410,7 +410,7 @@ _COPIES = "independent copies", "tok/s in all"
 
 
 def render(every: Sequence[Claim]) -> str:
-    """Renders claims as Markdown, with a table for each pair, machine, number of GPUs, hit law."""
+    """Renders claims as Markdown, a table for each pair, machine, GPUs, hit model."""
     return "\n\n".join(_table(group) for group in tables_of(every).values())
 
 

@@ -44,7 +44,7 @@ def of_one_group(rows: Iterable[Row]) -> list[Row]:
 
 
 def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Returns {run_id: profile} from profiles/RUN_ID.json next to runs*.jsonl, where it exists.
+    """Returns {run_id: profile} from profiles/RUN_ID.json next to runs*.jsonl, if it exists.
 
     Raises ConfigError, naming the file, if it is unreadable, truncated, of another schema, or not
     the profile of a job.
@@ -57,7 +57,7 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
 
 
 def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
-    """Returns {run_id: rounds} from rounds/RUN_ID.npz next to each runs*.jsonl, where it exists.
+    """Returns {run_id: rounds} from rounds/RUN_ID.npz next to each runs*.jsonl, if it exists.
 
     Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
     """
@@ -119,10 +119,10 @@ def _parse(where: str, text: str) -> dict[str, Any]:
 
 
 def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
-    """Returns the rows that a name stands for, latest last, and the file or folder that has them.
+    """Returns the rows of a name, latest last, and the file or folder that has them.
 
     named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
-    `out`; None stands for all rows below `out`. Raises ConfigError if there is no such row.
+    `out`; None means all rows below `out`. Raises ConfigError if there is no such row.
     """
     is_file = (named or "").endswith(".jsonl")
     is_id = named is not None and not is_file and not Path(named).is_dir()
@@ -143,9 +143,9 @@ def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
 def find_pair(a: str, b: str | None, out: str) -> tuple[Row, Row, list[Path]] | None:
     """Returns the two rows to compare, and the files or folders that hold them.
 
-    A name (see find_rows) stands for its last row and the rows of the same configuration under
-    other seeds. Of these, the latest two with a common seed are returned, or else the latest of
-    each name. Without b, a must hold two configurations, else None is returned.
+    A name (see find_rows) means its last row and the rows of the same configuration under other
+    seeds. Of these, the latest two with a common seed are returned, or the latest of each name.
+    Without b, a must hold two configurations; if not, None is returned.
     """
     rows, path = find_rows(a, out)
     if b is None:

@@ -29,7 +29,7 @@ _NONE = "–"
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One K of the report's tables 1 and 2, as printed; None where it prints none for this pair."""
+    """One K of the report's tables 1 and 2, as printed; None if it prints none for this pair."""
 
     lookahead: int
     t_sd: float
@@ -185,7 +185,7 @@ def _table_row(
 ) -> TableRow:
     """Returns the results at one K.
 
-    T_SD does not depend on alpha: it comes from rows at ALPHA if there are any, else from others.
+    T_SD does not depend on alpha: it comes from rows at ALPHA if there are any, or from others.
     """
     lookahead = report.lookahead
     wanted = [row for row in sds if _alpha(row) == ALPHA]
@@ -220,7 +220,7 @@ def _ratios(
     """Returns {M: t_target(M)/t_target(1)}, the median over the jobs' forward tables.
 
     Each table is divided by its own value at M = 1. For an M in no table, the rows' t_target_s is
-    divided by that of AR.
+    divided by AR's.
     """
     tabled: dict[int, list[float]] = {}
     timed: dict[int, list[float]] = {}
@@ -250,7 +250,7 @@ def _median(rows: Iterable[Row], key: str) -> float | None:
 
 
 def _alpha(row: Row) -> float | None:
-    """Returns a if the row's acceptance law is alpha:a, else None."""
+    """Returns a if the row's acceptance model is alpha:a, or None."""
     name, _, value = str(row.acceptance).partition(":")
     try:
         return float(value) if name == "alpha" else None

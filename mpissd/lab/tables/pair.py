@@ -25,7 +25,7 @@ _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
     "stop_token recording top_p stop prompts_sha256"
 ).split()
-_LATER = ("top_p", "stop", "prompts_sha256")  # not told by rows of text of before
+_LATER = ("top_p", "stop", "prompts_sha256")  # missing in older rows of text
 # Keys that may differ; differences are printed.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
@@ -126,7 +126,7 @@ def check_alike(a: Row, b: Row) -> None:
         is_unknown = key in _LATER and not (key in a and key in b)
         if key in _SAME and not is_unknown and a.get(key) != b.get(key):
             if key == "lm_head" and a.forward == b.forward == "transformer":
-                continue  # each has its head, whatever older rows say
+                continue  # each has its head, even if older rows lack the key
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
             raise ConfigError(f"{values}: allowed: two runs of one {key}")
     if (a.groups or 1) != (b.groups or 1):
@@ -134,7 +134,7 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
-    # Above temperature 0, equal laws may give different tokens.
+    # Above temperature 0, equal models may give different tokens.
     if not a.temperature and _cover_alike(a, b) and a.token_digest != b.token_digest:
         values = f"token_digest={a.token_digest!r} and {b.token_digest!r}"
         raise ConfigError(f"{values}: allowed: two runs that decoded the same tokens")

@@ -55,10 +55,10 @@ _FIXES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that was seen for a run.
+    """All facts about a run.
 
-    ranks: none if they were not started or could not start, as trial_error says. tried: whether
-    they were started.
+    ranks: empty if they were not started or could not start (trial_error gives the reason). tried:
+    whether they were started.
     """
 
     run: RunConfig
@@ -79,7 +79,7 @@ class Finding:
     """One line of the table.
 
     what: the thing that was examined. detail: its state. verdict: ok; warn for a run that works but
-    is slower or less trustworthy; BAD for a run that fails. fix: the repair, "" where it is ok.
+    is slower or less trustworthy; BAD for a run that fails. fix: the repair, "" if it is ok.
     """
 
     what: str
@@ -346,7 +346,7 @@ def _view(facts: Facts, rank: RankFacts) -> Finding | None:
 
 
 def _choices(facts: Facts) -> Iterator[Finding]:
-    """Lists what the run would choose and why; finds a session that cannot be opened."""
+    """Lists the run's choices and their reasons; reports a session that cannot be opened."""
     session, first = facts.session, facts.ranks[0] if facts.ranks else None
     if facts.tried and session is None and first is not None:
         yield Finding("session", "the ranks ended before it was open", BAD, fix_of(""))

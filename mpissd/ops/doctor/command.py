@@ -1,4 +1,4 @@
-"""The command `doctor`: prints a table of what may be wrong; exit code 0 where a run works, else 2.
+"""The command `doctor`: prints a table of possible faults; exit code 0 if a run works, 2 if not.
 
     mpissd doctor --tp=2 --mode=ssd …              starts the ranks itself, with a deadline
     mpirun -np 3 python -m mpi4py -m mpissd doctor --mode=ssd …       is one of the ranks
@@ -25,13 +25,13 @@ Check = Callable[[RunConfig], None]
 
 
 def doctor(config: DoctorConfig, check: Check) -> int:
-    """Prints the table once; returns 0 where a run with these flags works, else 2.
+    """Prints the table once; returns 0 if a run with these flags works, 2 if not.
 
-    check: raises ConfigError for what `run` refuses before MPI starts.
+    check: raises ConfigError for flags that `run` refuses before MPI starts.
     """
     run = config.run
     size = run.world_size or (None if config.tp else launcher_size())
-    if run.learners:  # a learner has no part in what the other ranks open
+    if run.learners:  # a learner opens no part of the session
         if size is not None:
             raise ConfigError("learners=1 with doctor as one of the ranks: allowed: make doctor")
         return doctor(replace(config, run=replace(run, learners=0)), _with_trainer(check))
@@ -51,7 +51,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
 
 
 def _with_trainer(check: Check) -> Check:
-    """Returns a check that also asks for what a learner's trainer needs."""
+    """Returns a check that also requires a learner's trainer's packages."""
 
     def checked(run: RunConfig) -> None:
         from mpissd.online.process import check_trainer

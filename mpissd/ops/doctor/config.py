@@ -24,7 +24,7 @@ class DoctorConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what a prompt, or a pair with weights, stands for; a pair needs no prompt here."""
+        """Adds the flags implied by a prompt or a pair, and a prompt if none is given."""
         given = with_text(super().completed(flags))
         if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
             given["prompt"] = _PROMPT

@@ -1,4 +1,4 @@
-"""Reads what shows of a machine before MPI starts. Drivers are asked in children with a time limit.
+"""Reads facts of a machine before MPI starts. Drivers are asked in children with a time limit.
 
 None, "" and an empty list mean that a fact is unknown; a field …_error holds the reason.
 """
@@ -27,7 +27,7 @@ from mpissd.common.ranks import launcher
 from mpissd.engine.comm.topology import launcher_size
 
 Kind = TypeVar("Kind")
-ASK_S = 20.0  # nvidia-smi takes seconds where GPUs are not in persistence mode
+ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
 _GRACE_S = 2.0  # time for a child to end after a signal
 _SMI = "index uuid name driver_version compute_cap memory.used".split()
 _PACKAGES = re.compile(r"cupy.*|nvidia-nccl-.*|numpy|mpi4py|openmpi|mpich|impi-rt|nvmath-python")
@@ -49,7 +49,7 @@ print(json.dumps([MPI.Get_library_version(), maps]))
 class Answer:
     """The output of a child process.
 
-    code: its exit code; None where it did not start or was ended, and then `error` is the reason.
+    code: its exit code; None if it did not start or was ended, and then `error` is the reason.
     """
 
     code: int | None
@@ -97,7 +97,7 @@ class CudaView:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the process of `doctor` sees before MPI starts; inside: whether it is a rank itself."""
+    """Facts that `doctor` reads before MPI starts; inside: whether it is a rank itself."""
 
     python: str
     python_version: str
@@ -125,7 +125,7 @@ def read_machine(
 ) -> Machine:
     """Returns the facts of this process and of the launcher that it would use.
 
-    check: raises ConfigError for what `run` refuses before MPI starts.
+    check: raises ConfigError for flags that `run` refuses before MPI starts.
     """
 
     def check_here(config: RunConfig) -> None:
@@ -175,7 +175,7 @@ def refusal(config: RunConfig, check: Callable[[RunConfig], None]) -> str:
 def ask(
     command: Sequence[str], timeout_s: float = ASK_S, first: signal.Signals = signal.SIGKILL
 ) -> Answer:
-    """Runs a command in a session of its own and returns what it printed. Never raises.
+    """Runs a command in a session of its own and returns its output. Never raises.
 
     Takes timeout_s + 4 s at most: a child that hangs in a driver and survives SIGKILL is left
     running. first: the signal that it gets when its time is over; SIGKILL follows.
@@ -227,7 +227,7 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def read_cuda(local_rank: int, timeout_s: float = 3 * ASK_S) -> CudaView:
-    """Returns what CuPy sees. A child asks it, because an import may crash and a driver hang."""
+    """Returns CuPy's facts. A child asks it, because an import may crash and a driver hang."""
     program = [sys.executable, "-m", "mpissd.engine.backend.cupy_facts", str(local_rank)]
     answer = ask(program, timeout_s)
     if answer.problem:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run, compares what they see, and opens and closes a session on them.
+"""Starts the ranks of a run, compares their facts, and opens and closes a session on them.
 
 The command starts `mpirun -np N … doctor --json`. Rank 0 prints one line of JSON after each step,
 so that the last line shows how far a job came that hangs or ends early.
@@ -101,7 +101,7 @@ class SessionFacts:
 
 @dataclass
 class Seen:
-    """The facts so far; step: what the ranks are doing, "" once they are through."""
+    """The facts so far; step: the ranks' current step, "" at the end."""
 
     ranks: list[RankFacts] = field(default_factory=list)
     session: SessionFacts | None = None
@@ -131,7 +131,7 @@ def build_rank(data: dict[str, object]) -> RankFacts:
 
 
 def try_ranks(config: RunConfig, num_ranks: int) -> tuple[Seen, str]:
-    """Starts the ranks; returns (what they saw, why they saw nothing).
+    """Starts the ranks; returns (their facts, why there are none).
 
     Takes the deadline and 14 s at most.
     """
@@ -157,7 +157,7 @@ def read(answer: Answer) -> tuple[Seen, str]:
 
 
 def complaint(answer: Answer) -> str:
-    """Returns the informative part of what mpirun printed, in one line of up to 300 characters."""
+    """Returns the informative part of mpirun's output, in one line of up to 300 characters."""
     lines = [line.strip() for line in f"{answer.err}\n{answer.out}".splitlines()]
     printed = [line for line in lines if not set(line) <= set("-=*") and MARK not in line]
     if not printed:
@@ -171,8 +171,8 @@ def examine_rank(
 ) -> int:
     """Examines the machine as one of the ranks; returns the exit code. Collective.
 
-    check: raises ConfigError for what a rank of `run` refuses before MPI starts. report: called on
-    rank 0 before each step and at the end, and where a rank fails; returns the exit code.
+    check: raises ConfigError for flags that a rank of `run` refuses before MPI starts. report:
+    called on rank 0 before each step at the end, and if a rank fails; returns the exit code.
     """
     from mpissd.engine.comm import mpi_library
 
@@ -198,7 +198,7 @@ def examine_rank(
     except ConfigError as error:  # from open_topology, on every rank
         seen.session, seen.step = SessionFacts(error=str(error)), ""
         code = report(seen) if launcher_rank() == 0 else 2
-    except Exception as error:  # noqa: BLE001  (what is examined may fail in any way)
+    except Exception as error:  # noqa: BLE001  (the examined code may raise any error)
         problem = f"rank {rank}: {type(error).__name__}: {error}"
         seen.session, seen.step = SessionFacts(error=problem), ""
         if launcher_rank():
@@ -237,7 +237,7 @@ def _compare(topology: Topology, mine: RankFacts, seen: Seen, deadline_s: float)
 
 
 def _session(config: RunConfig, seen: Seen) -> SessionFacts:
-    """Opens and closes a session as a run would; returns what it chose, equal on every rank.
+    """Opens and closes a session as a run would; returns its choices, equal on every rank.
 
     Removes the empty folders that it made. Collective.
     """

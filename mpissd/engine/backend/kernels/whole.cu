@@ -15,7 +15,7 @@ struct Operation : Product {  // an attention has no tiles
   int kind, layer;
   int columns;  // of `out`
   int norm;     // which of the two norms x was last through (0: attention's or the head's, 1: the FFN's)
-  long long unused;  // operations are copied by 16 bytes
+  u64 padding;  // to whole 16 bytes, as fetch_operation copies
 };
 
 struct Model {

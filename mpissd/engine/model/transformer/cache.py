@@ -65,7 +65,7 @@ def cache_sizes(
     return CacheSizes(layers, kv_heads, head_dim, slots, options.capacity, page, *sizes)
 
 
-class Seats:
+class RowPlaces:
     """Host arrays that say where the rows of a forward stand; views of one int32 buffer.
 
     rows: [4, max_rows], of each row the slot (PADDING: none), position, lane and trunk. pages:
@@ -89,7 +89,7 @@ class Seats:
 class PageTable:
     """Takes pages from the pool as sequences grow, and gives them back when they end."""
 
-    def __init__(self, seats: Seats, sizes: CacheSizes) -> None:
+    def __init__(self, seats: RowPlaces, sizes: CacheSizes) -> None:
         self.seats, self.sizes = seats, sizes
         self._pool = PagePool(sizes.num_pages, sizes.page)
         self.held = [0] * sizes.slots

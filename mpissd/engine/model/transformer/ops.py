@@ -16,15 +16,15 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.draws import Draws
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.forwards import Draws
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.libraries import library
+from mpissd.engine.model.transformer.files import library
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Stage
 
-_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.whole_ops", "chosen")}
+_MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Ops(Protocol):
     def logits(self, rows: int, width: int) -> Array:
         """Returns a buffer of logits (float32), which the LM head's product writes."""
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> Array:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Array:
         """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
 
     def clear(self, cache: Array) -> None:
@@ -152,7 +152,7 @@ class Ops(Protocol):
     def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
 
-    def at_once(self, group: Group, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
+    def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
         """Computes all layers and the LM head in one operation, behind `embed`, if it can.
 
         weights: TransformerWeights. memory: Buffers. Returns whether it has done so.

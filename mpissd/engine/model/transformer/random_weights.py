@@ -13,9 +13,8 @@ import numpy as np
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import WeightPart
-from mpissd.engine.model.transformer.checkpoint import ALL, Floats
+from mpissd.engine.model.transformer.checkpoint import ALL, EMBEDDING, HEAD, Floats, tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 _SPREAD = 0.1  # standard deviation of norms' weights around 1, and of biases around 0
 

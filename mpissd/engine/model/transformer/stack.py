@@ -16,11 +16,10 @@ import numpy as np
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.draws import Draws
-from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.read_out import Find, ReadOut
+from mpissd.engine.model.forwards import Draws, Places
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.cache import PageTable, Seats, cache_sizes
+from mpissd.engine.model.stacks import Find, ReadOut
+from mpissd.engine.model.transformer.cache import PageTable, RowPlaces, cache_sizes
 from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.ops import Chunks, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -72,7 +71,7 @@ class TransformerStack:
             slots=max_sequences,
             page=page,
         )
-        seats = Seats(backend.host_ints(Seats.size(max_rows, sizes)), max_rows, sizes)
+        seats = RowPlaces(backend.host_ints(RowPlaces.size(max_rows, sizes)), max_rows, sizes)
         self.pages = PageTable(seats, sizes)
         self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
         self.buffers = _buffers(backend, shard, weights.ops, max_rows)
@@ -160,7 +159,7 @@ class TransformerStack:
         ops.begin(self.cache, rows)
         delta = self._enter(ops, rows)
         is_read = self._reads or ops.computes_padding
-        parts = self.group, self.weights, self.buffers, self.cache
+        parts = self.weights, self.buffers, self.cache
         if self.states is not None or not ops.at_once(*parts, rows):
             self._compute(ops, rows, delta, is_read)
         if is_read:

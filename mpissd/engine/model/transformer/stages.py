@@ -9,8 +9,8 @@ import numpy as np
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray
-from mpissd.engine.model.read_out import Best
-from mpissd.engine.model.transformer.cache import Seats
+from mpissd.engine.model.stacks import Best
+from mpissd.engine.model.transformer.cache import RowPlaces
 
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
 NOBODY = -1  # the slot of no sequence; a token that is not given
@@ -54,7 +54,7 @@ class Ends:
     """
 
     tokens: HostArray
-    seats: Seats
+    seats: RowPlaces
     best: Best
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, Cost
-from mpissd.engine.model.read_out import ReadOut
 from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import ReadOut
 from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.ops import Ops
 from mpissd.engine.model.transformer.shard import TransformerShard

@@ -14,9 +14,17 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats, Int8
-from mpissd.engine.model.transformer.quantize import BLOCK, dequantize
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
+from mpissd.engine.model.transformer.checkpoint import (
+    ALL,
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    Floats,
+    Int8,
+    dequantize,
+    tensors,
+)
 
 Arrays = Mapping[str, NDArray[Any]]
 

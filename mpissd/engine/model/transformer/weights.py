@@ -10,11 +10,18 @@ import numpy as np
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend
-from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import (
+    HEAD,
+    HEAD_NORM,
+    JOINED,
+    JOINS,
+    LAST_NORM,
+    Checkpoint,
+    Floats,
+)
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.ops import Layer, Ops, Part, ops_of
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.tensors import HEAD, HEAD_NORM, JOINED, JOINS, LAST_NORM
 from mpissd.engine.model.transformer.versions import replaced
 
 

@@ -1,11 +1,11 @@
-"""Recordings: what a real pair of models does at temperature 0, in one small file.
+"""Recordings of a real pair of models at temperature 0, each in one small file.
 
-At temperature 0 everything that speculative decoding decides is a function of the committed text.
-A recording holds, for each prompt, the target's greedy tokens, and behind each of them the draft's
+At temperature 0 everything that speculative decoding decides is a function of the committed text. A
+recording holds, for each prompt, the target's greedy tokens, and after each of them the draft's
 greedy continuation and its likeliest tokens. This replays every K, fan-out and timing exactly.
 
-The file is a NumPy archive (.npz): `header`, JSON as bytes, and arrays over all prompts one behind
-the other. docs/recordings.md describes it. This module needs NumPy alone.
+The file is a NumPy archive (.npz): `header`, JSON as bytes, and arrays over all prompts,
+concatenated. docs/recordings.md describes it. This module needs only NumPy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA = 1
 LONGEST = 3  # tokens that a prompt lookup compares at most
 _SMALL = 1 << 16  # ids of a vocabulary up to this size are stored in two bytes
 _ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
-# What zipfile, zlib, NumPy and json raise for a file that is damaged, or none of theirs.
+# Errors of zipfile, zlib, NumPy and json for a file that is damaged or of another kind.
 _BROKEN = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),
@@ -43,11 +43,11 @@ Ids = NDArray[np.integer[Any]]
 class Recorded:
     """One prompt's recording; positions count generated tokens from 0.
 
-    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens; the K behind the end are what
-    it would have said next, which the last round's verification may accept. end: tokens of the
-    answer, the stop token included. stopped: whether a stop token ended it, and no limit. rollout:
-    [end, K], the draft's greedy tokens behind `position` generated tokens. top: [end, F + 1], its
-    likeliest next tokens there, best first.
+    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens; the K after the end would
+    have come next; the last round's verification may accept them. end: tokens of the answer, the
+    stop token included. stopped: whether a stop token ended it, and no limit. rollout: [end, K],
+    the draft's greedy tokens after `position` generated tokens. top: [end, F + 1], its likeliest
+    next tokens there, best first.
     """
 
     prompt: Ids
@@ -63,9 +63,9 @@ class Recording:
     """The recordings of some prompts, by one target and one draft.
 
     vocab: token ids are 0 … vocab − 1. longest, filler: how a fast backup drafts: it looks up the
-    last `longest` tokens, and repeats `filler` (None: the last token) where that gives too few.
-    known: the tokens that the draft knows, rising (None: all, or not recorded).
-    about: provenance: target, draft, prompts, sha256 of the weights, licence, date, tool.
+    last `longest` tokens, and repeats `filler` (None: the last token) if that gives too few. known:
+    the tokens that the draft knows, rising (None: all, or not recorded). about: provenance: target,
+    draft, prompts, sha256 of the weights, licence, date, tool.
     """
 
     vocab: int
@@ -166,7 +166,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
 
 
 def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """Returns what contradicts itself in a file of the right schema, or None."""
+    """Returns the contradiction in a file of the right schema, or None."""
     vocab, filler = header.get("vocab"), header.get("filler")
     is_whole = isinstance(header.get("longest"), int) and isinstance(header.get("about"), dict)
     if not isinstance(vocab, int) or not is_whole:
@@ -201,7 +201,7 @@ def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str
 
 
 def _unordered(known: Ids | None, vocab: int) -> str | None:
-    """Returns what is wrong with the tokens that a draft knows, or None."""
+    """Returns the fault in the list of tokens that a draft knows, or None."""
     if known is None:
         return None
     rises = known.ndim == 1 and len(known) > 0 and bool((np.diff(known.astype(np.int64)) > 0).all())

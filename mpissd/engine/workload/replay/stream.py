@@ -1,8 +1,8 @@
-"""Tables of a recording: what the target emits, and what the draft proposes and predicts.
+"""Tables of a recording: the target's tokens, and the draft's proposals and predictions.
 
-They replace the laws of the `gemm` workload, under the same workers. Sequence n replays prompt n
-modulo their number. A sequence that is not ended continues in the next prompt's answer, as in
-warm-up and calibration.
+They replace the imposed tokens of the `gemm` workload, under the same workers. Sequence n replays
+prompt n modulo their number. A sequence that is not ended continues in the next prompt's answer, as
+in warm-up and calibration.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from mpissd.engine.workload.workers import Admissions
 class RecordedStream:
     """The target's recorded tokens of all prompts, in one table.
 
-    Each prompt has end + K entries, K being that of the recording: entry c is the token behind c
-    generated ones.
+    Each prompt has end + K entries, K of the recording: entry c follows c generated tokens.
     """
 
     def __init__(self, recording: Recording, capacity: int, lookahead: int) -> None:
@@ -40,7 +39,7 @@ class RecordedStream:
     def _table(self, parts: Sequence[Ids]) -> Ints:
         """Joins [end or end + K, …] of all prompts to int32 [entries, …]; zeros fill the rest.
 
-        The first entries follow once more behind the last: a round reads 2·(K + 1) entries at most.
+        The first entries are repeated after the last: a round reads at most 2·(K + 1) entries.
         """
         table = np.zeros((self._size, *parts[0].shape[1:]), np.int32)
         for start, part in zip(self._starts.tolist(), parts, strict=False):
@@ -49,7 +48,7 @@ class RecordedStream:
         return np.concatenate([table, table[again]])
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Does nothing: the tables are there."""
+        """Does nothing: the tables are complete."""
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         """Computes the table entry of each sequence's next token, from the batch's lengths."""
@@ -70,10 +69,10 @@ class RecordedStream:
 
 
 class RecordedDraft(RecordedStream):
-    """The draft's recorded continuations and likeliest tokens behind every true prefix.
+    """The draft's recorded continuations and likeliest tokens after every true prefix.
 
-    The tables follow the target's own tokens. Behind a served token that the target will reject,
-    the keys are therefore wrong, but no outcome is one of those keys, so they are never looked up.
+    The tables follow the target's own tokens. After a served token that the target will reject, the
+    keys are therefore wrong. No outcome equals such a key, so they are never looked up.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class RecordedDraft(RecordedStream):
     ) -> None:
         """Makes the tables; `widest` is the most candidates that a row keeps (max F_k).
 
-        lookup: how a fast backup finds what to copy; None if none drafts.
+        lookup: kind of lookup of a fast backup; None without one.
         """
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
@@ -104,10 +103,10 @@ class RecordedDraft(RecordedStream):
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
         """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow behind them [n, ΣF, K].
+        that grow after them [n, ΣF, K].
 
-        The candidates of k are the likeliest tokens behind k accepted ones, without the one served
-        there. Behind a hit the bonus token is committed, so that its branch is the draft's
+        The candidates of k are the likeliest tokens after k accepted ones, without the one served
+        there. After a hit the bonus token is committed, so that its branch is the draft's
         continuation of the true prefix.
         """
         chosen = slice(None) if rows is None else rows
@@ -120,7 +119,7 @@ class RecordedDraft(RecordedStream):
     def _served(self, speculation: Speculation, rows: Index | slice, origin: Index) -> Index:
         """Returns [n, K+1] the rank from 0 of the served token among the likeliest of its place.
 
-        A rank beyond them where it is none of them, or where no token was served.
+        A rank beyond them if it is none of them, or if no token was served.
         """
         served = np.full((len(origin), self.lookahead + 1), -1, np.int32)
         served[:, :-1] = speculation.tokens[rows]
@@ -144,8 +143,8 @@ class RecordedDraft(RecordedStream):
 
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
-    """Returns the `count` tokens that a fast backup drafts behind each token of prompt n's answer,
-    int32 [end + K, count]: entry c is behind c tokens."""
+    """Returns the `count` tokens that a fast backup drafts after each token of prompt n's answer,
+    int32 [end + K, count]: entry c is after c tokens."""
     part, lookup = recording.sequences[n], make_lookup(kind, recording.longest)
     lookup.follow(part.prompt.tolist())
     drafts = []

@@ -16,7 +16,7 @@ from mpissd.engine.workload.workers import OpenGather
 
 
 class RecordedEndings(Endings):
-    """Ends each sequence where its recorded answer ends."""
+    """Ends each sequence at the end of its recorded answer."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Text: prompts in, and out what a language model answers to them."""
+"""Text: prompts in, a language model's answers out."""

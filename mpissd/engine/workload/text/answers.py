@@ -22,10 +22,10 @@ class Answer:
     """The answer of the model to one prompt.
 
     entry: the prompt as it was given. tokens: those emitted, up to and including the one that ended
-    the answer. sources: what drafted each of them: "cache", "jit" or "fast", or "bonus" for the
-    target's own. text: without the stop token, and cut in front of a stop string.
-    ended: "stop_token", "stop" (a stop string), "length" (num_tokens, or the model's context), or
-    "rounds" where the run ended first.
+    the answer. sources: the origin of each: "cache", "jit" or "fast", or "bonus" for the target's
+    own. text: without the stop token, and cut in front of a stop string. ended: "stop_token",
+    "stop" (a stop string), "length" (num_tokens, or the model's context), or "rounds" if the run
+    ended first.
     """
 
     entry: Mapping[str, Any]
@@ -56,8 +56,8 @@ def answer_of(
 ) -> Answer:
     """Returns the answer of these tokens.
 
-    text: an unused AnswerText with the run's stops; None without a tokenizer. ended: what ended it
-    where no stop did.
+    text: an unused AnswerText with the run's stops; None without a tokenizer. ended: its finish
+    reason without a stop.
     """
     told = None if text is None else "".join([text.push(t) for t in tokens]) + text.flush()
     ended = (text and text.ended) or ended

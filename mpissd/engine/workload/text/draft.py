@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.engine.model.draws import Drafting, Proposed
-from mpissd.engine.model.draws import Draws as DeviceDraws
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Drafting, Forwards, Proposed
+from mpissd.engine.model.forwards import Draws as DeviceDraws
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.gemm import GemmDraftWorker
@@ -33,18 +32,18 @@ _NOBODY = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step's rows say: their likeliest tokens, [rows], and where tokens are sampled their
-    logits, [rows, V]; and what was drawn so far."""
+    """Results of a step's rows: likeliest tokens [rows], logits [rows, V] if tokens are sampled,
+    and the tokens drawn so far."""
 
     best: Ints
     logits: Logits | None = None
-    proposed: Sequence[Proposed | None] = ()  # by row, where the device has drawn already
+    proposed: Sequence[Proposed | None] = ()  # by row, if the device has already drawn
     drawn: Draws = field(default_factory=dict)
 
 
 class TextDraftWorker(SamplingDraftWorker):
-    """Drafts the likeliest tokens, or samples them; its best candidates behind each row of the
-    trunk are the predicted bonus tokens."""
+    """Drafts the likeliest tokens, or samples them; its best candidates after each row of the trunk
+    are the predicted bonus tokens."""
 
     reads_forwards = True
     _histories: PromptHistories
@@ -63,9 +62,9 @@ class TextDraftWorker(SamplingDraftWorker):
     ) -> None:
         """Makes a worker.
 
-        lookup: how a fast backup finds what to copy. twin: what stands for it where forwards
-        compute nothing. ids: the tokens that the draft's logits are of, rising (None: all).
-        Saguaro sampling uses `fan_outs` until `branches` is given others.
+        lookup: kind of lookup of a fast backup. twin: the worker that replaces it if forwards
+        compute nothing. ids: the tokens that the draft's logits are of, rising (None: all). Saguaro
+        sampling uses `fan_outs` until `branches` is given others.
         """
         self.stepper, self._seed, self._fan_outs, self._twin = stepper, seed, fan_outs, twin
         self.lookahead = twin.lookahead
@@ -89,7 +88,7 @@ class TextDraftWorker(SamplingDraftWorker):
         return self._histories.committed(slot, start, stop)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each of the draft's best tokens behind each row of the trunk."""
+        """Returns a lane for each of the draft's best tokens after each row of the trunk."""
         self._fan_outs = fan_outs
         best = self.stepper.results().ids[0].tolist()
         rows: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
@@ -108,8 +107,8 @@ class TextDraftWorker(SamplingDraftWorker):
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         """Returns new lanes that continue batch rows `rows` from their last committed token.
 
-        FAST lanes get all K tokens at once, copied from the sequence; its last token stands for
-        what the lookup does not find.
+        FAST lanes get all K tokens at once, copied from the sequence; its last token fills the
+        places that the lookup leaves open.
         """
         chosen = np.asarray(rows, np.int64)
         rollout = self._rollout(batch, chosen, batch.last_tokens[chosen], chosen)
@@ -127,7 +126,7 @@ class TextDraftWorker(SamplingDraftWorker):
         rows: Index,
         later: int = 0,
     ) -> Rollout:
-        """Returns lanes behind the tokens `first` of batch rows `rows`, not grown yet.
+        """Returns lanes after the tokens `first` of batch rows `rows`, not grown yet.
 
         chosen: the batch rows that the lanes answer. later: rounds until their tokens are verified.
         """
@@ -185,7 +184,7 @@ class TextDraftWorker(SamplingDraftWorker):
         return _Step(best, self.stepper.logits(range(first, first + count)))
 
     def _asked(self, rollouts: Sequence[Rollout], first: int, most: int) -> list[Drafting]:
-        """Returns what the device is asked to draw; empty where it cannot draw all of it."""
+        """Returns the draws for the device; empty if it cannot do all of them."""
         asked, drawn = list[Drafting](), Draws()
         for rollout in rollouts:
             if not isinstance(rollout, SampledRollout):
@@ -245,10 +244,10 @@ class TextDraftWorker(SamplingDraftWorker):
 
 
 class StateDraftWorker(TextDraftWorker):
-    """Drafts behind the state that the target's last verification has left there.
+    """Drafts from the hidden state that the target's last verification left.
 
-    Keys and values of accepted tokens, which were drafted behind states of the draft's own, are
-    computed again with the target's states, beside the next round's first token.
+    Keys and values of accepted tokens were computed from the draft's own states. They are computed
+    again from the target's states, together with the next round's first token.
     """
 
     chains = False
@@ -265,7 +264,7 @@ class StateDraftWorker(TextDraftWorker):
             filled[slots] = np.minimum(filled[slots], self.placement.last(batch) + 1)
 
     def _gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
-        """Returns what prompts lack; as many tokens as a round accepts are left to its first
+        """Returns the gaps of prompts; as many tokens as a round accepts are left to its first
         step."""
         return super()._gaps(batch, rows, max(spare, self.lookahead))
 

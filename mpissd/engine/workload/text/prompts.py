@@ -1,7 +1,7 @@
 """Prompts from the flags: one text, or a file of lines {"prompt": …} or {"messages": […]}.
 
-A prompt is one user message in the model's chat template, where it has one and --chat_template does
-not forbid it; otherwise it is the text that the model continues.
+A prompt is one user message in the model's chat template if it has one and --chat_template allows
+it. If not, it is the text that the model continues.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def read_prompts(
 def _check_room(
     where: str, tokens: tuple[int, ...], context: int | None, vocab: int | None
 ) -> None:
-    """Refuses a prompt without tokens, with a token that is none, or without room behind it."""
+    """Refuses a prompt without tokens, with an unknown token, or without room after it."""
     if not tokens:
         raise ConfigError(f"{where}: has no tokens")
     if vocab is not None and max(tokens) >= vocab:
@@ -129,7 +129,7 @@ def _entry(where: str, line: bytes) -> Entry:
 
 
 def _encoded(where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
-    """Returns the tokens of an entry; raises ConfigError for one that says nothing."""
+    """Returns the tokens of an entry; raises ConfigError for an empty one."""
     if "messages" in entry:
         return _chatted(where, _messages(where, entry["messages"]), tokenizer)
     text = check_text(where, entry["prompt"])

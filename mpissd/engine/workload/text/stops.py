@@ -13,8 +13,8 @@ from mpissd.engine.workload.text.tokenizer import Tokenizer
 class AnswerText:
     """The text of one answer while its tokens arrive, up to its end.
 
-    `ended` says what ended it: "stop_token", "stop" (a stop string), or None so far. The token that
-    ends an answer belongs to its tokens, but no stop belongs to its text.
+    `ended` is the finish reason: "stop_token", "stop" (a stop string), or None so far. The token
+    that ends an answer belongs to its tokens, but no stop belongs to its text.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AnswerText:
 
 
 class Stops:
-    """Finds where answers end. One object serves all sequences of a run."""
+    """Locates the ends of answers. One object serves all sequences of a run."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, strings: Sequence[str], stop_ids: Collection[int]
@@ -83,7 +83,7 @@ class Cut:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """Takes a piece of text; returns what can be shown. After a stop, that is nothing."""
+        """Takes a piece of text; returns the text to show. After a stop, that is ""."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -115,7 +115,7 @@ class Cut:
 
 
 class TextEndings(Endings):
-    """Ends an answer at a stop token or a stop string, or where the context is full."""
+    """Ends an answer at a stop token or a stop string, or when the context is full."""
 
     def __init__(self, stops: Stops, room: dict[int, int]) -> None:
         """Takes the tokens that each request may emit within the context, by request id."""
@@ -155,7 +155,7 @@ class TextStream:
         return self._leave(text)
 
     def flush(self) -> str:
-        """Returns what still waits; the bytes of a character that was never completed are
+        """Returns the text that still waits; the bytes of a character that was never completed are
         U+FFFD."""
         return self._leave(self._new_text())
 

@@ -12,8 +12,7 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.logit_stream import Lesson, Sent
-from mpissd.engine.model.draws import Draws, Judging
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.gemm import GemmTargetWorker
 from mpissd.engine.workload.history import History, PromptHistories
@@ -41,9 +40,9 @@ class TextTargetWorker(SamplingTargetWorker):
     ) -> None:
         """Makes the worker of one target rank.
 
-        twin: what stands for it where forwards compute nothing. draft_ids: the tokens that the
-        draft knows (None: all). widths: columns of the LM head by target rank; gather: needed for
-        several, if tokens are sampled or teaches, whether a learner reads the logits.
+        twin: the worker that replaces it if forwards compute nothing. draft_ids: the tokens that
+        the draft knows (None: all). widths: columns of the LM head by target rank; gather: needed
+        for several, if tokens are sampled or teaches, whether a learner reads the logits.
         """
         self.stepper, self._seed, self._twin = stepper, seed, twin
         self._samples, self._draft_ids = samples, draft_ids
@@ -228,7 +227,7 @@ def judged(draws: Draws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[
 
 
 def _asked(case: Case) -> list[Judging]:
-    """Returns what is asked of a sequence's rows; the last one's token is the target's own."""
+    """Returns the judgings of a sequence's rows; the last row's token is the target's own."""
     told = case.request.temperature, case.u
     every = zip(case.tokens, case.q, case.coins, strict=False)
     found = []

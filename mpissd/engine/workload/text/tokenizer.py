@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import files_of
-from mpissd.engine.model.transformer.file_digest import digest
+from mpissd.engine.model.transformer.checkpoint import digest
 
 if TYPE_CHECKING:
     import tokenizers
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, str]
 _FILES = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja".split()
-# What values of another type than the files promise raise where they are read.
+# Errors that values of an unexpected type raise when they are read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
@@ -51,7 +51,7 @@ class Tokenizer:
         return self._vocabulary.encode(text).ids
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the tokens of a conversation, up to where the model's answer begins.
+        """Returns the tokens of a conversation, up to the beginning of the model's answer.
 
         messages: {"role": …, "content": …} each. Raises ConfigError without a chat template, and
         for messages that the template refuses.
@@ -89,8 +89,7 @@ def load_tokenizer(where: str) -> Tokenizer:
 
 
 def tokenizer_digest(where: str) -> str | None:
-    """Returns the digest of the files beside a folder's weights that decide its tokens; None for
-    models without such files."""
+    """Returns the digest of the tokenizer's files in a weights folder; None without such files."""
     path = files_of(where)
     folder = path.parent if path is not None and path.suffix == ".json" else path
     if folder is None or not folder.is_dir():
@@ -114,9 +113,9 @@ def _checked(path: Path, found: Vocabulary) -> Tokenizer:
 def render(
     template: str, messages: Sequence[Mapping[str, str]], specials: Mapping[str, str]
 ) -> str:
-    """Returns the text of a conversation, up to where the model's answer begins.
+    """Returns the text of a conversation, up to the beginning of the model's answer.
 
-    specials: named special tokens, such as bos_token. Raises ConfigError with the reason where the
+    specials: named special tokens, such as bos_token. Raises ConfigError with the reason if the
     template refuses the messages or is no template.
     """
     try:
@@ -159,8 +158,8 @@ _GGUF_STOPS = ("eos", "eot", "eom")
 _CONTROL = 3  # ggml's type of a token that is no text
 _USER_DEFINED = 4
 
-# How the models behind llama.cpp's names split text before byte pairs are merged. Source:
-# llama.cpp, llama-vocab.cpp, and the models' own tokenizer.json.
+# How the models of llama.cpp's names split text before byte pairs are merged. Source: llama.cpp,
+# llama-vocab.cpp, and the models' own tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -185,7 +184,7 @@ class Vocabulary:
 
 
 def from_folder(folder: Path) -> Vocabulary:
-    """Reads tokenizer.json and the files beside it; raises ConfigError if that fails."""
+    """Reads tokenizer.json and its neighbour files; raises ConfigError if that fails."""
     library, path = _library(), folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r}: has no tokenizer.json, which --workload=text needs")
@@ -208,7 +207,7 @@ def _stop_ids(
 ) -> frozenset[int]:
     """Returns the ids of eos_token and of generation_config's eos_token_id (one or a list).
 
-    config.json is read where there is no generation_config.json.
+    config.json is read without a generation_config.json.
     """
     ids = set[int]()
     if eos_token is not None:
@@ -313,7 +312,7 @@ def _byte_pairs(path: Path, known: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _split(path: Path, name: str, prefix: bool | None) -> Any:
-    """Returns the pre-tokenizer that llama.cpp's name stands for."""
+    """Returns the pre-tokenizer of llama.cpp's name."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -329,7 +328,7 @@ def _split(path: Path, name: str, prefix: bool | None) -> Any:
 
 
 def _library() -> Any:
-    """Imports `tokenizers`; raises ConfigError where it is not installed."""
+    """Imports `tokenizers`; raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ModuleNotFoundError as missing:

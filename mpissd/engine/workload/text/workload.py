@@ -10,9 +10,8 @@ from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.model.transformer.state_drafts import StateShard
-from mpissd.engine.model.transformer.vocabulary import known_ids
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
 from mpissd.engine.workload.gemm import GemmWorkload
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
@@ -38,7 +37,7 @@ class TextWorkload(Workload):
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts, which the lead alone reads; raises ConfigError for one that cannot be."""
+        """The prompts, read only on the lead; raises ConfigError for an unreadable one."""
         job = self.job
         return read_prompts(job.config, self.tokenizer, context=job.longest, vocab=self.vocab)
 
@@ -90,7 +89,7 @@ class TextWorkload(Workload):
         token, longest = self.job.config.stop_token, self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
-        if self.job.config.ledger_ab:  # its rounds go on behind the end of every answer
+        if self.job.config.ledger_ab:  # its rounds go on after the end of every answer
             raise ConfigError("ledger_ab with workload=text: allowed: another workload")
         if self.job.reads_states and self.job.config.learners:
             asked = f"learners=1 with draft={self.job.draft_where}, which reads hidden states"
@@ -134,7 +133,7 @@ class TextWorkload(Workload):
         return TextDraftWorker(*parts, **told)  # type: ignore[arg-type]
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
-        """Returns the request that continues these tokens, sampled as the flags say."""
+        """Returns the request that continues these tokens, sampled according to the flags."""
         config = self.job.config
         sampled = config.temperature, config.top_p
         return Request(request_id, tokens[-1], 0, tuple(tokens), *sampled)
@@ -180,7 +179,7 @@ class TextWorkload(Workload):
 def check_prompts(job: Resolved) -> None:
     """Raises ConfigError if a job of text has a prompt that cannot be answered.
 
-    For the lead, since no other rank has to reach the file of prompts.
+    For the lead, since only the lead must reach the file of prompts.
     """
     if not job.config.is_text:
         return

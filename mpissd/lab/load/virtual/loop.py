@@ -20,7 +20,7 @@ from mpissd.engine.job import Job, fine_buckets
 from mpissd.lab.load.virtual.outcomes import Outcomes, outcomes_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 
-_MOST_ROWS = 512  # of a forward over a prompt alone
+_MOST_ROWS = 512  # of a forward over only a prompt
 
 
 def costs_of(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
@@ -39,7 +39,7 @@ class _Sequence:
     left: int  # tokens of the prompt that are not stored
     emitted: int  # before a preemption, too
     hit: bool = False
-    behind: int = 0  # tokens that an inline draft lacks, but for one that its next step stores
+    behind: int = 0  # tokens that an inline draft lacks, without the one that its next step stores
 
 
 class VirtualLoop:
@@ -72,7 +72,7 @@ class VirtualLoop:
         self.meanwhile: Callable[[], None] | None = None
 
     def measured(self) -> RowTimes:
-        """Returns what a server measures before its first request."""
+        """Returns the times that a server measures before its first request."""
         times, width = RowTimes(self.buckets), self._job.lookahead + 1
         for rows in (*range(1, width + 1), *(n * width for n in warm_sizes(self._job))):
             times.add(rows, self.forward_s(rows))
@@ -142,7 +142,7 @@ class VirtualLoop:
 
     @property
     def _catches_up(self) -> bool:
-        """Whether the draft stores what it lacks when it drafts."""
+        """Whether the draft stores its lacking tokens when it drafts."""
         return self._job.inline and self.control.catch_up is not None
 
     @property
@@ -160,7 +160,7 @@ class VirtualLoop:
 
     def _stored_inline(self, rows: int, lookahead: int) -> int:
         """Returns how many tokens an inline draft stores: as many rows of prompts, or, before it
-        drafts, what it lacks."""
+        drafts, its lacking tokens."""
         most = self.control.catch_up
         if not self._job.inline or most is None:
             return rows if self._job.inline else 0
@@ -171,7 +171,7 @@ class VirtualLoop:
         return most - left if lookahead else 0
 
     def _answer_s(self, lookahead: int) -> float:
-        """Returns how long the lead waits for the draft, and begins what the draft does next."""
+        """Returns the lead's wait for the draft in seconds, and begins the draft's next work."""
         job, host, count = self._job, self._host, len(self._live)
         hits = sum(one.hit for one in self._live.values())
         if job.draft is None:
@@ -182,7 +182,7 @@ class VirtualLoop:
         asked = self.now + host.lead_send + host.link
         free, steps = self._grown(asked)
         seen = max(asked, free)
-        if not lookahead:  # the draft stores what was committed, and nobody waits for it
+        if not lookahead:  # the draft stores committed tokens, and the lead does not wait
             self._sent, self._grown_s, self._step_s = seen, self._draft_s(count), 0.0
             return 0.0
         drafting = self._drafting_s(hits, count - hits, lookahead, steps)
@@ -214,7 +214,7 @@ class VirtualLoop:
         return shared * self._draft_s(hits + misses) + alone
 
     def _grow(self, lookahead: int, hits: int, misses: int) -> None:
-        """Begins the growth behind a reply."""
+        """Begins the growth after a reply."""
         fans, host = self._job.fan_outs.within(self.control.width), self._host
         lanes = hits * sum(fans.after_hit[: lookahead + 1])
         lanes += misses * sum(fans.after_miss[: lookahead + 1])
@@ -230,7 +230,7 @@ class VirtualLoop:
         return self._drafts_s(_bucket(self._lanes, rows)) + self._host.step
 
     def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
-        """Draws what the round accepted, and which outcomes the draft will have a branch for."""
+        """Draws the round's accepted tokens, and which outcomes will hit."""
         count, grows = len(self._live), self._step_s > 0
         fans = self._job.fan_outs.within(self.control.width)
         served = Speculation.empty(0, count, self._job.lookahead)

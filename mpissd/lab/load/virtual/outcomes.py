@@ -1,6 +1,6 @@
-"""What a round of virtual time decides: how many tokens are accepted, and which outcomes hit.
+"""Outcomes of rounds in virtual time: accepted tokens, and hits.
 
-By the laws of a job, with coins keyed by sequence and position, or by a recording of a real pair.
+From a job's imposed models, with coins keyed by sequence and position, or from a recording.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Outcomes(ABC):
 
     @abstractmethod
     def hits(self, emitted: int, k: int, served: int, fan_out: Sequence[int]) -> bool:
-        """Returns whether the draft has kept the bonus token behind k of `served` tokens."""
+        """Returns whether the draft has kept the bonus token after k of `served` tokens."""
 
 
 class Drawn(Outcomes):
-    """Outcomes by the laws of a job."""
+    """Outcomes by a job's acceptance and hit models."""
 
     def __init__(self, job: Job, request_id: int) -> None:
         seed, count = job.config.seed, 2 * _POSITIONS
@@ -50,7 +50,7 @@ class Drawn(Outcomes):
 
 
 class Replayed(Outcomes):
-    """Outcomes of one prompt of a recording; behind its end the answer begins again."""
+    """Outcomes of one prompt of a recording; after its end the answer begins again."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._tokens, self._end = recorded.tokens.tolist(), recorded.end
@@ -65,7 +65,7 @@ class Replayed(Outcomes):
 
     def hits(self, emitted: int, k: int, served: int, fan_out: Sequence[int]) -> bool:
         at = emitted % self._end
-        if at + k >= self._end:  # nothing is known of the draft there
+        if at + k >= self._end:  # the recording has no draft tokens there
             return False
         left_out = self._rollout[at][k] if k < served else None
         kept = [token for token in self._top[at + k] if token != left_out]
@@ -73,7 +73,7 @@ class Replayed(Outcomes):
 
 
 def outcomes_of(job: Job, request_id: int) -> Outcomes:
-    """Returns the outcomes of a request: of prompt request_id of a recording, or by the laws."""
+    """Returns the outcomes of a request: of prompt request_id of a recording, or drawn."""
     workload = job.workload
     if isinstance(workload, ReplayWorkload):
         every = workload.recording.sequences

@@ -1,8 +1,8 @@
 """Arrivals in virtual time: the server's own scheduler and controller over modelled rounds.
 
 A `VirtualLoop` takes the place of the target loop. Its rounds last as the emulated backend's
-forwards do, with the host costs of the profile and the draft's steps as in `lab.predict`; laws or a
-recording decide what is accepted and what hits (`outcomes`), the same ones for every method.
+forwards do, with the host costs of the profile and the draft's steps as in `lab.predict`; imposed
+models or a recording decide acceptance and hits (`outcomes`), with the same draws for every method.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it arrives, tokens of its prompt, and tokens that it wants."""
+    """A request: its arrival, tokens of its prompt, and tokens that it asks for."""
 
     at_s: float
     prompt_tokens: int
@@ -36,7 +36,7 @@ class Arrival:
 
 @dataclass
 class Served:
-    """What became of an arrival. token_s: the time of each of its tokens."""
+    """The result of an arrival. token_s: the time of each of its tokens."""
 
     at_s: float
     prompt_tokens: int
@@ -68,9 +68,9 @@ def simulate(
 ) -> Simulated:
     """Serves these arrivals in virtual time, at most batch_size at once; raises ConfigError.
 
-    config: of an emulated device; its laws or its recording decide outcomes. auto: lets the
-    controller choose the mode and K. kv_tokens: of the cache (0: each may be as long as it needs).
-    costs: measured ones, in place of those of the device's profile.
+    config: of an emulated device; its imposed models or its recording decide outcomes. auto: lets
+    the controller choose the mode and K. kv_tokens: of the cache (0: each may be as long as it
+    needs). costs: measured costs that replace the device profile's.
     """
     profile, drafts = role_profiles(config.device, config.draft_device)
     memory = profile.memory_bytes, drafts.memory_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.ops import Layer
@@ -34,7 +34,7 @@ class Cache:
     """
 
     sizes: CacheSizes
-    seats: Seats
+    seats: RowPlaces
     keys: Any
     values: Any
     lane_keys: Any
@@ -74,7 +74,7 @@ class Attention:
         """What queries are multiplied by, so that 2 to the power of a score is its weight."""
         return float(self._head**-0.5 * _LOG2_E)
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
         """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
         layers, heads, width = sizes.layers, sizes.kv_heads, sizes.head_dim
         pages = layers, sizes.num_pages, heads, sizes.page, width

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.draws import Drafting, Judging, Proposed, Verdict
+from mpissd.engine.model.forwards import Drafting, Judging, Proposed, Verdict
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 from mpissd.engine.spec.sampling import Row
 

@@ -10,8 +10,8 @@ import numpy as np
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
-from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, Floats, tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -22,7 +22,6 @@ from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer, Part
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Ends, Stage
-from mpissd.engine.model.transformer.tensors import EMBEDDING, HEAD, tensors
 
 _PAGE = 256
 _FIRST_CAPABILITY = 80
@@ -102,7 +101,7 @@ class CupyOps:
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
         return self._attention.cache(sizes, seats)
 
     def clear(self, cache: Cache) -> None:
@@ -154,7 +153,7 @@ class CupyOps:
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
         self._products.multiply(x, gate_up, inner, rows)
 
-    def at_once(self, group: Group, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
+    def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         return False
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
-from mpissd.engine.model.transformer.cupy_ops.norms import LATE_FILES
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
 _THREADS = 256
 _FILES = ("types", "ampere", "skinny")
+LATE_FILES = ("types", "ampere", "skinny", "arithmetic", "late")
+# Kernels that do not multiply ignore these.
+SKINNY_MACROS = (("ROW_TILES", 1), ("TILES", 1), ("STAGES", 6))
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
@@ -42,6 +44,41 @@ class PackedWeight:
     def tiles(self) -> int:
         """Tiles of columns."""
         return int(self.values.size) // (self.depth * TILE)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Rows of the residual stream times a norm's weight, and what is missing to their norm.
+
+    values: float16 [rows, width], times a power of two. squares: float32 [2, rows, width / 16], the
+    sum of each tile. norms, powers, factors: float32 [rows], 1 / rms, the power of two, and the
+    factor of sums over `values`. A whole forward in one kernel has two norms in turn, the others
+    the first.
+    """
+
+    values: Any
+    squares: Any
+    norms: Any
+    powers: Any  # [2, rows]
+    factors: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and width."""
+        rows, width = self.values.shape
+        return rows, width
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The arrays that the kernels `norm_…` write beside the values."""
+        return self.squares, self.norms, self.powers, self.factors
+
+
+def normed(launcher: Launcher, values: Any) -> Normed:
+    """Returns what `values` need beside them."""
+    rows, width = values.shape
+    shapes = (2, rows, width // TILE), (rows,), (2, rows), (rows,)
+    return Normed(values, *(launcher.zeros(shape, np.float32) for shape in shapes))
 
 
 class Products:

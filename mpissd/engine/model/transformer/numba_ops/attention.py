@@ -23,7 +23,7 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
     """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out.
 
     qkv: the product. sizes: (heads, kv_heads, head_dim). norms: (bias, q's, k's), empty where there
-    is none. turns: (cosines, sines) of each position. places: (rows, pages) of the Seats. caches:
+    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows and .pages. caches:
     (keys, values, lanes' keys, lanes' values).
     """
     heads, kv_heads, width = sizes

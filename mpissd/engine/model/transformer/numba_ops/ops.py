@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.transformer.cache import CacheSizes, Seats
+from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
@@ -137,7 +137,7 @@ class NumbaOps:
         """Returns a buffer of logits."""
         return Logits(self.buffer(rows, width), width)
 
-    def cache(self, sizes: CacheSizes, seats: Seats) -> Cache:
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
         """Returns an empty cache, all of it written.
 
         A context of imposed laws is never computed. Memory that was never written is one page of
@@ -242,7 +242,7 @@ class NumbaOps:
             found = self._products[weight.outputs] = self.buffer(count, weight.outputs)
         return found
 
-    def at_once(self, group: Group, weights: Any, memory: Any, cache: Any, count: int) -> bool:
+    def at_once(self, weights: Any, memory: Any, cache: Any, count: int) -> bool:
         """Returns False: every operation is called by itself."""
         return False
 

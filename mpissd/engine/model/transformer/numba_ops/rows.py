@@ -61,7 +61,7 @@ def embed(table, tokens, hidden, rows):
 
 @njit(**JIT)
 def keep(x, seats, states, rows):
-    """Sets states[slot, position + 1] = x for trunk rows; seats: [4, n], see cache.Seats."""
+    """Sets states[slot, position + 1] = x for trunk rows; seats: [4, n], see cache.RowPlaces."""
     for m in range(rows):
         slot, position = seats[0, m], seats[1, m] + 1
         if slot >= 0 and seats[2, m] < 0 and position < states.shape[1]:

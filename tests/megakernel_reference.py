@@ -1,6 +1,6 @@
-"""A slow twin in NumPy of each operation of kernels/whole.cu, and the device's tensors by name.
+"""Each operation of kernels/whole.cu in NumPy, and the device's tensors by name.
 
-A twin takes the tensors that the device had before the operation, so that a difference is its own.
+An operation reads the tensors that the device had before it, so that differences do not add up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.cupy_ops.whole_plan import ADD, ATTEND, GATED, QKV
+from mpissd.engine.model.transformer.cupy_ops.megakernel import ADD, ATTEND, GATED, QKV
 from tests.gpu.agreement import relative_error
 from tests.gpu.greedy_margins import Kept
 from tests.gpu.transformer_rig import Rig, prompt
@@ -22,7 +22,7 @@ NAMES = "q,k,v", "attention", "o", "gate,up", "down"
 Tensors = dict[str, Any]
 
 
-class Twin:
+class Reference:
     """The operations over the weights of a rig's checkpoint, rounded as the device's are."""
 
     def __init__(self, rig: Rig, positions: Any) -> None:
@@ -92,47 +92,49 @@ class Twin:
 
 def differences(rig: Rig, context: int, rows: int) -> Iterator[tuple[str, float]]:
     """Yields (operation and tensor, relative error) of every operation of a forward of `rows` rows
-    behind `context` tokens."""
+    after `context` tokens."""
     stack, ops = rig.stack, rig.stack.weights.ops
     assert ops is not None
     tokens = prompt(rig, context + rows)
     rig.fill(tokens[:context], 8)
-    twin = Twin(rig, np.arange(context, context + rows))
+    reference = Reference(rig, np.arange(context, context + rows))
     stack.buffers.tokens[:rows] = tokens[context:]
     stack.place(trunk_rows(0, context, context + rows))
-    whole: Any = ops._whole  # type: ignore[attr-defined]
-    assert whole is not None and whole.suits(rows)
+    megakernel: Any = ops._megakernel  # type: ignore[attr-defined]
+    assert megakernel.suits(rows)
 
     def state(count: int, layer: int) -> Tensors:
-        """The tensors behind the first `count` operations."""
+        """The tensors after the first `count` operations."""
         ops.begin(stack.cache, rows)
         ops.embed(stack.weights.table, stack.buffers.tokens, stack.buffers.hidden, rows)
         first = stack.weights.layers[0].attention_norm
         ops._norm(stack.buffers.hidden, None, first, stack.buffers.x, rows, stack.cache.counters)  # type: ignore[attr-defined]
         if count:
             norm = ops._first_norm  # type: ignore[attr-defined]
-            whole.launch(stack.weights, stack.buffers, stack.cache, rows, norm, count)
+            megakernel.launch(stack.weights, stack.buffers, stack.cache, rows, norm, count)
         return tensors(rig, layer, context, rows)
 
     layers = rig.checkpoint.config.shape.num_layers
     for number in range(5 * layers + 1):
         layer, which = divmod(number, 5)
         in_cache = min(layer, layers - 1)
-        before, behind = state(number, in_cache), state(number + 1, in_cache)
+        before, after = state(number, in_cache), state(number + 1, in_cache)
         if layer == layers:
-            name, expected = "head", twin.head(before)
+            name, expected = "head", reference.head(before)
         else:
-            name, expected = f"{layer} {NAMES[which]}", operation(twin, which, before, layer)
+            name, expected = f"{layer} {NAMES[which]}", operation(reference, which, before, layer)
         for tensor, values in expected.items():
-            yield f"{name}: {tensor}", relative_error(behind[tensor], values)
+            yield f"{name}: {tensor}", relative_error(after[tensor], values)
 
 
-def operation(twin: Twin, which: int, before: Tensors, layer: int) -> Tensors:
+def operation(reference: Reference, which: int, before: Tensors, layer: int) -> Tensors:
     """What a layer's operation gives."""
     kind = KINDS[which]
     if kind == ADD:
-        return twin.add(before, layer, norm=0 if which == 2 else 1)
-    return {QKV: twin.qkv, ATTEND: twin.attention, GATED: twin.gated}[kind](before, layer)
+        return reference.add(before, layer, norm=0 if which == 2 else 1)
+    return {QKV: reference.qkv, ATTEND: reference.attention, GATED: reference.gated}[kind](
+        before, layer
+    )
 
 
 def tensors(rig: Rig, layer: int, context: int, rows: int) -> Tensors:

@@ -1,0 +1,299 @@
+"""The megakernel of a forward on a processor (tests/emulator), and which models use it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.checkpoint import tensors
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops import packing
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention
+from mpissd.engine.model.transformer.cupy_ops.megakernel import (
+    Megakernel,
+    MegakernelOps,
+    chosen,
+    geometry_of,
+)
+from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
+from mpissd.engine.model.transformer.ops import Part
+from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
+from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.weights import load_weights
+from tests.emulator.launcher import EmulatedGpu
+from tests.gpu.transformer_rig import HEADS, Rig, joined, prompt, tiny, use_megakernel
+from tests.megakernel_reference import differences
+
+ROOM, SMALL = 227 << 10, 99 << 10  # bytes of shared memory that a block may have
+TABLE, TOKENS = "model.embed_tokens.weight", [5, 9, 2]
+
+
+def num_whole(gpu: EmulatedGpu) -> int:
+    """How many forwards have been one kernel so far."""
+    return gpu.launcher(early=False).launches.count("whole")
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of models of any width use the megakernel."""
+    use_megakernel(monkeypatch, is_on=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, rows", [("llama", 3), ("qwen2", 9)])
+def test_each_operation_is_the_references(gpu: Any, family: str, rows: int) -> None:
+    """125 tokens before the rows, so that they stand in two splits and pages."""
+    rig = Rig(gpu, tiny(family), max_rows=16)
+    found = dict(differences(rig, 125, rows))
+    assert len(found) == 2 * (3 + 1 + 4 + 1 + 4) + 1
+    assert max(found.values()) < 2e-3, {
+        name: error for name, error in found.items() if error > 1e-3
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most, layers", [(12, 1), (7, 3), (20, 1)])
+def test_one_kernel_has_the_bits_of_many(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, most: int, layers: int
+) -> None:
+    """One, two and three tiles of rows, and so one and two teams that attend."""
+    found, before = [], num_whole(gpu)
+    for whole in (False, True):
+        monkeypatch.setattr(Megakernel, "most_rows", 32 if whole else 0)
+        rig = Rig(gpu, tiny("smollm2", layers=layers), max_rows=most)
+        found.append(rig.fill(prompt(rig, 130), most))
+    assert np.array_equal(*found)
+    assert num_whole(gpu) - before == -(-130 // most)
+
+
+@pytest.mark.slow
+def test_rows_of_one_lane_and_of_its_trunk_see_each_other(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that one forward stores and reads: two rows of a lane beside rows of its trunk."""
+    found, before = [], num_whole(gpu)
+    for whole in (False, True):
+        monkeypatch.setattr(Megakernel, "most_rows", 32 if whole else 0)
+        rig = Rig(gpu, tiny("llama", layers=2), max_rows=8)
+        tokens = prompt(rig, 132)
+        rig.fill(tokens[:124], 8)
+        for first in (126, 128):  # behind two new tokens of the trunk, then across a page
+            place = np.arange(first, first + 2, dtype=np.int32)
+            of = np.zeros(2, np.int32)
+            lane = Places(of, place, of, np.full(2, 126, np.int32))
+            trunk = trunk_rows(0, 124, 126)
+            rows = [*tokens[first : first + 2], *tokens[124:126]]
+            found.append(rig.forward(rows, joined(lane, trunk), bucket=5)[:4])
+    assert np.array_equal(found[0], found[2]) and np.array_equal(found[1], found[3])
+    assert num_whole(gpu) - before == 16 + 2
+
+
+@pytest.mark.slow
+def test_padding_and_forwards_of_more_rows(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of padding alone ends; behind it one of two rows and padding, and one of 40 rows,
+    which separate kernels compute, have the bits of separate kernels."""
+    found, before = [], num_whole(gpu)
+    for most_rows in (32, 0):
+        monkeypatch.setattr(Megakernel, "most_rows", most_rows)
+        rig = Rig(gpu, tiny("llama"), max_rows=40)
+        tokens = prompt(rig, 49)
+        every = [rig.fill(tokens[:7], 7)]
+        rig.stack.place(None)
+        rig._programs[7].launch()
+        every.append(rig.forward(tokens[7:9], trunk_rows(0, 7, 9), bucket=7))
+        found.append([*every, rig.fill(tokens[9:], 40, start=9)])
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+    assert num_whole(gpu) - before == 3
+
+
+class Stored:
+    """A checkpoint that has no recipe of its values, as a file."""
+
+    def __init__(self, inner: RandomCheckpoint) -> None:
+        self.config, self.matrix = inner.config, inner.matrix
+
+    def random_part(self, *_: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("head", [32, 64])
+@pytest.mark.parametrize("is_random", [True, False])
+def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
+    gpu: Any, head: int, is_random: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of a recipe, and of a file: two heads at a time."""
+    monkeypatch.setattr(packing, "_STAGING_ELEMENTS", 2 * head * 64 + 1)
+    config = tiny("llama" if head == 32 else "smollm2", layers=1)
+    ops = chosen(gpu, config, heads=HEADS[config.family][0], kv_heads=1, max_rows=8, page=128)
+    checkpoint, name = RandomCheckpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
+    assert isinstance(ops, MegakernelOps)
+    given: Any = checkpoint if is_random else Stored(checkpoint)
+    packed = ops.qkv_matrix(given, [Part(name)])
+    expected = checkpoint.matrix(name).astype(np.float16)
+    assert packed.head == head and packed.columns == len(expected)
+    chunks = CupyChunks.__new__(CupyChunks)
+    chunks._launcher, chunks._attention = gpu.launcher(early=False), ops._attention
+    rows = gpu.launcher(early=False).zeros((expected.size,), np.float16)
+    chunks._unpack(packed, rows)
+    assert np.array_equal(rows.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 24, 32])
+@pytest.mark.parametrize("head", [32, 64, 128])
+def test_a_geometry_fills_a_multiprocessor(head: int, rows: int) -> None:
+    found = geometry_of(rows, head, 256, ROOM)
+    assert found.slots >= 8 and found.shared_bytes <= ROOM
+    assert found.row_tiles == -(-rows // 8)
+    assert found.slots == 12 or found.shared_bytes > ROOM - (17 << 10)
+
+
+@pytest.mark.parametrize("hidden, most", [(2048, 16), (4096, 32)])
+def test_more_rows_of_narrow_models_take_separate_kernels(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, hidden: int, most: int
+) -> None:
+    monkeypatch.undo()
+    config = tiny("llama", layers=1)
+    config = replace(config, shape=replace(config.shape, hidden=hidden))
+    whole = Megakernel(gpu.launcher(early=False), config, Attention.__new__(Attention), None)
+    whole._attention.page = 128
+    assert whole.suits(most) and not whole.suits(most + 1)
+
+
+class Swapped:
+    """A checkpoint of one model's embedding and another's other weights, as of a file."""
+
+    def __init__(self, old: RandomCheckpoint, new: RandomCheckpoint) -> None:
+        self._old, self._new, self.config = old, new, old.config
+
+    def _of(self, name: str) -> RandomCheckpoint:
+        return self._old if name == TABLE else self._new
+
+    def matrix(self, name: str, *part: Any) -> Any:
+        return self._of(name).matrix(name, *part)
+
+    def vector(self, name: str, *part: Any) -> Any:
+        return self._of(name).vector(name, *part)
+
+    def random_part(self, *_: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._old, name)
+
+
+@pytest.mark.slow
+def test_a_swap_of_weights_reaches_every_cache(gpu: Any) -> None:
+    """Two stacks over the same weights have the bits of a model that was loaded anew."""
+    config = tiny("qwen2", 1)
+    old, new = RandomCheckpoint(config, 3), RandomCheckpoint(config, 9)
+    weights = load_weights(gpu, old, TransformerShard(config), max_rows=8, page=128)
+    assert isinstance(weights.ops, MegakernelOps)
+    rigs = [
+        Rig(gpu, config, weights=weights, checkpoint=old, max_rows=8, **more)
+        for more in ({}, {"capacity": 512, "slots": 1})
+    ]
+    before = [rig.forward(TOKENS, trunk_rows(0, 0, 3)) for rig in rigs]
+    arrays = {
+        name: new.matrix(name) if len(shape) == 2 else new.vector(name)
+        for name, shape in tensors(config)
+        if name != TABLE
+    }
+    for _ in rigs[0].stack.reload(arrays):
+        pass
+    after = [rig.forward(TOKENS, trunk_rows(0, 0, 3)) for rig in rigs]
+    anew: Any = Swapped(old, new)
+    expected = Rig(gpu, config, checkpoint=anew, max_rows=8).forward(TOKENS, trunk_rows(0, 0, 3))
+    assert np.array_equal(*before) and not np.array_equal(before[0], expected)
+    assert all(np.array_equal(found, expected) for found in after)
+
+
+@pytest.mark.slow
+def test_kept_states_are_those_of_separate_kernels(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, found = tiny("llama"), []
+    options = ForwardOptions(lm_head=True, top_k=3, values=True, capacity=64, states=True)
+    for is_on in (True, False):
+        use_megakernel(monkeypatch, is_on=is_on)
+        shard = TransformerShard(config)
+        weights = load_weights(gpu, RandomCheckpoint(config, 3), shard, max_rows=8, page=128)
+        assert isinstance(weights.ops, MegakernelOps) == is_on
+        stack = TransformerStack(
+            gpu, SoloGroup(), shard, options, weights, max_rows=8, max_sequences=2
+        )
+        stack.buffers.tokens[:5] = [3, 7, 1, 9, 50]
+        stack.place(trunk_rows(0, 0, 5))
+        stack.body(8)()
+        found.append((np.array(stack.states, np.float32)[0, :7], stack.logits(range(5))))
+    (own_states, own_logits), (states, logits) = found
+    assert np.array_equal(states.any(-1), own_states.any(-1)) and states.any()
+    assert np.abs(own_states - states).max() < 2e-3 * np.abs(states).max()
+    assert np.abs(own_logits - logits).max() < 5e-3 * np.abs(logits).max()
+
+
+def device(capability: str = "9.0", room: int = ROOM) -> Any:
+    return SimpleNamespace(
+        info=SimpleNamespace(compute_capability=capability),
+        launcher=lambda *, early: SimpleNamespace(shared_bytes=room),
+    )
+
+
+def model(**changed: Any) -> TransformerConfig:
+    """Llama-3.2-1B, with other sizes of its shape or other properties."""
+    config = config_of("llama-3.2-1b")
+    shape = {name: changed.pop(name) for name in set(changed) & set(vars(config.shape))}
+    return replace(config, shape=replace(config.shape, **shape), **changed)
+
+
+@pytest.mark.parametrize(
+    "capability, room, expected",
+    [
+        ("8.0", ROOM, False),  # more than any has
+        ("8.9", SMALL, False),
+        ("9.0", ROOM, True),
+        ("10.0", ROOM, True),
+        ("12.0", SMALL, False),  # no room for a ring of weights
+    ],
+)
+def test_the_gpu_decides(capability: str, room: int, expected: bool) -> None:
+    assert MegakernelOps.suits(device(capability, room), model(), heads=32) == expected
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [({}, True), ({"hidden": 2016}, False), ({"qk_norm": True}, False), ({"kind": "eagle"}, False)],
+)
+def test_the_model_decides(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.undo()
+    assert MegakernelOps.suits(device(), model(**changed), heads=32) == expected
+
+
+def test_a_share_of_the_heads_uses_separate_kernels() -> None:
+    assert not MegakernelOps.suits(device(), model(), heads=16)
+
+
+def test_a_gpu_that_mps_divides_uses_separate_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert MegakernelOps.suits(device(), model(), heads=32)
+    (tmp_path / "control").touch()
+    assert not MegakernelOps.suits(device(), model(), heads=32)
