@@ -94,7 +94,10 @@ class Advice:
 
     @property
     def to_probe(self) -> tuple[Choice, ...]:
-        """The derived ones of the two fastest uses and best's rival; nothing is advised on them."""
+        """Those of the two fastest uses and of best's rival whose times are derived.
+
+        If there are any, `plan` gives no command to run.
+        """
         deciding = *self.judged[:2], self.rival
         return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
 

@@ -49,7 +49,7 @@ def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every T that the model can be divided into and that fits in the profile's memory.
 
-    Forwards are measured, modelled or derived (derive.py; where T cannot divide products equally,
+    Forwards are measured, modelled or derived (derive.py; if T cannot divide products equally,
     from the T below and above), in this order; if none is possible, the use goes to `unjudged`.
     Host costs are handled the same way (hosts.with_hosts). Raises ConfigError if nothing can be
     judged: it names the profile's models, or the fault of the last T.

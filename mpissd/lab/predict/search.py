@@ -200,7 +200,7 @@ def lookup_groups(
 ) -> Iterator[Group]:
     """Yields lookups on T ranks, whose drafts have the acceptance of a fast backup.
 
-    None if nothing of them is accepted: each round is one of AR with more rows.
+    Yields nothing if their acceptance is 0: each round would be one of AR with more rows.
     """
     for lookahead in lookaheads:
         fits = lookahead <= laws.longest and place.allows(batch * (lookahead + 1))
