@@ -93,9 +93,13 @@ class LinkShape:
         """Makes a buffer for the prompts that an outcome or a plan admits."""
         return self._buffer(wire.Kind.PROMPT, wire.prompt_capacity(self.batch, self.prompt_tokens))
 
-    def nothing_buffer(self) -> wire.Buffer:
-        """Makes an unused buffer, for a direction in which nothing is sent."""
-        return self._buffer(wire.Kind.PROMPT, 0)
+    def nothing_buffer(self, kind: wire.Kind) -> wire.Buffer:
+        """Makes an unused buffer, for the direction in which no message of this kind is sent.
+
+        Its receive is posted all the same: with another kind's tag it would take that kind's first
+        message.
+        """
+        return self._buffer(kind, 0)
 
     def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:
         return wire.Buffer(kind, self.group, size, lookahead=self.lookahead, vocab=self.num_tokens)

@@ -74,9 +74,13 @@ def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> Le
     main = _open(comm, draft, shape.outcome_buffer(), shape.speculation_buffer(), waiter)
     side = prompts = None
     if shape.sampled:
-        side = _open(comm, draft, shape.nothing_buffer(), shape.proposals_buffer(), waiter)
+        side = _open(
+            comm, draft, shape.nothing_buffer(wire.Kind.PROPOSALS), shape.proposals_buffer(), waiter
+        )
     if shape.prompt_tokens:
-        prompts = _open(comm, draft, shape.prompt_buffer(), shape.nothing_buffer(), waiter)
+        prompts = _open(
+            comm, draft, shape.prompt_buffer(), shape.nothing_buffer(wire.Kind.PROMPT), waiter
+        )
     return LeadEnd(*main, shape.lookahead, waiter, vocab=shape.vocab, side=side, prompts=prompts)
 
 
@@ -85,9 +89,13 @@ def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> Dr
     main = _open(comm, lead, shape.speculation_buffer(), shape.outcome_buffer(), waiter)
     side = prompts = None
     if shape.sampled:
-        side = _open(comm, lead, shape.proposals_buffer(), shape.nothing_buffer(), waiter)
+        side = _open(
+            comm, lead, shape.proposals_buffer(), shape.nothing_buffer(wire.Kind.PROPOSALS), waiter
+        )
     if shape.prompt_tokens:
-        prompts = _open(comm, lead, shape.nothing_buffer(), shape.prompt_buffer(), waiter)
+        prompts = _open(
+            comm, lead, shape.nothing_buffer(wire.Kind.PROMPT), shape.prompt_buffer(), waiter
+        )
     return DraftEnd(*main, waiter, side=side, prompts=prompts)
 
 

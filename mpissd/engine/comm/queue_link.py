@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from functools import partial
 
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
@@ -61,9 +62,9 @@ def queue_link(
     side: Joined = None, None
     prompt: Joined = None, None
     if shape.sampled:
-        side = _joined(shape.nothing_buffer, shape.proposals_buffer)
+        side = _joined(partial(shape.nothing_buffer, wire.Kind.PROPOSALS), shape.proposals_buffer)
     if shape.prompt_tokens:
-        prompt = _joined(shape.prompt_buffer, shape.nothing_buffer)
+        prompt = _joined(shape.prompt_buffer, partial(shape.nothing_buffer, wire.Kind.PROMPT))
     return (
         LeadEnd(*lead, shape.lookahead, waiter, vocab=shape.vocab, side=side[0], prompts=prompt[0]),
         DraftEnd(*draft, draft_waiter or waiter, side=side[1], prompts=prompt[1]),
