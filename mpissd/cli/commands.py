@@ -16,6 +16,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of, said
 from mpissd.common.presets import has_weights, split_pair
+from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.pools import advice as pool_advice
@@ -30,7 +31,7 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, check_job, covered
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.laws import cut_law
-from mpissd.lab.predict.places import survey
+from mpissd.lab.predict.places import runnable, survey
 from mpissd.lab.predict.recorded import predict_replay
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Choice
@@ -177,14 +178,17 @@ def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     price = real_hits.price_line(run, ssd, placed.placements)
     for line in filter(None, (price and f"hits {price}", *real_hits.lines(real))):
         print(f"   {line}")
-    if not advice.missing:
+    for use in () if advice.missing else advice.to_probe:
+        print(f"   → probe first, {Family.of(use)} is derived: {_probe(run, use)}")
+    if not advice.missing and not advice.to_probe:
         print(f"   → run it: {_command(run, advice.best)}")
-    if most is not None and most.copies * most.targets > 1:
+    if most is not None and most.copies * most.targets > 1 and not most.choice.derived:
         command = _command(run, most.choice, most.targets)
         print(f"   most tok/s, {most.copies} such job{'s' * (most.copies > 1)}: {command}")
     for line in pool_advice.lines(uses, config.gpus):
         print(f"   {line}")
-    if (pool := pool_advice.best_pool(uses)) is not None and pool != most:
+    pool = pool_advice.best_pool(uses)
+    if pool is not None and pool != most and not pool.choice.derived:
         print(
             f"   run the pool that gains most, {pool}: {_command(run, pool.choice, pool.targets)}"
         )
@@ -226,6 +230,15 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     ranks = groups * choice.tp + choice.num_drafts
     return f"mpirun -np {ranks} python -m mpi4py -m mpissd run {text}"
+
+
+def _probe(run: RunConfig, choice: Choice) -> str:
+    """Returns the command line that measures a choice's forwards and host costs."""
+    told = said(runnable(run, choice.tp))
+    flags = {"pair": run.pair or "", "num_drafts": str(choice.num_drafts)}
+    flags |= {name: told[name] for name in _FORWARD if name in told}
+    text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
+    return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd probe {text}"
 
 
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")

@@ -157,5 +157,14 @@ def tps_of(target: str, most: int) -> tuple[int, ...]:
     return tuple(range(1, min(most, heads) + 1))
 
 
+def between(tp: int, low: tuple[int, float], high: tuple[int, float]) -> float:
+    """Returns the seconds of a forward on T ranks by those of (T, seconds) below and above.
+
+    It takes a + c/T, as if all shares were of equal size.
+    """
+    (few, slow), (many, fast) = low, high
+    return fast + (1 / tp - 1 / many) / (1 / few - 1 / many) * (slow - fast)
+
+
 def _rank(use: Use) -> tuple[float, int]:
     return -float(f"{use.tok_per_s:.5g}"), use.tp + use.num_drafts

@@ -13,6 +13,7 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.cli import arguments as cli
+from mpissd.cli.configs import ProbeConfig
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
@@ -126,7 +127,7 @@ def test_what_cannot_be_predicted(
         (("--fuse",), "covers fuse"),
         (
             ("--draft_device=a100-80",),
-            "draft_device=h100 with backend=numpy: allowed: backend=emul",
+            "draft_device=a100-80 with backend=numpy: allowed: backend=emul",
         ),
         (("--mode=sd", "--num_drafts=0"), "covers the draft"),
     ],
@@ -148,7 +149,7 @@ def test_a_job_s_profile_knows_its_own_draft_device_alone(
     assert same == said(capfd, "predict", name, "--draft_device=v100-32")
     assert said(capfd, "predict", name, "--mode=ar")["t_draft_s"] is None
     told = refused(capfd, "predict", name, "--draft_device=a100-80")
-    assert "covers draft_device=v100-32, not h100" in told
+    assert "covers draft_device=v100-32, not a100-80" in told
 
 
 def paths_of(data: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -194,12 +195,12 @@ def run_line(out: str) -> tuple[int, RunConfig]:
 
 
 def test_a_plan_is_a_line_that_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = "--gpus=3", "--profile=h100", "--pair=8b/1b", "--alpha=0.7", "--batch_size=2"
+    flags = "--gpus=2", "--profile=a100-80", "--pair=8b/1b", "--alpha=0.7", "--batch_size=2"
     assert main(["plan", *flags]) == 0
     out, _ = capfd.readouterr()
     ranks, config = run_line(out)
     best = json.loads(out.splitlines()[-1])["best"]
-    assert ranks == best["tp"] + best["num_drafts"] <= 3
+    assert ranks == best["tp"] + best["num_drafts"] <= 2
     assert (config.mode, config.batch_size) == (best["mode"], 2)
     assert config.acceptance_text == "alpha:0.7"
     job = resolve(config, best["tp"], backend="emulated", memory_bytes=80 * 10**9)
@@ -223,7 +224,7 @@ RATES = ".95,.9,.7,.4,.2,.1,.05,.02,.01,.01,.01,.01,.01,.01,.01,.01,.01,.01"
 def test_a_list_of_rates_is_cut_to_the_k_that_is_run(
     kind: str, flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", f"--acceptance={kind}:{RATES}", *flags]) == 0
+    assert main(["plan", "--profile=a100-80", f"--acceptance={kind}:{RATES}", *flags]) == 0
     out, _ = capfd.readouterr()
     ranks, config = run_line(out)
     best = json.loads(out.splitlines()[-1])["best"]
@@ -236,7 +237,7 @@ def test_a_list_of_rates_is_cut_to_the_k_that_is_run(
 
 def test_a_histogram_of_any_name_is_run_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     Path("my counts.json").write_text("[1, 1, 2, 8]")
-    assert main(["plan", "--acceptance=histogram:my counts.json"]) == 0
+    assert main(["plan", "--profile=a100-80", "--acceptance=histogram:my counts.json"]) == 0
     _, config = run_line(capfd.readouterr()[0])
     assert config.acceptance == "histogram:my counts.json"
     resolve(config, 1, backend="emulated", memory_bytes=None)
@@ -303,13 +304,14 @@ def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -
     """Pair and fused products are the probe's where nothing else is said; other T are derived."""
     assert main(["plan", EIGHT, "--gpus=4"]) == 0
     out, _ = capfd.readouterr()
-    _, config = run_line(out)
-    assert (config.pair, config.fuse) == ("8b/1b", True)
     for choice in json.loads(out.splitlines()[-1])["by_method"]:
         told = choice["derived"]
         assert told is None if choice["tp"] == 1 else told.startswith("derived from T=1")
     assert main(["plan", EIGHT, "--gpus=1"]) == 0
-    found = json.loads(capfd.readouterr()[0].splitlines()[-1])
+    out, _ = capfd.readouterr()
+    _, config = run_line(out)
+    assert (config.pair, config.fuse) == ("8b/1b", True)
+    found = json.loads(out.splitlines()[-1])
     same = said(capfd, "predict", EIGHT, "--mode=ar")
     assert same["tok_per_s"] == pytest.approx(found["by_method"][-1]["tok_per_s"])
     assert said(capfd, "predict", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
@@ -340,6 +342,37 @@ def test_a_t_that_was_not_probed_is_derived_and_says_so(capfd: pytest.CaptureFix
     assert json.loads(lines[-1])["gain"] < 1.2
 
 
+CHAT = str(Path(__file__).resolve().parents[2] / "results/recordings/smollm2.laws.json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "probed"),
+    [
+        # It was "run it", of SD inline and SSD; measured, AR T=2 is the fastest for 16 chats.
+        (("--forward=transformer", f"--laws={CHAT}", "--batch_size=16"), ("sd", 2, 0)),
+        (("--forward=transformer", f"--laws={CHAT}"), ("ssd", 1, 1)),
+        # It was "SSD 1.267x the best other use of 3", SD inline T=2 with an idle GPU.
+        (("--pair=70b/1b", "--gpus=3", "--alpha=.8"), ("sd", 3, 0)),
+    ],
+)
+def test_nothing_is_advised_on_what_is_derived(
+    flags: tuple[str, ...], probed: tuple[str, int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile=h200", *flags]) == 0
+    out, _ = capfd.readouterr()
+    first = json.loads(out.splitlines()[-1])["probe_first"][0]
+    assert tuple(first[name] for name in ("mode", "tp", "num_drafts")) == probed
+    lines = [line for line in out.splitlines() if "→ probe first, " in line]
+    assert lines and "run it" not in out and "does this draft pay here? yes" not in out
+    found = re.search(r"mpirun -np (\d+) python -m mpi4py -m mpissd (probe .*)", lines[0])
+    assert found is not None and int(found[1]) == probed[1] + probed[2]
+    command = cli.parse(shlex.split(found[2]))
+    assert command is not None and isinstance(command.config, ProbeConfig)
+    run = command.config.run
+    assert (run.forward, run.drafts) == ("transformer", probed[2])
+    resolve(run, probed[1], backend="emulated", memory_bytes=None)
+
+
 def test_a_use_that_cannot_be_judged_is_said_first_and_nothing_is_best(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -358,7 +391,9 @@ def test_a_use_that_cannot_be_judged_is_said_first_and_nothing_is_best(
     assert found["break_even_alpha"] is None and found["break_even_p_hit"] is None
     assert found["extra_gpu"]["gain_at_equal_gpus"] is None
     assert found["extra_gpu"]["gain"] > 1  # over one GPU, of which everything is known
-    assert {(u["mode"], u["tp"]) for u in found["unjudged"]} == {("ar", 2), ("sd", 2)}
+    assert {(u["mode"], u["tp"]) for u in found["unjudged"]} == {
+        *(("ar", 2), ("lookup", 2), ("sd", 2))
+    }
 
 
 @pytest.mark.parametrize(
@@ -483,7 +518,8 @@ def test_what_plan_says_to_run_for_a_pair_with_weights_can_be_run(
 ) -> None:
     """Beside weights, laws are refused unless the command says that laws are meant."""
     pair = tiny_pair(tmp_path, kv_heads=6)
-    assert main(["plan", f"--pair={pair.target}/{pair.draft}", "--gpus=1", "--alpha=0.7"]) == 0
+    flags = f"--pair={pair.target}/{pair.draft}", "--gpus=1", "--alpha=0.7", "--profile=a100-80"
+    assert main(["plan", *flags]) == 0
     command = capfd.readouterr().out.split("run it: ")[1].splitlines()[0]
     words = shlex.split(command)
     assert main([*words[words.index("run") :], "--dry_run", f"--out={tmp_path / 'out'}"]) == 0

@@ -152,11 +152,12 @@ def test_a_survey_drops_no_t_silently() -> None:
     assert {(c.tp, c.derived is None) for c in judged if c.mode != "ssd"} == {
         (1, True),
         (2, False),
+        (3, False),
         (4, False),
     }
     assert not here.unjudged
     there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
-    assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 4}
+    assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 3, 4}
     assert "all-reduce over 4 ranks" in there.unjudged[Family("ar", 4, 0)]
 
 

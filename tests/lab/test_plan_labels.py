@@ -20,7 +20,7 @@ from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import forecast_row
 from mpissd.lab.predict.label import derived_from
-from mpissd.lab.predict.places import job_of, survey
+from mpissd.lab.predict.places import job_of, runnable, survey
 from mpissd.lab.predict.search import Choice
 
 DEFAULT = resolve_hit_law(None, None, None).label
@@ -57,7 +57,7 @@ def row_of(config: RunConfig, choice: Choice) -> Row:
         (2, {"batch_size": 32}, {"sd", "lookup", "ssd"}),  # more rows than were probed
         (5, {}, {"sd", "ssd"}),  # host costs of T = 4 beside a draft
         # more rows of a draft than were probed
-        (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1"}, {"ssd"}),
+        (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1", "batch_size": 2}, {"ssd"}),
         (2, {"pair": None, "target": "8b", "draft": "toy-draft"}, {"sd", "ssd"}),
         (
             4,
@@ -70,7 +70,8 @@ def test_a_choice_is_labelled_as_its_row_would_be(
     gpus: int, flags: dict[str, Any], derived: set[str]
 ) -> None:
     config, advice = advise(gpus, **flags)
-    choices = (*advice.judged, *advice.alternatives)
+    both = (*advice.judged, *advice.alternatives)
+    choices = [choice for choice in both if runnable(config, choice.tp) == config]
     for choice in choices:
         found = forecast_row(row_of(config, choice), H200)
         assert found.reason is None and found.derived == (choice.derived is not None), choice
@@ -84,10 +85,10 @@ def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
     (line,) = (line for line in lines if "over the best other use of the 2 asked for" in line)
     assert line.endswith("(derived)") == (context > 0) == any("kv_tokens" in x for x in lines)
     extra = advice.extra_gpu
-    assert extra is not None and extra.is_derived == advice.is_derived == (context > 0)
+    assert extra is not None and extra.is_derived == bool(advice.to_probe) == (context > 0)
     assert advice.rival is not None
     half = replace(advice, best=replace(advice.best, derived=None))
-    assert half.is_derived == (context > 0)  # by its rival
+    assert bool(half.to_probe) == (context > 0)  # by its rival
 
 
 def test_host_costs_that_a_probe_lacks_are_those_of_the_device() -> None:

@@ -93,9 +93,13 @@ class Advice:
     num_evaluated: int
 
     @property
-    def is_derived(self) -> bool:
-        """Whether best or its rival rests on derived instead of measured times."""
-        return any(use and use.derived for use in (self.best, self.rival))
+    def to_probe(self) -> tuple[Choice, ...]:
+        """Those of the two fastest uses and of best's rival whose times are derived.
+
+        If there are any, `plan` gives no command to run.
+        """
+        deciding = *self.judged[:2], self.rival
+        return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
 
     @property
     def gain(self) -> float | None:
@@ -201,6 +205,8 @@ def pays(advice: Advice) -> str:
         return "does this draft pay here? Not judged: a use that fits is not known"
     gain = drafting.tok_per_s / alone.tok_per_s
     answer = "yes" if gain > 1 + ERROR else "no" if gain < 1 - ERROR else "it makes no difference"
+    if drafting.derived or alone.derived:
+        answer = "probe first"
     line = f"does this draft pay here? {answer}: {Family.of(drafting)} {drafting.tok_per_s:.1f}"
     line += f" tok/s over {Family.of(alone)} {alone.tok_per_s:.1f}, {gain_text(gain)}"
     extra = advice.extra_gpu
@@ -274,6 +280,7 @@ def to_dict(advice: Advice, survey: Survey) -> dict[str, Any]:
         "too_large": [asdict(family) for family in survey.too_large],
         "by_method": [asdict(choice) for choice in advice.by_method],
         "alternatives": [asdict(choice) for choice in advice.alternatives],
+        "probe_first": [asdict(Family.of(choice)) for choice in advice.to_probe],
         "gain": advice.gain,
         "break_even_alpha": advice.break_even_alpha,
         "break_even_p_hit": advice.break_even_p_hit,

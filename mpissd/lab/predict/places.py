@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rivals import Family, families
+from mpissd.common.rivals import Family, between, families, tps_of
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import (
     EMULATED_ITEMSIZE,
     DeviceCosts,
     HostCosts,
+    RowTable,
     forwards_of_any_job,
 )
 from mpissd.lab.predict.coverage import check_device
-from mpissd.lab.predict.derive import with_derived
+from mpissd.lab.predict.derive import DERIVED, with_derived
 from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry, with_hosts
 from mpissd.lab.predict.label import all_derived_from
 from mpissd.lab.predict.laws import MOST_LOOKAHEAD, cut_law
@@ -46,11 +47,12 @@ def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement
 
 
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
-    """Finds every T that divides the model and fits in the profile's memory.
+    """Finds every T that the model can be divided into and that fits in the profile's memory.
 
-    Forwards are measured, modelled or derived (derive.py), in this order; if none is possible, the
-    use goes to `unjudged`. Host costs are handled the same way (hosts.with_hosts). Raises
-    ConfigError if nothing can be judged: it names the profile's models, or the fault of the last T.
+    Forwards are measured, modelled or derived (derive.py; if T cannot divide products equally,
+    from the T below and above), in this order; if none is possible, the use goes to `unjudged`.
+    Host costs are handled the same way (hosts.with_hosts). Raises ConfigError if nothing can be
+    judged: it names the profile's models, or the fault of the last T.
     """
     placements: list[Placement] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
@@ -58,16 +60,19 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     large: list[Family] = []
     profile = with_hosts(profile)
     for tp in range(1, gpus + 1):
-        large += _too_large(config, profile, tp, gpus)
+        run = runnable(config, tp)
+        most_drafts = 1 if run == config else 0
+        large += _too_large(run, profile, tp, gpus, most_drafts)
         try:
-            _resolved(config, "ar", tp, 0, profile)
+            _resolved(run, "ar", tp, 0, profile)
         except ConfigError as error:
             reason = error
             continue
         try:
-            place = _placement(config, profile, tp, gpus)
+            find = _placement if run == config else _uneven
+            place = find(config, profile, tp, gpus)
         except ConfigError as error:
-            uses = (*families(tp, gpus, 1), Family(LOOKUP, tp, 0))
+            uses = (*families(tp, gpus, most_drafts), Family(LOOKUP, tp, 0))
             unjudged |= dict.fromkeys(uses, str(error))
             continue
         placements.append(place)
@@ -96,6 +101,46 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
 
     most = _most_rows(config, profile, tp) if config.is_transformer else None
     return Placement(tp, device, drafts, label, hosts, most)
+
+
+def runnable(config: RunConfig, tp: int) -> RunConfig:
+    """Returns the configuration under which T ranks can hold the pair.
+
+    Products need shares of equal size; at another T only a whole transformer runs, if it can.
+    """
+    whole, here = replace(config, forward="transformer", fuse=False), Family("ar", tp, 0)
+    return whole if not _fits(config, here, None) and _fits(whole, here, None) else config
+
+
+def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+    """Returns the placement of products on T ranks that hold shares of unequal size.
+
+    It has no draft rank. Raises ConfigError if the forwards of no T below and above are known.
+    """
+    tps = tps_of(_resolved(config, "ar", 1, 0, None).full_target.name, 8 * tp)
+    evens = [t for t in tps if _fits(config, Family("ar", t, 0), None)]
+    low, high = max(t for t in evens if t < tp), min((t for t in evens if t > tp), default=0)
+    if not high:
+        raise ConfigError(f"profile {profile.name} has no forwards of T above {tp}: probe first")
+    below, above = (device_costs(config, profile, t) for t in (low, high))
+    verify = _between(tp, (low, below.verify), (high, above.verify))
+    source = f"{DERIVED}: a forward of T={tp} takes a + c/T, by those of T={low} and T={high}; "
+    source += "its shares are of unequal size, which only --forward=transformer runs"
+    device = replace(below, verify=verify)
+    return Placement(tp, device, (0,), lambda _: source, _hosts(config, profile, tp))
+
+
+def _between(tp: int, low: tuple[int, RowTable], high: tuple[int, RowTable]) -> RowTable:
+    """Returns the forwards of T ranks by those of the same rows at (T, table) below and above."""
+    (few, slow), (many, fast) = low, high
+    seconds = (
+        between(tp, (few, ours), (many, theirs))
+        for ours, theirs in zip(slow.seconds, fast(slow.rows).tolist(), strict=True)
+    )
+    inner = None
+    if slow.few is not None and fast.few is not None:
+        inner = _between(tp, (few, slow.few), (many, fast.few))
+    return replace(slow, seconds=tuple(seconds), few=inner)
 
 
 def _most_rows(config: RunConfig, profile: Profile, tp: int) -> int:
@@ -214,7 +259,9 @@ def _fits(config: RunConfig, family: Family, profile: Profile | None) -> bool:
     return True
 
 
-def _too_large(config: RunConfig, profile: Profile, tp: int, gpus: int) -> list[Family]:
+def _too_large(
+    config: RunConfig, profile: Profile, tp: int, gpus: int, most_drafts: int
+) -> list[Family]:
     """Returns the uses of T target ranks that do not fit in the profile's memory."""
-    free = (family for family in families(tp, gpus) if _fits(config, family, None))
+    free = (family for family in families(tp, gpus, most_drafts) if _fits(config, family, None))
     return [family for family in free if not _fits(config, family, profile)]

@@ -198,10 +198,13 @@ def sd_groups(
 def lookup_groups(
     place: Placement, laws: Laws, batch: int, lookaheads: Iterable[int]
 ) -> Iterator[Group]:
-    """Yields lookups on T ranks, whose drafts have the acceptance of a fast backup."""
+    """Yields lookups on T ranks, whose drafts have the acceptance of a fast backup.
+
+    Yields nothing if their acceptance is 0: each round would be one of AR with more rows.
+    """
     for lookahead in lookaheads:
         fits = lookahead <= laws.longest and place.allows(batch * (lookahead + 1))
-        if fits and place.judges((LOOKUP, 0)):
+        if fits and place.judges((LOOKUP, 0)) and laws.hazards_fast[lookahead - 1][0]:
             row = replace(_not_grown(lookahead), fast=True)
             yield Group((LOOKUP, 0), place, _cells(laws, lookahead, batch, 0, [row]), (None,))
 

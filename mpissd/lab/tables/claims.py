@@ -29,7 +29,7 @@ from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison, h
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import ASSUMED_LAW
-from mpissd.common.rivals import LOOKUPS, Family, copies, tps_of, widest
+from mpissd.common.rivals import LOOKUPS, Family, between, copies, tps_of, widest
 from mpissd.common.row import Row
 from mpissd.common.theory import expected_tokens
 from mpissd.lab.tables.best import (
@@ -370,8 +370,7 @@ class Times:
         high = min((t for t in self.verify if t > tp), default=None)
         if low is None or high is None:
             return None if low is None else self.verify[low] * low / tp
-        share = (1 / tp - 1 / high) / (1 / low - 1 / high)
-        return self.verify[high] + share * (self.verify[low] - self.verify[high])
+        return between(tp, (low, self.verify[low]), (high, self.verify[high]))
 
     def rate(self, family: Family) -> float | None:
         """Returns the expected tok/s of a use without a draft GPU at its best K, or None."""
