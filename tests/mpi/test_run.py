@@ -204,7 +204,7 @@ def test_a_row_can_be_read_again(
     done = runs["ssd"]
     assert main(["compare", str(done.folder), f"--show={show}"]) == 0
     out, err = capfd.readouterr()
-    assert err == "" and (done.row["run_id"] in out if show == "why" else "8b/1b" in out)
+    assert err == "" and (done.row["run_id"] in out if show == "why" else "8B/1B" in out)
 
 
 @pytest.mark.parametrize("mode", TOKENS)
