@@ -123,7 +123,7 @@ def test_roles_of_an_emulated_machine(
     assert code == 0, err[-2000:]
     path = Path(told(out)["profile"])
     assert path.parent == tmp_path / "profiles" and path.name.startswith(
-        "NVIDIA-A100-SXM4-80GB-llama"
+        "NVIDIA-A100-80GB-SXM-llama"
     )
     tables = json.loads(path.read_text())["tables"]
     names = ("products", "forwards", "all_reduces", "links")

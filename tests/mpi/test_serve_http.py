@@ -90,13 +90,21 @@ def test_answers_stay_the_same_in_company_and_without_the_draft(
 
 def test_the_target_is_killed_under_an_answer(pair: TinyPair, tmp_path: Path) -> None:
     with serving(pair, tmp_path, "--mode=sd") as server:
-        stream = server.client.completions.create(
-            model="target", prompt="x", max_tokens=200, stream=True
-        )
-        next(iter(stream))
-        os.kill(server.job.rank(0), signal.SIGKILL)
-        with pytest.raises(openai.APIError):
-            list(stream)
+        server.answer("x")
+        lead = server.job.rank(0)
+        os.kill(lead, signal.SIGSTOP)  # or 200 tokens would be done before the next line
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(
+                lambda: list(
+                    server.client.completions.create(
+                        model="target", prompt="x", max_tokens=200, stream=True
+                    )
+                )
+            )
+            until(lambda: stream.running(), 10)
+            os.kill(lead, signal.SIGKILL)
+            with pytest.raises(openai.APIError):
+                stream.result(30)
         with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
             server.answer("x")
         assert server.job.process.wait(30) not in (0, 2)
