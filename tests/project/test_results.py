@@ -20,7 +20,12 @@ from tests.scripts import ROOT
 RESULTS = ROOT / "results"
 FILES = sorted([*RESULTS.rglob("*.jsonl"), *RESULTS.rglob("*.json")])
 TABLES = sorted(RESULTS.glob("*/runs.jsonl"))
-JOBS = [path for path in sorted(RESULTS.glob("*/profiles/*.json")) if "-T" not in path.stem]
+# Probes name their profiles after the device and -T, or lie in a folder of a probe.
+JOBS = [
+    path
+    for path in sorted(RESULTS.glob("*/profiles/*.json"))
+    if "-T" not in path.stem and not path.parts[-3].endswith("-probe")
+]
 SWEPT = ("h200-70b", "h200-pairs", "h200-sweep")
 GRIDS = [grid for name in SWEPT for grid in sorted((RESULTS / name).glob("*.grid"))]
 
