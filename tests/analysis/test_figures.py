@@ -178,7 +178,7 @@ def test_equal_gpus() -> None:
     for line in lines.values():  # Student's t over five seeds, 2% apart
         spread = np.log(line["high"] / line["low"]) / 2
         assert np.allclose(spread, 2.776445 * np.log(1.02) * np.sqrt(2.5 / 5))
-    gains = series("equal_gpus", "SSD over the strongest use of its visit").set_index("x")
+    gains = series("equal_gpus", "SSD over the strongest measured use of its visit").set_index("x")
     for alpha, drawn_gain in gains.iterrows():
         known = told[f"alpha:{alpha}"]
         assert known.gain and drawn_gain["y"] == pytest.approx(known.gain.speedup)
