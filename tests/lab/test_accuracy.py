@@ -134,7 +134,9 @@ def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> No
     found, _ = errors_of(load_rows([STUDY]), another)
     for group in groups(found):
         assert all(size <= most for size, most in zip(group["without_luck"], BAR, strict=True))
-        assert abs(group["without_luck_signed"]) < 0.037
+        # SSD at T = 4 misses 3%: -3.2% once its rows of late hits were left out, -3.6% simulated.
+        most = 0.037 if (group["mode"], group["tp"]) == ("SSD", 4) else 0.03
+        assert abs(group["without_luck_signed"]) < most
 
 
 def test_the_host_s_own_row_is_no_other_job_s() -> None:
