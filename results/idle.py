@@ -79,7 +79,8 @@ def main() -> int:
     """Prints a line for each run of SSD."""
     for folder in map(Path, sys.argv[1:]):
         runs = folder / "runs.jsonl"
-        for row in map(json.loads, runs.read_text().splitlines() if runs.exists() else ()):
+        for line in map(json.loads, runs.read_text().splitlines() if runs.exists() else ()):
+            row = {**line, **line.get("configuration", {})}
             if row["mode"] != "ssd" or row["batch_size"] != 1:
                 continue
             said = f"{row['target']} T={row['tp']} D={row['num_drafts']} K={row['lookahead']}"

@@ -28,7 +28,8 @@ def main() -> int:
     """Prints the table of all runs*.jsonl below the folders."""
     keys, *folders = sys.argv[1:]
     files = [path for folder in folders for path in sorted(Path(folder).rglob("runs*.jsonl"))]
-    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    rows = [{**line, **line.get("configuration", {})} for line in lines]
     print("\n".join(table(rows, keys.split(","))))
     return 0
 
