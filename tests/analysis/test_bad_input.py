@@ -56,7 +56,9 @@ def test_another_schema_is_counted(tmp_path: Path) -> None:
     folder = write(tmp_path, "\n".join([*other, good[3]]))
     data = load([folder])
     assert len(data.rows) == 1
-    assert data.notes.lines == (f"left out 3 rows of {folder}/runs.jsonl: schema 3, this reads (1, 2)",)
+    assert data.notes.lines == (
+        f"left out 3 rows of {folder}/runs.jsonl: schema 3, this reads (1, 2)",
+    )
 
 
 def test_a_row_without_what_a_row_has(tmp_path: Path) -> None:
