@@ -13,14 +13,13 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
-from mpissd.engine.workload.gemm import GemmWorkload
+from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
-from mpissd.engine.workload.text.draft import StateDraftWorker, TextDraftWorker
+from mpissd.engine.workload.text.draft import LogitsDraft
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.stops import Stops, TextEndings
-from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.text.target import LogitsTarget
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.engine.workload.workers import OpenGather
 
 
 class TextWorkload(Workload):
@@ -97,9 +96,9 @@ class TextWorkload(Workload):
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> TextTargetWorker:
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> LogitsTarget:
         job = self.job
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
@@ -108,10 +107,9 @@ class TextWorkload(Workload):
         # A request of a server may ask for log-probabilities.
         reads = self.samples or job.serving is not None or teaches
         gathers = reads and open_gather is not None and job.tp > 1
-        return TextTargetWorker(
+        return LogitsTarget(
             stepper,
             job.config.seed,
-            GemmWorkload(job).target_worker(stepper),
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
@@ -119,18 +117,19 @@ class TextWorkload(Workload):
             teaches=teaches,
         )
 
-    def draft_worker(self, stepper: Forwards) -> TextDraftWorker:
-        job, config = self.job, self.job.config
-        parts = stepper, config.seed, job.fan_outs, GemmWorkload(job).draft_worker(stepper)
-        told = {
-            "samples": self.samples,
-            "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
-            "ids": self.draft_ids,
-            "lookup": config.lookup,
-        }
-        if isinstance(shard := job.draft_shard, StateShard):
-            return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
-        return TextDraftWorker(*parts, **told)  # type: ignore[arg-type]
+    def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
+        job, config, shard = self.job, self.job.config, self.job.draft_shard
+        return LogitsDraft(
+            stepper,
+            config.seed,
+            job.lookahead,
+            job.fan_outs,
+            samples=self.samples,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            ids=self.draft_ids,
+            lookup=config.lookup,
+            heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
+        )
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled according to the flags."""
