@@ -335,7 +335,5 @@ class Drafter:
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Returns the rows of COLUMNS for rounds first … last-1, [rounds, columns]."""
-        table: NDArray[Any] = select(
-            self._tape.read(), len(self.COLUMNS), first_round, last_round
-        )
+        table: NDArray[Any] = select(self._tape.read(), len(self.COLUMNS), first_round, last_round)
         return table

@@ -216,7 +216,9 @@ class TargetLoop:
         """Releases these sequences from the next round on; the tokens they emitted so far
         remain."""
         # Other ranks do not know a sequence admitted since the last round, so it is just dropped.
-        self._new = [(e, request) for e, request in self._new if request.request_id not in request_ids]
+        self._new = [
+            (e, request) for e, request in self._new if request.request_id not in request_ids
+        ]
         self._leaving.update(request_ids)
 
     def tell(self) -> None:

@@ -1,8 +1,7 @@
 """One rank of a job: its workers and message ends, and *passes* of the decoding loops.
 
 A pass is one run of the decoding loops on all ranks, from the first outcome to the stop: the lead
-drives, the drafts serve, the followers follow. A job has a few short passes for calibration and one
-that is measured.
+drives, the drafts serve, the followers follow. A run is one pass.
 """
 
 from __future__ import annotations

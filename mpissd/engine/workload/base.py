@@ -71,7 +71,7 @@ class RowFields:
 
 
 class Workload(ABC):
-    """Base class of workloads: makes the sequences of a job and the oracles that decide their tokens.
+    """Base class of workloads: makes a job's sequences, and the oracles of their tokens.
 
     A new workload is a subclass in a folder of its own and one call of common.workloads.register.
     """

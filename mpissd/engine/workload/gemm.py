@@ -199,9 +199,7 @@ class DraftStream(TokenStream):
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
         }
         self._by_source = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
-        self._flat_drafts = {
-            source: table.reshape(-1) for source, table in self._by_source.items()
-        }
+        self._flat_drafts = {source: table.reshape(-1) for source, table in self._by_source.items()}
         step = np.arange(lookahead, dtype=np.int64)
         # For each place i, the distance in a flat table from (0, p) to (i, p + i).
         self._places: Index = step * (plane + 1)

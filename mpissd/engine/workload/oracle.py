@@ -117,7 +117,7 @@ class Branches(NamedTuple):
     rollout: Rollout
 
 
-class Oracle(ABC):
+class Oracle:
     """Base class of both oracles.
 
     reads_tokens: whether the batch keeps tokens for it. reads_forwards: whether the forwards'
@@ -133,23 +133,23 @@ class Oracle(ABC):
         """Returns the tokens of a request up to its first_token, if tokens are read."""
         return request.prompt
 
-    def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
+    def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them.
 
         Called while no sequence is live. The default does nothing.
         """
 
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:  # noqa: B027
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
         """Prepares the tokens that this round needs; called after an outcome was applied.
 
         started: the sequences whose first round it is. The default does nothing.
         """
 
 
-class TargetOracle(Oracle):
+class TargetOracle(Oracle, ABC):
     """Decides which drafted tokens the target accepts, and the token that follows them."""
 
-    def gather(self, rows: int, waiter: Waiter) -> None:  # noqa: B027
+    def gather(self, rows: int, waiter: Waiter) -> None:
         """Collects what judging needs from the other target ranks (collective), when the forward
         over `rows` verified rows is over. The default does nothing."""
 
@@ -189,7 +189,7 @@ class TargetOracle(Oracle):
         raise NotImplementedError("logits of a workload without them")
 
 
-class DraftOracle(Oracle):
+class DraftOracle(Oracle, ABC):
     """Decides which tokens a draft proposes, and which bonus tokens it prepares for.
 
     lookahead: K. is_sound: whether the last step's logits were finite, if watched, as replaced
@@ -224,5 +224,5 @@ class DraftOracle(Oracle):
         sampled from logits that are not finite.
         """
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Notes that the model's weights have changed. The default does nothing."""

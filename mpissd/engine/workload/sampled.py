@@ -184,8 +184,8 @@ class SampledDraft(DraftOracle):
             one = batch.sequences[row]
             ahead = [] if k is None else [*one.served[: k[n]], int(first[n])]
             draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
-            stream, temperature = one.stream(self._seed), one.request.temperature
-            lanes.append(Lane(*stream, draw, context, fan_out, temperature))
+            seed, name = one.stream(self._seed)
+            lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))
         return SampledRollout(chosen, first, lanes, self.lookahead)
 
     def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:

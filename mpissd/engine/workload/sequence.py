@@ -237,7 +237,7 @@ class Batch:
     def _close(self, outcome: Outcome, known: int) -> tuple[list[Sequence], list[Sequence]]:
         """Takes the opened sequences that join or are released out of `opened`; returns (those
         that join, the others)."""
-        joined, dropped = [], []
+        joined, dropped = list[Sequence](), list[Sequence]()
         for row in outcome.rows[known:].tolist():
             if row[2] in (Event.ADMIT, Event.OPEN):
                 continue

@@ -55,7 +55,9 @@ class Worker(Generic[AnyOracle]):
     sequences that the last outcome placed, the tokens that other sequences have stored.
     """
 
-    def __init__(self, stepper: Forwards, oracle: AnyOracle, placement: Placement | None = None) -> None:
+    def __init__(
+        self, stepper: Forwards, oracle: AnyOracle, placement: Placement | None = None
+    ) -> None:
         """placement: None if the model keeps no KV cache; then nothing is ever filled."""
         self.stepper, self.oracle, self.placement = stepper, oracle, placement
         self.num_rows = 0

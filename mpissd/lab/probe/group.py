@@ -24,7 +24,7 @@ from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, ReadOut, Stacks, Weights
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.placement import timed_places
+from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.probe.device import NOTHING, ROWS, launched
 from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
 

@@ -88,9 +88,7 @@ class LogitsDraft(SampledDraft):
             rollout.steps += 1
             start = stop
 
-    def _drawn(
-        self, rollouts: Sequence[Rollout], best: Ints, first: int
-    ) -> list[Proposal] | None:
+    def _drawn(self, rollouts: Sequence[Rollout], best: Ints, first: int) -> list[Proposal] | None:
         """Returns the next token of every lane, or None if the likeliest are taken.
 
         best: the likeliest tokens, by lane. first: the first lane's row of logits.
@@ -112,10 +110,9 @@ class LogitsDraft(SampledDraft):
         tops = [self._damped(*lanes[n]) for n in chosen]
         draws: DeviceDraws | None = getattr(self._stepper, "draws", None)
         if draws is not None and max(tops) <= draws.most_damped:
-            temperatures = [lanes[n][0].temperature for n in chosen]
             asked = [
-                Drafting(first + n, *each)
-                for n, *each in zip(chosen, temperatures, u, tops, strict=True)
+                Drafting(first + n, lanes[n][0].temperature, draw, top)
+                for n, draw, top in zip(chosen, u, tops, strict=True)
             ]
             proposed = draws.propose(asked, self._saguaro_c)
             for n, one in zip(chosen, proposed, strict=True):
