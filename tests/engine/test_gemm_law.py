@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpissd.common.rounds import Batch, Outcome, Request, Source
+from mpissd.common.rounds import Outcome, Request, Source
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.hits import named_hit_law, resolve_hit_law
 from mpissd.engine.workload.gemm import DraftStream, TokenStream, leading
+from mpissd.engine.workload.sequence import Batch
 from tests.oracle import Law
 
 SHORT = 64  # positions of a window, so that some rounds cross several
@@ -61,9 +62,9 @@ class Pair:
         self._begin(Outcome(0, rows))
 
     def _begin(self, outcome: Outcome) -> None:
-        admissions = self.batch.apply(outcome)
-        self.draft.begin_round(self.batch, admissions)
-        self.target.begin_round(self.batch, admissions)
+        started = self.batch.apply(outcome).started
+        self.draft.begin_round(self.batch, started)
+        self.target.begin_round(self.batch, started)
 
     def places(self) -> list[tuple[int, int]]:
         """(sequence, committed length) of the batch's rows."""
@@ -127,7 +128,7 @@ def test_the_same_position_is_the_same_token_for_any_window_and_batch() -> None:
     for batch, window in ((1, 64), (3, 4096)):
         stream, held = TokenStream(5, 50, batch, 4, window), Batch(batch)
         requests = [Request(9)] if batch == 1 else [Request(4), Request(9), Request(6)]
-        stream.begin_round(held, held.apply(Outcome.admission(-1, requests)))
+        stream.begin_round(held, held.apply(Outcome.admission(-1, requests)).started)
         row = np.array([held.ids.tolist().index(9)])
         tokens.append(stream.true(np.arange(12), row).tolist())
     assert tokens[0] == tokens[1]

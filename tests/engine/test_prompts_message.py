@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Batch, Event, Outcome, Request
+from mpissd.common.rounds import Event, Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.workload.sequence import Batch
 
 V, BATCH, MOST = 50, 3, 12
 SHAPE = LinkShape(1, BATCH, 4, num_tokens=V, prompt_tokens=MOST)
@@ -40,7 +41,8 @@ def test_every_draft_hears_the_prompts_as_they_are(requests: list[Request]) -> N
         assert not stop and list(found.prompts.values()) == requests
         batches = [Batch(BATCH), Batch(BATCH)]
         admitted = [batch.apply(one) for batch, one in zip(batches, (told, found), strict=True)]
-        assert [*admitted[0]] == [*admitted[1]] == [*enumerate(requests)]
+        for change in admitted:
+            assert [one.request for one in change.started] == requests
         assert batches[0].digest == batches[1].digest
     assert lead.num_messages == (4 if requests else 2)
 

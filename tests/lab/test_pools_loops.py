@@ -21,7 +21,7 @@ from mpissd.common.rounds import Request, Source
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards

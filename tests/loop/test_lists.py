@@ -7,7 +7,7 @@ import numpy as np
 from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.queue_link import queue_link
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.spec.fanout import FanOuts
 from tests.loop.harness import WAITER, Guarded, Rig, Scenario, drive

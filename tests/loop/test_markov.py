@@ -19,11 +19,10 @@ FORCED = {"misses": (1.0, (0, 0, 0, 1)), "natural": (0.35, (1, 1, 1, 2)), "hits"
 
 
 @pytest.mark.parametrize("hits", FORCED)
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, tp: int) -> None:
+@pytest.mark.parametrize("batch", [1, 5])
+def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int) -> None:
     divergence, fan_out = FORCED[hits]
-    pair = replace(GREEDY, divergence=divergence, fan_out=fan_out, batch=batch, tp=tp)
+    pair = replace(GREEDY, divergence=divergence, fan_out=fan_out, batch=batch)
     done = decode(pair, 15)
     assert done.first(15) == greedy(pair, 15)
     counted = done.rows[done.rows[:, 0] > 0]
@@ -35,9 +34,8 @@ def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, tp: int) -> 
     "changes",
     [
         {"mode": "ar"},
-        {"mode": "ar", "tp": 3},
         {"mode": "sd"},
-        {"mode": "sd", "is_inline": True, "tp": 2},
+        {"mode": "sd", "is_inline": True},
         {"mode": "sd", "backup": "fast"},
         {"backup": "fast", "backup_lookahead": 1},
         {"saguaro_c": 0.0},
@@ -121,10 +119,10 @@ def test_certain_tokens_among_others() -> None:
 
 
 @pytest.mark.parametrize("vocab", [2, 50000])
-@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("order", [1, 3])
 def test_the_smallest_and_the_largest_vocabulary(vocab: int, order: int) -> None:
-    pair = Pair(vocab=vocab, order=order, divergence=0.1, fan_out=(1, 0, 2), tp=2)
-    ssd, sd = decode(pair, 8), decode(replace(pair, mode="sd", tp=1), 8)
+    pair = Pair(vocab=vocab, order=order, divergence=0.1, fan_out=(1, 0, 2))
+    ssd, sd = decode(pair, 8), decode(replace(pair, mode="sd"), 8)
     assert ssd.tokens == sd.tokens
     assert max(ssd.tokens[0]) < vocab
 
@@ -135,7 +133,6 @@ def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
     base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
     modes = [
         base,
-        replace(base, tp=2),
         replace(base, mode="sd"),
         replace(base, mode="sd", is_inline=True),
     ]

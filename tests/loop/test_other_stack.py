@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.common import workloads
-from mpissd.common.rounds import Batch, Ints, Speculation
+from mpissd.common.rounds import Ints, Speculation
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
@@ -22,8 +22,9 @@ from mpissd.engine.model.forwards import Forwards, Places
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import Find, Stacks
 from mpissd.engine.spec.acceptance import count_accepted
-from mpissd.engine.workload.workers import OpenGather, Proposals
-from tests.loop.test_third_workload import Counting, CountingTarget, V
+from mpissd.engine.workload.oracle import OpenGather, Proposals, TargetOracle
+from mpissd.engine.workload.sequence import Batch
+from tests.loop.test_third_workload import Counting, V
 
 MACHINE = {"pair": "toy", "backend": "numpy", "workload": "stepping", "vocab": V}
 
@@ -89,8 +90,11 @@ class StepStacks:
         return StepStack(group, weights, max_rows)
 
 
-class ReadingTarget(CountingTarget):
+class ReadingTarget(TargetOracle):
     """Takes the target's tokens from the forward's results."""
+
+    def __init__(self, stepper: Forwards) -> None:
+        self.stepper = stepper
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -113,9 +117,9 @@ class Stepping(Counting):
 
     draft_stacks = target_stacks
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> ReadingTarget:
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> TargetOracle:
         return ReadingTarget(stepper)
 
 

@@ -12,9 +12,9 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.rounds import Outcome, Request
 from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.drafting import link_shape
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.serve import serve
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload.replay.recording import save
 from tests.loop.harness import WAITER, Rig, Scenario

@@ -20,7 +20,7 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import PromptLookup
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget
 from mpissd.engine.workload.markov import (
     MarkovLaws,
     MarkovModel,
@@ -119,8 +119,8 @@ def replayed(
     K, F = policy.lookahead, policy.fan_outs.widest
     parts = recording.sequences[:batch]
     return stepped(
-        GemmTargetWorker(CountingForwards(), RecordedStream(recording, batch, K)),
-        GemmDraftWorker(CountingForwards(), RecordedDraft(recording, batch, K, F)),
+        TargetWorker(CountingForwards(), ImposedTarget(RecordedStream(recording, batch, K))),
+        DraftWorker(CountingForwards(), ImposedDraft(RecordedDraft(recording, batch, K, F))),
         policy,
         [Request(n, first_token=int(part.prompt[-1])) for n, part in enumerate(parts)],
         script,

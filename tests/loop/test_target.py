@@ -11,8 +11,8 @@ from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.queue_link import queue_link
-from mpissd.engine.decode.serve import serve
-from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
+from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.speculator import NoSpeculator, RemoteSpeculator
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from tests.loop.harness import (
     WAITER,
@@ -198,11 +198,6 @@ def test_the_lead_s_phases_add_up() -> None:
     assert (table[:, 1] == table[:, 2:].sum(axis=1)).all()
     phases = server.loop.ledger.names
     assert (table[:, 2 + phases.index("draft_wait")] > 0).all()  # the draft is in this thread
-
-
-def test_an_inline_draft_needs_an_outcome_first() -> None:
-    with pytest.raises(AssertionError, match="before ask"):
-        InlineSpeculator(Rig(Scenario("sd")).drafter).answer(0, 1)
 
 
 def test_a_draft_that_says_nothing_is_a_fault() -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from mpissd.common.errors import FaultError
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.text.target import LogitsTarget
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, TOKENS = 97, 80
@@ -112,13 +112,13 @@ def test_a_target_that_reads_another_row_would_be_found(
     pair: TinyPair, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tests above rest on: the tokens come from the rows of the forward."""
-    greedy = TextTargetWorker._greedy
+    greedy = LogitsTarget._greedy
 
-    def shifted(self: TextTargetWorker, speculation: Any) -> Any:
+    def shifted(self: LogitsTarget, speculation: Any) -> Any:
         accepted, bonus = greedy(self, speculation)
         return np.minimum(accepted, 1), bonus
 
-    monkeypatch.setattr(TextTargetWorker, "_greedy", shifted)
+    monkeypatch.setattr(LogitsTarget, "_greedy", shifted)
     assert decode(pair, "sd", num_drafts=0).tokens != alone
 
 
