@@ -20,7 +20,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.device_group import NcclGroup, gather_seats, shared_gpu
+from mpissd.engine.comm.device_group import NcclGroup, gather_places, shared_gpu
 from mpissd.engine.comm.group import Device
 from mpissd.engine.comm.mpi_link import MpiInbox, MpiOutbox
 from mpissd.lab.probe.sample import Checks, Entry, Sample, entry
@@ -204,10 +204,10 @@ class NcclPair(NcclGroup):
 def open_nccl_pair(device: Device, comm: MPI.Comm, waiter: Waiter) -> NcclPair:
     """Opens NCCL on a communicator of two ranks; raises ConfigError on both if it cannot join
     them."""
-    seats = gather_seats(device, comm, waiter)
-    if shared := shared_gpu(seats):
+    places = gather_places(device, comm)
+    if shared := shared_gpu(places):
         raise ConfigError(f"link over NCCL: {shared}; allowed: one rank a GPU")
-    if not all(seat.nccl for seat in seats):
+    if not all(place.nccl for place in places):
         raise ConfigError("link over NCCL: CuPy has no NCCL here")
     return NcclPair(device, comm, waiter)
 
