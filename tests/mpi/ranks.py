@@ -26,8 +26,7 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.comm.topology import Refused, agree, open_topology
 from mpissd.engine.model.forwards import merged
-from mpissd.engine.model.gemm_stack import GemmStack
-from mpissd.engine.model.gemm_weights import GemmWeights
+from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.measure import naps
 from tests.transformer_rig import FAMILIES, Rig, dice_tokens

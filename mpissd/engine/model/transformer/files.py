@@ -229,7 +229,8 @@ class SafetensorsFiles:
         path, entry = self._entries[name]
         first, last = entry["data_offsets"]
         data = np.asarray(self._maps[path][first:last])
-        return np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data)
+        values: NDArray[Any] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data)
+        return values
 
     def _scales(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
         """Returns the scales of int8 values; raises ConfigError where they do not fit."""
