@@ -12,7 +12,7 @@ import numpy as np
 from mpissd.common.rounds import Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
