@@ -28,13 +28,6 @@ from tests.loop.markov_rig import Pair
 _CAPACITY, _LANES = 32, 32
 
 
-class Twin:
-    """Stands for the worker over paused forwards, which no test here makes."""
-
-    def __init__(self, lookahead: int) -> None:
-        self.lookahead = lookahead
-
-
 @lru_cache(maxsize=8)
 def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) -> Stepper:
     """A model on a cache of its own; `which` tells two of the same weights apart."""
@@ -146,10 +139,10 @@ def text_workers(case: Case) -> tuple[Watching, Judging]:
     for stepper in (target, draft):
         stepper.release(range(pair.batch))
     drafter = WatchedText(
-        draft, pair.seed, pair.fans, Twin(pair.K),  # type: ignore[arg-type]
+        draft, pair.seed, pair.fans, pair.K,
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
-    judge = JudgedText(target, pair.seed, Twin(pair.K), samples=True, draft_ids=pair.ids)  # type: ignore[arg-type]
+    judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
     judge.wrong_top_p = pair.wrong_top_p
     drafter.placement, judge.placement = Placement(pair.batch), Placement(pair.batch)
     return drafter, judge

@@ -44,7 +44,7 @@ from mpissd.lab.probe.group import (
     GroupProbe,
     open_groups,
 )
-from mpissd.lab.probe.host import MORE_SEQUENCES, host_costs
+from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
 from mpissd.lab.probe.link import LinkProbe
 from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
 from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
@@ -299,8 +299,8 @@ class Prober:
     def hosts(self) -> None:
         """Measures host work and link for every configuration that these ranks allow, on all of
         them."""
-        source = f"measured: the loops over paused forwards, {self._session.backend.name}"
-        self.host, notes = host_costs(self._session, source)
+        source = f"measured: ledgers of the decoding loops, {self._session.backend.name}"
+        self.host, notes = host_entries(self._session, source)
         self.notes += notes if self._topology.is_lead else []
 
     @property
