@@ -99,7 +99,7 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
         job.draft_options if drafts else job.options,
         buckets=job.draft_buckets() if drafts else job.target_buckets(),
         num_sequences=job.draft_sequences if drafts else job.config.batch_size,
-        stacks=workload.draft_stacks if drafts else workload.target_stacks,
+        model=workload.draft_model if drafts else workload.target_model,
         seed=2 * job.config.seed + drafts,
     )
 

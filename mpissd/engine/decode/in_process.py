@@ -96,7 +96,7 @@ class Loops:
             options,
             buckets=buckets,
             num_sequences=config.batch_size,
-            stacks=self.workload.draft_stacks if drafts else self.workload.target_stacks,
+            model=self.workload.draft_model if drafts else self.workload.target_model,
             seed=2 * config.seed + drafts,
             source=self.target_stepper if drafts and self.job.reads_states else None,
         )

@@ -74,10 +74,6 @@ class Worker(ABC):
     chains: bool = False
     reads_forwards: ClassVar[bool] = False  # whether the forwards decide its tokens
 
-    @abstractmethod
-    def twin(self: W, stepper: Forwards) -> W:
-        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
-
     def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Draws the first tokens of these sequences ahead of the rounds that admit them.
 

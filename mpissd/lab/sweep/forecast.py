@@ -20,12 +20,11 @@ _CPU_ROUND_S = 0.5e-3  # host work of a round
 _START_S = 2.0  # start of MPI and Python
 _MAKE_BYTES_PER_S = 10e9  # rate of making weights on a GPU
 _EACH_S = 0.1  # overhead of each measurement: messages, row, files
-_PAUSED_ROUNDS = 36  # rounds that calibrate the host costs
 
 
 def predicted_s(plan: Plan, tp: int, backend: str) -> float:
     """Returns about how many seconds a plan takes on T = tp target ranks."""
-    total, kinds, weights = _START_S, set[object](), 0
+    total, weights = _START_S, 0
     for point in plan.points:
         if point.config is None:
             continue
@@ -37,10 +36,6 @@ def predicted_s(plan: Plan, tp: int, backend: str) -> float:
         rounds = point.config.warmup_rounds + _rounds(point.config, tokens)
         total += plan.repeats * (rounds * each + _EACH_S)
         weights = max(weights, job.rank_bytes(2)[0])
-        kind = (job.config.mode, job.lookahead, job.config.batch_size, job.hit_law.label)
-        if (kind, job.fan_outs) not in kinds:
-            kinds.add((kind, job.fan_outs))
-            total += _PAUSED_ROUNDS * each
     return total + (weights / _MAKE_BYTES_PER_S if backend in ("auto", "cupy") else 0.0)
 
 
