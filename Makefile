@@ -13,7 +13,7 @@
 ## make test-mpi               only the tests that start mpirun
 ## make parity                 greedy tokens against Hugging Face transformers, some minutes
 ##                             (LIBRARY=PYTHON that has them; else they go into .venv-parity)
-## make check                  ruff, mypy and the fast tests
+## make check                  ruff, mypy (both: make lint) and the fast tests
 ## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks;
 ##                             PAIR=smollm2: with its weights)
 ## make clean                  remove caches and build files; .venv and out/ stay
@@ -39,7 +39,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat serve sweep submit doctor probe figures bench-gpu test test-mpi parity check venv clean help
+.PHONY: run chat serve sweep submit doctor probe figures bench-gpu test test-mpi parity lint check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -159,11 +159,13 @@ parity:
 	$(call check_only,parity,LIBRARY)$(setup) --pair=smollm2
 	@PYTHON=$(python) $(if $(call given,LIBRARY),LIBRARY=$(call quote,$(call given,LIBRARY))) tests/parity/parity.sh
 
-check:
+lint:
 	$(call check_only,check,MPIRUN)$(setup) test
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check -q .
 	@$(python) -m mypy
+
+check: lint
 	@$(python) -m pytest -q -m "not mpi and not slow and not gpu" </dev/null
 
 venv:

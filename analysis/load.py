@@ -22,7 +22,7 @@ from analysis.loads import tidy_loads
 from analysis.pools import tidy_pools
 from analysis.tidy import complete, tidy
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import SCHEMA
+from mpissd.common.row import READABLE, flat
 
 Row = dict[str, Any]
 
@@ -125,7 +125,7 @@ def _same(a: Row, b: Row) -> bool:
 
 
 def _run_of(row: Row, folder: Path) -> Row:
-    return complete({**row, "folder": str(folder)})
+    return complete({**flat(row), "folder": str(folder)})
 
 
 def _load_of(row: Row, folder: Path) -> Row:
@@ -153,7 +153,7 @@ def _rows(
         if row is None:
             last = "the last line, cut off" if number == len(lines) else "no JSON object"
             notes.add(f"{where}: left out: {last}")
-        elif row.get("schema") != SCHEMA:
+        elif row.get("schema") not in READABLE:
             schemas[str(row.get("schema"))] += 1
         else:
             try:
@@ -161,7 +161,7 @@ def _rows(
             except ValueError as wrong:
                 notes.add(f"{where}: left out: {wrong}")
     for schema, count in schemas.items():
-        notes.left_out(count, f"of {path}", f"schema {schema}, this reads {SCHEMA}")
+        notes.left_out(count, f"of {path}", f"schema {schema}, this reads {READABLE}")
 
 
 def _parse(line: bytes) -> Row | None:

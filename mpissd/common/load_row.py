@@ -14,6 +14,7 @@ from typing import Any
 
 from mpissd.common.row import key
 
+SCHEMA = 1
 Times = Mapping[str, float]
 
 

@@ -1,8 +1,12 @@
-"""The result row, schema 1: every key once, with its type, its unit and its meaning.
+"""The result row, schema 2: every key once, with its type, its unit and its meaning.
 
     row = Row.from_dict(json.loads(line))    reads a line of runs.jsonl, also an older version's
     row.tok_per_s, row.get("tok_per_s")      a field, or the same as a mapping of the line's keys
-    json.dumps(row.to_dict())                the line again, its keys in the order of the fields
+    json.dumps(row.to_dict())                the line, its keys in the order of the fields
+
+A line is a configuration and its measurements: what the flags set (`setting`) is in the object
+`configuration`, all other keys are at the top. In memory a row is flat, and so was a line of schema
+1, which is read as it is.
 
 Fields whose type has no None are in every row that `run` wrote. Nothing is checked here: if a line
 lacks such a key, the field is None, and the gates report it. docs/row.md is made from these fields
@@ -16,13 +20,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)  # schemas of the lines that this version reads
+CONFIGURATION = "configuration"
 Means = Mapping[str, float]
 
 
 def key(meaning: str, unit: str = "") -> Any:
     """Makes a field of the row from its meaning, as docs/row.md prints it, and its unit."""
-    return field(default=None, metadata={"meaning": meaning, "unit": unit})
+    return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": False})
+
+
+def setting(meaning: str, unit: str = "") -> Any:
+    """Makes a field that the flags set; in a line it is in the object `configuration`."""
+    return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": True})
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line with the keys of its `configuration` among the others."""
+    inner = line.get(CONFIGURATION)
+    if not isinstance(inner, Mapping):  # schema 1, or a damaged line
+        return dict(line)
+    return {**{name: value for name, value in line.items() if name != CONFIGURATION}, **inner}
 
 
 class Origin:
@@ -70,12 +89,12 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Row(Origin, Mapping[str, Any]):
-    """One measured run; also a mapping, equal to the dict of its line in runs.jsonl."""
+    """One measured run; also a mapping, equal to the flat form of its line in runs.jsonl."""
 
-    schema: int = key("version of the set of keys: 1")
+    schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")
     mode: str = key("ar, sd or ssd")
-    schedule: str | None = key(
+    schedule: str | None = setting(
         "value of `--schedule` ([schedules.md](schedules.md)); null without it"
     )
     workload: str = key(
@@ -86,7 +105,7 @@ class Row(Origin, Mapping[str, Any]):
     world_size: int = key("G·T + D + L, all ranks")
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
-    groups: int | None = key(
+    groups: int | None = setting(
         "G, target groups that share the draft ([pools.md](pools.md)). Rounds, tokens, phases and "
         "hits are of all of them, `wall_s` is the longest one's; null in rows from before this key"
     )
@@ -94,21 +113,21 @@ class Row(Origin, Mapping[str, Any]):
     draft: str | None = key(
         'the draft\'s shape; "lookup" where nothing but prompt lookup drafts; null in AR'
     )
-    dtype: str = key("number format of the weights and products")
+    dtype: str = setting("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
-    fan_out: list[int] | None = key("the list F_0 … F_K used after a hit null unless SSD")
-    branch_budget: int | None = key("the sum of `fan_out`")
-    fan_out_miss: list[int] | None = key(
+    fan_out: list[int] | None = setting("the list F_0 … F_K used after a hit null unless SSD")
+    branch_budget: int | None = setting("the sum of `fan_out`")
+    fan_out_miss: list[int] | None = setting(
         "the list F_0 … F_K used after a miss, which a backup drafted. A small `markov` vocabulary "
         "may have fewer candidates"
     )
-    acceptance: str | None = key(
+    acceptance: str | None = setting(
         "the acceptance law that was imposed; null in AR and in a `markov` job"
     )
-    hit_law: str | None = key(
+    hit_law: str | None = setting(
         "the hit law that was imposed (`--hit_law` takes this text again); null unless SSD"
     )
-    laws: str | None = key(
+    laws: str | None = setting(
         "file and SHA-256 of the laws of a real pair that were imposed (`--laws`); else null"
     )
     batch_size: int = key("b, sequences that decode together")
@@ -116,20 +135,20 @@ class Row(Origin, Mapping[str, Any]):
         "the first draft rank's device, which may be of another kind than the lead's "
         "(`--draft_device` on the emulated backend); null without a draft rank"
     )
-    inline_draft: bool = key("whether the draft shares the lead's device")
-    all_reduce: str = key(
+    inline_draft: bool = setting("whether the draft shares the lead's device")
+    all_reduce: str = setting(
         "how the target ranks reduce: solo (T = 1), mpi, nccl, oneshot, device or staged"
     )
-    graph: bool = key("whether forwards were captured and replayed as graphs")
-    fuse: bool = key("whether q, k, v were one product, and gate and up another")
-    lm_head: bool = key(
+    graph: bool = setting("whether forwards were captured and replayed as graphs")
+    fuse: bool = setting("whether q, k, v were one product, and gate and up another")
+    lm_head: bool = setting(
         "whether the vocabulary product with top-k was part of a forward; true of every "
         "transformer, though older rows of one say false"
     )
-    context: int = key(
+    context: int = setting(
         "value of `--context`: KV cache that attention reads in every forward", "tokens"
     )
-    forward: str = key("gemm (matrix products alone) or transformer (`--forward`)")
+    forward: str = setting("gemm (matrix products alone) or transformer (`--forward`)")
     weights: Mapping[str, Any] | None = key(
         "of target and draft, the `name` of the weights, the `sha256` of their files (null: random "
         "weights) and `sha256_of`, what of them it covers: whole files, or of each one above 512 "
@@ -140,47 +159,55 @@ class Row(Origin, Mapping[str, Any]):
         "norms' weights, which is the same in all file formats of a model (null: its files do not "
         "say; missing: an older row). Null for `forward` gemm"
     )
-    on_late: str | None = key(
+    on_late: str | None = setting(
         "finish: hits that arrive before growth is complete are finished first; serve and auto in "
         "older rows. Null unless SSD"
     )
-    backup: str | None = key("what drafts after a miss; in SD it drafts every round; null in AR")
-    backup_lookahead: int | None = key("drafted tokens after a miss; null in AR")
-    acceptance_fast: str | None = key(
+    backup: str | None = setting(
+        "what drafts after a miss; in SD it drafts every round; null in AR"
+    )
+    backup_lookahead: int | None = setting("drafted tokens after a miss; null in AR")
+    acceptance_fast: str | None = setting(
         "the acceptance law of a fast backup's tokens; null if no fast backup may draft"
     )
-    lookup: str | None = key(
+    lookup: str | None = setting(
         "how a fast backup finds what to copy: prompt or suffix; null if none may draft, or where "
         "`acceptance_fast` decides"
     )
-    num_layers: int = key("layers of the target that ran")
-    full_num_layers: int = key("layers of the target before it was scaled")
-    seed: int = key("seed of all random draws")
-    temperature: float | None = key("sampling temperature of a `markov` or `text` job; else null")
-    vocab: int | None = key("vocabulary size of a `markov` or `text` job; else null")
-    order: int | None = key(
+    num_layers: int = setting("layers of the target that ran")
+    full_num_layers: int = setting("layers of the target before it was scaled")
+    seed: int = setting("seed of all random draws")
+    temperature: float | None = setting(
+        "sampling temperature of a `markov` or `text` job; else null"
+    )
+    vocab: int | None = setting("vocabulary size of a `markov` or `text` job; else null")
+    order: int | None = setting(
         "number of tokens on which the next one depends in a `markov` job; else null"
     )
-    divergence: float | None = key("how far a `markov` job's draft is from its target; else null")
-    saguaro_c: float | None = key("Saguaro's C in a `markov` or `text` job; else null")
-    prompt_tokens: int | None = key("length of each prompt of a `markov` job; else null", "tokens")
-    top_p: float | None = key(
+    divergence: float | None = setting(
+        "how far a `markov` job's draft is from its target; else null"
+    )
+    saguaro_c: float | None = setting("Saguaro's C in a `markov` or `text` job; else null")
+    prompt_tokens: int | None = setting(
+        "length of each prompt of a `markov` job; else null", "tokens"
+    )
+    top_p: float | None = setting(
         "share of the target's distribution that is kept where a `text` job samples; else null"
     )
-    stop: list[str] | None = key("the stop strings of a `text` job; else null")
-    num_prompts: int | None = key(
+    stop: list[str] | None = setting("the stop strings of a `text` job; else null")
+    num_prompts: int | None = setting(
         "prompts of a `text` job; fewer than batch_size fill no batch. Else null"
     )
-    prompts_sha256: str | None = key(
+    prompts_sha256: str | None = setting(
         "SHA-256 of the tokens of a `text` job's prompts, chat template applied: a line each, "
         "ids in decimal with a space between; else null"
     )
-    recording: str | None = key(
+    recording: str | None = setting(
         "file and SHA-256 of the recording that a `replay` job follows; else null"
     )
-    stop_token: int | None = key("the token that ends a sequence of a `markov` job; else null")
+    stop_token: int | None = setting("the token that ends a sequence of a `markov` job; else null")
     num_rounds: int = key("number of measured rounds")
-    token_limit: int | None = key("value of `--num_tokens`; null: no limit", "tokens")
+    token_limit: int | None = setting("value of `--num_tokens`; null: no limit", "tokens")
     num_tokens: int = key("tokens of all sequences in the measured rounds", "tokens")
     wall_s: float = key("wall time of the measured rounds", "s")
     t_prefill_s: float | None = key(
@@ -244,7 +271,7 @@ class Row(Origin, Mapping[str, Any]):
         "one after k' accepted tokens; null where outcomes are imposed. Rows of before 2026-11-24 "
         "also have hazards, lists and fitted (A, r)"
     )
-    learners: int | None = key("L, ranks that train the draft meanwhile; null: none")
+    learners: int | None = setting("L, ranks that train the draft meanwhile; null: none")
     learner_state: str | None = key(
         "of a learner at the end: learning; refused or diverged (its last version was not "
         "published); lost (its trainer had ended); failed (`fault` in `learner`); silent (its "
@@ -379,14 +406,20 @@ class Row(Origin, Mapping[str, Any]):
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Row:
-        """Makes a row from a line: missing keys are None, unknown keys go to `extra`."""
+        """Makes a row from a line, nested or flat: missing keys are None, unknown ones go to
+        `extra`."""
+        line = flat(line)
         known = {name: line[name] for name in KEYS if name in line}
         extra = {name: value for name, value in line.items() if name not in FIELDS}
         return cls(**known, absent=frozenset(KEYS).difference(known), extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the line as a dict: keys in the order of the fields, then `extra`."""
-        return dict(self)
+        line: dict[str, Any] = {}
+        for name, value in self.items():
+            is_set = name in FIELDS and FIELDS[name].metadata["is_set"]
+            (line.setdefault(CONFIGURATION, {}) if is_set else line)[name] = value
+        return line
 
     def __getitem__(self, name: str) -> Any:
         if name in FIELDS and name not in self.absent:

@@ -52,11 +52,13 @@ def test_a_broken_line_in_the_middle_is_told_apart(tmp_path: Path) -> None:
 
 def test_another_schema_is_counted(tmp_path: Path) -> None:
     good = lines()[:4]
-    other = [changed(line, schema=2) for line in good[:3]]
+    other = [changed(line, schema=3) for line in good[:3]]
     folder = write(tmp_path, "\n".join([*other, good[3]]))
     data = load([folder])
     assert len(data.rows) == 1
-    assert data.notes.lines == (f"left out 3 rows of {folder}/runs.jsonl: schema 2, this reads 1",)
+    assert data.notes.lines == (
+        f"left out 3 rows of {folder}/runs.jsonl: schema 3, this reads (1, 2)",
+    )
 
 
 def test_a_row_without_what_a_row_has(tmp_path: Path) -> None:

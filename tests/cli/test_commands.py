@@ -499,7 +499,7 @@ def test_refusals(
     assert message in refused(capfd, *arguments)
 
 
-@pytest.mark.parametrize("text", ["{}\n", "[]\n", "not json\n", "\n", '{"schema": 2}\n'])
+@pytest.mark.parametrize("text", ["{}\n", "[]\n", "not json\n", "\n", '{"schema": 3}\n'])
 @pytest.mark.parametrize("show", ["why", "tables", "best"])
 def test_rows_that_are_none(show: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
     """An empty line may pass in tables; a broken one is named."""

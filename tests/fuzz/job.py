@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpissd.common.config import RunConfig
+from mpissd.common.row import flat
 from mpissd.engine.comm.topology import Refused
 from mpissd.lab.measure.run import execute
 from tests.fuzz.configs import judged, valid
@@ -28,7 +29,7 @@ def main() -> None:
         flags = {**valid(seed, world.size), "out": out}
         code, said, attempts = run(judged(flags, world.size))
         if world.rank == 0:
-            row = json.loads(said.splitlines()[-1])
+            row = flat(json.loads(said.splitlines()[-1]))
             told = {"seed": seed, "code": code, "attempts": attempts, **closed(row, Path(out))}
             print(json.dumps(told), flush=True)
 

@@ -112,7 +112,7 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
     "a result that is no number": ("finite", put("tok_per_s", math.nan), "tok_per_s is nan"),
     "infinite deep inside": ("finite", put("phases_us.draft.grow", math.inf), "draft.grow is inf"),
     "an array with NaN": ("finite", put_in("t_target_s", 3, math.nan), "holds nan, 1 of 200"),
-    "another schema": ("missing", put("schema", 2), "schema is 2, this version judges 1"),
+    "another schema": ("missing", put("schema", 3), "schema is 3, this version judges"),
     "another budget": ("counts", put("branch_budget", 14), "branch_budget is 14, Σ fan_out: 15"),
     "a fan-out of another K": ("counts", put("fan_out", [5, 5, 5]), "is 4, fan_out has 3"),
     "another backup": ("decisions", put("backup_lookahead", 3), "round 0 has 4 such tokens"),

@@ -45,7 +45,7 @@ GOOD = json.dumps(dict(ar("8b/1b")))
     [
         (f"{GOOD}\n{GOOD[:200]}", 2, "cut off"),
         (f"{GOOD}\n\n{GOOD[:-1]}\n{GOOD}\n", 3, "cut off"),
-        (f"{GOOD}\n{json.dumps(dict(ar('8b/1b', schema=2)))}\n", 2, "schema 2: allowed: 1"),
+        (f"{GOOD}\n{json.dumps(dict(ar('8b/1b', schema=3)))}\n", 2, "schema 3: allowed: 1 or 2"),
         (f"{GOOD}\n" + '{"run_id": "x"}\n', 2, "schema None"),
         (f"{GOOD}\n[1, 2]\n", 2, "a list: allowed: a JSON object"),
         (f"{GOOD}\n{json.dumps(dict(ar('8b/1b', tok_per_s=1.0)))}\n", 2, "another row"),

@@ -11,7 +11,7 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import Row
+from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import resolve
 from mpissd.engine.job.resolving import resolve_unopened
@@ -45,8 +45,7 @@ def answered(pair: TinyPair, out: Path, **flags: Any) -> dict[str, Any]:
         **given,
     )
     assert run.execute(config) == 0
-    row: dict[str, Any] = json.loads((out / "runs.jsonl").read_text().splitlines()[-1])
-    return row
+    return flat(json.loads((out / "runs.jsonl").read_text().splitlines()[-1]))
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd"])

@@ -141,8 +141,8 @@ def test_a_forward_that_takes_no_time_is_no_gap() -> None:
 
 
 def test_other_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="schema 2: this version reads 1"):
-        gaps(SD | {"schema": 2})
+    with pytest.raises(ConfigError, match="schema 3: this version reads"):
+        gaps(SD | {"schema": 3})
     with pytest.raises(ConfigError, match="schema None"):
         gaps(Row.from_dict({}))
     with pytest.raises(ConfigError, match="'floor_us'"):

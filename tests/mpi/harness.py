@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mpissd.common.row import flat
 from tests.needs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +59,7 @@ class Job:
     def row(self) -> dict[str, Any]:
         """The last line on stdout."""
         assert self.code == 0, self.err[-2000:]
-        found = json.loads(self.out.splitlines()[-1])
-        assert isinstance(found, dict)
-        return found
+        return flat(json.loads(self.out.splitlines()[-1]))
 
     @property
     def lines(self) -> list[str]:
@@ -75,7 +74,7 @@ class Job:
     @property
     def saved(self) -> list[dict[str, Any]]:
         """The rows in runs.jsonl."""
-        return [json.loads(line) for line in (self.folder / "runs.jsonl").open()]
+        return [flat(json.loads(line)) for line in (self.folder / "runs.jsonl").open()]
 
 
 class Started:

@@ -103,7 +103,7 @@ def test_the_row_keeps_its_contract(runs: Together, name: str) -> None:
     done, (np_, _, scenario) = runs[name], JOBS[name]
     row = done.row
     assert tuple(row) == KEYS
-    assert (row["schema"], row["mode"], row["workload"]) == (1, scenario.mode, "gemm")
+    assert (row["schema"], row["mode"], row["workload"]) == (2, scenario.mode, "gemm")
     assert row["world_size"] == np_ == row["tp"] + row["num_drafts"]
     assert (row["lookahead"], row["seed"], row["batch_size"]) == (scenario.K, 3, 2)
     assert (row["target"], row["num_rounds"]) == ("toy-target", 20)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpissd.common.row import flat
 from tests.slurm.sandbox import Sandbox, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ class Job:
     def rows(self) -> list[dict[str, Any]]:
         """The rows on disk."""
         paths = sorted(self.folder.glob("out/**/runs.jsonl"))
-        return [json.loads(line) for path in paths for line in path.open()]
+        return [flat(json.loads(line)) for path in paths for line in path.open()]
 
     def says(self, text: str) -> None:
         """Waits until the log holds a text."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mpissd.common.row import flat
 from mpissd.engine.backend.profile import known_profiles
 from tests.mpi.harness import needs_mpi
 from tests.slurm.jobs import ENDLESS, NULL, ROOT, WAIT_S, Job
@@ -205,7 +206,7 @@ def test_make_submit_prints_the_line_and_runs_it(slurm: Sandbox, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == line
-    (row,) = (json.loads(text) for text in (tmp_path / "out" / "runs.jsonl").open())
+    (row,) = (flat(json.loads(text)) for text in (tmp_path / "out" / "runs.jsonl").open())
     asked = ("mode", "tp", "num_drafts", "target", "num_rounds")
     assert [row[key] for key in asked] == ["ssd", 2, 1, "toy-target", 5]
 

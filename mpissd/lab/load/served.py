@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.load_row import LoadRow
-from mpissd.common.row import SCHEMA
+from mpissd.common.load_row import SCHEMA, LoadRow
 from mpissd.lab.load.arrivals import Load
 
 ANSWERED, REFUSED = 200, 429

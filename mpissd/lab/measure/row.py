@@ -47,7 +47,7 @@ _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
-    """Builds the result row (schema 1) of a measured job.
+    """Builds the result row of a measured job.
 
     sweep: the row's entry on its sweep; None without a sweep.
     """
@@ -311,7 +311,7 @@ def write_row(
         file.write(saved.encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
     gates = {"gates": violations} if violations else {}
-    append_row(out / name, {**row, **gates})
+    append_row(out / name, {**row.to_dict(), **gates})
 
 
 def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:

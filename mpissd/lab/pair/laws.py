@@ -104,7 +104,7 @@ def _about_row(row: Any, folder: Path) -> dict[str, Any]:
     hashes = {f"{of}_sha256": (weights.get(of) or {}).get("sha256") for of in ("target", "draft")}
     return {
         "file": f"{folder.name}/{row.run_id}",
-        "sha256": hashlib.sha256(json.dumps(row.to_dict()).encode()).hexdigest(),
+        "sha256": hashlib.sha256(json.dumps(dict(row)).encode()).hexdigest(),
         "target": row.target,
         "draft": row.draft,
         **hashes,

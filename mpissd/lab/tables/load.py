@@ -14,7 +14,7 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
-from mpissd.common.row import SCHEMA, Row
+from mpissd.common.row import READABLE, Row
 from mpissd.lab.tables.pair import siblings
 
 Paths = Iterable[str | Path]
@@ -51,7 +51,7 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
     """
     profiles: dict[str, dict[str, Any]] = {}
     for run_id, path in _kept(paths, rows, "profiles/{}.json"):
-        profiles[run_id] = _parse(str(path), _read(path))
+        profiles[run_id] = _parse(str(path), _read(path), (1,))
         forward_times(str(path), profiles[run_id])
     return profiles
 
@@ -106,15 +106,17 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}:{line}: not UTF-8 text") from error
 
 
-def _parse(where: str, text: str) -> dict[str, Any]:
+def _parse(where: str, text: str, schemas: Sequence[int] = READABLE) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: cut off, or no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a {type(value).__name__}: allowed: a JSON object")
-    if value.get("schema") != SCHEMA:
-        raise ConfigError(f"{where}: schema {value.get('schema')!r}: allowed: {SCHEMA}")
+    if value.get("schema") not in schemas:
+        raise ConfigError(
+            f"{where}: schema {value.get('schema')!r}: allowed: {' or '.join(map(str, schemas))}"
+        )
     return value
 
 

@@ -25,6 +25,7 @@ def lines(known: Mapping[str, Field[Any]] = FIELDS) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, field in known.items():
         unit, meaning = field.metadata["unit"], field.metadata["meaning"]
+        name = f"configuration.{name}" if field.metadata["is_set"] else name
         yield f"| `{name}` | {_type(str(field.type))} | {unit} | {meaning} |"
 
 
