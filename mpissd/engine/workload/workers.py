@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.logit_stream import Lesson, Sent
+from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Chunks, Forwards, Places
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
