@@ -17,8 +17,8 @@ from mpissd.common.errors import MpissdError
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Outcome, Source
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import (

@@ -10,7 +10,7 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import NoSpeculator, RemoteSpeculator
 from mpissd.engine.decode.target import RoundResult, TargetLoop
@@ -209,13 +209,6 @@ def test_a_draft_that_says_nothing_is_a_fault() -> None:
         loop.step()
 
 
-def test_a_lead_that_says_nothing_is_a_fault() -> None:
-    rig = Rig(Scenario("sd"))
-    _, draft = queue_link(rig.shape, Waiter(0.2, spin=False))
-    with pytest.raises(FaultError, match="target: outcome"):
-        serve((draft, rig.drafter))
-
-
 def test_an_answer_to_another_round_is_refused() -> None:
     rig = Rig(Scenario("sd"))
     lead, draft = queue_link(rig.shape, WAITER)
@@ -233,20 +226,3 @@ def test_a_draft_refuses_an_outcome_of_another_round() -> None:
     lead.send_outcome(Outcome.admission(4, [Request(0)]))
     with pytest.raises(ProtocolError, match="round is 4, expected -1"):
         serve((draft, rig.drafter))
-
-
-def test_what_a_link_carried_is_counted() -> None:
-    rig = Rig(Scenario("sd", batch=2))
-    lead, draft = queue_link(rig.shape, WAITER)
-    thread = Guarded(lambda: serve((draft, rig.drafter)))
-    loop = rig.loop(RemoteSpeculator(lead))
-    loop.admit([Request(0), Request(1)])
-    for _ in range(5):
-        loop.step()
-    out, into = rig.shape.outcome_buffer(), rig.shape.speculation_buffer()
-    assert lead.num_messages == 10
-    assert lead.num_bytes == 5 * (out.array.nbytes + into.array.nbytes)
-    loop.stop()
-    thread.finish()
-    lead.close()
-    draft.close()

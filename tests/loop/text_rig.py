@@ -12,13 +12,12 @@ import numpy as np
 from mpissd.common.rounds import Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.sequence import Placement
 from mpissd.engine.workload.text.draft import LogitsDraft
@@ -40,7 +39,7 @@ def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) 
         NumpyBackend(), SoloGroup(), TransformerShard(config),
         ForwardOptions(lm_head=True, values=True, top_k=top_k, **sizes),
         buckets=[1, 2, 4, 8, 32], num_sequences=batch, seed=0,
-        stacks=TransformerStacks(where, target, page=16),
+        model=ModelSource(where, target, page=16),
     )  # fmt: skip
 
 

@@ -21,13 +21,12 @@ from mpissd.common.rounds import Event, Outcome, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.comm.topology import Refused, agree, open_topology
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.model.forwards import merged
-from mpissd.engine.model.gemm_stack import GemmStack
-from mpissd.engine.model.gemm_weights import GemmWeights
+from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from tests.transformer_rig import FAMILIES, Rig, dice_tokens
 

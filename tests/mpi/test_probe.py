@@ -235,24 +235,24 @@ def _break(what: str) -> None:
     """Makes this process wrong in one way; every rank is."""
     from mpissd.engine.backend.numpy_backend import NumpyBackend
     from mpissd.engine.comm.mpi_group import MpiGroup
-    from mpissd.engine.comm.wire import Buffer
+    from mpissd.engine.comm.wire import Header, Message
 
-    add, read = MpiGroup.all_reduce, Buffer.read_header
+    add, read = MpiGroup.all_reduce, Message.header
 
     def add_more(group: MpiGroup, array: Any) -> None:
         add(group, array)
         array[-1, -1] += 1
 
-    def read_wrong(buffer: Buffer, round_: int | None = None) -> tuple[int, int, int]:
-        buffer.body[-1] ^= 1
-        return read(buffer, round_)
+    def read_wrong(message: Message) -> Header:
+        message.array[-1] ^= 1
+        return read(message)
 
     if what == "sum":
         MpiGroup.all_reduce = add_more  # type: ignore[method-assign]
     elif what == "product":
         NumpyBackend.matmul = lambda *operands: None  # type: ignore[method-assign]
     elif what == "message":
-        Buffer.read_header = read_wrong  # type: ignore[method-assign]
+        Message.header = read_wrong  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

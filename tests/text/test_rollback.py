@@ -16,11 +16,10 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.sequence import Batch, Placement
 from mpissd.engine.workload.text.draft import LogitsDraft
@@ -45,7 +44,7 @@ def stepper_of(where: Path, rows: Sequence[int], slots: int = SLOTS) -> Stepper:
     options = ForwardOptions(lm_head=True, values=True, top_k=4, **sizes)
     return Stepper(
         NumpyBackend(), SoloGroup(), TransformerShard(config_of(str(where))), options,
-        buckets=rows, num_sequences=slots, seed=0, stacks=TransformerStacks(str(where), page=PAGE),
+        buckets=rows, num_sequences=slots, seed=0, model=ModelSource(str(where), page=PAGE),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.rank_counts import RankCounts
 from mpissd.engine.job import Job

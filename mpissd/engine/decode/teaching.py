@@ -6,8 +6,8 @@ from time import perf_counter
 from typing import Any
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.comm import logit_stream
-from mpissd.engine.comm.logit_stream import Outlet
+from mpissd.engine.comm import learner_messages
+from mpissd.engine.comm.learner_messages import Outlet
 from mpissd.engine.workload.oracle import TargetOracle
 from mpissd.engine.workload.sequence import Batch
 
@@ -42,7 +42,7 @@ class Teaching:
         oracle, sent = self._oracle, self._sent
         lessons = oracle.lessons(batch, accepted, bonus, sent, everywhere=self._everywhere)
         logits = [oracle.logits_of(row) for one in lessons for row in one.rows]
-        message = logit_stream.write(lessons, logits)
+        message = learner_messages.write_lessons(lessons, logits)
         self._outlet.send(message)
         self._sent = {one.name: one.start + len(one.tokens) for one in lessons}
         self.rows += len(logits)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.logit_stream import Lesson, Sent
+from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.sequence import Batch, Index, LanePlaces
 from mpissd.engine.workload.sequence import Sequence as Live

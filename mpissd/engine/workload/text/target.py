@@ -11,7 +11,7 @@ import numpy as np
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.logit_stream import Lesson, Sent
+from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.oracle import LogitsGather, Proposals

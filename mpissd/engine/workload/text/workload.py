@@ -9,9 +9,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
 from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
