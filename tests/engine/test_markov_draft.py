@@ -93,17 +93,6 @@ def test_branches_draw_from_what_a_hit_will_keep() -> None:
     check_rows(rollout, [starts[n] for n in chosen], FANS.after_hit)
 
 
-def test_a_backup_draws_from_what_a_miss_will_keep() -> None:
-    worker, batch, _ = begun()
-    rows = np.array([[0, 0, 0, 2, 11], [1, 0, 0, 0, 5]], np.int32)
-    batch.apply(Outcome(0, rows))
-    rollout = worker.restart(batch, [1, 0], Source.JIT)
-    assert isinstance(rollout, SampledRollout)
-    assert (rollout.rows.tolist(), rollout.first.tolist()) == ([1, 0], [5, 11])
-    grow(worker, batch, rollout)
-    check_rows(rollout, [[*behind(1, 0), 5], [*behind(0, 2), 11]], FANS.after_miss)
-
-
 def test_a_fast_backup_looks_its_tokens_up() -> None:
     """In what the sequence holds, prompt included; what is missing is the likeliest of all."""
     worker, batch, _ = begun()

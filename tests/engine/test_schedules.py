@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.__main__ import main
-from mpissd.cli.configs import PredictConfig
-from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import parse_into
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import SCHEDULES, with_schedule
+from mpissd.common.schedules import SCHEDULES
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.speculator import InlineSpeculator
 from mpissd.engine.decode.target import TargetLoop
@@ -77,23 +74,6 @@ def test_contradictions_take_one_line(flags: dict[str, str], message: str) -> No
     assert caught.value.exit_code == 2
 
 
-def test_the_command_line_refuses_before_mpi(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--schedule=lookup", "--mode=ar"], ["--schedule=sd-inline", "--pair=8b/mtp:9z"]):
-        assert main(["run", "--dry_run", *flags]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("mpissd: ") and told.count("\n") == 1
-
-
-def test_a_prediction_wants_the_flags_themselves() -> None:
-    """Which flags were said decides what a job's profile keeps."""
-    with pytest.raises(ConfigError, match="schedule=lookup with predict: allowed: its flags, mode"):
-        parse_into(PredictConfig, {"schedule": "lookup", "profile": "h100"})
-
-
-def test_no_schedule_adds_nothing() -> None:
-    assert with_schedule({"mode": "ar"}) == {"mode": "ar"}
-
-
 # What they resolve to.
 
 
@@ -129,14 +109,6 @@ def test_a_lookup_holds_no_draft() -> None:
 def test_what_makes_no_sense_takes_one_line(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         job(**flags)
-
-
-def test_forwards_that_tokens_take() -> None:
-    assert job(lookahead="4").num_forwards(4) == 4
-    heads = job(pair="8b/medusa:8b", lookahead="4")
-    assert [heads.num_forwards(n) for n in (0, 1, 4)] == [0, 1, 1]
-    assert job(pair="8b/mlp:8b", lookahead="4").num_forwards(4) == 4
-    assert job(mode="ar").num_forwards(3) == 3
 
 
 # What they do.
@@ -193,16 +165,10 @@ COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_ro
 WHOLE = [  # ranks, flags, the draft's name
     (1, ("--schedule=sd-inline", "--pair=8b/1b"), "llama-3.2-1b"),
     (1, ("--schedule=lookup", "--target=8b"), "lookup"),
-    (1, ("--schedule=sd-inline", "--pair=8b/eagle:8b", "--lm_head"), "eagle-llama-3.1-8b"),
     (1, ("--schedule=sd-inline", "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
 ]
-MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
-MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=2", "--batch_size=3")
-LOSSLESS = {"lookup": 1, "sd-inline": 1}  # ranks
 RUNS = {" ".join(flags): (np_, (*COMMON, *flags)) for np_, flags, _ in WHOLE}
-RUNS |= {name: (np_, (*MARKOV, f"--schedule={name}")) for name, np_ in LOSSLESS.items()}
-RUNS["ar"] = (1, (*MARKOV, "--mode=ar"))
 
 
 @pytest.fixture(scope="module")
@@ -227,16 +193,3 @@ def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: st
     if is_heads:
         names = json.loads((done.folder / "profiles" / f"{row['run_id']}.json").read_text())
         assert names["config"]["pair"] == "8b/medusa:8b"
-
-
-@needs_mpi[0]
-@needs_mpi[1]
-@pytest.mark.parametrize("schedule", LOSSLESS)
-def test_a_schedule_is_lossless_on_language_models(runs: Together, schedule: str) -> None:
-    """At temperature 0 it emits what AR emits."""
-    row = runs[schedule].row
-    assert row["token_digest"] == runs["ar"].row["token_digest"] and row["acceptance_length"] > 1
-
-
-def test_a_run_config_made_by_hand_needs_no_schedule() -> None:
-    assert RunConfig(mode="sd", backup="fast", target="8b").is_lookup

@@ -29,7 +29,6 @@ from tests.loop.harness import (
     check_against_the_law,
     drive,
     requests,
-    run,
     run_stepped,
 )
 
@@ -85,20 +84,6 @@ def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
     check_against_the_law(result)
 
 
-def test_sd_grows_nothing_and_drafts_all() -> None:
-    result, draft = run_stepped(replace(MIXED, mode="sd"), steps=K)
-    assert draft.grown == [[]] * 12
-    assert [sizes(forwards) for forwards in draft.answered] == [[6] * K] * 12
-    check_against_the_law(result)
-
-
-def test_a_hit_that_was_grown_costs_no_forward() -> None:
-    result, draft = run_stepped(replace(MIXED, p_hit=1.0), steps=K)
-    assert sizes(draft.answered[0]) == [6] * K  # the first round is a forced miss
-    assert draft.answered[1:] == [[]] * 11
-    check_against_the_law(result)
-
-
 def test_a_miss_reads_the_bonus_token_and_then_its_own_drafts() -> None:
     """Only of the sequences that missed."""
     result, draft = run_stepped(MIXED, steps=K)
@@ -113,25 +98,6 @@ def test_a_miss_reads_the_bonus_token_and_then_its_own_drafts() -> None:
         for _, id_, _, k, bonus, *_ in rows:
             length[id_] += k + 1
             last[id_] = bonus
-
-
-def test_branches_read_their_candidate_and_then_their_own_drafts() -> None:
-    result, draft = run_stepped(MIXED, steps=2)
-    law, length = MIXED.law(), dict.fromkeys(range(6), 1)
-    for rows, (_, first, second) in zip(by_round(result), draft.grown, strict=True):
-        lanes = [(row[1], k) for row in rows for k in LANES]
-        assert len(first[1]) == len(second[1]) == len(lanes)
-        behind = [law.proposal(id_, length[id_] + k + 1, 0, Source.CACHE) for id_, k in lanes]
-        assert second[1] == behind
-        for _, id_, _, k, *_ in rows:
-            length[id_] += k + 1
-
-
-def test_finishing_late_changes_no_decision() -> None:
-    digests = {run_stepped(MIXED, steps)[0].outcome_digest for steps in range(K + 1)}
-    sd = replace(MIXED, mode="sd")
-    assert digests | {run(sd).outcome_digest, run(MIXED).outcome_digest} == digests
-    assert len(digests) == 1
 
 
 class Remembering(SpeculationCache):
@@ -245,24 +211,6 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
     assert sizes(log) == [6] * K + one + 4 * (answer + one)
     # Polled before each step: an outcome waits for one step at most.
     assert {n for n, rows in enumerate(sizes(log)) if rows == branches} <= link.polled_at
-
-
-def test_a_stop_before_the_first_round() -> None:
-    class Stopping(ScriptedEnd):
-        def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-            return Outcome.admission(-1, []), True
-
-    rig = Rig(MIXED)
-    serve((Stopping(MIXED, 0, 0), rig.drafter))
-    assert rig.draft_forwards.log == []
-
-
-def test_an_idle_draft_grows_nothing_and_takes_up_again() -> None:
-    rig = Rig(replace(MIXED, p_hit=1.0))
-    idle = rig.drafter.answer(Outcome.admission(-1, []))
-    assert idle.rows.shape == (0, Speculation.HEAD + K)
-    assert not begin_growth(rig, idle) and not rig.drafter.growing
-    assert len(rig.drafter.answer(Outcome.admission(0, requests(6))).rows) == 6
 
 
 def test_the_draft_s_own_times() -> None:

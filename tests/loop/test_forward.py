@@ -99,10 +99,3 @@ def test_text_needs_a_transformer_that_computes() -> None:
     with pytest.raises(ConfigError, match="workload=text with backend=emulated: allowed: numpy"):
         told = config("ar", workload="text", prompt_ids="1")
         resolve(told, 1, backend="emulated", memory_bytes=None)
-
-
-def test_a_cache_of_text_has_room_to_warm_up_and_to_verify() -> None:
-    told = {"workload": "text", "prompt_ids": "1", "context": 20, "rounds": None}
-    assert job_of("ar", **told).capacity == 20 + 1 > 8 + 10 + 1
-    assert job_of("sd", **told).longest == 20
-    assert job_of("sd", **told).capacity == 8 + 10 * 5 + 5

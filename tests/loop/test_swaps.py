@@ -40,11 +40,10 @@ from tests.loop.swap_rig import (  # noqa: E402
 SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
 WAYS = [
     {"mode": "sd", "lookahead": 3},
-    SSD,
     {**SSD, "batch_size": 2},
     {**SSD, "backup": "fast"},
 ]
-SAMPLED = [{"mode": "sd"}, {"mode": "ssd", "fan_out": "uniform:2"}]
+SAMPLED = [{"mode": "ssd", "fan_out": "uniform:2"}]
 
 
 @pytest.fixture(scope="module")

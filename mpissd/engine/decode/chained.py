@@ -8,7 +8,6 @@ shortly before a sequence or the cache ends.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -27,8 +26,6 @@ from mpissd.engine.model.transformer.stages import NOBODY, NOT_FINITE
 from mpissd.engine.workload.oracle import Proposals, Rollout
 from mpissd.engine.workload.sequence import Batch, Change
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
-
-_KEPT = 4096  # the last rounds whose idle time is kept
 
 
 def chained_forwards(
@@ -53,10 +50,7 @@ def chained_forwards(
 
 
 class ChainedTarget(TargetWorker):
-    """A target worker that launches whole rounds, and the next one ahead.
-
-    idle_s: the device's idle seconds in the last rounds that were launched ahead.
-    """
+    """A target worker that launches whole rounds, and the next one ahead."""
 
     def __init__(
         self,
@@ -74,7 +68,6 @@ class ChainedTarget(TargetWorker):
         self._limit, self._waiter = limit, waiter
         if drafter is not None:
             drafter.chained = forwards
-        self.idle_s: deque[float] = deque(maxlen=_KEPT)
         self._batch: Batch
         self._speculation: Speculation
         self._imposed: tuple[Ints, Ints] | None = None  # the outcome of this round, if imposed
@@ -138,8 +131,6 @@ class ChainedTarget(TargetWorker):
             drafter.draft_s = forwards.draft_s(speculation.round)
             drafter.verification_started(speculation)
             drafter.close_round(speculation)
-        if self._was_ahead:
-            self.idle_s.append(forwards.idle_s(speculation.round))
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals

@@ -66,7 +66,6 @@ class Rank:
             self.target = session.target_worker(target)
         if draft is not None:
             self.drafts = draft_workers(session.job, draft)
-        self.chained_target: ChainedTarget | None = None  # of the last pass
         self.chained = chained_forwards(session.job, self.target, self.draft)
         self._open_messages()
 
@@ -162,7 +161,6 @@ class Rank:
             if self.chained is not None:
                 limit = self.session.workload.longest_answer
                 target = ChainedTarget(target, drafter, self.chained, limit, waiter)
-                self.chained_target = target
             loop = TargetLoop(target, speculator, self.sender, batch, waiter)
             result = drive(loop)
             loop.stop()

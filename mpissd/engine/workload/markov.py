@@ -54,12 +54,9 @@ class MarkovModel:
         seen = tuple(tokens[-self.order :])
         return (_NOBODY,) * (self.order - len(seen)) + seen
 
-    def logits(self, context: tuple[int, ...], start: int = 0, stop: int | None = None) -> Logits:
-        """Returns the logits of tokens start … stop−1 (default: all) after a context.
-
-        float32 [stop − start], read-only. A token's logit does not depend on the slice.
-        """
-        logits: Logits = _rows(self)(context, start, self.vocab if stop is None else stop)
+    def logits(self, context: tuple[int, ...]) -> Logits:
+        """Returns the logits after a context, float32 [V], read-only."""
+        logits: Logits = _rows(self)(context)
         return logits
 
     @property
@@ -91,14 +88,14 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
     """Returns a function that computes one model's logits, and caches the latest ones."""
 
     @lru_cache(maxsize=max(64, _CACHED_BYTES // (4 * model.vocab)))
-    def rows(context: tuple[int, ...], start: int, stop: int) -> Logits:
-        mixed = np.zeros(stop - start)
+    def rows(context: tuple[int, ...]) -> Logits:
+        mixed = np.zeros(model.vocab)
         for purpose, share in (
             (Purpose.TARGET_ROW, 1 - model.divergence),
             (Purpose.DRAFT_ROW, model.divergence),
         ):
             if share:
-                u = stream(model.seed, _word(purpose, context), start, stop - start)
+                u = stream(model.seed, _word(purpose, context), 0, model.vocab)
                 mixed += share * -np.log1p(-u)
         logits: Logits = (SHARPNESS * mixed).astype(np.float32)
         logits.setflags(write=False)

@@ -16,7 +16,7 @@ from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.text.draft import LogitsDraft
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
-from mpissd.engine.workload.text.stops import Stops, TextEndings
+from mpissd.engine.workload.text.stops import TextEndings
 from mpissd.engine.workload.text.target import LogitsTarget
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -153,9 +153,8 @@ class TextWorkload(Workload):
 
     def endings(self) -> TextEndings:
         job = self.job
-        stops = Stops(self.tokenizer, job.config.stop_strings, self.stop_ids)
         room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
-        return TextEndings(stops, room)
+        return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
 
     def row_fields(self) -> RowFields:
         config = self.job.config
