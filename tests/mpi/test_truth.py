@@ -45,23 +45,6 @@ def test_clocks_of_one_host_are_one_clock() -> None:
     assert at == sorted(at)
 
 
-def test_naps_end_late_and_spins_do_not() -> None:
-    """How late they end depends on the machine; ranks that spin have no naps."""
-    late, spinning = told(3, "naps")
-    assert late > 0.0 == spinning
-
-
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_the_ledger_is_switched_on_lead_and_draft(mode: str, tmp_path: Path) -> None:
-    """8 quads of 4 · 25 rounds; what it costs is reported, and no bar at null rounds."""
-    flags = [*NULL, f"--mode={mode}", f"--out={tmp_path / 'out'}"]
-    found = told(2, "ledger", *flags)
-    print(found["text"])
-    assert found["num_rounds"] == 8 * 2 * 23
-    assert found["low"] <= found["overhead"] <= found["high"]
-    assert found["off_us"] > 0
-
-
 @pytest.mark.parametrize("flags", [("--mode=ar",), ("--num_tokens=40",)])
 def test_a_measured_row_passes_its_gates(flags: tuple[str, ...], tmp_path: Path) -> None:
     job = launch(2, *NULL, "--batch_size=2", *flags, folder=tmp_path / "out", direct=True)
