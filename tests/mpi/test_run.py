@@ -180,20 +180,6 @@ def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -
     assert runs["ar"].row["bytes_per_round"] == 0 < runs["ssd"].row["bytes_per_round"]
 
 
-@pytest.mark.parametrize("name", ["inline-T2", "ssd-T2"])
-def test_a_job_s_profile_predicts_the_number_in_its_row(
-    runs: Together, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    done = runs[name]
-    profile = done.folder / "profiles" / f"{done.row['run_id']}.json"
-    assert main(["predict", f"--profile={profile}"]) == 0
-    predicted = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert predicted["tok_per_s"] == done.row["predicted_tok_per_s"] > 0
-    assert predicted["outcome_digest"] == done.row["outcome_digest"]
-    error = done.row["tok_per_s"] / predicted["tok_per_s"] - 1
-    assert done.row["prediction_error"] == pytest.approx(error, abs=1e-4)
-
-
 def test_a_row_can_be_read_again(runs: Together, capfd: pytest.CaptureFixture[str]) -> None:
     done = runs["ssd"]
     assert main(["compare", str(done.folder), "--show=why"]) == 0
