@@ -23,7 +23,7 @@ import pandas as pd
 
 from analysis.gain import interval
 from mpissd.common.real_pairs import BESIDE, under_real_pairs
-from mpissd.common.row import KEYS, Row
+from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text
 
 Line = dict[str, Any]
@@ -36,7 +36,6 @@ _DEFAULTS: Line = {  # None for the other keys
     "workload": "gemm",
     "batch_size": 1,
 }
-_RETIRED = ("draft_lookup",)  # keys of older rows alone, which figures show
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
     "predicted_tok_per_s prediction_error expected_tok_per_s sampling_sd branch_budget "
@@ -55,14 +54,14 @@ def complete(line: Line) -> Line:
     try:
         if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
             raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
-        return {**dict.fromkeys((*KEYS, *_RETIRED)), **row, **_derived(row)}
+        return {**dict.fromkeys((*KEYS, *RETIRED)), **row, **_derived(row)}
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
 
 
 def tidy(rows: list[Line]) -> pd.DataFrame:
     """Makes a frame of complete rows; without one, figures of loads alone can be drawn."""
-    known = dict.fromkeys((*KEYS, *_RETIRED, *_NUMBERS, *REAL))
+    known = dict.fromkeys((*KEYS, *RETIRED, *_NUMBERS, *REAL))
     frame = pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(known))
     for name in (*_NUMBERS, *REAL):
         frame[name] = pd.to_numeric(frame[name], errors="coerce").astype(float)

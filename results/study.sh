@@ -19,7 +19,7 @@ step() { # name, ranks, command, its flags: into OUT/name, what it says into OUT
     [ "$ranks" -le "$gpus" ] || return 0
     mkdir -p "$out"
     if [ -n "${DRY:-}" ]; then
-        "${PYTHON:-python3}" -m mpissd "$command" --dry_run --world_size="$ranks" --out="$out/$name" "$@" \
+        "${PYTHON:-python3}" -m mpissd "$command" --dry_run="$ranks" --out="$out/$name" "$@" \
             >"$out/$name.log" 2>&1 </dev/null || code=$?
         echo "$name: planned for $ranks GPUs, exit code $code"
         [ "$code" = 0 ] || { failed=1; tail -n 3 "$out/$name.log"; }

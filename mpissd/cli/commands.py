@@ -39,7 +39,7 @@ from mpissd.lab.tables import (
     load_rows,
 )
 
-_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+_HITS = ("p_hit", "hit_law")
 _ALTERNATIVES = ("pair", "target", "draft"), ("alpha", "acceptance"), _HITS
 
 
@@ -155,7 +155,7 @@ def _run_config(
         known |= {"backup": "jit", "backup_lookahead": None}
     if flags.get("mode") == "ar" or flags.get("num_drafts") == 0:
         known |= {"draft_device": None}
-    return RunConfig(**{**known, **flags, "dry_run": True, "world_size": None})
+    return RunConfig(**{**known, **flags, "dry_run": True})
 
 
 def advise(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:

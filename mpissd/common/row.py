@@ -23,6 +23,7 @@ from typing import Any
 SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
+RETIRED = ("schedule", "ledger_overhead", "draft_lookup")  # keys of older rows alone
 Means = Mapping[str, float]
 
 
@@ -94,9 +95,6 @@ class Row(Origin, Mapping[str, Any]):
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")
     mode: str = setting("ar, sd or ssd")
-    schedule: str | None = setting(
-        "value of `--schedule` ([schedules.md](schedules.md)); null without it"
-    )
     workload: str = setting(
         "gemm (outcomes are imposed), markov (tokens are sampled), replay (of a recording) or text"
     )
@@ -383,10 +381,6 @@ class Row(Origin, Mapping[str, Any]):
     rank_digests: list[int | None] | None = key(
         "by world rank, a digest of the outcomes that the rank received; null: unknown"
     )
-    ledger_overhead: Means | None = key(
-        "with `--ledger_ab`, the median round with the ledger / without − 1, and its 95% interval; "
-        "else null"
-    )
     stable: bool | None = key(
         "whether the p50 round varies ≤ 1% (GPU; 10% CPU) over five interleaved blocks (rounds "
         "dealt in turn: a drift is in all of them and widens the interval of `compare` instead); "
@@ -420,6 +414,12 @@ class Row(Origin, Mapping[str, Any]):
             is_set = name in FIELDS and FIELDS[name].metadata["is_set"]
             (line.setdefault(CONFIGURATION, {}) if is_set else line)[name] = value
         return line
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a key that only older rows have; None in a row without it."""
+        if name in RETIRED:
+            return self.extra.get(name)
+        raise AttributeError(f"a row has no {name!r}")
 
     def __getitem__(self, name: str) -> Any:
         if name in FIELDS and name not in self.absent:

@@ -20,7 +20,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = ("run", "--dry_run", "--world_size=2", "--backend=emulated", "--device=null")
+HERE = ("run", "--dry_run=2", "--backend=emulated", "--device=null")
 
 
 def parse(*arguments: str) -> RunConfig:
@@ -111,8 +111,8 @@ def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str
     ("flags", "message"),
     [
         (("--mode=sdd",), "unknown mode 'sdd'"),
-        (("--world_size=1",), "world of 1 rank is too small for num_drafts=1"),
-        (("--pair=toy", "--world_size=4"), "num_heads=8 is not divisible by tp=3"),
+        (("--dry_run=1",), "world of 1 rank is too small for num_drafts=1"),
+        (("--pair=toy", "--dry_run=4"), "num_heads=8 is not divisible by tp=3"),
         (("--pair=8b/1c",), "unknown model '1c'"),
         (("--pair=toyy",), "unknown pair 'toyy'"),
         (("--device=h10",), "unknown device 'h10': did you mean 'h100'?"),
@@ -124,10 +124,9 @@ def test_every_command_shows_its_help_on_stdout(capfd: pytest.CaptureFixture[str
         (("--fan_out=uniform:0",), "allowed: 1 to"),
         (("--fan_out=triangle:3",), "unknown fan_out 'triangle'"),
         (("--fan_out=list:0,1,1,1,1", "--p_hit=0.5"), "every F_k from 1"),
-        (("--p_hit=0.5", "--hit_a=1"), "allowed: one law"),
-        (("--p_hit=0.5", "--hit_law=smollm2-own"), "allowed: one law"),
+        (("--p_hit=0.5", "--hit_law=smollm2-own"), "p_hit=0.5 with hit_law=smollm2-own"),
         (("--hit_law=smollm2-on",), "unknown hit_law 'smollm2-on': did you mean 'smollm2-own'?"),
-        (("--hit_r=0",), "hit_r=0.0: allowed: above 0"),
+        (("--hit_law=power:A=1,r=0",), "hit_r=0.0: allowed: above 0"),
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--acceptance=beta:3",), "unknown acceptance 'beta'"),
         (("--acceptance=histogram:none",), "cannot read 'none'"),
@@ -186,8 +185,8 @@ def test_a_dry_run_knows_the_memory_that_ranks_of_one_host_share(
     monkeypatch.setattr(
         "mpissd.engine.job.resolving.available_memory_bytes", lambda: memory_gb * 10**9
     )
-    words = ["--backend=numpy", "--pair=8b/1b", "--world_size=2"]
-    assert main(["run", "--dry_run", *words]) == code
+    words = ["--backend=numpy", "--pair=8b/1b", "--dry_run=2"]
+    assert main(["run", *words]) == code
     told = capfd.readouterr().err
     assert ("the device has 20.0 GB" in told) == bool(code)
     assert ("another pair or --backend=emulated\n" in told) == bool(code)
@@ -204,7 +203,7 @@ def test_a_dry_run_knows_that_the_ranks_of_one_host_find_no_gpu(
 ) -> None:
     cupy = SimpleNamespace(__spec__=ModuleSpec("cupy", None), is_available=lambda: False)
     monkeypatch.setitem(sys.modules, "cupy", cupy if is_there else None)
-    words = [command, "--dry_run", "--backend=cupy", "--world_size=2"]
+    words = [command, "--dry_run=2", "--backend=cupy"]
     words += ["--grid=mode=sd,ssd"] * (command == "sweep")
     monkeypatch.delenv("MPISSD_ONE_HOST", raising=False)
     assert main(words) == 0  # as on a login node, for ranks elsewhere

@@ -440,7 +440,7 @@ def test_a_model_of_the_same_name_and_other_weights_is_refused(
         assert "doesn't cover this llama-3.1-8b" in message
 
 
-EMULATED = ("run", "--dry_run", "--world_size=2", "--backend=emulated")
+EMULATED = ("run", "--dry_run=2", "--backend=emulated")
 
 
 @pytest.mark.parametrize("command", [("predict", "--profile="), ("plan", "--profile="),

@@ -23,7 +23,7 @@ RESULTS = "results/h200-limit"
         ("mpissd", "plan", "--profile=h200"),
         ("mpissd", "predict", "--profile=h200", "--rounds=20"),
         ("mpissd", "compare", RESULTS, "--show=tables"),
-        ("mpissd", "sweep", "--grid=mode=sd", "--dry_run", "--backend=emulated", "--world_size=2"),
+        ("mpissd", "sweep", "--grid=mode=sd", "--dry_run=2", "--backend=emulated"),
         ("analysis", "--help"),
     ],
     ids=" ".join,

@@ -26,7 +26,8 @@ PROMPTS = ";".join(f"{n % 7},{3 * n % 97},5" for n in range(12))
 JOB = "run --backend=numpy --workload=text --warmup_rounds=2 --deadline_s=60 --progress=off "
 JOB += "--context=128"
 LONG = ["--num_tokens=60", "--lookahead=3"]
-LEARNING = ["--learners=1", "--publish_s=0", *LONG]
+REJECTED = "--learn=publish_s=0,positions=rejected"
+LEARNING = ["--learners=1", "--learn=publish_s=0", *LONG]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def alone(pair: TinyPair) -> str:
     ("num_ranks", "flags"),
     [
         (3, ["--mode=sd"]),
-        (3, ["--mode=ssd", "--fan_out=uniform:2", "--batch_size=3", "--learn_from=rejected"]),
+        (3, ["--mode=ssd", "--fan_out=uniform:2", "--batch_size=3", REJECTED]),
         (4, ["--mode=ssd", "--fan_out=uniform:2"]),
     ],
     ids=["sd", "ssd-b3", "ssd-T2"],
@@ -113,7 +114,7 @@ def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
     cost = row["learner"]["cost"]
     most = 3 * (97 * 4 + 400)  # of a batch of three, rejected rows alone
     assert cost["us_per_round"] > 0 and cost["bytes_per_round"] > 0
-    assert "--learn_from=rejected" not in flags or cost["bytes_per_round"] < most
+    assert REJECTED not in flags or cost["bytes_per_round"] < most
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_sampled_answers_between_ranks_have_the_target_s_law(
 ) -> None:
     """By χ² over the first three tokens: also where what is learned overflows, and is left."""
     count, base = 2000, drawing(drawn, 1)[0]
-    flags = ["--learners=1", "--publish_s=0", "--mode=ssd", "--fan_out=uniform:2", "--seed=5"]
+    flags = ["--learners=1", "--learn=publish_s=0", "--mode=ssd", "--fan_out=uniform:2", "--seed=5"]
     flags += ["--temperature=1", "--top_p=0.9", "--batch_size=20", "--lookahead=2"]
     prompts = ";".join([",".join(map(str, PROMPT))] * count)
     told = [*flags, f"--num_tokens={LENGTH}"]

@@ -25,7 +25,7 @@ BASE = [*SHAPES.split(), *"--backend=emulated --device=null --workload=markov --
 PAIR = Pair(temperature=0.0, vocab=12, order=2, prompt_tokens=3, seed=4)
 MODELS = "--vocab=12 --order=2 --prompt_tokens=3 --lookahead=3 --warmup_rounds=2".split()
 MISSES = "--divergence=1 --fan_out=list:0,0,0,1".split()
-NATURAL = "--divergence=0.35 --fan_out=list:1,1,1,2 --fan_out_miss=list:2,0,1,1".split()
+NATURAL = "--divergence=0.35 --fan_out=list:1,1,1,2/list:2,0,1,1".split()
 HITS = "--divergence=0 --fan_out=uniform:1".split()
 
 # name: (ranks, flags): T, b and what is forced, each value of one beside some of the others.

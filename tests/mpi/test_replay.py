@@ -22,7 +22,7 @@ MACHINE = [*SHAPES.split(), *"--backend=emulated --device=null --warmup_rounds=2
 MODELS = "--workload=markov --seed=4 --vocab=12 --order=2 --prompt_tokens=3".split()
 ENDS = f"--divergence=0.35 --num_tokens={LIMIT} --stop_token={STOP}".split()
 METHODS: dict[str, tuple[int, list[str]]] = {
-    "ssd": (2, "--lookahead=3 --fan_out=list:1,1,1,2 --fan_out_miss=list:2,0,1,1".split()),
+    "ssd": (2, "--lookahead=3 --fan_out=list:1,1,1,2/list:2,0,1,1".split()),
     "fast": (2, "--lookahead=4 --fan_out=uniform:2 --backup=fast".split()),
     "T=2": (3, "--lookahead=2 --fan_out=geometric:9 --backup_lookahead=1".split()),
     "sd": (2, "--mode=sd --lookahead=5".split()),

@@ -60,8 +60,14 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "one-round": (("--rounds=1", "--batch_size=64"), {"batch": 64}),
 }
 TOKENS = {"ar": 1, "sd": 2, "ssd": 3}  # ranks
-OPTIONS = ("--fuse", "--lm_head", "--context=64", "--num_layers=2", "--fan_out=geometric:9")
-H100 = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--num_layers=2", "--rounds=5")
+OPTIONS = (
+    "--fuse",
+    "--lm_head",
+    "--context=64",
+    "--pair=toy-target@2L/toy-draft",
+    "--fan_out=geometric:9",
+)
+H100 = ("--backend=emulated", "--device=h100", "--pair=8b@2L/1b", "--rounds=5")
 H100 += ("--warmup_rounds=1", "--lookahead=3", "--p_hit=1")
 
 

@@ -1,4 +1,4 @@
-"""Clocks, traces, gates and the ledger's A/B in real jobs."""
+"""Clocks, traces and gates in real jobs."""
 
 from __future__ import annotations
 
@@ -49,17 +49,6 @@ def test_naps_end_late_and_spins_do_not() -> None:
     """How late they end depends on the machine; ranks that spin have no naps."""
     late, spinning = told(3, "naps")
     assert late > 0.0 == spinning
-
-
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_the_ledger_is_switched_on_lead_and_draft(mode: str, tmp_path: Path) -> None:
-    """8 quads of 4 · 25 rounds; what it costs is reported, and no bar at null rounds."""
-    flags = [*NULL, f"--mode={mode}", f"--out={tmp_path / 'out'}"]
-    found = told(2, "ledger", *flags)
-    print(found["text"])
-    assert found["num_rounds"] == 8 * 2 * 23
-    assert found["low"] <= found["overhead"] <= found["high"]
-    assert found["off_us"] > 0
 
 
 @pytest.mark.parametrize("flags", [("--mode=ar",), ("--num_tokens=40",)])

@@ -17,13 +17,9 @@ from mpi4py import MPI
 
 from mpissd import __main__
 from mpissd.common import rounds, wait
-from mpissd.common.config import parse_flags
 from mpissd.common.wait import Waiter, sharpen_sleep
 from mpissd.engine.backend.emulated_backend import ModelledProgram
 from mpissd.engine.comm.topology import open_topology
-from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import open_session
-from mpissd.lab.measure.ab import ledger_pass
 from mpissd.lab.measure.clock import compare_clocks
 from mpissd.lab.measure.naps import measure_nap
 
@@ -45,16 +41,6 @@ def naps() -> None:
         print(json.dumps(found))
 
 
-def ledger(flags: list[str]) -> None:
-    session = open_session(parse_flags(dict(flag[2:].split("=", 1) for flag in flags)))
-    rank = Rank(session)
-    found = ledger_pass(rank, quads=8, per_block=25)
-    rank.close()
-    session.resources.close()
-    if found is not None:
-        print(json.dumps({**asdict(found), "text": str(found)}))
-
-
 def deaf(flags: list[str]) -> int:
     if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         rounds.crc32 = lambda data, before: 7  # type: ignore[assignment]
@@ -71,7 +57,5 @@ if __name__ == "__main__":
     sharpen_sleep()
     if sys.argv[1] in ("clocks", "naps"):
         {"clocks": clocks, "naps": naps}[sys.argv[1]]()
-    elif sys.argv[1] == "ledger":
-        ledger(sys.argv[2:])
     else:
         sys.exit({"deaf": deaf, "slow": slow}[sys.argv[1]](sys.argv[2:]))

@@ -7,8 +7,7 @@
     nccl      NCCL, or a ConfigError
     staged    copies to page-locked host memory, sums by MPI in float32, copies back; works with any
               MPI, without graphs
-    device    MPI on device pointers; needs --cuda_aware_mpi
-    mpi       the same as device
+    mpi       MPI on device pointers, or a ConfigError; its group is named device
 
 Close in this order: graphs, NCCL, the MPI communicator. Graphs hold NCCL's operations, and the
 other order hangs. NcclGroup.close does so, and aborts NCCL where the device still waits for a peer;
@@ -16,7 +15,7 @@ the rank then has to leave by MPI.Abort. Device memory is freed last, because fr
 device.
 
 An MPI that cannot read device memory ends in a segfault. MPI gets a device pointer only if the user
-asked for it (--cuda_aware_mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
+asked for it (--all_reduce=mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
 MPICH), by MPIX_GPU_query_support (MPICH 4), or Cray MPICH by MPICH_GPU_SUPPORT_ENABLED=1. Only
 nonblocking sends and receives of bytes are used. A rank sends its array to all others and sums what
 it received in rank order, so that all ranks get the same bits.
@@ -81,7 +80,7 @@ def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
     return shared_gpu(seats)
 
 
-def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: bool = True) -> str:
+def choose(choice: str, seats: Sequence[Seat], *, oneshot: bool = True) -> str:
     """Returns oneshot, nccl, staged or device, the same on every rank.
 
     choice: the value of --all_reduce. seats: the hosts and devices of all ranks. oneshot: whether
@@ -104,28 +103,23 @@ def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: boo
         raise ConfigError(f"all-reduce 'nccl': CuPy has no NCCL on rank {without[0]}; "
                           "allowed: staged, auto")  # fmt: skip
     if choice in ("mpi", "device"):
-        if not cuda_aware:
-            raise ConfigError(f"all-reduce {choice!r} hands device pointers to MPI: only with "
-                              "--cuda_aware_mpi; allowed: nccl, staged, auto")  # fmt: skip
         return "device"
     return choice
 
 
-def open_device_group(
-    backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
-) -> Group:
+def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
     device = cast(Device, backend)
     seats = gather_seats(device, comm, waiter)
     is_gpu = device.info.kind == "gpu"
-    name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=is_gpu)
+    name = choose(choice, seats, oneshot=is_gpu)
     if name == "oneshot":
         try:
             return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
         except ConfigError:  # every rank raises it
             if choice == "oneshot":
                 raise
-            name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=False)
+            name = choose(choice, seats, oneshot=False)
     if name == "nccl":
         return NcclGroup(device, comm, waiter)
     if name == "staged":
@@ -333,7 +327,7 @@ def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpi
         name, version = MPI.get_vendor()
         library = f"{name} {'.'.join(map(str, version))}"
         raise ConfigError(
-            f"--cuda_aware_mpi: {library} says it is not; allowed: nccl, staged, auto"
+            f"all_reduce=mpi: {library} is not CUDA-aware: allowed: nccl, staged, auto"
         )
     return DeviceMpiGroup(device, comm, waiter)
 

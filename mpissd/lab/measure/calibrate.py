@@ -44,9 +44,8 @@ _UNSEEN = (
     "num_tokens",
     "warmup_rounds",
     "out",
-    "schedule",
 )
-_GROWN = ("mode", "fan_out", "fan_out_miss", "p_hit", "hit_a", "hit_r", "hit_law")
+_GROWN = ("mode", "fan_out", "p_hit", "hit_law")
 
 
 @dataclass(frozen=True)

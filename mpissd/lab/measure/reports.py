@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.updates import Report as UpdateReport
-from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
 
 
@@ -61,13 +60,12 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class Measured:
-    """The reports of all ranks, with the job's profile and the ledger's overhead."""
+    """The reports of all ranks, with the job's profile."""
 
     lead: LeadReport
     draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
     profile: JobProfile
     rank_digests: list[int | None]  # by world rank, the digest of the outcomes that it received
-    ledger_overhead: Overhead | None
     groups: Sequence[LeadReport] = ()  # of each target group, if several share the drafts
 
 

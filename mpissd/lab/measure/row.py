@@ -25,7 +25,6 @@ from mpissd.common.records import (
 from mpissd.common.row import SCHEMA, Row
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.answers import model_fields, prompt_times
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.learning import learner_fields, shares_gpu_of
@@ -57,7 +56,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         schema=SCHEMA,
         run_id=f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
         mode=config.mode,
-        schedule=config.schedule,
         workload=config.workload,
         backend=session.backend.name,
         device_name=session.backend.info.name,
@@ -92,7 +90,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         proposal_bytes_per_round=round(lead.proposals[0], 1),
         proposal_wait_us=round(lead.proposals[1], 3),
         rank_digests=measured.rank_digests,
-        ledger_overhead=_overhead(measured.ledger_overhead),
         stable=is_stable(lead.records.round_s, _STABLE[session.backend.info.kind]),
         config_digest=config.digest,
         provenance={
@@ -253,13 +250,6 @@ def _mpi_library() -> str:
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
-
-
-def _overhead(measured: Overhead | None) -> dict[str, float] | None:
-    """Returns the ledger's overhead and its 95% interval for the row; None if not measured."""
-    if measured is None:
-        return None
-    return {"overhead": measured.overhead, "low": measured.low, "high": measured.high}
 
 
 def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:

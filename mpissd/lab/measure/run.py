@@ -33,7 +33,6 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
 from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
-from mpissd.lab.measure.ab import Overhead, ledger_pass
 from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
@@ -130,13 +129,12 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     drafts = world.gather(_draft_report(drafters, spans, rank.updates))
     leads = [lead] if session.topology.groups == 1 else world.gather(lead)
     span = None if lead is None else Span(spans[0][0], spans[0][1], lead.records.t_target_s.read())
-    overhead = ledger_pass(rank) if config.ledger_ab else None
     row = error = None
     if profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
         groups = [report for report in leads or () if report is not None]
         try:
-            row = _conclude(session, profile, groups, draft, digests, overhead, sweep)
+            row = _conclude(session, profile, groups, draft, digests, sweep)
         except GateError as loss:
             error = loss
     agree(world, error)
@@ -151,7 +149,6 @@ def _conclude(
     groups: list[LeadReport],
     draft: DraftReport | None,
     digests: list[int],
-    overhead: Overhead | None,
     sweep: dict[str, Any] | None,
 ) -> Row:
     """Builds the row on rank 0, checks it against the gates, and writes the files.
@@ -164,7 +161,7 @@ def _conclude(
     expected = session.job.world_size - session.job.config.learners
     silent = [None] * (expected - len(digests))
     parts = tuple(groups) if several else ()
-    measured = Measured(lead, draft, profile, [*digests, *silent], overhead, parts)
+    measured = Measured(lead, draft, profile, [*digests, *silent], parts)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:

@@ -16,7 +16,7 @@ from mpissd.lab.predict.imposed import imposed_hits, price_of
 from mpissd.lab.predict.places import job_of
 from mpissd.lab.predict.search import Choice, Placement
 
-_HITS = ("p_hit", "hit_a", "hit_r", "hit_law", "laws")
+_HITS = ("p_hit", "hit_law", "laws")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def read_machine(
 
     def check_here(config: RunConfig) -> None:
         is_here = launcher_size() == num_ranks
-        check(config if is_here else replace(config, dry_run=True, world_size=num_ranks))
+        check(config if is_here else replace(config, dry_run=num_ranks))
 
     try:
         mpirun, mpirun_error = _version(launcher()), ""

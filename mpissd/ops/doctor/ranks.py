@@ -55,11 +55,11 @@ MARK = "mpissd-doctor "  # begins rank 0's lines of facts on stdout
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
 _MORE_S = 10.0  # time beyond the deadline for mpirun to start and to end
 _HEAD_START_S = 3.0  # if all ranks fail alike, rank 0 reports first
-_NOT_PASSED = ("schedule", "dry_run", "world_size", "progress")
+_NOT_PASSED = ("dry_run", "progress")
 _WHY = {
     "mpi": "host arrays",
     "oneshot": "the target's GPUs map each other's memory",
-    "device": "--cuda_aware_mpi",
+    "device": "--all_reduce=mpi",
 }
 
 

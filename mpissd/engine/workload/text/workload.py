@@ -89,8 +89,6 @@ class TextWorkload(Workload):
         token, longest = self.job.config.stop_token, self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
-        if self.job.config.ledger_ab:  # its rounds go on after the end of every answer
-            raise ConfigError("ledger_ab with workload=text: allowed: another workload")
         if self.job.reads_states and self.job.config.learners:
             asked = f"learners=1 with draft={self.job.draft_where}, which reads hidden states"
             raise ConfigError(f"{asked}: allowed: a draft model of its own")
