@@ -75,7 +75,6 @@ STARTS_MPI = (
     "mpissd.lab.probe",
     "mpissd.serve.ranks",
     "mpissd.lab.sweep.run",
-    "mpissd.lab.sweep.progress",
 )
 MAY_NAME_MPI = (*STARTS_MPI, "mpissd.engine.comm", "mpissd.__main__")
 # CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.

@@ -94,25 +94,25 @@ class Row(Origin, Mapping[str, Any]):
 
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")
-    mode: str = setting("ar, sd or ssd")
-    workload: str = setting(
+    mode: str = key("ar, sd or ssd")
+    workload: str = key(
         "gemm (outcomes are imposed), markov (tokens are sampled), replay (of a recording) or text"
     )
     backend: str = key("cupy, numpy or emulated")
     device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
     world_size: int = key("G·T + D + L, all ranks")
     tp: int = key("T, ranks that share the target")
-    num_drafts: int = setting("D, ranks that draft")
+    num_drafts: int = key("D, ranks that draft")
     groups: int | None = setting(
         "G, target groups that share the draft ([pools.md](pools.md)). Rounds, tokens, phases and "
         "hits are of all of them, `wall_s` is the longest one's; null in rows from before this key"
     )
-    target: str = setting("the target's shape; `@nL` marks a depth-scaled target")
-    draft: str | None = setting(
+    target: str = key("the target's shape; `@nL` marks a depth-scaled target")
+    draft: str | None = key(
         'the draft\'s shape; "lookup" where nothing but prompt lookup drafts; null in AR'
     )
     dtype: str = setting("number format of the weights and products")
-    lookahead: int = setting("K, drafted tokens a round; 0 in AR")
+    lookahead: int = key("K, drafted tokens a round; 0 in AR")
     fan_out: list[int] | None = setting("the list F_0 … F_K used after a hit null unless SSD")
     branch_budget: int | None = setting("the sum of `fan_out`")
     fan_out_miss: list[int] | None = setting(
@@ -128,7 +128,7 @@ class Row(Origin, Mapping[str, Any]):
     laws: str | None = setting(
         "file and SHA-256 of the laws of a real pair that were imposed (`--laws`); else null"
     )
-    batch_size: int = setting("b, sequences that decode together")
+    batch_size: int = key("b, sequences that decode together")
     draft_device_name: str | None = key(
         "the first draft rank's device, which may be of another kind than the lead's "
         "(`--draft_device` on the emulated backend); null without a draft rank"
@@ -334,9 +334,9 @@ class Row(Origin, Mapping[str, Any]):
         "a depth-scaled target's t_target_s for all of its layers; else null", "s"
     )
     predicted_tok_per_s: float | None = key(
-        "rate that the replay predicts from this run's draws and this job's own calibration; of "
-        "text, from its own acceptance, hits and `t_prefill_s` where a model "
-        "drafts (else null)",
+        "rate that the replay predicts from this run's draws, its forwards timed in series, and "
+        "the ledger of its warm-up rounds; of text, from its own acceptance, hits and "
+        "`t_prefill_s` where a model drafts (else null)",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
@@ -345,7 +345,7 @@ class Row(Origin, Mapping[str, Any]):
         "prediction without the run would err by: that is (c), which `predict --rows` prints"
     )
     expected_tok_per_s: float | None = key(
-        "long-run mean under the laws, from this job's own calibration; error (b) is tok_per_s / "
+        "long-run mean under the laws, from the same times; error (b) is tok_per_s / "
         "expected_tok_per_s − 1",
         "tok/s",
     )

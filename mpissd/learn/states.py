@@ -1,4 +1,4 @@
-"""Drafts that read their target's last hidden state, in PyTorch: the forward of state_drafts.py.
+"""Drafts that read their target's last hidden state, in PyTorch (model/transformer/stack.py).
 
 Row p of a sequence holds its token at position p and the state before it (zeros before the first).
 A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's own, as after

@@ -79,7 +79,7 @@ class Student:
         self.blocks = blocks_of(config, product_dtype(device))
         self.table = angles(config, longest, device)
         loaded = load(self.source, device, torch.float32)
-        self.shares_head = config.tied or bool(getattr(self.source, "shares_head", False))
+        self.shares_head = config.tied or self.source.shares_head
         self._frozen = loaded
         ids = self.source.head_ids()
         ids = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids

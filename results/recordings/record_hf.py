@@ -1,12 +1,13 @@
 """Records a pair of Hugging Face models, for mpissd run --workload=replay --recording=FILE.
 
-    PYTHONPATH=. python results/recordings/record_hf.py --target=NAME --draft=NAME \
+    python results/recordings/record_hf.py --target=NAME --draft=NAME \
         --prompts=FILE.jsonl --licence="of the prompts" --to=FILE.npz
 
 Needs torch and transformers (for a .gguf: gguf as well; accelerate for --device=auto); one GPU or
 several, or a CPU. Both models read the target's tokenizer. A line of the prompts is
 {"prompt": …} or {"messages": […]}, put into the chat template unless --plain. Ties and near ties
-are as these forwards round them.
+are as these forwards round them. docs/recordings.md describes the file; `python -m mpissd pair
+FILE.npz` reads it, and reports a fault.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from mpissd.engine.workload.replay.recording import Recorded, Recording, save
 
 Model = Any  # of transformers
 
@@ -125,14 +124,18 @@ def main() -> None:
     stops = {int(i) for end in ends if end is not None for i in np.atleast_1d(end)}
     lines = Path(told.prompts).read_text("utf-8").splitlines()
     entries = [json.loads(line) for line in lines if line.strip()][: told.count]
-    K, parts = told.lookahead, []
+    K, F, vocab = told.lookahead, told.fan_out, target.config.vocab_size
+    arrays: dict[str, list[Any]] = {name: [] for name in ("prompts", "tokens", "rollout", "top")}
+    ends_at, stopped = [], []
     for number, entry in enumerate(entries, 1):
         prompt = encode(tokenizer, entry, told.plain)
         tokens = greedy(target, prompt, told.tokens, stops, K)
         end = len(tokens) - K
-        rollout, top = drafted(draft, prompt, tokens[:end], K, told.fan_out)
-        stopped = tokens[end - 1] in stops
-        parts.append(Recorded(np.array(prompt), np.array(tokens), end, stopped, rollout, top))
+        rollout, top = drafted(draft, prompt, tokens[:end], K, F)
+        ends_at.append(end)
+        stopped.append(tokens[end - 1] in stops)
+        for name, values in zip(arrays, (prompt, tokens, rollout, top), strict=True):
+            arrays[name].append(np.array(values))
         agreed = float((rollout[:, 0] == np.array(tokens[:end])).mean())
         print(f"{number}/{len(entries)}: {end} tokens, {agreed:.3f} as drafted", flush=True)
     about = {
@@ -148,7 +151,16 @@ def main() -> None:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "tool": f"record_hf.py, transformers {transformers.__version__}, torch {torch.__version__}",
     }
-    save(Path(told.to), Recording(target.config.vocab_size, parts, about))
+    header = {"schema": 1, "vocab": vocab, "longest": 3, "filler": None, "about": about}
+    kind = np.uint16 if vocab <= 1 << 16 else np.uint32
+    np.savez_compressed(
+        told.to,
+        header=np.frombuffer(json.dumps(header).encode(), np.uint8),
+        prompt_counts=np.array([len(prompt) for prompt in arrays["prompts"]], np.int32),
+        ends=np.array(ends_at, np.int32),
+        stopped=np.array(stopped, np.bool_),
+        **{name: np.concatenate(parts).astype(kind) for name, parts in arrays.items()},
+    )
 
 
 if __name__ == "__main__":

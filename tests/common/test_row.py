@@ -47,7 +47,7 @@ def test_a_line_is_a_configuration_and_measurements() -> None:
     row = Row.from_dict(json.loads(NEWEST))
     assert row.absent <= UNSEEN
     line = row.to_dict()
-    assert line["configuration"]["lookahead"] == row.lookahead and "lookahead" not in line
+    assert line["configuration"]["context"] == row.context and "context" not in line
     assert line["tok_per_s"] == row.tok_per_s and len(Row().to_dict()) <= 70
     assert Row.from_dict(line) == row and flat(line) == row
 

@@ -55,15 +55,6 @@ def test_a_large_file_counts_by_size_beginning_and_blocks(large: Path) -> None:
     assert changed(large, "between", data[:between] + b"\0\0" + data[between + 2 :])[0] == found
 
 
-def test_what_is_read_of_a_large_file_is_little(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with large.open("rb") as file:
-        pieces = list(checkpoint._sampled(file, SIZE))
-    assert sum(map(len, pieces)) <= len(str(SIZE)) + HEAD + 64 * BLOCK < SIZE / 4
-    assert pieces[-1] == large.read_bytes()[-BLOCK:]
-
-
 def test_one_large_file_among_several_makes_the_digest_a_sample(large: Path) -> None:
     small = large.with_name("other.safetensors")
     small.write_bytes(b"small")

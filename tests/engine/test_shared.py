@@ -14,10 +14,9 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Forwards, Places, Results
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.shared import SharedForwards
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from tests.tiny_pair import TinyPair, tiny_pair
 
 WAITER = Waiter(10.0, spin=False)
@@ -39,7 +38,7 @@ def stepper(
     return Stepper(
         backend or NumpyBackend(), SoloGroup(), TransformerShard(config_of(where)), options,
         buckets=[1, 2, 4, 8, 8 * seats], num_sequences=seats * SLOTS, seed=0,
-        stacks=TransformerStacks(where, page=page),
+        model=ModelSource(where, page=page),
     )  # fmt: skip
 
 

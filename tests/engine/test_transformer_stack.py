@@ -17,11 +17,10 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from tests import transformer_reference as reference
 from tests.thread_group import ThreadGroup, on_ranks
 from tests.transformer_rig import (
@@ -260,7 +259,7 @@ class TestStepper:
             buckets=[1, 4, 8],
             num_sequences=2,
             seed=3,
-            stacks=TransformerStacks(self.WHERE, page=16),
+            model=ModelSource(self.WHERE, page=16),
         )
 
     def run(self, stepper: Stepper, tokens: Any, start: int, *, lists: bool = True) -> None:

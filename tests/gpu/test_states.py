@@ -14,12 +14,10 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.stack import TransformerStacks
-from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import use_megakernel
 from tests.tiny_pair import config
@@ -46,11 +44,11 @@ def steppers(backend: Any, target: str, draft: str) -> tuple[Stepper, Stepper]:
     told = {"buckets": [1, 8, 64], "num_sequences": 2, "seed": 3}
     whole = Stepper(
         backend, SoloGroup(), TransformerShard(config_of(target)), options,
-        stacks=TransformerStacks(target), **told,
+        model=ModelSource(target), **told,
     )  # fmt: skip
     return whole, Stepper(
         backend, SoloGroup(), StateShard(config_of(draft, target)), options,
-        stacks=StateStacks(draft, target), source=whole, **told,
+        model=ModelSource(draft, target), source=whole, **told,
     )  # fmt: skip
 
 

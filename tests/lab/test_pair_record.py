@@ -12,7 +12,7 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.stack import TransformerStacks
+from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.workload.replay.recording import Recording, load
 from mpissd.lab.pair.record import Model
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -52,8 +52,8 @@ def recording(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Recor
 
 def model_of(folder: Path, top_k: int) -> Model:
     options = ForwardOptions(lm_head=True, capacity=128, top_k=top_k)
-    stacks = TransformerStacks(str(folder))
-    return Model(NumpyBackend(), stacks, options, rows=5, slots=1, seed=0)
+    source = ModelSource(str(folder))
+    return Model(NumpyBackend(), source, options, rows=5, slots=1, seed=0)
 
 
 def likeliest(model: Model, tokens: Sequence[int]) -> list[int]:

@@ -162,8 +162,8 @@ def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_
 def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], list[Any], Checks]:
     checks = Checks()
     group = GroupProbe(backend, MPI.COMM_SELF, Waiter(30.0, spin=False), checks, "measured: here")
-    rows, stacks = [1, 2, 5, 24], found.workload.target_stacks
-    parts = found.target_shard, replace(found.options, context=2000), rows, [1, 8], stacks
+    rows, model = [1, 2, 5, 24], found.workload.target_model
+    parts = found.target_shard, replace(found.options, context=2000), rows, [1, 8], model
     return *group.transformer(SoloGroup(found.tp), *parts), checks
 
 

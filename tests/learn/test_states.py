@@ -14,12 +14,10 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.model.transformer.stack import TransformerStacks
-from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
 from tests.needs import module
 from tests.tiny_pair import tiny_pair
 from tests.tiny_states import KINDS
@@ -71,11 +69,11 @@ class Engine:
         whole, own = config_of(str(target)), config_of(str(draft), str(target))
         self.target = Stepper(
             NumpyBackend(), SoloGroup(), TransformerShard(whole), options,
-            stacks=TransformerStacks(str(target)), **told,
+            model=ModelSource(str(target)), **told,
         )  # fmt: skip
         self.draft = Stepper(
             NumpyBackend(), SoloGroup(), StateShard(own), options,
-            stacks=StateStacks(str(draft), str(target)), source=self.target, **told,
+            model=ModelSource(str(draft), str(target)), source=self.target, **told,
         )  # fmt: skip
 
     def verify(self, stop: int) -> Any:

@@ -14,7 +14,7 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
 from mpissd.engine.decode.in_process import NoPlans
 from mpissd.engine.decode.sequences import Sequences
@@ -99,7 +99,7 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
         job.draft_options if drafts else job.options,
         buckets=job.draft_buckets() if drafts else job.target_buckets(),
         num_sequences=job.draft_sequences if drafts else job.config.batch_size,
-        stacks=workload.draft_stacks if drafts else workload.target_stacks,
+        model=workload.draft_model if drafts else workload.target_model,
         seed=2 * job.config.seed + drafts,
     )
 

@@ -21,15 +21,13 @@ from mpissd.common.rounds import Event, Outcome, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.link import LinkShape
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.comm.topology import Refused, agree, open_topology
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.model.forwards import merged
-from mpissd.engine.model.gemm_stack import GemmStack
-from mpissd.engine.model.gemm_weights import GemmWeights
+from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.lab.measure import naps
 from tests.transformer_rig import FAMILIES, Rig, dice_tokens
 
 WAITER = Waiter(60.0, spin=False)
@@ -145,24 +143,6 @@ def long_plans(world: MPI.Intracomm) -> None:
         world.Barrier()
 
 
-class Late(Waiter):
-    """Stays away from MPI behind each message for as long as a busy core may, then looks at what
-    has come."""
-
-    def until(self, test: Callable[[], bool], what: str) -> None:
-        super().until(test, what)
-        time.sleep(5e-3)
-        MPI.COMM_WORLD.Iprobe()
-
-
-def naps_of_busy_ranks(world: MPI.Intracomm) -> None:
-    """The first message of one direction is not taken for one of the other, however late a rank
-    ends that."""
-    naps.Waiter = Late
-    delay = naps.measure_nap(open_topology(1), Waiter(10.0, spin=False), 0.0, 0.0)
-    assert 0 <= delay < 1
-
-
 def link(world: MPI.Intracomm) -> None:
     """Lead 0, draft 1: messages survive reuse of their buffers; polls never block."""
     shape = LinkShape(0, 2, 3)
@@ -241,7 +221,6 @@ CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
         missing_rank,
         plans,
         long_plans,
-        naps_of_busy_ranks,
         link,
         refused,
         topology,

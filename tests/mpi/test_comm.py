@@ -15,7 +15,6 @@ pytestmark = needs_mpi
         ("group transformer", 2),
         ("group", 4),
         ("missing_rank", 2),
-        ("naps_of_busy_ranks", 2),
         ("group transformer plans link refused topology target_groups", 3),
         ("target_groups", 5),
     ],

@@ -209,11 +209,9 @@ def test_another_mpissd_on_one_rank(tmp_path: Path) -> None:
     assert printed.code == 2 and "0.0.9" in printed.line("mpissd", "BAD")
 
 
-def test_under_the_launch_script_there_is_one_table() -> None:
-    printed = call("launch/local.sh", "2", *FAST, env={"COMMAND": "doctor"})
-    assert printed.code == 0 and printed.out.count("doctor: this run works") == 1
-    bad = call("launch/local.sh", "2", *FAST, "--out=setup.cfg/x", env={"COMMAND": "doctor"})
-    assert bad.code == 2 and bad.out == "" and bad.err.count("doctor: this run fails") == 1
+def test_under_a_launcher_it_is_refused() -> None:
+    printed = call(sys.executable, "-m", "mpissd", "doctor", *FAST, env={"PMI_SIZE": "1"})
+    assert printed.code == 2 and "doctor under a launcher" in printed.err
 
 
 def test_a_mistyped_flag_is_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Clocks, traces and gates in real jobs."""
+"""Clocks, traces, gates and the ledger's A/B in real jobs."""
 
 from __future__ import annotations
 
@@ -43,12 +43,6 @@ def test_clocks_of_one_host_are_one_clock() -> None:
             assert abs(reading["offset_ns"]) <= reading["error_ns"] + READING_US * 1e3, reading
     at = [readings[1]["at_ns"] for readings in found]
     assert at == sorted(at)
-
-
-def test_naps_end_late_and_spins_do_not() -> None:
-    """How late they end depends on the machine; ranks that spin have no naps."""
-    late, spinning = told(3, "naps")
-    assert late > 0.0 == spinning
 
 
 @pytest.mark.parametrize("flags", [("--mode=ar",), ("--num_tokens=40",)])

@@ -1,8 +1,6 @@
-"""What the tests start under mpirun. The first three print a JSON line.
+"""What the tests start under mpirun. The first prints a JSON line.
 
 clocks               three comparisons of all ranks' clocks
-naps                 how late naps of 150 µs end, by ping; then where ranks spin
-ledger --mode=… …    the A/B of the ledger, flags as of a run
 deaf --mode=… …      a run whose last rank hears outcomes of its own
 slow --mode=… …      a run whose device claims that forwards took twice their time
 """
@@ -16,12 +14,11 @@ from dataclasses import asdict
 from mpi4py import MPI
 
 from mpissd import __main__
-from mpissd.common import rounds, wait
-from mpissd.common.wait import Waiter, sharpen_sleep
+from mpissd.common import rounds
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.emulated_backend import ModelledProgram
 from mpissd.engine.comm.topology import open_topology
 from mpissd.lab.measure.clock import compare_clocks
-from mpissd.lab.measure.naps import measure_nap
 
 
 def clocks() -> None:
@@ -30,15 +27,6 @@ def clocks() -> None:
     every = [compare_clocks(MPI.COMM_WORLD, waiter) for _ in range(3)]
     if topology.is_lead:
         print(json.dumps([[asdict(reading) for reading in found or ()] for found in every]))
-
-
-def naps() -> None:
-    topology, found = open_topology(1), []
-    wait._NAP_S = wait._LONG_NAP_S = 150e-6
-    for waiter in (Waiter(30.0, spin=False), Waiter(30.0, spin=True)):
-        found.append(measure_nap(topology, waiter, 1e-3, 13e-3))
-    if topology.is_lead:
-        print(json.dumps(found))
 
 
 def deaf(flags: list[str]) -> int:
@@ -55,7 +43,7 @@ def slow(flags: list[str]) -> int:
 
 if __name__ == "__main__":
     sharpen_sleep()
-    if sys.argv[1] in ("clocks", "naps"):
-        {"clocks": clocks, "naps": naps}[sys.argv[1]]()
+    if sys.argv[1] == "clocks":
+        clocks()
     else:
         sys.exit({"deaf": deaf, "slow": slow}[sys.argv[1]](sys.argv[2:]))

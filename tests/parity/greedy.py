@@ -20,11 +20,10 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.stack import TransformerStacks
 
 MARGIN = 1e-4
 CHUNK = 32
@@ -53,7 +52,7 @@ class Model:
             buckets=[CHUNK],
             num_sequences=1,
             seed=0,
-            stacks=TransformerStacks(where),
+            model=ModelSource(where),
         )
         self._waiter = Waiter(120.0, spin=False)
 

@@ -16,11 +16,10 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.placement import Placement
 from mpissd.engine.workload.text.draft import TextDraftWorker
@@ -31,12 +30,6 @@ WAITER = Waiter(30.0, spin=False)
 V, K, SLOTS, CAPACITY, PAGE, LANES, LONGEST = 31, 4, 3, 160, 16, 12, 70
 ROUNDS = 10_000
 Worker = TextTargetWorker | TextDraftWorker
-
-
-class Twin:
-    """Stands for the worker over paused forwards, which no test here makes."""
-
-    lookahead = K
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +43,7 @@ def stepper_of(where: Path, rows: Sequence[int], slots: int = SLOTS) -> Stepper:
     options = ForwardOptions(lm_head=True, values=True, top_k=4, **sizes)
     return Stepper(
         NumpyBackend(), SoloGroup(), TransformerShard(config_of(str(where))), options,
-        buckets=rows, num_sequences=slots, seed=0, stacks=TransformerStacks(str(where), page=PAGE),
+        buckets=rows, num_sequences=slots, seed=0, model=ModelSource(str(where), page=PAGE),
     )  # fmt: skip
 
 
@@ -168,9 +161,9 @@ def test_any_outcomes_leave_the_cache_that_a_fresh_one_would_be(where: Path, par
     rows = [1, 2, 4, 8, SLOTS * (K + 1), 24]
     worker: Worker
     if part == "target":
-        worker = TextTargetWorker(stepper_of(where, rows), 0, Twin())  # type: ignore[arg-type]
+        worker = TextTargetWorker(stepper_of(where, rows), 0)
     else:
-        worker = TextDraftWorker(stepper_of(where, rows), 0, FanOuts(), Twin())  # type: ignore[arg-type]
+        worker = TextDraftWorker(stepper_of(where, rows), 0, FanOuts(), K)
     worker.placement = Placement(SLOTS)
     scratch, walk = stepper_of(where, [16], slots=1), Walk(seed=len(part))
     compared, most = 0, 0

@@ -21,8 +21,7 @@ from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import DraftEnd, LeadEnd
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.decode.chained import ChainedDrafter, chained_forwards, chained_pair
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
@@ -97,7 +96,7 @@ class Loops:
             options,
             buckets=buckets,
             num_sequences=config.batch_size,
-            stacks=self.workload.draft_stacks if drafts else self.workload.target_stacks,
+            model=self.workload.draft_model if drafts else self.workload.target_model,
             seed=2 * config.seed + drafts,
             source=self.target_stepper if drafts and self.job.reads_states else None,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,49 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Draws, Places, Results, merged
-from mpissd.engine.model.gemm_stack import GemmStacks
-from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
+from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import AnyShard, Stack
 from mpissd.engine.model.transformer.cache import PageTable
-from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.state_drafts import StateStack
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.stack import StateStack, TransformerStack, open_stack
 from mpissd.engine.model.transformer.versions import Arrays
+from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
 
-_PRODUCTS = GemmStacks()
+Weights = GemmWeights | TransformerWeights
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's weights come from; equal sources make equal weights.
+
+    where: as open_checkpoint takes it; "": random weights of a stack of products. target: the
+    target's, for a draft that reads the target's embedding. page: positions of a page (None: the
+    backend's own). heads: StateShard.num_heads_used of Medusa heads, which decides the buffers.
+    """
+
+    where: str = ""
+    target: str | None = None
+    page: int | None = None
+    heads: int = 1
+
+    def weights(
+        self,
+        backend: Backend,
+        shard: AnyShard,
+        options: ForwardOptions,
+        *,
+        max_rows: int,
+        seed: int,
+    ) -> Weights:
+        """Returns one rank's weights; raises MemoryError or ConfigError if they do not fit."""
+        if isinstance(shard, Shard):
+            return GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
+        checkpoint = open_checkpoint(self.where, seed, self.target)
+        return load_weights(backend, checkpoint, shard, max_rows=max_rows, page=self.page)
+
+
+_PRODUCTS = ModelSource()
 
 
 class Stepper:
@@ -44,26 +78,30 @@ class Stepper:
         buckets: Iterable[int],
         num_sequences: int,
         seed: int,
-        stacks: Stacks = _PRODUCTS,
+        model: ModelSource = _PRODUCTS,
         weights: Weights | None = None,
         source: Stepper | None = None,
         compiled: bool = True,
     ) -> None:
         """Makes the stack and its programs.
 
-        buckets: the row counts to compile. stacks: factory of the kind of model. weights: weights
-        made by `stacks` to share (None: makes its own). source: the model whose hidden states
-        this one reads. compiled: whether to compile now; if not,
-        the caller calls compile later.
+        buckets: the row counts to compile. weights: those of `model` to share (None: makes its
+        own). source: the model whose hidden states this one reads. compiled: whether to compile
+        now; if not, the caller calls compile later.
         """
         self.backend, self.shard, self.options = backend, shard, options
         self._num_sequences = num_sequences
         self._buckets = sorted(set(buckets))
         self._shares = False
         most = self._buckets[-1]
-        weights = weights or stacks.weights(backend, shard, options, max_rows=most, seed=seed)
-        parts = backend, group, shard, options, weights
-        self.stack = stacks.stack(*parts, max_rows=most, max_sequences=num_sequences)
+        weights = weights or model.weights(backend, shard, options, max_rows=most, seed=seed)
+        sizes = {"max_rows": most, "max_sequences": num_sequences}
+        self.stack: Stack
+        if isinstance(weights, GemmWeights):
+            assert isinstance(shard, Shard)
+            self.stack = GemmStack(backend, group, shard, options, weights, **sizes)
+        else:
+            self.stack = open_stack(weights, backend, group, shard, options, **sizes)
         self.source = source
         if source is not None:
             assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
@@ -121,7 +159,7 @@ class Stepper:
     @property
     def pages(self) -> PageTable | None:
         """The pages of the model's KV cache; None for a model that keeps none."""
-        return getattr(self.stack, "pages", None)
+        return self.stack.pages
 
     def cost(self, rows: int, k: int = 1) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""
@@ -197,7 +235,7 @@ class Stepper:
     @property
     def draws(self) -> Draws | None:
         """What draws tokens from the last forward's logits on the device; None: the host does."""
-        return getattr(self.stack, "draws", None)
+        return self.stack.draws
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Returns this rank's logits of these rows, from the last finished forward.

@@ -22,8 +22,8 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused, Topology, agree
 from mpissd.engine.job import Job
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard, Stacks, Weights
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.engine.model.transformer.shard import TransformerShard
 
 StepperKey = tuple[ForwardOptions, int]
@@ -36,7 +36,7 @@ class WeightsKey:
     """Key of one model's weights; configurations with equal keys share them."""
 
     which: int
-    stacks: Stacks
+    model: ModelSource
     shape: ModelShape
     tp: int
     fuse: bool
@@ -49,7 +49,7 @@ class Need:
     """The weights and programs that one configuration needs of one model."""
 
     which: int
-    stacks: Stacks
+    model: ModelSource
     shard: AnyShard
     options: ForwardOptions
     buckets: tuple[int, ...]
@@ -60,7 +60,7 @@ class Need:
         options, shard = self.options, self.shard
         few = self.buckets[-1] <= few_rows and not isinstance(shard, TransformerShard)
         return WeightsKey(
-            self.which, self.stacks, shard.shape, shard.tp, options.fuse, options.lm_head, few
+            self.which, self.model, shard.shape, shard.tp, options.fuse, options.lm_head, few
         )
 
     @property
@@ -83,12 +83,12 @@ def needs(job: Job) -> list[Need]:
     """Returns the needs of a job: of its target, and of its draft if it has one."""
     batch, workload = job.config.batch_size, job.workload
     target, rows = job.target_shard, tuple(job.target_buckets())
-    needed = [Need(_TARGET, workload.target_stacks, target, job.options, rows, batch)]
+    needed = [Need(_TARGET, workload.target_model, target, job.options, rows, batch)]
     if (draft := job.draft_shard) is not None:
         rows = tuple(job.draft_buckets())
         source = needed[0] if job.reads_states else None
-        stacks, options, sequences = workload.draft_stacks, job.draft_options, job.draft_sequences
-        parts = stacks, draft, options, rows, sequences
+        model, options, sequences = workload.draft_model, job.draft_options, job.draft_sequences
+        parts = model, draft, options, rows, sequences
         needed.append(Need(_DRAFT, *parts, source))
     return needed
 
@@ -244,7 +244,7 @@ class Models:
         rows = self._wanted(need)
         seed = 2 * self._seed + need.which
         if held.weights is None and is_here:
-            held.weights = need.stacks.weights(
+            held.weights = need.model.weights(
                 self._backend, shard, need.options, max_rows=max(rows), seed=seed
             )
         held.kv_bytes[need.stepper] = need.kv_bytes(self._backend.itemsize)
@@ -259,7 +259,7 @@ class Models:
                 buckets=rows,
                 num_sequences=need.num_sequences,
                 seed=seed,
-                stacks=need.stacks,
+                model=need.model,
                 weights=held.weights,
                 source=None if need.source is None else self._stepper(need.source),
                 compiled=False,

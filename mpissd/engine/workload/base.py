@@ -13,10 +13,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
 from mpissd.common.workloads import known
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.gemm_stack import GemmStacks
-from mpissd.engine.model.stacks import Stacks
-from mpissd.engine.model.transformer.stack import TransformerStacks
-from mpissd.engine.model.transformer.state_drafts import StateShard, StateStacks
+from mpissd.engine.model.stepper import ModelSource
+from mpissd.engine.model.transformer.shard import StateShard
 from mpissd.engine.spec.lawfile import load_laws
 from mpissd.engine.workload.resolved import Resolved
 from mpissd.engine.workload.workers import DraftWorker, OpenGather, TargetWorker
@@ -90,21 +88,19 @@ class Workload(ABC):
             raise ConfigError(f"draft={draft.name} with workload={name}: allowed: gemm")
 
     @property
-    def target_stacks(self) -> Stacks:
-        """Factory of the target's stacks, chosen by --forward."""
-        if not self.job.config.is_transformer:
-            return GemmStacks()
-        return TransformerStacks(self.job.target_where)
+    def target_model(self) -> ModelSource:
+        """Where the target's weights come from, chosen by --forward."""
+        is_transformer = self.job.config.is_transformer
+        return ModelSource(self.job.target_where) if is_transformer else ModelSource()
 
     @property
-    def draft_stacks(self) -> Stacks:
-        """Factory of the draft's stacks."""
+    def draft_model(self) -> ModelSource:
+        """Where the draft's weights come from."""
         if not self.job.drafts_by_transformer:
-            return GemmStacks()
-        where = self.job.draft_where, self.job.target_where
-        if isinstance(shard := self.job.draft_shard, StateShard):
-            return StateStacks(*where, heads=shard.num_heads_used)
-        return TransformerStacks(*where)
+            return ModelSource()
+        shard = self.job.draft_shard
+        heads = shard.num_heads_used if isinstance(shard, StateShard) else 1
+        return ModelSource(self.job.draft_where, self.job.target_where, heads=heads)
 
     @property
     @abstractmethod

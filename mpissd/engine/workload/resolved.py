@@ -11,9 +11,8 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import HitLaw

@@ -13,6 +13,7 @@ from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.updates import Report as UpdateReport
 from mpissd.lab.measure.calibrate import JobProfile
+from mpissd.lab.measure.host_costs import WarmUp
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LeadReport:
     wall_s: float
     ledger: NDArray[np.int64]
     phases: list[str]
+    warm_up: WarmUp
     messages_per_round: float
     bytes_per_round: float
     prefill_s: float  # spent on prompts
@@ -50,6 +52,7 @@ class DraftReport:
     ledger: NDArray[np.int64]
     phases: list[str]
     learned: dict[str, Any]  # from RankCounts.to_dict
+    warm_up: WarmUp
     forwards: NDArray[np.int64] | None = None  # those that target groups share (measure.pool)
     updates: UpdateReport | None = None  # of newer weights; None without a learner
 

@@ -193,10 +193,7 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
     if not is_predictable(job) or lead.draft_lost_round is not None:
         return {}
     count = len(lead.records)
-    known = job.config.digest, count, profile.device, profile.host
-    predicted = session.calibrations.once(  # repeats of a configuration share one prediction
-        session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
-    )
+    predicted = predict_row(job, profile.device, profile.host, count)
     rate = predicted["tok_per_s"]
     same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
     return {

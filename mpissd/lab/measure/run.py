@@ -36,8 +36,8 @@ from mpissd.lab.gates import violations
 from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
 from mpissd.lab.measure.learning import ended, teach
-from mpissd.lab.measure.passes import WARM_ID
 from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
@@ -134,6 +134,10 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
         draft = next((report for report in drafts or () if report is not None), None)
         groups = [report for report in leads or () if report is not None]
         try:
+            if len(groups) == 1 and rank.chained is None:  # chained rounds do not wait for the host
+                warm = None if draft is None else draft.warm_up
+                costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
+                profile = replace(profile, host=costs)
             row = _conclude(session, profile, groups, draft, digests, sweep)
         except GateError as loss:
             error = loss
@@ -186,6 +190,7 @@ def _draft_report(
             drafter.ledger.table(*span),
             drafter.ledger.names,
             {} if drafter.rank_counts is None else drafter.rank_counts.to_dict(),
+            warm_up=WarmUp.of_draft(drafter, span[0]),
             updates=None if updates is None else updates.report,
         )
         for drafter, span in zip(drafters, spans, strict=False)
@@ -201,13 +206,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     is_alone: whether this run is no part of a sweep; only then text is shown.
     """
     config = rank.session.job.config
-    warm = rank.session.requests(WARM_ID, config.batch_size)
-    loop.admit(warm)
-    loop.ledger.restart()
-    for _ in range(config.warmup_rounds):
-        loop.step()
-        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-    loop.finish([request.request_id for request in warm])
+    warm = warm_up(loop, rank, config.warmup_rounds)
     sequences = Sequences(rank.session.workload, rank.session.topology.group_index)
     loop.admit(sequences.first())
     rank.meet()
@@ -231,6 +230,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         wall_s=wall_s,
         ledger=loop.ledger.table(first, loop.round),
         phases=loop.ledger.names,
+        warm_up=warm,
         messages_per_round=messages / count,
         bytes_per_round=sent / count,
         all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,

@@ -24,11 +24,10 @@ from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.model.transformer.stack import TransformerStacks
 from mpissd.engine.workload.replay.recording import Recorded, Recording, save
 from mpissd.engine.workload.text.prompts import Prompt, read_prompts
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
@@ -106,8 +105,8 @@ def _answers(
     options = ForwardOptions(lm_head=True, capacity=capacity)
     found: list[tuple[list[int], int]] = []
     with ExitStack() as resources:
-        stacks = TransformerStacks(target)
-        model = _open(config, stacks, options, resources, slots=batch, seed=2 * config.seed)
+        source = ModelSource(target)
+        model = _open(config, source, options, resources, slots=batch, seed=2 * config.seed)
         told = Progress("answered", len(prompts))
         for start in range(0, len(prompts), batch):
             group = prompts[start : start + batch]
@@ -135,8 +134,8 @@ def _recorded(
             lanes=rows,
             steps=config.steps,
         )
-        stacks = TransformerStacks(draft, target)
-        model = _open(config, stacks, options, resources, slots=1, seed=2 * config.seed + 1)
+        source = ModelSource(draft, target)
+        model = _open(config, source, options, resources, slots=1, seed=2 * config.seed + 1)
         told = Progress("drafted", len(prompts))
         for number, (prompt, (tokens, end)) in enumerate(zip(prompts, answers, strict=True), 1):
             rollout, top = drafted(model, prompt.tokens, tokens[:end], config.steps)
@@ -148,7 +147,7 @@ def _recorded(
 
 def _open(
     config: PairConfig,
-    stacks: TransformerStacks,
+    source: ModelSource,
     options: ForwardOptions,
     resources: ExitStack,
     *,
@@ -158,7 +157,7 @@ def _open(
     name = choose(config.backend)
     backend = open_backend(name, device="h100", local_rank=0)
     resources.callback(backend.close)
-    model = Model(backend, stacks, options, rows=_CHUNK[name], slots=slots, seed=seed)
+    model = Model(backend, source, options, rows=_CHUNK[name], slots=slots, seed=seed)
     resources.callback(model.close)
     return model
 
@@ -202,7 +201,7 @@ class Model:
     def __init__(
         self,
         backend: Backend,
-        stacks: TransformerStacks,
+        source: ModelSource,
         options: ForwardOptions,
         *,
         rows: int,
@@ -210,7 +209,7 @@ class Model:
         seed: int,
     ) -> None:
         """Reads the weights. rows: of the largest forward. slots: sequences in the cache."""
-        shard = TransformerShard(config_of(stacks.where, stacks.target))
+        shard = TransformerShard(config_of(source.where, source.target))
         self.rows, self._waiter = rows, Waiter(math.inf, spin=False)
         self._stepper = Stepper(
             backend,
@@ -220,7 +219,7 @@ class Model:
             buckets={min(slots, rows), rows},
             num_sequences=slots,
             seed=seed,
-            stacks=stacks,
+            model=source,
         )
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:

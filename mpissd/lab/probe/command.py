@@ -31,7 +31,8 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.rank_places import seat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard, Stacks
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.device import DeviceProbe, product_shapes
@@ -43,7 +44,7 @@ from mpissd.lab.probe.group import (
     GroupProbe,
     open_groups,
 )
-from mpissd.lab.probe.host import MORE_SEQUENCES, host_costs
+from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
 from mpissd.lab.probe.link import LinkProbe
 from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
 from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
@@ -190,14 +191,14 @@ class Prober:
         job, group = self._job, self._session.group
         if not self._topology.is_draft:
             here = self._group(self._topology.group)
-            rows, stacks = job.target_buckets(), self._stacks("target_stacks")
-            self._forwards(here, group, self._target, job.options, rows, stacks)
+            rows, model = job.target_buckets(), self._model("target_model")
+            self._forwards(here, group, self._target, job.options, rows, model)
         if self._draft is not None:
-            draft, rows, stacks = self._draft, job.draft_buckets(), self._stacks("draft_stacks")
+            draft, rows, model = self._draft, job.draft_buckets(), self._model("draft_model")
             alone, options = self._group(MPI.COMM_SELF), job.draft_options
             self._turn(
                 self._draft_rank,
-                lambda: self._forwards(alone, SoloGroup(), draft, options, rows, stacks),
+                lambda: self._forwards(alone, SoloGroup(), draft, options, rows, model),
             )
 
     def _forwards(
@@ -207,17 +208,17 @@ class Prober:
         shard: AnyShard,
         options: ForwardOptions,
         buckets: Sequence[int],
-        stacks: Stacks | None,
+        model: ModelSource | None,
     ) -> None:
         """Measures one model's forwards, with the kernel of small jobs if it differs, and the
         common one.
 
         The weights are made anew for each kernel, because their order differs.
         """
-        if stacks is not None:
-            self._transformer(ranks, group, shard, options, buckets, stacks)
+        if model is not None:
+            self._transformer(ranks, group, shard, options, buckets, model)
         every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
-        for most in kinds(self._session.backend) if stacks is None else ():
+        for most in kinds(self._session.backend) if model is None else ():
             rows = [n for n in every if most is None or n <= most]
             tables = ranks.forwards(group, shard, options, rows, batch, most)
             if self._topology.group.rank == 0:
@@ -232,7 +233,7 @@ class Prober:
         shard: AnyShard,
         options: ForwardOptions,
         buckets: Sequence[int],
-        stacks: Stacks,
+        model: ModelSource,
     ) -> None:
         """Measures a transformer at the probe's batch size and at that of its second host costs.
 
@@ -245,7 +246,7 @@ class Prober:
         factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES) if on_gpu else (1, MORE_SEQUENCES)
         batches = [factor * config.batch_size for factor in factors]
         rows = sorted({*TRANSFORMER_ROWS, *(GPU_ROWS if on_gpu else ()), *buckets})
-        forwards, launches = ranks.transformer(group, shard, options, rows, batches, stacks)
+        forwards, launches = ranks.transformer(group, shard, options, rows, batches, model)
         if self._topology.group.rank == 0:
             self.tables["forwards"] += forwards
             self.tables["launches"] += launches[:1]
@@ -257,7 +258,7 @@ class Prober:
             except ConfigError as error:  # more ranks than KV heads
                 self.notes.append(f"a share of T={tp}: {error}")
                 continue
-            parts = share, options, rows, batches, stacks
+            parts = share, options, rows, batches, model
             self.tables["shards"] += ranks.transformer(SoloGroup(), *parts, ends=True)[0]
 
     def all_reduces(self) -> None:
@@ -298,8 +299,8 @@ class Prober:
     def hosts(self) -> None:
         """Measures host work and link for every configuration that these ranks allow, on all of
         them."""
-        source = f"measured: the loops over paused forwards, {self._session.backend.name}"
-        self.host, notes = host_costs(self._session, source)
+        source = f"measured: ledgers of the decoding loops, {self._session.backend.name}"
+        self.host, notes = host_entries(self._session, source)
         self.notes += notes if self._topology.is_lead else []
 
     @property
@@ -311,12 +312,12 @@ class Prober:
     def _draft(self) -> AnyShard | None:
         return self._job.draft_shard
 
-    def _stacks(self, which: str) -> Stacks | None:
+    def _model(self, which: str) -> ModelSource | None:
         """Returns the factory of a transformer; None for matrix products."""
         if not self._job.config.is_transformer:
             return None
-        stacks: Stacks = getattr(self._session.workload, which)
-        return stacks
+        model: ModelSource = getattr(self._session.workload, which)
+        return model
 
     def _group(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session

@@ -20,10 +20,9 @@ from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
-from mpissd.engine.model.gemm_stack import GemmStacks
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard, ReadOut, Stacks, Weights
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stacks import AnyShard, ReadOut
+from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.engine.workload.placement import timed_places
 from mpissd.lab.probe.device import NOTHING, ROWS, launched
 from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
@@ -41,7 +40,7 @@ _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
 _AMPLITUDE = 2.0**-4
 
 
-Made = tuple[Stacks, Weights]  # weights, and the factory that made them
+Made = tuple[ModelSource, Weights]  # weights, and what they were made from
 
 
 def contexts(longest: int, *, ends: bool = False) -> list[int]:
@@ -83,7 +82,7 @@ class GroupProbe:
         most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
         use (None: bare products, made here).
         """
-        stacks, weights = model or (GemmStacks(), None)
+        source, weights = model or (ModelSource(), None)
         stepper = Stepper(
             self._backend,
             group,
@@ -92,7 +91,7 @@ class GroupProbe:
             buckets=rows,
             num_sequences=sequences,
             seed=1,
-            stacks=stacks,
+            model=source,
             weights=weights,
         )
         try:
@@ -173,7 +172,7 @@ class GroupProbe:
         options: ForwardOptions,
         rows: Sequence[int],
         batches: Iterable[int],
-        stacks: Stacks,
+        source: ModelSource,
         *,
         ends: bool = False,
     ) -> tuple[list[Entry], list[Entry]]:
@@ -182,7 +181,7 @@ class GroupProbe:
         ends: as `contexts` takes it. Returns the "forwards" and the "launches" entries. What does
         not fit in memory with the weights is left out.
         """
-        weights = stacks.weights(self._backend, shard, options, max_rows=rows[-1], seed=1)
+        weights = source.weights(self._backend, shard, options, max_rows=rows[-1], seed=1)
         forwards, launches = [], []
         for batch in batches:
             for context in contexts(options.context, ends=ends):
@@ -190,7 +189,7 @@ class GroupProbe:
                 if not self._has_room(shard, behind, rows[-1], batch):
                     continue
                 forward, launch = self.forwards(
-                    group, shard, behind, rows, batch, None, (stacks, weights)
+                    group, shard, behind, rows, batch, None, (source, weights)
                 )
                 forwards.append(forward)
                 launches.append(launch)

@@ -1,7 +1,6 @@
 """Reports faults of a machine for a run, without starting the run.
 
-machine   reads facts known before MPI starts: Python, the MPI library, mpirun, GPUs, their driver
-ranks     starts the ranks, compares their facts, opens and closes a session as a run would
+facts     reads the machine before MPI starts, then starts the ranks, which open and close a session
 checks    turns these facts into the lines of a table, by pure functions
 command   is the command
 """

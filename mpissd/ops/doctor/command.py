@@ -1,88 +1,71 @@
 """The command `doctor`: prints a table of possible faults; exit code 0 if a run works, 2 if not.
 
-    mpissd doctor --tp=2 --mode=ssd …              starts the ranks itself, with a deadline
-    mpirun -np 3 python -m mpi4py -m mpissd doctor --mode=ssd …       is one of the ranks
+    mpissd doctor --tp=2 --mode=ssd …
 
-launch/local.sh calls every command with --dry_run first. The doctor then prints its table, on
-stderr, only if it finds a fault before any rank has started.
+It starts the ranks itself, each as `mpissd doctor --json`, with a deadline.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
+from mpissd.common.default_flags import PROMPTS, with_text
 from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, contained, flag, integer, number, switch
 from mpissd.engine.comm.topology import launcher_size
-from mpissd.ops.doctor.checks import BAD, Facts, judge, render
-from mpissd.ops.doctor.config import DoctorConfig
-from mpissd.ops.doctor.machine import read_machine
-from mpissd.ops.doctor.ranks import MARK, Seen, examine_rank, try_ranks
+from mpissd.ops.doctor.checks import Facts, judge, render
+from mpissd.ops.doctor.facts import BAD, examine_rank, read_machine, try_ranks
 
-Check = Callable[[RunConfig], None]
+_PROMPT = "Hello"
 
 
-def doctor(config: DoctorConfig, check: Check) -> int:
-    """Prints the table once; returns 0 if a run with these flags works, 2 if not.
+@dataclass(frozen=True)
+class DoctorConfig(Checked):
+    """The configuration of `doctor`: the examined run's flags, and flags of the examination."""
 
-    check: raises ConfigError for flags that `run` refuses before MPI starts.
+    run: RunConfig = contained(
+        RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
+    )
+    tp: int | None = flag(None, integer(1), "target ranks to start (default 1)")
+    json: bool = flag(False, switch, "under mpirun: print what the ranks see as lines of JSON")
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds the flags implied by a prompt or a pair, and a prompt if none is given."""
+        given = with_text(super().completed(flags))
+        if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
+            given["prompt"] = _PROMPT
+        return given
+
+
+def doctor(config: DoctorConfig, check: Callable[[RunConfig], None]) -> int:
+    """Prints the table; returns 0 if a run with these flags works, 2 if not.
+
+    With --dry_run the ranks are not started. check: raises ConfigError for flags that `run` refuses
+    before MPI starts.
     """
-    run = config.run
-    size = run.world_size or (None if config.tp else launcher_size())
-    if run.learners:  # a learner opens no part of the session
-        if size is not None:
-            raise ConfigError("learners=1 with doctor as one of the ranks: allowed: make doctor")
-        return doctor(replace(config, run=replace(run, learners=0)), _with_trainer(check))
+    run = replace(config.run, learners=0)  # a learner opens no part of the session
     if config.json:
-        return examine_rank(run, check, _print_json)
-    if size is not None and not run.dry_run:
-        return _as_rank(run, size, check)
-    num_ranks = size or run.groups * (config.tp or 1) + run.drafts
-    machine = read_machine(run, num_ranks, False, check)
-    startable = all(finding.verdict != BAD for finding in judge(Facts(run, machine)))
-    if run.dry_run and startable:
-        return 0
-    if not startable:
-        return _print_table(Facts(run, machine))
-    seen, problem = try_ranks(run, num_ranks)
-    return _print_table(Facts(run, machine, seen.ranks, seen.session, True, problem))
-
-
-def _with_trainer(check: Check) -> Check:
-    """Returns a check that also requires a learner's trainer's packages."""
+        return examine_rank(run, check)
+    if config.tp is None and launcher_size() is not None:
+        raise ConfigError("doctor under a launcher: allowed: without one, it starts the ranks")
 
     def checked(run: RunConfig) -> None:
-        from mpissd.online.process import check_trainer
+        if config.run.learners:
+            from mpissd.online.process import check_trainer
 
-        check_trainer()
+            check_trainer()
         check(run)
 
-    return checked
-
-
-def _print_json(seen: Seen) -> int:
-    sys.stdout.write(f"{MARK}{seen.to_json()}\n")
-    sys.stdout.flush()
-    return 0
-
-
-def _as_rank(run: RunConfig, size: int, check: Check) -> int:
-    """Examines as one of the ranks that a user's mpirun started; rank 0 prints the table."""
-
-    def report(seen: Seen) -> int:
-        if seen.step:
-            return 0
-        machine = read_machine(run, size, True, check)
-        return _print_table(Facts(run, machine, seen.ranks, seen.session, True))
-
-    return examine_rank(run, check, report)
-
-
-def _print_table(facts: Facts) -> int:
+    num_ranks = run.world_size or run.groups * (config.tp or 1) + run.drafts
+    facts = Facts(run, read_machine(run, num_ranks, checked))
+    if not run.dry_run and all(finding.verdict != BAD for finding in judge(facts)):
+        report, problem = try_ranks(run, num_ranks)
+        facts = replace(facts, report=report, trial_error=problem)
     findings = judge(facts)
-    stream = sys.stderr if facts.run.dry_run else sys.stdout
-    stream.write(render(findings))
-    stream.flush()
+    sys.stdout.write(render(findings))
+    sys.stdout.flush()
     return 2 if any(finding.verdict == BAD for finding in findings) else 0

@@ -60,8 +60,7 @@ class ChainedForwards:
 
     @property
     def _ops(self) -> Ops:
-        ops = self._target.weights.ops
-        assert ops is not None
+        ops: Ops = self._target.weights.ops
         return ops
 
     def _program(self, number: int, turn: int) -> Program:

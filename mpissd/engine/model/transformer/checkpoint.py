@@ -1,21 +1,23 @@
-"""A model's weights by their Hugging Face names: the interface, and weights from files.
+"""A model's weights as a table of tensors by their Hugging Face names.
 
-Matrices may be stored as int8 in blocks of 32 inputs, each with a float16 scale. A row of results
-names weights by a digest: files up to 512 MiB are read whole. Reading 140 GB would take minutes at
-every start, so the digest of a larger file covers its size, its first 16 MiB (with the header, and
-a GGUF's tokenizer) and 64 blocks spread over the rest. Such a digest tells apart other models,
-other training runs, other quantisations and truncated files; it may miss a few bytes changed on
-purpose.
+Files, random weights, a draft that borrows tensors of its target, and a newer version of a draft
+all give such a table; what differs is the kind of Tensor in it. Matrices may be stored as int8 in
+blocks of 32 inputs, each with a float16 scale.
+
+A row of results names weights by a digest: files up to 512 MiB are read whole. Reading 140 GB would
+take minutes at every start, so the digest of a larger file covers its size, its first 16 MiB (with
+the header, and a GGUF's tokenizer) and 64 blocks spread over the rest. Such a digest distinguishes
+other models, other training runs, other quantisations and truncated files; it may miss a few bytes
+changed on purpose.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,28 +65,24 @@ def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def layer_tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields (name within the layer, shape) of the tensors of one layer, or of one Medusa head."""
-    hidden, ffn = config.shape.hidden, config.shape.ffn
+    shape = config.shape
+    hidden, ffn = shape.hidden, shape.ffn
     if config.kind in ("", "eagle"):
-        yield from _attention_tensors(config)
+        widths = {"q": shape.q_width, "k": shape.kv_width, "v": shape.kv_width}
+        yield "input_layernorm.weight", (hidden,)
+        for name, width in widths.items():
+            yield f"self_attn.{name}_proj.weight", (width, hidden)
+            if config.qkv_bias:
+                yield f"self_attn.{name}_proj.bias", (width,)
+            if config.qk_norm and name != "v":
+                yield f"self_attn.{name}_norm.weight", (shape.head_dim,)
+        yield "self_attn.o_proj.weight", (hidden, shape.q_width)
     yield "post_attention_layernorm.weight", (hidden,)
     yield "mlp.gate_proj.weight", (ffn, hidden)
     yield "mlp.up_proj.weight", (ffn, hidden)
     yield "mlp.down_proj.weight", (hidden, ffn)
     if config.kind == "medusa":
         yield HEAD_NORM, (hidden,)
-
-
-def _attention_tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    shape = config.shape
-    widths = {"q": shape.q_width, "k": shape.kv_width, "v": shape.kv_width}
-    yield "input_layernorm.weight", (shape.hidden,)
-    for name, width in widths.items():
-        yield f"self_attn.{name}_proj.weight", (width, shape.hidden)
-        if config.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", (width,)
-        if config.qk_norm and name != "v":
-            yield f"self_attn.{name}_norm.weight", (shape.head_dim,)
-    yield "self_attn.o_proj.weight", (shape.hidden, shape.q_width)
 
 
 def quantize(
@@ -114,50 +112,163 @@ def quantize(
 
 def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
     """Returns the float32 values of quantised weights."""
-    outputs, inputs = matrix.shape
-    blocks = matrix.reshape(outputs, inputs // BLOCK, BLOCK).astype(np.float32)
-    return np.asarray(blocks * scales[..., None].astype(np.float32)).reshape(outputs, inputs)
+    return ArrayTensor(matrix, scales).read()
 
 
-class Checkpoint(Protocol):
-    """Weights by their Hugging Face names ("model.layers.0.self_attn.q_proj.weight").
+class Tensor:
+    """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read."""
 
-    Matrices are [outputs, inputs]. Only the asked part is read, so that each rank of T reads its
-    share. "lm_head.weight" is the embedding where config.tied. Rotated pairs of q and k are
-    (i, i + head_dim / 2), as in Hugging Face's layout.
-    """
+    shape: tuple[int, ...]
 
-    config: TransformerConfig
-    name: str
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        """Returns a part, float32; a vector has rows only."""
+        raise NotImplementedError
 
-    @property
-    def sha256(self) -> str | None:
-        """Digest of the files; None for random weights."""
-
-    @property
-    def sha256_of(self) -> str | None:
-        """What of the files the digest covers; None for random weights."""
-
-    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a matrix; raises ConfigError if the file cannot give it."""
-
-    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
         """Returns a part of a matrix as it is stored: int8 and the scale of each 32 inputs.
 
         None if it is stored otherwise, or if the part has no whole groups of 32 inputs.
         """
+        return None
 
-    def vector(self, name: str, part: slice = ALL) -> Floats:
-        """Returns a part of a vector (a norm's weight or a bias)."""
-
-    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart | None:
-        """Describes a part of a matrix of random weights, so that a device can make it by itself.
+    def recipe(self, rows: slice = ALL, columns: slice = ALL) -> WeightPart | None:
+        """Describes a part of random weights, so that a device can make it by itself.
 
         Its [in, out] are the matrix's columns and rows. None if the weights are not random.
         """
+        return None
+
+
+class ArrayTensor(Tensor):
+    """A tensor in memory, or in a file that is mapped into it."""
+
+    def __init__(self, values: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
+        """Takes values of any type; uint16 are the bits of bfloat16.
+
+        scales: of int8 values, float16 [outputs, ⌈inputs / 32⌉].
+        """
+        self.shape = values.shape
+        self._values, self._scales = values, scales
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        part = self._values[rows] if len(self.shape) == 1 else self._values[rows, columns]
+        if part.dtype == np.uint16:
+            return (part.astype(np.uint32) << 16).view(np.float32)
+        floats = np.ascontiguousarray(part, np.float32)
+        if self._scales is None:
+            return floats
+        start, stop, _ = columns.indices(self.shape[1])
+        blocks = self._scales[rows, start // BLOCK : -(-stop // BLOCK)].astype(np.float32)
+        first = start % BLOCK
+        return floats * np.repeat(blocks, BLOCK, axis=1)[:, first : first + stop - start]
+
+    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        start, stop, _ = columns.indices(self.shape[-1])
+        if self._scales is None or start % BLOCK or stop % BLOCK:
+            return None
+        scales = self._scales[rows, start // BLOCK : stop // BLOCK]
+        return self._values[rows, columns], scales.astype(np.float32)
+
+
+class LentRows(Tensor):
+    """Rows of a target's LM head that its draft shares, quantised like a stored int8 head."""
+
+    def __init__(self, head: Tensor, ids: Ints) -> None:
+        """Takes the target's head, and the rising tokens of the draft's rows."""
+        self.shape = len(ids), head.shape[1]
+        self._head, self._ids = head, ids
+
+    def _part(self, rows: slice) -> ArrayTensor:
+        ids = self._ids[rows]
+        first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
+        return ArrayTensor(*quantize(self._head.read(slice(first, last + 1))[ids - first]))
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        return self._part(rows).read(ALL, columns)
+
+    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        return self._part(rows).int8(ALL, columns)
+
+
+class Resized(Tensor):
+    """A matrix cut to its first rows, or continued by rows of zeros."""
+
+    def __init__(self, whole: Tensor, count: int) -> None:
+        self.shape = count, whole.shape[1]
+        self._whole = whole
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        start, stop, _ = rows.indices(self.shape[0])
+        known = self._whole.shape[0]
+        part = self._whole.read(slice(min(start, known), min(stop, known)), columns)
+        lacking = np.zeros((stop - start - len(part), part.shape[1]), np.float32)
+        return np.concatenate([part, lacking]) if len(lacking) else part
+
+    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        start, stop, _ = rows.indices(self.shape[0])
+        is_stored = stop <= self._whole.shape[0]
+        return self._whole.int8(slice(start, stop), columns) if is_stored else None
+
+
+class Checkpoint:
+    """One model's weights: its configuration and its tensors.
+
+    The LM head is the embedding where config.tied. Rotated pairs of q and k are
+    (i, i + head_dim / 2), as in Hugging Face's layout.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        by_name: Mapping[str, Tensor],
+        *,
+        paths: Sequence[Path] = (),
+        head_ids: Ints | None = None,
+        shares_head: bool = False,
+    ) -> None:
+        """Takes a tensor for each name of `tensors`, and the head's.
+
+        paths: the files that the digest covers; () for random or replaced weights. head_ids: the
+        token of each row of the LM head, rising; None where row i is token i. shares_head: whether
+        the target lends the head.
+        """
+        self.config, self.name, self.by_name = config, config.shape.name, by_name
+        self.paths, self._head_ids, self.shares_head = paths, head_ids, shares_head
+
+    @cached_property
+    def _digest(self) -> tuple[str | None, str | None]:
+        return digest(self.paths) if self.paths else (None, None)
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of one file, or of the list that sha256sum prints of several; None without."""
+        return self._digest[0]
+
+    @property
+    def sha256_of(self) -> str | None:
+        """What of the files the digest covers; None without files."""
+        return self._digest[1]
+
+    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        """Returns a part of a matrix, float32 [outputs, inputs]."""
+        return self.by_name[name].read(rows, columns)
+
+    def vector(self, name: str, part: slice = ALL) -> Floats:
+        """Returns a part of a norm's weight or of a bias, float32."""
+        return self.by_name[name].read(part)
+
+    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
+        """Returns a part of a matrix as Tensor.int8 does."""
+        return self.by_name[name].int8(rows, columns)
+
+    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart | None:
+        """Describes a part of random weights as Tensor.recipe does."""
+        return self.by_name[name].recipe(rows, columns)
 
     def head_ids(self) -> Ints | None:
-        """Returns the token of each row of the LM head, rising; None where row i is token i."""
+        """Returns the token of each row of the LM head, int32, rising; None where row i is token
+        i."""
+        return self._head_ids
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:
@@ -174,173 +285,22 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Reads a file that has changed since the last call, as its time says; a sweep asks often."""
-    found = hashlib.sha256()
+    """Reads a file unless its time and size are those of an earlier call; a sweep asks often."""
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
-        for piece in _sampled(file, size) if size > LARGEST else _whole(file):
-            found.update(piece)
-    return found.hexdigest()
+        for piece in _pieces(file, size):
+            sha256.update(piece)
+    return sha256.hexdigest()
 
 
-def _whole(file: BinaryIO) -> Iterator[bytes]:
-    while piece := file.read(_PIECE):
-        yield piece
-
-
-def _sampled(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yields the size in decimal, the beginning, and blocks of which the last ends the file."""
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yields the whole file, or of a large one the size in decimal, the beginning, and blocks of
+    which the last ends the file."""
+    if size <= LARGEST:
+        yield from iter(lambda: file.read(_PIECE), b"")
+        return
     yield str(size).encode()
     yield file.read(_HEAD)
     for number in range(1, _SAMPLES + 1):
         file.seek(_HEAD + (size - _HEAD - _SAMPLE) * number // _SAMPLES)
         yield file.read(_SAMPLE)
-
-
-class Tensors(Protocol):
-    """Tensors of files by their Hugging Face names."""
-
-    paths: list[Path]
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns a tensor's shape; None if it is not there."""
-
-    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a tensor of one or two dimensions, float32."""
-
-    def int8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        """Returns a part of a matrix as Checkpoint.int8_part does."""
-
-    def integers(self, name: str) -> Ints | None:
-        """Returns a tensor of whole numbers, int32; None if it is not there."""
-
-
-class FileCheckpoint:
-    """Weights of one model in files (a Checkpoint)."""
-
-    def __init__(
-        self,
-        files: Tensors,
-        config: TransformerConfig,
-        embedding: Checkpoint | None = None,
-        *,
-        shares_head: bool = False,
-    ) -> None:
-        """Judges the tensors; embedding: the model whose input embedding this one reads, if not
-        its own. shares_head: its LM head too is that model's, the rows of head_ids.
-
-        Raises ConfigError, one line that names the file and the tensor, if one is missing or has
-        another shape than the configuration says.
-        """
-        self.name, self._files, self._embedding = config.shape.name, files, embedding
-        self.shares_head = shares_head
-        self._head_ids = files.integers(HEAD_IDS)
-        if self._head_ids is not None:
-            _check_head_ids(_where(files), self._head_ids, config.shape.vocab_size)
-            config = replace(config, head_vocab=len(self._head_ids))
-        self.config = replace(config, int8=_is_int8(files, config, shares_head))
-        if embedding is not None:
-            _check_embedding(_where(files), config, embedding.config)
-        elsewhere = {EMBEDDING: embedding is not None, HEAD: shares_head}
-        for name, size in tensors(config):
-            if not elsewhere.get(name):
-                _check_shape(files, name, size)
-
-    @cached_property
-    def _digest(self) -> tuple[str, str]:
-        return digest(self._files.paths)
-
-    @property
-    def sha256(self) -> str | None:
-        """Digest of one file, or of the list that sha256sum prints of several."""
-        return self._digest[0]
-
-    @property
-    def sha256_of(self) -> str | None:
-        """What of the files the digest covers."""
-        return self._digest[1]
-
-    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a matrix, float32 [outputs, inputs]."""
-        name = EMBEDDING if name == HEAD and self.config.tied else name
-        if name == EMBEDDING and self._embedding is not None:
-            return self._embedding.matrix(name, rows, columns)
-        if name == HEAD and self.shares_head:
-            return dequantize(*self._target_rows(rows))[:, columns]
-        return self._files.read(name, rows, columns)
-
-    def _target_rows(self, rows: slice) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-        """Returns rows of the target's LM head, quantised as a head of one's own is stored."""
-        assert self._embedding is not None
-        ids = np.arange(self.config.head_vocab) if self._head_ids is None else self._head_ids
-        ids = ids[rows]
-        span = slice(int(ids.min(initial=0)), int(ids.max(initial=-1)) + 1)
-        return quantize(self._embedding.matrix(HEAD, span)[ids - span.start])
-
-    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        """Returns a part of a matrix as it is stored, if that is int8."""
-        name = EMBEDDING if name == HEAD and self.config.tied else name
-        if name == EMBEDDING and self._embedding is not None:
-            return self._embedding.int8_part(name, rows, columns)
-        if name == HEAD and self.shares_head:
-            return self._int8_head(rows, columns)
-        return self._files.int8(name, rows, columns)
-
-    def _int8_head(self, rows: slice, columns: slice) -> Int8 | None:
-        start, stop, _ = columns.indices(self.config.shape.hidden)
-        if start % BLOCK or stop % BLOCK:
-            return None
-        weights, scales = self._target_rows(rows)
-        part = slice(start // BLOCK, stop // BLOCK)
-        return weights[:, columns], scales[:, part].astype(np.float32)
-
-    def vector(self, name: str, part: slice = ALL) -> Floats:
-        """Returns a part of a norm's weight or of a bias, float32."""
-        return self._files.read(name, part)
-
-    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
-        """None, because the weights are read from files."""
-        return None
-
-    def head_ids(self) -> Ints | None:
-        """Returns the token of each row of the LM head, int32; None where row i is token i."""
-        return self._head_ids
-
-
-def _is_int8(files: Tensors, config: TransformerConfig, shares_head: bool) -> bool:
-    """Returns whether the matrices that a forward reads are int8: stored, or a shared head's."""
-    head = EMBEDDING if config.tied else HEAD
-    names = ["model.layers.0.mlp.down_proj.weight", *([] if shares_head else [head])]
-    return all(files.shape(n) is not None and files.int8(n) is not None for n in names)
-
-
-def _where(files: Tensors) -> str:
-    """Returns the file, or the folder of several, as messages name it."""
-    return repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
-
-
-def _check_shape(files: Tensors, name: str, size: tuple[int, ...]) -> None:
-    """Raises ConfigError unless the files have a tensor of this shape."""
-    found = files.shape(name)
-    if found is None:
-        raise ConfigError(f"{_where(files)}: the tensor {name} is missing")
-    if found != size:
-        raise ConfigError(f"{_where(files)}: {name} is {list(found)}: allowed: {list(size)}")
-
-
-def _check_head_ids(where: str, ids: Ints, vocab_size: int) -> None:
-    """Raises ConfigError unless a reduced head's ids rise and lie in the vocabulary."""
-    if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
-        raise ConfigError(f"{where}: {HEAD_IDS}: allowed: one list of rising token ids")
-    if ids[0] < 0 or ids[-1] >= vocab_size:
-        told = f"{HEAD_IDS} reaches from {ids[0]} to {ids[-1]}"
-        raise ConfigError(f"{where}: {told}: allowed: 0..{vocab_size - 1}")
-
-
-def _check_embedding(where: str, config: TransformerConfig, target: TransformerConfig) -> None:
-    """Raises ConfigError unless the target's embedding fits a draft that reads it."""
-    wanted, found = ([told.shape.vocab_size, told.shape.hidden] for told in (config, target))
-    if wanted != found:
-        raise ConfigError(
-            f"{where} reads its target's embedding, {wanted}; that of {target.shape.name} is "
-            f"{found}: allowed: the target it was made for"
-        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import GgufFile
 from mpissd.common.heads import STATE_KINDS
@@ -17,6 +18,7 @@ from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 
 
 def _llama3(factor: float, tied: bool = False) -> dict[str, Any]:
@@ -60,10 +62,10 @@ def of_preset(shape: ModelShape) -> TransformerConfig:
         )
     name = shape.name.partition("@")[0]
     known = {"max_positions": 131072} if name.startswith("gen:") else _PRESETS.get(name, {})
-    return checked(TransformerConfig(shape, **{"family": "llama", **known}))
+    return _checked(TransformerConfig(shape, **{"family": "llama", **known}))
 
 
-def checked(config: TransformerConfig) -> TransformerConfig:
+def _checked(config: TransformerConfig) -> TransformerConfig:
     """Returns the configuration; raises ConfigError if its positions cannot be rotated."""
     if config.shape.head_dim % 2:
         raise ConfigError(
@@ -73,94 +75,92 @@ def checked(config: TransformerConfig) -> TransformerConfig:
     return config
 
 
-def of_hugging_face(path: Path, config: Mapping[str, Any], shape: ModelShape) -> TransformerConfig:
+# (key, whether the model can be computed, the values that are supported)
+Rule = tuple[str, bool, str]
+
+
+def _refuse(path: Path, values: Mapping[str, Any], rules: Sequence[Rule]) -> None:
+    """Raises ConfigError for the first key that describes another architecture."""
+    for key, is_supported, allowed in rules:
+        if not is_supported:
+            raise ConfigError(
+                f"{str(path)!r}: {key}={values[key]!r} is not supported: allowed: {allowed}"
+            )
+
+
+def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     """Returns the configuration that a config.json describes.
 
     Raises ConfigError, one line that names the file and the key, for what is not supported.
     """
-    _refuse(path, config)
-    rope = _rope(config)
-    family = str(config["model_type"])
-    told = TransformerConfig(
-        shape,
-        family,
-        rope_theta=_number(path, rope, "rope_theta", 10000.0),
-        rope_scaling=_scaling(path, rope),
-        norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
-        kind=_own(config, "kind") or "",
-    )
-    return checked(told)
-
-
-def of_gguf(
-    path: Path, file: GgufFile, shape: ModelShape, factors: Floats | None
-) -> TransformerConfig:
-    """Returns the configuration that a .gguf's metadata describes; raises ConfigError.
-
-    factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
-    """
-    family = str(file.metadata["general.architecture"])
-    told = {
-        key.removeprefix(f"{family}."): value
-        for key, value in file.metadata.items()
-        if key.startswith(f"{family}.")
+    config = hf_config.load(path)
+    family, rope, ours = config.get("model_type"), _rope(config), own_keys(config)
+    # Qwen's files name a window and turn it off.
+    slides = bool(config.get("use_sliding_window", family == "mistral"))
+    packed = config.get("quantization_config")
+    kinds = config.get("layer_types") or []
+    values = {
+        "hidden_act": "silu",
+        "partial_rotary_factor": 1,
+        **config,
+        "rope_type": rope["rope_type"],
+        "sliding_window": config.get("sliding_window") if slides else None,
+        "quantization_config": packed.get("quant_method") if isinstance(packed, dict) else packed,
+        **{f"mpissd.{key}": ours.get(key) for key in ("quantization", "head", "kind")},
     }
-    kind = told.get("rope.scaling.type", "none")
-    for key, is_supported, allowed in (
-        ("rope.scaling.type", kind in ("none", ""), "none"),
-        ("attention.sliding_window", not told.get("attention.sliding_window"), "none"),
-        (
-            "rope.dimension_count",
-            told.get("rope.dimension_count", shape.head_dim) == shape.head_dim,
-            str(shape.head_dim),
-        ),
-    ):
-        if not is_supported:
-            said = f"{str(path)!r}: {family}.{key}={told[key]!r} is not supported"
-            raise ConfigError(f"{said}: allowed: {allowed}")
-    config = TransformerConfig(
-        shape,
-        family,
-        rope_theta=_number(path, told, "rope.freq_base", 10000.0),
-        norm_eps=_number(path, told, "attention.layer_norm_rms_epsilon", 1e-5),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tied="output.weight" not in file.tensors,
-        max_positions=int(_number(path, told, "context_length", 2048)),
+    kind = values["mpissd.kind"]
+    plain = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
+    biased = bool(config.get("attention_bias")) and family != "qwen2"
+    rules = [
+        ("model_type", family in FAMILIES, ", ".join(FAMILIES)),
+        ("rope_type", rope["rope_type"] in ("default", "llama3"), "default, llama3"),
+        ("sliding_window", values["sliding_window"] is None, "null, or one that is not used"),
+        ("layer_types", plain, "full_attention"),
+        ("quantization_config", not packed, _DENSE),
+        ("mpissd.quantization", values["mpissd.quantization"] in (None, "int8-32"), "int8-32"),
+        ("mpissd.head", values["mpissd.head"] in (None, "own", "target"), "own, target"),
+        ("mpissd.kind", kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
+        ("hidden_act", values["hidden_act"] == "silu", "silu"),
+        ("attention_bias", not biased, "false"),
+        ("mlp_bias", not config.get("mlp_bias"), "false"),
+        ("partial_rotary_factor", values["partial_rotary_factor"] in (None, 1), "1"),
+    ]
+    _refuse(path, values, rules)
+    return _checked(
+        TransformerConfig(
+            shape,
+            str(family),
+            rope_theta=_number(path, rope, "rope_theta", 10000.0),
+            rope_scaling=_scaling(path, rope),
+            norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            tied=bool(config.get("tie_word_embeddings", False)),
+            max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
+            kind=kind or "",
+        )
     )
-    return checked(config if factors is None else _scaled(path, config, factors))
 
 
-def _scaled(path: Path, config: TransformerConfig, factors: Floats) -> TransformerConfig:
-    """Returns the configuration with Llama 3's scaling that gives these factors.
-
-    The file does not name its constants, which are the same for all models of Llama 3. Raises
-    ConfigError if they give other factors.
-    """
-    scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
-    scaled = replace(config, rope_scaling=scaling)
-    if not np.allclose(config.frequencies() / scaled.frequencies(), factors, rtol=1e-3):
-        raise ConfigError(f"{str(path)!r}: rope_freqs.weight is not supported: allowed: Llama 3's")
-    return scaled
+def own_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what a config.json has under "mpissd"; of a value that is no object, no key."""
+    ours = config.get("mpissd")
+    return ours if isinstance(ours, dict) else {}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the rotary positions, in one dictionary for all versions.
 
-    Older versions have rope_theta beside rope_scaling, newer ones both in rope_parameters.
+    Older versions have rope_theta and rope_scaling, newer ones both in rope_parameters.
     """
-    found: dict[str, Any] = {}
+    rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(key), dict):
-            found.update(config[key])
+            rope.update(config[key])
     if config.get("rope_theta") is not None:
-        found["rope_theta"] = config["rope_theta"]
-    found.setdefault("rope_type", found.get("type") or "default")
-    return found
+        rope["rope_theta"] = config["rope_theta"]
+    rope.setdefault("rope_type", rope.get("type") or "default")
+    return rope
 
 
 def _scaling(path: Path, rope: Mapping[str, Any]) -> Llama3Scaling | None:
@@ -182,52 +182,41 @@ def _number(path: Path, config: Mapping[str, Any], key: str, default: float | No
     return float(value)
 
 
-def _refuse(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first key that describes another architecture."""
-    for key, value, is_supported, allowed in _needed(config):
-        if not is_supported:
-            raise ConfigError(
-                f"{str(path)!r}: {key}={value!r} is not supported: allowed: {allowed}"
-            )
+def of_gguf(file: GgufFile, shape: ModelShape, factors: Floats | None) -> TransformerConfig:
+    """Returns the configuration that a .gguf's metadata describes; raises ConfigError.
 
-
-def _needed(config: Mapping[str, Any]) -> list[tuple[str, object, bool, str]]:
-    """Returns (key, value, is supported, the supported values) of each key that is checked."""
-    family, rope = config.get("model_type"), _rope(config)
-    window = config.get("sliding_window") if _slides(config) else None
-    kinds = config.get("layer_types") or []
-    plain = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-    bias = bool(config.get("attention_bias")) and family != "qwen2"
-    activation, part = config.get("hidden_act", "silu"), config.get("partial_rotary_factor", 1)
-    packed = config.get("quantization_config")
-    method = packed.get("quant_method") if isinstance(packed, dict) else packed
-    told, head, kind = (_own(config, key) for key in ("quantization", "head", "kind"))
-    return [
-        ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
-        ("rope_type", rope["rope_type"], rope["rope_type"] in ("default", "llama3"), _ROPES),
-        ("sliding_window", window, window is None, "null, or one that is not used"),
-        ("layer_types", kinds, plain, "full_attention"),
-        ("quantization_config", method, not packed, _DENSE),
-        ("mpissd.quantization", told, told in (None, "int8-32"), "int8-32"),
-        ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
-        ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
-        ("hidden_act", activation, activation == "silu", "silu"),
-        ("attention_bias", bias, not bias, "false"),
-        ("mlp_bias", config.get("mlp_bias"), not config.get("mlp_bias"), "false"),
-        ("partial_rotary_factor", part, part in (None, 1), "1"),
+    factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
+    """
+    path, family = file.path, str(file.metadata["general.architecture"])
+    own = {
+        key.removeprefix(f"{family}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{family}.")
+    }
+    rotated = own.get("rope.dimension_count", shape.head_dim)
+    rules = [
+        ("rope.scaling.type", own.get("rope.scaling.type", "none") in ("none", ""), "none"),
+        ("attention.sliding_window", not own.get("attention.sliding_window"), "none"),
+        ("rope.dimension_count", rotated == shape.head_dim, str(shape.head_dim)),
     ]
-
-
-def _own(config: Mapping[str, Any], key: str) -> Any:
-    """Returns what config.json says under "mpissd"; None where it says nothing."""
-    ours = config.get("mpissd") or {}
-    return ours.get(key) if isinstance(ours, dict) else ours
-
-
-_ROPES = "default, llama3"
-_DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
-
-
-def _slides(config: Mapping[str, Any]) -> bool:
-    """Returns whether a sliding window is in use; Qwen's files name one and turn it off."""
-    return bool(config.get("use_sliding_window", config.get("model_type") == "mistral"))
+    rules = [(f"{family}.{key}", is_supported, allowed) for key, is_supported, allowed in rules]
+    _refuse(path, file.metadata, rules)
+    config = TransformerConfig(
+        shape,
+        family,
+        rope_theta=_number(path, own, "rope.freq_base", 10000.0),
+        norm_eps=_number(path, own, "attention.layer_norm_rms_epsilon", 1e-5),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied="output.weight" not in file.tensors,
+        max_positions=int(_number(path, own, "context_length", 2048)),
+    )
+    if factors is not None:
+        # The file does not name the constants, which are the same for all models of Llama 3.
+        scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
+        scaled = replace(config, rope_scaling=scaling)
+        if not np.allclose(config.frequencies() / scaled.frequencies(), factors, rtol=1e-3):
+            where = f"{str(path)!r}: rope_freqs.weight"
+            raise ConfigError(f"{where} is not supported: allowed: Llama 3's")
+        config = scaled
+    return _checked(config)

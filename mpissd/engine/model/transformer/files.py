@@ -11,11 +11,11 @@ import importlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +23,27 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import is_missing, missing_pair
+from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import (
     ALL,
     BLOCK,
     EMBEDDING,
     HEAD,
+    HEAD_IDS,
     LAST_NORM,
+    ArrayTensor,
+    Checkpoint,
     Floats,
-    Int8,
+    LentRows,
+    Tensor,
+    tensors,
 )
+from mpissd.engine.model.transformer.config import TransformerConfig
 
 _FETCHED = ["*.json", "*.safetensors", "*.jinja"]
 _TIMEOUT_S = 10
 INDEX = "model.safetensors.index.json"
-_BFLOAT16 = "BF16"
-_DTYPES = {"F32": "<f4", "F16": "<f2", _BFLOAT16: "<u2", "I8": "<i1", "I32": "<i4"}
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "<i1", "I32": "<i4"}
 ROPE_FACTORS = "rope_freqs.weight"
 _PIECE = 1 << 17  # elements dequantised at once; they stay in the processor's cache
 _OUTSIDE = {EMBEDDING: "token_embd.weight", HEAD: "output.weight", LAST_NORM: "output_norm.weight"}
@@ -86,35 +92,85 @@ def _fetch(name: str) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class Stored:
-    """One tensor as it lies in a file; offset is counted from the file's start, in bytes."""
+class Files(Protocol):
+    """The tensors of a model's files by their Hugging Face names."""
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    paths: list[Path]
 
-    def array(self) -> NDArray[Any]:
-        """Maps the tensor; bfloat16 comes as its 16 bits, uint16."""
-        told = _DTYPES[self.dtype]
-        if 0 in self.shape:  # nothing can be mapped
-            return np.zeros(self.shape, told)
-        return np.memmap(self.path, told, "r", offset=self.offset, shape=self.shape)
+    def get(self, name: str) -> Tensor | None:
+        """Returns a tensor; None if it is missing.
+
+        Raises ConfigError, one line, for one that cannot be read.
+        """
+
+    def integers(self, name: str) -> Ints | None:
+        """Returns a tensor of whole numbers, int32; None if it is missing."""
 
 
-def stored(folder: Path) -> dict[str, Stored]:
-    """Returns every tensor of the folder by its name, read from the files' headers.
+def open_files(
+    files: Files,
+    config: TransformerConfig,
+    target: Checkpoint | None = None,
+    *,
+    shares_head: bool = False,
+) -> Checkpoint:
+    """Returns the weights in files; reads no tensor yet.
 
-    Raises ConfigError, one line that names the file, if one is missing or damaged.
+    target: the model whose input embedding a draft reads, if not its own. shares_head: its LM head
+    too is that model's, the rows of head_ids. Raises ConfigError, one line that names the file and
+    the tensor, if one is missing or has another shape than the configuration says.
     """
-    found: dict[str, Stored] = {}
-    for path in files(folder):
-        found.update(_header(path))
-    return found
+    where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
+    ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
+    if ids is not None:
+        _check_head_ids(where, ids, config.shape.vocab_size)
+        config = replace(config, head_vocab=len(ids))
+    if target is not None:
+        _check_embedding(where, config, target.config)
+        by_name[EMBEDDING] = target.by_name[EMBEDDING]
+        if shares_head:
+            rows = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
+            by_name[HEAD] = LentRows(target.by_name[HEAD], rows)
+    for name, size in tensors(config):
+        if name not in by_name:
+            by_name[name] = _checked(where, name, files.get(name), size)
+    if config.tied:
+        by_name[HEAD] = by_name[EMBEDDING]
+    read = [by_name["model.layers.0.mlp.down_proj.weight"]]
+    read += [] if shares_head else [by_name[HEAD]]
+    config = replace(config, int8=all(tensor.int8() is not None for tensor in read))
+    paths = files.paths
+    return Checkpoint(config, by_name, paths=paths, head_ids=ids, shares_head=shares_head)
 
 
-def files(folder: Path) -> list[Path]:
+def _checked(where: str, name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor:
+    if tensor is None:
+        raise ConfigError(f"{where}: the tensor {name} is missing")
+    if tensor.shape != size:
+        raise ConfigError(f"{where}: {name} is {list(tensor.shape)}: allowed: {list(size)}")
+    return tensor
+
+
+def _check_head_ids(where: str, ids: Ints, vocab_size: int) -> None:
+    """Raises ConfigError unless a reduced head's ids rise and lie in the vocabulary."""
+    if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
+        raise ConfigError(f"{where}: {HEAD_IDS}: allowed: one list of rising token ids")
+    if ids[0] < 0 or ids[-1] >= vocab_size:
+        span = f"{HEAD_IDS} reaches from {ids[0]} to {ids[-1]}"
+        raise ConfigError(f"{where}: {span}: allowed: 0..{vocab_size - 1}")
+
+
+def _check_embedding(where: str, config: TransformerConfig, target: TransformerConfig) -> None:
+    """Raises ConfigError unless the target's embedding fits a draft that reads it."""
+    own, other = ([each.shape.vocab_size, each.shape.hidden] for each in (config, target))
+    if own != other:
+        raise ConfigError(
+            f"{where} reads its target's embedding, {own}; that of {target.shape.name} is "
+            f"{other}: allowed: the target it was made for"
+        )
+
+
+def weight_paths(folder: Path) -> list[Path]:
     """Returns the folder's files of weights; if the folder has an index, those that it names."""
     index = folder / INDEX
     if index.exists():
@@ -139,8 +195,58 @@ def _index(path: Path) -> Mapping[str, str]:
     raise ConfigError(f"{str(path)!r} is no index of safetensors (weight_map)")
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    """Returns the tensors of one file.
+class SafetensorsFiles:
+    """The tensors of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers; raises ConfigError, one line that names the file, if one is missing or
+        damaged."""
+        self.paths = weight_paths(folder)
+        self._entries = {
+            name: (path, entry) for path in self.paths for name, entry in _header(path).items()
+        }
+        self._maps = {path: np.memmap(path, np.uint8, "r") for path in self.paths}
+
+    def get(self, name: str) -> Tensor | None:
+        if name not in self._entries:
+            return None
+        path, entry = self._entries[name]
+        if entry["dtype"] not in _DTYPES:
+            kinds = ", ".join(_DTYPES)
+            raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: {kinds}")
+        values = self._array(name)
+        return ArrayTensor(values, self._scales(name, values) if values.dtype == "i1" else None)
+
+    def integers(self, name: str) -> Ints | None:
+        if name not in self._entries:
+            return None
+        path, entry = self._entries[name]
+        if entry["dtype"] != "I32":
+            raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: I32")
+        return np.array(self._array(name), np.int32)
+
+    def _array(self, name: str) -> NDArray[Any]:
+        path, entry = self._entries[name]
+        first, last = entry["data_offsets"]
+        data = np.asarray(self._maps[path][first:last])
+        values: NDArray[Any] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data)
+        return values
+
+    def _scales(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """Returns the scales of int8 values; raises ConfigError where they do not fit."""
+        where, scale = repr(str(self._entries[name][0])), name.removesuffix("weight") + "scale"
+        if values.ndim != 2:
+            raise ConfigError(f"{where}: {name} is I8: allowed: of a matrix alone")
+        _, entry = self._entries.get(scale, (None, {}))
+        blocks = [len(values), -(-values.shape[1] // BLOCK)]
+        if (entry.get("dtype"), entry.get("shape")) != ("F16", blocks):
+            kind = f"{entry['dtype']} {entry['shape']}" if entry else "missing"
+            raise ConfigError(f"{where}: {scale} is {kind}: allowed: F16 {blocks}")
+        return self._array(scale)
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns each tensor's dtype, shape, and data_offsets, counted from the start of the file.
 
     The safetensors library only checks the file. The header is read here, because the library does
     not give the offsets that a memory map needs.
@@ -155,82 +261,9 @@ def _header(path: Path) -> dict[str, Stored]:
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return {
-        name: Stored(path, told["dtype"], tuple(told["shape"]), 8 + size + told["data_offsets"][0])
-        for name, told in header.items()
-    }
-
-
-class SafetensorsFiles:
-    """The tensors of a folder (a source of weights for FileCheckpoint)."""
-
-    def __init__(self, folder: Path) -> None:
-        """Reads the headers; raises ConfigError as `stored` does."""
-        self.paths = files(folder)
-        self._stored = stored(folder)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns a tensor's shape; None if it is not there. Raises ConfigError for a type or a
-        scale that cannot be read."""
-        if (found := self._stored.get(name)) is None:
-            return None
-        if found.dtype not in _DTYPES:
-            raise ConfigError(
-                f"{str(found.path)!r}: {name} is {found.dtype}: allowed: {', '.join(_DTYPES)}"
-            )
-        if found.dtype == "I8":
-            self._check_scale(name, found)
-        return found.shape
-
-    def _check_scale(self, name: str, found: Stored) -> None:
-        if len(found.shape) != 2:
-            raise ConfigError(f"{str(found.path)!r}: {name} is I8: allowed: of a matrix alone")
-        scale = self._stored.get(_scale(name))
-        blocks = (*found.shape[:-1], -(-found.shape[-1] // BLOCK))
-        if scale is None or (scale.dtype, scale.shape) != ("F16", blocks):
-            told = "missing" if scale is None else f"{scale.dtype} {list(scale.shape)}"
-            raise ConfigError(
-                f"{str(found.path)!r}: {_scale(name)} is {told}: allowed: F16 {list(blocks)}"
-            )
-
-    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a tensor of one or two dimensions, float32."""
-        found = self._stored[name]
-        array = found.array()
-        part = array[rows] if array.ndim == 1 else array[rows, columns]
-        if found.dtype == _BFLOAT16:
-            return (part.astype(np.uint32) << 16).view(np.float32)
-        values = np.ascontiguousarray(part, np.float32)
-        return values * self._scales(name, rows, columns) if found.dtype == "I8" else values
-
-    def int8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        """Returns a part of a matrix as Checkpoint.int8_part does."""
-        found = self._stored[name]
-        start, stop, _ = columns.indices(found.shape[1])
-        if found.dtype != "I8" or start % BLOCK or stop % BLOCK:
-            return None
-        scales = self._stored[_scale(name)].array()[rows, start // BLOCK : stop // BLOCK]
-        return found.array()[rows, columns], scales.astype(np.float32)
-
-    def _scales(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Returns the scale of each element of a part, float32 [rows, columns]."""
-        start, stop, _ = columns.indices(self._stored[name].shape[1])
-        blocks = self._stored[_scale(name)].array()[rows, start // BLOCK : -(-stop // BLOCK)]
-        cut = slice(start % BLOCK, start % BLOCK + stop - start)
-        return np.repeat(blocks.astype(np.float32), BLOCK, axis=1)[:, cut]
-
-    def integers(self, name: str) -> NDArray[np.int32] | None:
-        """Returns a tensor of whole numbers, int32; None if it is not there. Raises ConfigError for
-        another type."""
-        if (found := self._stored.get(name)) is None:
-            return None
-        if found.dtype != "I32":
-            raise ConfigError(f"{str(found.path)!r}: {name} is {found.dtype}: allowed: I32")
-        return np.array(found.array(), np.int32)
-
-
-def _scale(name: str) -> str:
-    return name.removesuffix("weight") + "scale"
+    for entry in header.values():
+        entry["data_offsets"] = [8 + size + offset for offset in entry["data_offsets"]]
+    return dict(header)
 
 
 def gguf_name(name: str) -> str:
@@ -242,8 +275,35 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_INSIDE[inside]}.{kind}" if inside in _INSIDE else name
 
 
+class GgufTensor(Tensor):
+    """A tensor of ggml's blocks, which the library dequantises."""
+
+    def __init__(self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> None:
+        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and ggml's type."""
+        self.shape = shape
+        self._data, self._kind = data, kind
+        self.head_dim = 0  # width of a head whose rows the file has in llama.cpp's order
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        if len(self.shape) == 1:
+            return np.asarray(_values(self._data[None], self._kind)[0, rows], np.float32)
+        start, stop, _ = columns.indices(self.shape[1])
+        block, size = _block(self._kind) or (1, 4)
+        first, last = start // block, -(-stop // block)
+        data = self._data[self._stored(rows), first * size : last * size]
+        return _values(data, self._kind)[:, start - first * block : stop - first * block]
+
+    def _stored(self, rows: slice) -> slice | NDArray[np.int64]:
+        """Returns the file's rows that hold these rows of the matrix."""
+        if not self.head_dim:
+            return rows
+        wanted, width = np.arange(self.shape[0])[rows], self.head_dim
+        pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
+        return np.asarray(wanted - wanted % width + 2 * pair + half, np.int64)
+
+
 class GgufFiles:
-    """The tensors of one .gguf (a source of weights for FileCheckpoint)."""
+    """The tensors of one .gguf."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; head_dim: width of a head, whose rows of q and k are reordered.
@@ -251,63 +311,32 @@ class GgufFiles:
         Raises ConfigError, one line, if the file is damaged.
         """
         self.paths, self.file = [path], read_gguf(path)
-        self._data, self._told = np.memmap(path, np.uint8, "r"), repr(str(path))
-        # llama.cpp's converter puts a rotated pair's rows beside each other, for "llama" alone.
-        self._interleaved = self.file.metadata["general.architecture"] == "llama"
-        self._head_dim = head_dim
+        self._data, self._where = np.memmap(path, np.uint8, "r"), repr(str(path))
+        # llama.cpp's converter makes a rotated pair's rows neighbours, for "llama" only.
+        is_llama = self.file.metadata["general.architecture"] == "llama"
+        self._head_dim = head_dim if is_llama else 0
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns a tensor's shape, [outputs, inputs]; None if it is not there.
-
-        Raises ConfigError for a type that the library cannot dequantise, and for a tensor that
-        ends beyond the file.
-        """
+    def get(self, name: str) -> Tensor | None:
         if (info := self.file.tensors.get(gguf_name(name))) is None:
             return None
-        if _block(info.kind) is None:
-            raise ConfigError(f"{self._told}: {name} is of ggml's type {info.kind}, not supported")
-        self._bytes(name)
-        return info.shape[::-1]
-
-    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a tensor of one or two dimensions, float32."""
-        info = self.file.tensors[gguf_name(name)]
-        if len(info.shape) == 1:
-            return np.asarray(_values(self._bytes(name)[None], info.kind)[0, rows], np.float32)
-        start, stop, _ = columns.indices(info.shape[0])
-        block, size = _block(info.kind) or (1, 4)
-        first, last = start // block, -(-stop // block)
-        picked = self._rows(name, rows, info.shape[1])
-        data = self._bytes(name)[picked, first * size : last * size]
-        return _values(data, info.kind)[:, start - first * block : stop - first * block]
-
-    def int8(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
-        """None, because a .gguf's weights enter products as bfloat16."""
-        return None
+        if (known := _block(info.kind)) is None:
+            raise ConfigError(f"{self._where}: {name} is of ggml's type {info.kind}, not supported")
+        block, size = known
+        if not info.shape or info.shape[0] % block:
+            raise ConfigError(f"{self._where}: {name}: {info.shape} elements, in blocks of {block}")
+        shape = (*info.shape[:0:-1], info.shape[0] // block * size)
+        start = self.file.data_start + info.offset
+        if start + math.prod(shape) > len(self._data):
+            raise ConfigError(f"{self._where} is cut off before the end of {name}")
+        data = self._data[start : start + math.prod(shape)].reshape(shape)
+        tensor = GgufTensor(data, info.kind, info.shape[::-1])
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor.head_dim = self._head_dim
+        return tensor
 
     def integers(self, name: str) -> None:
         """None, because a .gguf has no reduced head."""
         return None
-
-    def _rows(self, name: str, rows: slice, count: int) -> slice | NDArray[np.int64]:
-        """Returns the rows of the file that hold these rows of the matrix."""
-        if not self._interleaved or not name.endswith(("q_proj.weight", "k_proj.weight")):
-            return rows
-        wanted, width = np.arange(count)[rows], self._head_dim
-        pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
-        return np.asarray(wanted - wanted % width + 2 * pair + half, np.int64)
-
-    def _bytes(self, name: str) -> NDArray[np.uint8]:
-        """Maps a tensor's bytes, [rows, bytes of a row], or [bytes] of a vector."""
-        info = self.file.tensors[gguf_name(name)]
-        block, size = _block(info.kind) or (1, 4)
-        if not info.shape or info.shape[0] % block:
-            raise ConfigError(f"{self._told}: {name}: {info.shape} elements, in blocks of {block}")
-        shape = (*info.shape[:0:-1], info.shape[0] // block * size)
-        start = self.file.data_start + info.offset
-        if start + math.prod(shape) > len(self._data):
-            raise ConfigError(f"{self._told} is cut off before the end of {name}")
-        return self._data[start : start + math.prod(shape)].reshape(shape)
 
 
 @lru_cache(maxsize=64)
@@ -326,12 +355,12 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
     """Dequantises whole blocks, bytes [rows, n], in pieces: the library splits what it is given
     into groups of 16 rows, whose calls take longer than their arithmetic."""
     gguf = library("gguf", "a .gguf")
-    told = gguf.GGMLQuantizationType(kind)
-    block, size = gguf.GGML_QUANT_SIZES[told]
+    known = gguf.GGMLQuantizationType(kind)
+    block, size = gguf.GGML_QUANT_SIZES[known]
     pieces = np.ascontiguousarray(data).reshape(-1, size)
     values = np.empty((len(pieces), block), np.float32)
     for first in range(0, len(pieces), _PIECE // block):
         part = slice(first, first + _PIECE // block)
-        found = gguf.quants.dequantize(pieces[part].reshape(1, -1), told)
-        values[part] = found.reshape(-1, block)
+        floats = gguf.quants.dequantize(pieces[part].reshape(1, -1), known)
+        values[part] = floats.reshape(-1, block)
     return values.reshape(len(data), data.shape[1] // size * block)

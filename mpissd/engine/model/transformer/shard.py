@@ -6,7 +6,7 @@ query heads), or one block more of the FFN or of the LM head. Rank 0 is never sm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
@@ -205,6 +205,65 @@ class TransformerShard:
             candidates=options.top_k,
             columns=self.vocab,
         )
+
+
+@dataclass(frozen=True)
+class StateShard(TransformerShard):
+    """The whole of a draft that reads hidden states, with the costs of its forwards.
+
+    heads_used: Medusa heads that a forward computes (0: all of the file).
+    """
+
+    heads_used: int = 0
+
+    @property
+    def num_heads_used(self) -> int:
+        """Tokens of a sequence that one forward drafts."""
+        if self.config.kind != "medusa":
+            return 1
+        return self.heads_used or self.shape.num_layers
+
+    def layer_params(self) -> int:
+        """Returns the number of weights of one layer, or of one Medusa head; norms included."""
+        if self.config.kind == "eagle":
+            return super().layer_params()
+        return self.shape.hidden * (3 * self.shape.ffn + 1 + (self.config.kind == "medusa"))
+
+    def num_params(self, options: ForwardOptions) -> int:
+        """Returns the number of weights that one forward reads, its LM head included once."""
+        hidden = self.shape.hidden
+        behind = hidden * (self.vocab + 1)
+        if self.config.kind == "medusa":
+            return self.num_heads_used * self.layer_params() + hidden * self.vocab
+        return 2 * hidden * (hidden + 1) + self.layer_params() + behind
+
+    def num_products(self, options: ForwardOptions) -> int:
+        """Returns the number of matrix products that one forward issues."""
+        return {"medusa": 2 * self.num_heads_used + 1, "mlp": 5, "eagle": 8}[self.config.kind]
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that keep keys and values: that of EAGLE."""
+        return int(self.config.kind == "eagle")
+
+    def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of keys, values and the states of both models, by slot."""
+        states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
+        return super().cache_bytes(rows, sequences, options, itemsize) + states
+
+    def cost(
+        self,
+        rows: int,
+        sequences: int,
+        itemsize: int,
+        options: ForwardOptions,
+        most_rows: int | None = None,
+    ) -> Cost:
+        """Returns the cost of a forward; each Medusa head computes its row of the LM head."""
+        cost = super().cost(rows, sequences, itemsize, options, most_rows)
+        more = (self.num_heads_used - 1) * self.shape.hidden * self.vocab
+        attends = cost.flops - 2 * rows * cost.params if self.config.kind == "eagle" else 0
+        return replace(cost, flops=2 * rows * (cost.params + more) + attends)
 
 
 def _length(part: slice) -> int:

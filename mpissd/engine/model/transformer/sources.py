@@ -11,44 +11,33 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.model_files import has_files
-from mpissd.common.presets import ModelShape, files_of, resolve_model
+from mpissd.common.presets import files_of, resolve_model
 from mpissd.common.rounds import Ints
 from mpissd.common.token_lists import check_same_tokens
 from mpissd.engine.model.transformer import families
 from mpissd.engine.model.transformer.checkpoint import (
-    ALL,
     EMBEDDING,
     HEAD,
     Checkpoint,
-    FileCheckpoint,
-    Floats,
-    Int8,
+    Resized,
     tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.files import ROPE_FACTORS, GgufFiles, SafetensorsFiles
+from mpissd.engine.model.transformer.files import (
+    ROPE_FACTORS,
+    GgufFiles,
+    SafetensorsFiles,
+    open_files,
+)
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
-
-
-def mapped_config(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
-    """Returns a draft's configuration over the ids of a target with `vocab_size` tokens.
-
-    Tokens beyond the draft's vocabulary are never drafted, and those beyond the target's have no
-    row in its head. A reduced head's ids are taken to lie in both.
-    """
-    shape = replace(config.shape, vocab_size=vocab_size)
-    return replace(config, shape=shape, head_vocab=min(config.head_vocab, vocab_size))
 
 
 def check_vocabularies(target: str, draft: str) -> None:
@@ -61,56 +50,27 @@ def check_vocabularies(target: str, draft: str) -> None:
         check_same_tokens(here, there)
 
 
-class MappedCheckpoint:
-    """A draft's weights over the ids of its target (a Checkpoint)."""
+def _mapped_config(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
+    """Returns a draft's configuration over the ids of a target with `vocab_size` tokens.
 
-    def __init__(self, draft: Checkpoint, vocab_size: int) -> None:
-        """Reads nothing; vocab_size: tokens of the target, other than the draft's."""
-        self._draft, self.name = draft, draft.name
-        self.config, self._ids = mapped_config(draft.config, vocab_size), draft.head_ids()
-        if self._ids is not None:  # ids rise, so those that the target lacks come last
-            self._ids = self._ids[self._ids < vocab_size]
-            self.config = replace(self.config, head_vocab=len(self._ids))
+    Tokens beyond the draft's vocabulary are never drafted, and those beyond the target's have no
+    row in its head. A reduced head's ids are taken to lie in both.
+    """
+    shape = replace(config.shape, vocab_size=vocab_size)
+    return replace(config, shape=shape, head_vocab=min(config.head_vocab, vocab_size))
 
-    @property
-    def sha256(self) -> str | None:
-        """Digest of the draft's files."""
-        return self._draft.sha256
 
-    @property
-    def sha256_of(self) -> str | None:
-        """What of them the digest covers."""
-        return self._draft.sha256_of
-
-    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a matrix; tokens that the draft lacks have an embedding of zeros."""
-        if name == HEAD:
-            return self._draft.matrix(name, slice(*rows.indices(self.config.head_vocab)), columns)
-        if name != EMBEDDING:
-            return self._draft.matrix(name, rows, columns)
-        start, stop, _ = rows.indices(self.config.shape.vocab_size)
-        known = self._draft.config.shape.vocab_size
-        found = self._draft.matrix(name, slice(min(start, known), min(stop, known)), columns)
-        lacking = np.zeros((stop - start - len(found), found.shape[1]), np.float32)
-        return np.concatenate([found, lacking])
-
-    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        """Returns a part of a matrix as it is stored, if that is int8; none of the embedding."""
-        if name == HEAD:
-            rows = slice(*rows.indices(self.config.head_vocab))
-        return None if name == EMBEDDING else self._draft.int8_part(name, rows, columns)
-
-    def vector(self, name: str, part: slice = ALL) -> Floats:
-        """Returns a part of a norm's weight or of a bias."""
-        return self._draft.vector(name, part)
-
-    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> None:
-        """None, because a random draft is made with the target's ids from the start."""
-        return None
-
-    def head_ids(self) -> Ints | None:
-        """Returns the token of each row of the LM head; None where row i is token i."""
-        return self._ids
+def _mapped(draft: Checkpoint, vocab_size: int) -> Checkpoint:
+    """Returns a draft's weights over its target's ids; tokens that the draft lacks have an
+    embedding of zeros."""
+    config, ids = _mapped_config(draft.config, vocab_size), draft.head_ids()
+    if ids is not None:  # ids rise, so those that the target lacks come last
+        ids = ids[ids < vocab_size]
+        config = replace(config, head_vocab=len(ids))
+    rows = {EMBEDDING: vocab_size, HEAD: config.head_vocab}
+    by_name = {name: Resized(draft.by_name[name], count) for name, count in rows.items()}
+    own = {**draft.by_name, **by_name}
+    return Checkpoint(config, own, paths=draft.paths, head_ids=ids, shares_head=draft.shares_head)
 
 
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
@@ -120,7 +80,7 @@ def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
 
 
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
-    """Returns the architecture of a model, from its metadata alone.
+    """Returns the architecture of a model, from its metadata.
 
     where: any name of presets.resolve_model. target: that of the target, for a draft: it may read
     the target's embedding, and it drafts the target's tokens whatever its own vocabulary is.
@@ -143,8 +103,8 @@ def _stamp(where: str) -> Stamp:
     if path is None or not os.path.exists(path):
         return ()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    told = [(file, file.stat()) for file in files if file.exists()]  # a link may lead nowhere
-    return tuple((str(file), each.st_mtime_ns, each.st_size) for file, each in told)
+    stats = [(file, file.stat()) for file in files if file.exists()]  # a link may lead nowhere
+    return tuple((str(file), each.st_mtime_ns, each.st_size) for file, each in stats)
 
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
@@ -153,38 +113,25 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
     seed: that of random weights.
     """
     path, shape = files_of(where), resolve_model(where)
-    beside = None if target is None else open_checkpoint(target)
-    vocab_size = shape.vocab_size if beside is None else beside.config.shape.vocab_size
+    other = None if target is None else open_checkpoint(target)
+    vocab_size = shape.vocab_size if other is None else other.config.shape.vocab_size
     if path is None or not has_files(path):
-        return RandomCheckpoint(mapped_config(_architecture(path, shape), vocab_size), seed)
-    opened = (
-        _open_gguf(path, shape) if path.suffix == ".gguf" else _open_folder(path, shape, beside)
-    )
-    return opened if vocab_size == shape.vocab_size else MappedCheckpoint(opened, vocab_size)
-
-
-def _architecture(path: Path | None, shape: ModelShape) -> TransformerConfig:
-    if path is None:
-        return families.of_preset(shape)
-    return families.of_hugging_face(path, hf_config.load(path), shape)
-
-
-def _open_gguf(path: Path, shape: ModelShape) -> Checkpoint:
-    files = GgufFiles(path, shape.head_dim)
-    factors = None if files.shape(ROPE_FACTORS) is None else files.read(ROPE_FACTORS)
-    return FileCheckpoint(files, families.of_gguf(path, files.file, shape, factors))
-
-
-def _open_folder(path: Path, shape: ModelShape, target: Checkpoint | None) -> Checkpoint:
-    told = path / "config.json"
-    config = hf_config.load(told)
-    architecture, files = families.of_hugging_face(told, config, shape), SafetensorsFiles(path)
-    ours = config.get("mpissd")
-    if not isinstance(ours, dict) or ours.get("embedding") != "target":
-        return FileCheckpoint(files, architecture)
-    if target is None:
-        raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
-    return FileCheckpoint(files, architecture, target, shares_head=ours.get("head") == "target")
+        config = families.of_preset(shape) if path is None else families.of_folder(path, shape)
+        return RandomCheckpoint(_mapped_config(config, vocab_size), seed)
+    if path.suffix == ".gguf":
+        gguf = GgufFiles(path, shape.head_dim)
+        factors = gguf.get(ROPE_FACTORS)
+        config = families.of_gguf(gguf.file, shape, None if factors is None else factors.read())
+        opened = open_files(gguf, config)
+    else:
+        config, files = families.of_folder(path / "config.json", shape), SafetensorsFiles(path)
+        ours = families.own_keys(hf_config.load(path / "config.json"))
+        reads_target = ours.get("embedding") == "target"
+        if reads_target and other is None:
+            raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
+        shares_head = reads_target and ours.get("head") == "target"
+        opened = open_files(files, config, other if reads_target else None, shares_head=shares_head)
+    return opened if vocab_size == shape.vocab_size else _mapped(opened, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -204,42 +151,36 @@ class Origin:
         return {**names, "target_norms_sha256": self.norms}
 
     def is_of(self, target: Checkpoint) -> bool | None:
-        """Returns whether it is this target; None if that cannot be told."""
+        """Returns whether it is this target; None if that is not known."""
         if self.norms is not None:
-            return self.norms == norms_digest(target)
+            return self.norms == origin_of(target).norms
         return True if self.sha256 is not None and self.sha256 == target.sha256 else None
 
 
 def origin_of(target: Checkpoint) -> Origin:
-    """Returns what a draft says of the target that it is made for."""
-    return Origin(target.name, target.sha256, norms_digest(target))
+    """Returns how a draft that is made for this target names it.
 
-
-def norms_digest(model: Checkpoint) -> str:
-    """Returns the SHA-256 of the weights of all norms, in the order of `tensors`, as float32."""
-    found = hashlib.sha256()
-    for name, size in tensors(model.config):
+    Its norms' digest is the SHA-256 of all norms' weights, in the order of `tensors`, as float32.
+    """
+    norms = hashlib.sha256()
+    for name, size in tensors(target.config):
         if len(size) == 1 and name.endswith("norm.weight"):
-            found.update(np.ascontiguousarray(model.vector(name), "<f4").tobytes())
-    return found.hexdigest()
+            norms.update(np.ascontiguousarray(target.vector(name), "<f4").tobytes())
+    return Origin(target.name, target.sha256, norms.hexdigest())
 
 
-def recorded_origin(draft: str) -> Origin | None:
-    """Returns the target that a draft was made for; None where its files do not say.
+def _recorded_origin(draft: str) -> Origin | None:
+    """Returns the target that a draft was made for; None where its files name none.
 
     draft: any name of presets.resolve_model. Raises ConfigError for an unreadable config.json.
     """
     path = files_of(draft)
-    told = None if path is None or not path.is_dir() else path / "config.json"
-    ours = hf_config.load(told).get("mpissd") if told is not None and told.is_file() else None
-    if not isinstance(ours, Mapping) or not isinstance(ours.get("target"), str):
+    if path is None or not (path / "config.json").is_file():
         return None
-    return Origin(ours["target"], _text(ours, "target_sha256"), _text(ours, "target_norms_sha256"))
-
-
-def _text(told: Mapping[str, Any], key: str) -> str | None:
-    value = told.get(key)
-    return value if isinstance(value, str) else None
+    ours = families.own_keys(hf_config.load(path / "config.json"))
+    keys = "target", "target_sha256", "target_norms_sha256"
+    name, *digests = (ours.get(key) if isinstance(ours.get(key), str) else None for key in keys)
+    return None if name is None else Origin(name, *digests)
 
 
 def made_for(draft: str, target: str) -> bool | None:
@@ -247,24 +188,24 @@ def made_for(draft: str, target: str) -> bool | None:
 
     Both are names of presets.resolve_model.
     """
-    origin = recorded_origin(draft)
+    origin = _recorded_origin(draft)
     return None if origin is None else origin.is_of(open_checkpoint(target))
 
 
 def doubt(draft: str, target: str) -> str:
-    """Returns one line of doubt about a draft beside a target; "" where there is none.
+    """Returns one line of doubt about a draft for this target; "" where there is none.
 
-    A draft that does not say what it was made for raises no doubt: any pair may be tried.
+    A draft that does not name its target raises no doubt: any pair may be tried.
     """
-    origin = recorded_origin(draft)
+    origin = _recorded_origin(draft)
     if origin is None:
         return ""
-    beside = open_checkpoint(target)
-    is_of = origin.is_of(beside)
+    other = open_checkpoint(target)
+    is_of = origin.is_of(other)
     if is_of:
         return ""
-    why = f"not for {beside.name}, whose weights differ: few of its tokens may be accepted"
+    why = f"not for {other.name}, whose weights differ: few of its tokens may be accepted"
     if is_of is None:
         files = "no file" if origin.sha256 is None else f"files of sha256 {origin.sha256[:12]}"
-        why = f"from {files}: whether {beside.name} is the same model is not known"
+        why = f"from {files}: whether {other.name} is the same model is not known"
     return f"draft={draft} was made for {origin.name}, {why}"

@@ -2,6 +2,19 @@
 
 q, k, v, gate, up and the LM head are split by columns, o and down by rows, as in Shard; what o and
 down give is summed over the ranks in rank order.
+
+Drafts that read their target's last hidden state (heads.STATE_KINDS) differ at both ends. With e
+the embedding of a position's token, h the target's normalised last hidden state before that
+position, and n, n' RMSNorms of their own:
+
+    mlp, eagle   u = h + S·n(h) + E·n'(e); one layer on u (mlp: its SwiGLU block only); its final
+                 norm gives s. The LM head reads s, and s is h of the next position.
+    medusa       s_i = norm_i(h + SwiGLU_i(n_i(h))) for each head i; one forward drafts all tokens.
+
+S and E side by side are the product that fuses both in EAGLE (2401.15077, section 4.1) and in
+DeepSeek-V3's module (2412.19437, equation 21). Where Wertheimer et al. (2404.19124) have a
+normalised sum and GELU with weights for each place, `mlp` has SwiGLU and the same weights at each
+place; a Medusa head's block (2401.10774, section 2.1.1) is SwiGLU in place of one SiLU product.
 """
 
 from __future__ import annotations
@@ -16,16 +29,15 @@ import numpy as np
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Places
+from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import Find, ReadOut
+from mpissd.engine.model.stacks import Find, ReadOut, Stack
 from mpissd.engine.model.transformer.cache import PageTable, RowPlaces, cache_sizes
 from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.ops import Chunks, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.versions import Arrays, Version
-from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights, reload
+from mpissd.engine.model.transformer.weights import TransformerWeights, reload
 
 _EMULATED_PAGE = 64
 
@@ -44,8 +56,10 @@ class Buffers:
     logits: Any = None  # [max_rows, local vocabulary]
 
 
-class TransformerStack:
+class TransformerStack(Stack):
     """One rank's weights, buffers and KV cache; `body(rows)` is its forward."""
+
+    pages: PageTable
 
     def __init__(
         self,
@@ -59,41 +73,27 @@ class TransformerStack:
         max_sequences: int,
     ) -> None:
         """Allocates the buffers and the cache, for max_sequences slots."""
-        self.backend, self.group, self.shard, self.options = backend, group, shard, options
-        self.weights = weights
-        page = _EMULATED_PAGE if weights.ops is None else weights.ops.page
-        shape = shard.shape
-        sizes = cache_sizes(
-            shard.kv_layers,
-            shard.kv_heads,
-            shape.head_dim,
-            options,
-            slots=max_sequences,
-            page=page,
-        )
+        super().__init__(backend, group, shard, options)
+        self.weights, self.states, ops = weights, None, weights.ops
+        page = _EMULATED_PAGE if ops is None else ops.page
+        model = shard.kv_layers, shard.kv_heads, shard.shape.head_dim
+        sizes = cache_sizes(*model, options, slots=max_sequences, page=page)
         seats = RowPlaces(backend.host_ints(RowPlaces.size(max_rows, sizes)), max_rows, sizes)
         self.pages = PageTable(seats, sizes)
-        self.cache = None if weights.ops is None else weights.ops.cache(sizes, seats)
-        self.buffers = _buffers(backend, shard, weights.ops, max_rows)
-        # What draws tokens from the logits where they are; shares of them are the host's.
-        self.draws: Draws | None = None
-        if weights.ops is not None and group.size == 1:
-            self.draws = weights.ops.draws(self.buffers.logits)
-        self.states = None
-        if options.states and weights.ops is not None:
-            self.states = weights.ops.states(max_sequences, options.capacity + 1)
+        self.cache = None if ops is None else ops.cache(sizes, seats)
+        self.buffers = _buffers(backend, shard, ops, max_rows)
+        if ops is not None and group.size == 1:  # shards of logits are drawn from on the host
+            self.draws = ops.draws(self.buffers.logits)
+        if ops is not None and options.states:
+            self.states = ops.states(max_sequences, options.capacity + 1)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
         # Whether long prompts may be computed in chunks of their own. A server stores a prompt's
-        # rows beside others, and again where pages ran out: they need one kind of products. Chunks
-        # keep no hidden states.
+        # rows in forwards with other rows, and again where pages ran out: they need one kind of
+        # products. Chunks keep no hidden states.
         self.library_prefill = options.pool == 0 and not options.states
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
         self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
-        self._allocate(max_rows)
-
-    def _allocate(self, max_rows: int) -> None:
-        """Allocates what another kind of forward needs beside, before any is captured."""
 
     def place(self, places: Places | None) -> None:
         """Sets the cache positions of the next forward's rows, and takes the pages they need."""
@@ -105,7 +105,7 @@ class TransformerStack:
         self._placed, self._reads = 0, True
 
     @property
-    def chunk_rows(self) -> int:
+    def chunk_rows(self) -> int:  # type: ignore[override]
         """Rows of the chunks in which prompts are computed by themselves; 0: there are none."""
         if not self.library_prefill or self.chunks is None:
             return 0
@@ -117,7 +117,10 @@ class TransformerStack:
         weights = self.weights
         if weights.ops is None:
             return None
-        return weights.ops.chunks(self.shard, weights.table, weights.layers, self.cache)
+        chunks: Chunks | None = weights.ops.chunks(
+            self.shard, weights.table, weights.layers, self.cache
+        )
+        return chunks
 
     def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
         """Sets the next chunk, and takes the pages that it needs; returns the chunks' body."""
@@ -146,11 +149,9 @@ class TransformerStack:
 
     def _rows(self, bucket: int) -> int:
         """Returns the rows that a forward of this bucket computes."""
-        assert self.weights.ops is not None
         return bucket if self.weights.ops.computes_padding else self._placed or bucket
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that issues a forward of up to `rows` rows, and reads k candidates."""
         ops, wanted = self.weights.ops, k or self.options.top_k
         return lambda: None if ops is None else self._forward(ops, self._rows(rows), wanted)
 
@@ -167,49 +168,37 @@ class TransformerStack:
 
     def _compute(self, ops: Ops, rows: int, delta: Array | None, is_read: bool) -> None:
         """Issues all layers, and the LM head if it is read, one operation after the other."""
-        for number in range(len(self.weights.layers)):
-            self._attention(ops, number, rows, delta)
-            self._feed_forward(ops, number, rows)
-            delta = self.buffers.delta
+        memory, cache, weights = self.buffers, self.cache, self.weights
+        for number, layer in enumerate(weights.layers):
+            if layer.o is not None:
+                ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)
+                ops.qkv(memory.x, layer, cache, number, memory.q, rows)
+                ops.attend(cache, number, memory.q, memory.attended, rows)
+                ops.product(memory.attended, layer.o, memory.delta, rows)
+                self._sum(ops, rows)
+                delta = memory.delta
+            ops.norm(memory.hidden, delta, layer.ffn_norm, memory.x, rows)
+            ops.gated(memory.x, layer.gate_up, memory.inner, rows)
+            ops.product(memory.inner, layer.down, memory.delta, rows)
+            self._sum(ops, rows)
+            delta = memory.delta
         if is_read or self.states is not None:
-            self._leave(ops, rows)
+            ops.norm(memory.hidden, memory.delta, weights.norm, memory.x, rows)
+        if self.states is not None:
+            ops.keep(memory.x, cache, self.states, rows)
         if is_read:
-            ops.product(self.buffers.x, self.weights.head, self.buffers.logits, rows)
+            ops.product(memory.x, weights.head, memory.logits, rows)
 
     def _enter(self, ops: Ops, rows: int) -> Array | None:
         """Starts the residual stream; returns what is still to be added to it."""
         ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
         return None
 
-    def _attention(self, ops: Ops, number: int, rows: int, delta: Array | None) -> None:
-        layer, memory = self.weights.layers[number], self.buffers
-        ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)
-        ops.qkv(memory.x, layer, self.cache, number, memory.q, rows)
-        ops.attend(self.cache, number, memory.q, memory.attended, rows)
-        ops.product(memory.attended, layer.o, memory.delta, rows)
-        self._sum(ops, rows)
-
-    def _feed_forward(self, ops: Ops, number: int, rows: int) -> None:
-        layer, memory = self.weights.layers[number], self.buffers
-        ops.norm(memory.hidden, memory.delta, layer.ffn_norm, memory.x, rows)
-        ops.gated(memory.x, layer.gate_up, memory.inner, rows)
-        ops.product(memory.inner, layer.down, memory.delta, rows)
-        self._sum(ops, rows)
-
     def _sum(self, ops: Ops, rows: int) -> None:
         if self.group.size > 1:
             ops.sum_ranks(self.group, self.buffers.delta, rows)
 
-    def _leave(self, ops: Ops, rows: int) -> None:
-        """Normalises the last hidden state, and keeps it where a draft reads it."""
-        memory = self.buffers
-        ops.norm(memory.hidden, memory.delta, self.weights.norm, memory.x, rows)
-        if self.states is not None:
-            ops.keep(memory.x, self.cache, self.states, rows)
-
     def best(self, rows: int) -> Find:
-        """Returns a function that enqueues the choice among the logits of the last forward's
-        rows."""
         ops = self.weights.ops
 
         def find(k: int, ids: Any, values: Any) -> None:
@@ -234,8 +223,87 @@ class TransformerStack:
 
     def logits(self, rows: Sequence[int]) -> Floats:
         """Returns this rank's logits of these rows, float32 [n, local vocabulary]."""
-        assert self.weights.ops is not None
-        return self.weights.ops.read(self.buffers.logits, rows)
+        logits: Floats = self.weights.ops.read(self.buffers.logits, rows)
+        return logits
+
+
+class StateStack(TransformerStack):
+    """An MLP speculator's or an EAGLE layer's forward; `states` are its own."""
+
+    _source: Array = None  # the target's states
+
+    def __init__(self, *parts: Any, max_rows: int, max_sequences: int) -> None:
+        super().__init__(*parts, max_rows=max_rows, max_sequences=max_sequences)
+        ops = self.weights.ops
+        # [max_rows, hidden], the embedding's part of the product that joins.
+        self._joined = None if ops is None else ops.delta(max_rows)
+
+    def read_states(self, target: TransformerStack) -> None:
+        """Takes the states of a target on the same device; before any forward is compiled."""
+        self._source = target.states
+
+    def _enter(self, ops: Ops, rows: int) -> Array:
+        memory, weights = self.buffers, self.weights
+        ops.embed(weights.table, memory.tokens, memory.hidden, rows)
+        ops.norm(memory.hidden, None, weights.joined_norms[0], memory.x, rows)
+        ops.product(memory.x, weights.joins[0], self._joined, rows)
+        ops.recall(self._source, self.states, self.cache, memory.hidden, rows)
+        ops.norm(memory.hidden, None, weights.joined_norms[1], memory.x, rows)
+        ops.product(memory.x, weights.joins[1], memory.delta, rows)
+        ops.norm(memory.hidden, self._joined, weights.joined_norms[1], memory.x, rows)
+        return memory.delta
+
+
+class MedusaStack(StateStack):
+    """The forward of Medusa heads: the LM head's rows of one head follow those of the head before.
+
+    A row's logits lie where the last `read` found it, so the host draws from them.
+    """
+
+    _stride = 0  # rows of a head in the forward that was read last
+
+    def __init__(self, *parts: Any, max_rows: int, max_sequences: int) -> None:
+        super().__init__(*parts, max_rows=max_rows, max_sequences=max_sequences)
+        self._heads, ops, self.draws = self.shard.num_heads_used, self.weights.ops, None
+        many = self._heads * max_rows
+        self.candidates = ReadOut(self.backend, self.group, many, self.options.top_k)
+        if ops is not None:
+            self.buffers.logits = ops.logits(many, self.shard.vocab)
+            self._drafted = ops.buffer(many, self.shard.shape.hidden)
+
+    def _forward(self, ops: Ops, rows: int, k: int) -> None:
+        memory = self.buffers
+        ops.begin(self.cache, rows)
+        for head in range(self._heads):
+            layer = self.weights.layers[head]
+            ops.recall(self._source, self.states, self.cache, memory.hidden, rows)
+            ops.norm(memory.hidden, None, layer.ffn_norm, memory.x, rows)
+            ops.gated(memory.x, layer.gate_up, memory.inner, rows)
+            ops.product(memory.inner, layer.down, memory.delta, rows)
+            out = self._drafted[head * rows : (head + 1) * rows]
+            ops.norm(memory.hidden, memory.delta, self.weights.head_norms[head], out, rows)
+        every = self._heads * rows
+        ops.product(self._drafted, self.weights.head, memory.logits, every)
+        self.candidates.issue(self.best(every), every, k)
+
+    def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
+        """Returns the candidates of the last forward: (token ids, logits), [heads, 1, n, k]."""
+        self._stride = self._rows(rows)
+        ids, values = self._read(self._heads * self._stride, k)
+        shape = self._heads, 1, self._stride, -1
+        return ids.reshape(shape), values.reshape(shape)
+
+    def logits(self, rows: Sequence[int]) -> Floats:
+        """Returns the logits of these rows, after `read`; rows count on from head to head."""
+        count = self._placed or self._stride
+        return super().logits([row // count * self._stride + row % count for row in rows])
+
+
+def open_stack(weights: TransformerWeights, *parts: Any, **sizes: int) -> TransformerStack:
+    """Returns the stack of a model's kind; parts: backend, group, shard and options."""
+    kinds: dict[str, Any] = {"": TransformerStack, "medusa": MedusaStack}
+    stack: TransformerStack = kinds.get(weights.config.kind, StateStack)(*parts, weights, **sizes)
+    return stack
 
 
 def _buffers(backend: Backend, shard: TransformerShard, ops: Ops | None, rows: int) -> Buffers:
@@ -252,48 +320,3 @@ def _buffers(backend: Backend, shard: TransformerShard, ops: Ops | None, rows: i
         inner=ops.buffer(rows, shard.ffn_width),
         logits=ops.logits(rows, shard.vocab),
     )
-
-
-@dataclass(frozen=True)
-class TransformerStacks:
-    """Factory of the weights and stacks of one model (see stacks.Stacks).
-
-    where: the model's weights, as open_checkpoint takes it. target: the target's, for a draft that
-    reads the target's embedding. page: positions of a page (None: the backend's own).
-    """
-
-    where: str
-    target: str | None = None
-    page: int | None = None
-
-    def weights(
-        self,
-        backend: Backend,
-        shard: TransformerShard,
-        options: ForwardOptions,
-        *,
-        max_rows: int,
-        seed: int,
-    ) -> TransformerWeights:
-        """Returns one rank's share of the weights; see load_weights for what it raises."""
-        checkpoint = open_checkpoint(self.where, seed, self.target)
-        return load_weights(backend, checkpoint, shard, max_rows=max_rows, page=self.page)
-
-    def stack(
-        self,
-        backend: Backend,
-        group: Group,
-        shard: TransformerShard,
-        options: ForwardOptions,
-        weights: TransformerWeights,
-        *,
-        max_rows: int,
-        max_sequences: int,
-    ) -> TransformerStack:
-        """Returns a stack that uses these weights."""
-        return self._kind(weights)(
-            backend, group, shard, options, weights, max_rows=max_rows, max_sequences=max_sequences
-        )
-
-    def _kind(self, weights: TransformerWeights) -> type[TransformerStack]:
-        return TransformerStack

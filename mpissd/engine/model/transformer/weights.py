@@ -29,7 +29,9 @@ from mpissd.engine.model.transformer.versions import replaced
 class TransformerWeights:
     """Weights of one rank; the arrays are absent (None, no layers) where nothing is computed.
 
-    head_ids: the token of each row of a reduced LM head; None where all tokens have one.
+    head_ids: the token of each row of a reduced LM head; None where all tokens have one. source:
+    what they were read from. Of a draft that reads hidden states (stack.py): joined_norms, joins,
+    of a token's embedding, and of the state; head_norms, of each Medusa head.
     """
 
     config: TransformerConfig
@@ -40,24 +42,15 @@ class TransformerWeights:
     norm: Array = None
     head: Array = None
     head_ids: Ints | None = None
-    source: Checkpoint | None = None  # what they were read from
+    source: Checkpoint | None = None
+    joined_norms: tuple[Array, ...] = ()
+    joins: tuple[Array, ...] = ()
+    head_norms: tuple[Array, ...] = ()
 
     @property
     def kernel(self) -> str:
         """Name of the kernels that read these weights."""
         return "modelled" if self.ops is None else self.ops.kernel
-
-
-@dataclass(frozen=True)
-class StateWeights(TransformerWeights):
-    """Weights of a draft that reads hidden states (see state_drafts).
-
-    joined_norms, joins: of a token's embedding, and of the state. head_norms: of each Medusa head.
-    """
-
-    joined_norms: tuple[Array, ...] = ()
-    joins: tuple[Array, ...] = ()
-    head_norms: tuple[Array, ...] = ()
 
 
 def load_weights(
@@ -76,48 +69,21 @@ def load_weights(
     ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, max_rows=max_rows, page=page)
     if ops is None:
         return TransformerWeights(config, max_rows, None)
-    loader = _Loader(ops, checkpoint, shard)
+    loader, is_medusa = _Loader(ops, checkpoint, shard), config.kind == "medusa"
+    joined, joins = (JOINED, JOINS) if config.kind in ("mlp", "eagle") else ((), ())
+    prefixes = [f"model.layers.{n}." for n in range(shard.shape.num_layers)]
     return TransformerWeights(
         config,
         max_rows,
         ops,
-        tuple(loader.layer(f"model.layers.{n}.") for n in range(shard.shape.num_layers)),
-        ops.table(checkpoint),
-        ops.vector(checkpoint.vector("model.norm.weight")),
-        ops.matrix(checkpoint, [Part("lm_head.weight", rows=shard.vocab_range)]),
-        checkpoint.head_ids(),
-        checkpoint,
-    )
-
-
-def load_state_weights(
-    backend: Backend,
-    checkpoint: Checkpoint,
-    shard: TransformerShard,
-    *,
-    max_rows: int,
-    page: int | None = None,
-) -> StateWeights:
-    """Reads and packs the weights of a draft that reads hidden states; raises as load_weights."""
-    config, heads, kv_heads = checkpoint.config, shard.heads, shard.kv_heads
-    ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, max_rows=max_rows, page=page)
-    if ops is None:
-        return StateWeights(config, max_rows, None)
-    loader, is_medusa = _Loader(ops, checkpoint, shard), config.kind == "medusa"
-    make = loader.layer if config.kind == "eagle" else loader.feed_forward
-    prefixes = [f"model.layers.{n}." for n in range(shard.shape.num_layers)]
-    return StateWeights(
-        config,
-        max_rows,
-        ops,
-        tuple(make(prefix) for prefix in prefixes),
+        tuple(map(loader.layer, prefixes)),
         None if is_medusa else ops.table(checkpoint),
         None if is_medusa else loader.vector(LAST_NORM),
         ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)]),
         checkpoint.head_ids(),
         checkpoint,
-        () if is_medusa else tuple(loader.vector(name) for name in JOINED),
-        () if is_medusa else tuple(ops.matrix(checkpoint, [Part(name)]) for name in JOINS),
+        tuple(loader.vector(name) for name in joined),
+        tuple(ops.matrix(checkpoint, [Part(name)]) for name in joins),
         tuple(loader.vector(prefix + HEAD_NORM) for prefix in prefixes) if is_medusa else (),
     )
 
@@ -128,7 +94,7 @@ def reload(
     """Overwrites one rank's share in place by that of another checkpoint of the same shapes.
 
     Yields between its parts, so that the caller may do other work: each is packed into memory of
-    its own first. All of them are copied behind the last yield, in one go, so that no forward reads
+    its own first. All of them are copied after the last yield, in one go, so that no forward reads
     two checkpoints. The embedding table stays, and so does an LM head that the target lends.
     Programs that were captured over the weights stay valid: the arrays keep their addresses.
     """
@@ -139,7 +105,7 @@ def reload(
     for number, layer in enumerate(weights.layers):
         fresh.append((layer, loader.layer(f"model.layers.{number}.")))
         yield
-    fresh.append((weights.norm, loader.vector("model.norm.weight")))
+    fresh.append((weights.norm, loader.vector(LAST_NORM)))
     if HEAD in replaced(checkpoint):
         head = ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)])
         fresh.append((weights.head, head))
@@ -165,31 +131,28 @@ class _Loader:
         self.ops, self.checkpoint, self.shard = ops, checkpoint, shard
 
     def layer(self, prefix: str) -> Layer:
-        """Returns the layer whose names begin with `prefix`."""
-        ops, checkpoint, shard = self.ops, self.checkpoint, self.shard
-        attention = f"{prefix}self_attn."
+        """Returns the layer whose names begin with `prefix`; its attention, if it has one."""
+        ops, checkpoint, shard, mlp = self.ops, self.checkpoint, self.shard, f"{prefix}mlp."
+        gate, up = (Part(f"{mlp}{name}_proj.weight", shard.ffn) for name in ("gate", "up"))
+        layer = Layer(
+            ffn_norm=self.vector(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=ops.gate_up(checkpoint, gate, up),
+            down=ops.matrix(checkpoint, [Part(f"{mlp}down_proj.weight", columns=shard.ffn)]),
+        )
+        config, attention = checkpoint.config, f"{prefix}self_attn."
+        if config.kind not in ("", "eagle"):
+            return layer
         inputs = {"q_proj": shard.q, "k_proj": shard.kv, "v_proj": shard.kv}
         parts = [Part(f"{attention}{name}.weight", rows) for name, rows in inputs.items()]
-        config = checkpoint.config
         biases = {f"{attention}{name}.bias": part for name, part in inputs.items()}
         return replace(
-            self.feed_forward(prefix),
+            layer,
             attention_norm=self.vector(f"{prefix}input_layernorm.weight"),
             qkv=ops.qkv_matrix(checkpoint, parts),
             qkv_bias=self.joined(biases) if config.qkv_bias else None,
             q_norm=self.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
             k_norm=self.vector(f"{attention}k_norm.weight") if config.qk_norm else None,
             o=ops.matrix(checkpoint, [Part(f"{attention}o_proj.weight", columns=shard.q)]),
-        )
-
-    def feed_forward(self, prefix: str) -> Layer:
-        """Returns the layer without its attention."""
-        ops, checkpoint, ffn, mlp = self.ops, self.checkpoint, self.shard.ffn, f"{prefix}mlp."
-        gate, up = (Part(f"{mlp}{name}_proj.weight", ffn) for name in ("gate", "up"))
-        return Layer(
-            ffn_norm=self.vector(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=ops.gate_up(checkpoint, gate, up),
-            down=ops.matrix(checkpoint, [Part(f"{mlp}down_proj.weight", columns=ffn)]),
         )
 
     def vector(self, name: str) -> Array:

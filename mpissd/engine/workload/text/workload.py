@@ -9,11 +9,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.model.transformer.state_drafts import StateShard
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
-from mpissd.engine.workload.gemm import GemmWorkload
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.text.draft import StateDraftWorker, TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
@@ -109,7 +107,6 @@ class TextWorkload(Workload):
         return TextTargetWorker(
             stepper,
             job.config.seed,
-            GemmWorkload(job).target_worker(stepper),
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
@@ -119,7 +116,7 @@ class TextWorkload(Workload):
 
     def draft_worker(self, stepper: Forwards) -> TextDraftWorker:
         job, config = self.job, self.job.config
-        parts = stepper, config.seed, job.fan_outs, GemmWorkload(job).draft_worker(stepper)
+        parts = stepper, config.seed, job.fan_outs, job.lookahead
         told = {
             "samples": self.samples,
             "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
