@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpissd.lab.predict.laws import Laws, cut_law
 from scipy.optimize import brentq
 
 from mpissd.common import theory
@@ -19,7 +20,6 @@ from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
 from mpissd.lab.predict.advisor import Search, by_speed, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.laws import Laws, cut_law
 from mpissd.lab.predict.places import device_costs, placements
 from mpissd.lab.predict.search import FULL, Choice, Placement, cells_of, fan_outs
 from mpissd.lab.predict.simulation import Cells, expected

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from mpissd.__main__ import main
-from mpissd.common.config import RunConfig
-from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.job import resolve
 from mpissd.lab.pools.advice import frontier, gain_of
 from mpissd.lab.pools.durations import Pool
 from mpissd.lab.pools.search import Use, sizes
 from mpissd.lab.pools.simulation import simulate
 from mpissd.lab.pools.theory import by_queueing
+
+from mpissd.__main__ import main
+from mpissd.common.config import RunConfig
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.job import resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.search import Choice
