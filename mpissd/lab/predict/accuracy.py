@@ -201,8 +201,8 @@ def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
     return (
         f"{every['machine']}, {every['forwards']}: (c) {own} its bar (median at most {bar[0]:.0%}, "
         f"p95 at most {bar[1]:.0%}); without luck it {luckless} it. Its mean by mode and T, at "
-        f"most {MEAN_BAR:.0%}, is {means} (without luck where the rows have fewer than {ENOUGH_SEEDS} "
-        "seeds)."
+        f"most {MEAN_BAR:.0%}, is {means} (without luck where the rows have fewer than "
+        f"{ENOUGH_SEEDS} seeds)."
     )
 
 
@@ -275,8 +275,10 @@ def _uses(rows: Iterable[Row], forecasts: Iterable[Forecast]) -> dict[Any, list[
         rates = row.tok_per_s / (1 + row.sampling_error), forecast.tok_per_s
         alike.setdefault(key, []).append(rates)
     uses: dict[Any, list[_Use]] = {}
-    for (base, about, gpus, _), rates in alike.items():
-        uses.setdefault(base, []).append(_Use(*about, gpus, *np.mean(rates, axis=0).tolist()))
+    for (base, (accepted, hits, mode), gpus, _), pairs in alike.items():
+        measured, predicted = np.mean(pairs, axis=0).tolist()
+        use = _Use(accepted, hits, mode, gpus, measured, predicted)
+        uses.setdefault(base, []).append(use)
     return uses
 
 
