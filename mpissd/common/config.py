@@ -430,9 +430,6 @@ class OutputFlags(Checked):
     trace: str | None = flag(
         None, words, "write a Chrome trace of all ranks to this file", in_digest=False
     )
-    ledger_ab: bool = flag(
-        False, switch, "measure the cost of the round ledger, on against off", in_digest=False
-    )
     progress: str = flag(
         "auto",
         choice("auto", "on", "off"),
@@ -537,7 +534,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
                 raise ConfigError(f"groups={self.groups} with {at}: allowed: 1, or a draft rank")
             if self.on_draft_loss == "ar":
                 raise ConfigError(f"groups={self.groups} with on_draft_loss=ar: allowed: abort")
-            for name in ("trace", "ledger_ab", "show"):
+            for name in ("trace", "show"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} with groups={self.groups}: allowed: groups=1")
         if self.learners:
@@ -558,9 +555,8 @@ class RunConfig(  # a dataclass lists the fields of its last base first
             if self.temperature > 0:  # verifying samples needs the lost draft's distributions
                 at = f"temperature={self.temperature:g}"
                 raise ConfigError(f"on_draft_loss=ar with {at}: allowed: temperature=0")
-            for name in ("trace", "ledger_ab"):
-                if getattr(self, name):
-                    raise ConfigError(f"{name} with on_draft_loss=ar: allowed: on_draft_loss=abort")
+            if self.trace:
+                raise ConfigError("trace with on_draft_loss=ar: allowed: on_draft_loss=abort")
 
     @property
     def digest(self) -> str:

@@ -20,7 +20,7 @@ from mpissd.common.workloads import refused_flags
 
 _PR_SET_PDEATHSIG = 1
 _MEASURED = (
-    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace ledger_ab dry_run world_size "
+    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run world_size "
     "out progress on_draft_loss num_drafts groups chat_template workload"
 ).split()
 _OF_OTHERS = [name for name, _ in refused_flags("text")]

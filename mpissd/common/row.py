@@ -336,18 +336,18 @@ class Row(Origin, Mapping[str, Any]):
         "a depth-scaled target's t_target_s for all of its layers; else null", "s"
     )
     predicted_tok_per_s: float | None = key(
-        "rate that the replay predicts from this run's draws and this job's own calibration; of "
-        "text, from its own acceptance, hits and `t_prefill_s` where a model "
-        "drafts (else null)",
+        "rate that the replay predicts from this run's draws, its forwards timed in series, and "
+        "the ledger of its warm-up rounds; of text, from its own acceptance, hits and "
+        "`t_prefill_s` where a model drafts (else null)",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
     prediction_error: float | None = key(
         "tok_per_s / predicted_tok_per_s − 1: error (a) of docs/predictions.md. It is not what a "
-        "prediction without the run would err by: that is (c), which `predict --rows` prints"
+        "prediction without the run would err by: that is (c), which `plan --rows` prints"
     )
     expected_tok_per_s: float | None = key(
-        "long-run mean under the laws, from this job's own calibration; error (b) is tok_per_s / "
+        "long-run mean under the laws, from the same times; error (b) is tok_per_s / "
         "expected_tok_per_s − 1",
         "tok/s",
     )
@@ -382,10 +382,6 @@ class Row(Origin, Mapping[str, Any]):
     )
     rank_digests: list[int | None] | None = key(
         "by world rank, a digest of the outcomes that the rank received; null: unknown"
-    )
-    ledger_overhead: Means | None = key(
-        "with `--ledger_ab`, the median round with the ledger / without − 1, and its 95% interval; "
-        "else null"
     )
     stable: bool | None = key(
         "whether the p50 round varies ≤ 1% (GPU; 10% CPU) over five interleaved blocks (rounds "

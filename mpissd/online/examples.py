@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.comm.logit_stream import Lesson
+from mpissd.engine.comm.learner_messages import Lesson
 
 KEPT = 64  # tokens of a distribution: 390 bytes a position instead of 4 V in float32
 HELD = 8  # one sequence in so many is held out, to judge versions before they are published

@@ -14,8 +14,8 @@ from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.stage import Stage
 from mpissd.engine.backend.registry import choose
-from mpissd.engine.comm import logit_stream
-from mpissd.engine.comm.version_pieces import Bytes, pieces
+from mpissd.engine.comm import learner_messages
+from mpissd.engine.comm.learner_messages import Bytes, pieces
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.online.examples import Collector, Example
@@ -60,7 +60,7 @@ class LearnerRank:
         numbers = self._comms.lesson()
         if numbers is None:
             return False
-        self._post(lambda: self._collector.add(logit_stream.read(numbers)))
+        self._post(lambda: self._collector.add(learner_messages.read_lessons(numbers)))
         return True
 
     def _post(self, collected: Callable[[], list[Example]]) -> None:

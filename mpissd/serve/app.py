@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,19 +18,19 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Http
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mpissd.common.flags import MODES
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from mpissd.serve.answers import DONE, Form, Piece, Written, event, usage
 from mpissd.serve.config import is_local
-from mpissd.serve.lead import Lead, Problem, Ticket
+from mpissd.serve.lead import Lead
 from mpissd.serve.metrics import Metrics
-from mpissd.serve.protocol import End, Ready, Tokens
-from mpissd.serve.requests import Ask, parse
+from mpissd.serve.protocol import Ready, Tokens
+from mpissd.serve.request import Piece, Problem, Request, parse
 
 BODY_BYTES = 1 << 20  # of a request; larger ones get 413
 DRAINED_BYTES = 1 << 25  # of a refused body: most clients send it all before they read the response
@@ -103,49 +104,6 @@ def _is_here(host: str | None) -> bool:
         return False
 
 
-class Answering:
-    """One request that is being decoded: turns the lead's messages into pieces of text."""
-
-    def __init__(self, lead: Lead, ticket: Ticket, written: Written, prompt: int) -> None:
-        self._lead, self._ticket, self.written = lead, ticket, written
-        self._prompt, self._began_s, self._first_s = prompt, time.monotonic(), 0.0
-        self.usage: dict[str, Any] = {}
-
-    async def pieces(self, metrics: Metrics) -> AsyncIterator[Piece]:
-        """Yields text as it becomes known; text that arrived meanwhile is one piece.
-
-        `written.finish` is set once the last piece is yielded.
-        """
-        piece = Piece()
-        while isinstance(message := await self._ticket.take(), Tokens):
-            piece += self._take(message, metrics)
-            if not self._ticket.has_more:
-                yield piece
-                piece = Piece()
-        yield piece + self._close(message, metrics)
-
-    def _take(self, message: Tokens, metrics: Metrics) -> Piece:
-        if not self._first_s and message.tokens:
-            self._first_s = time.monotonic()
-            metrics.first_token(self._first_s - self._began_s)
-        piece = self.written.take(message)
-        if self.written.is_stopped:
-            self._lead.cancel(self._ticket)
-        return piece
-
-    def _close(self, end: End, metrics: Metrics) -> Piece:
-        now, written = time.monotonic(), self.written
-        piece = written.close(end)
-        self.usage = usage(self._prompt, written, end)
-        decoding_s = now - (self._first_s or now)
-        metrics.ended(self._prompt, written.num_tokens, end, now - self._began_s, decoding_s)
-        return piece
-
-    def leave(self) -> None:
-        """Gives the request up, unless it has ended."""
-        self._lead.leave(self._ticket)
-
-
 class Endpoints:
     """The functions that answer each path."""
 
@@ -176,12 +134,12 @@ class Endpoints:
         app.router.redirect_slashes = False
         return app
 
-    def _post(self, path: str, is_chat: bool) -> Callable[[Request], Awaitable[Response]]:
+    def _post(self, path: str, is_chat: bool) -> Callable[[Http], Awaitable[Response]]:
         """Returns the function of an endpoint; it turns a Problem into a response."""
 
-        async def answer(request: Request) -> Response:
+        async def answer(http: Http) -> Response:
             try:
-                response = await self._answer(request, is_chat=is_chat)
+                response = await self._answer(http, is_chat=is_chat)
             except Problem as problem:
                 response = refusal(problem)
             except ClientDisconnect:
@@ -191,28 +149,35 @@ class Endpoints:
 
         return answer
 
-    async def _answer(self, request: Request, *, is_chat: bool) -> Response:
+    async def _answer(self, http: Http, *, is_chat: bool) -> Response:
         arrived_s = time.monotonic()
         self._lead.check_room()
-        ask = parse(await read_body(request), is_chat=is_chat)
-        self._check(ask)
-        prompt = await unless_gone(request, self._encoded(ask))
+        request = parse(await read_body(http), is_chat=is_chat)
+        request.arrived_s = arrived_s
+        self._check(request)
+        request.prompt = await unless_gone(http, self._encoded(request))
         ready = self._lead.check()
-        ask = self._completed(ask, len(prompt), ready)
-        left_s = (ask.deadline_s or 0.0) - (time.monotonic() - arrived_s)
-        ask = replace(ask, deadline_s=max(1e-9, left_s))
-        written = Written(self._tokenizer, ask, ready.stop_ids)
-        answering = Answering(self._lead, self._submit(ask, prompt), written, len(prompt))
-        form = Form(is_chat, self._defaults.names[0], self._tokenizer, ask.include_sources)
+        self._complete(request, ready)
+        request.begin(self._tokenizer, ready.stop_ids, self._defaults.names[0])
+        self._lead.submit(request)
         try:
-            if ask.stream:
-                return await self._streamed(request, ask, answering, form)
-            return await unless_gone(request, self._whole(answering, form))
+            if request.stream:
+                return await self._streamed(http, request)
+            return JSONResponse(await unless_gone(http, self._whole(request)))
         except BaseException:
-            answering.leave()
+            self._lead.leave(request)
             raise
 
-    async def _encoded(self, ask: Ask) -> list[int]:
+    def _check(self, request: Request) -> None:
+        """Raises Problem for a model or a mode that this server does not have."""
+        names, modes = self._defaults.names, self._defaults.modes
+        if request.model is not None and request.model not in names:
+            message = f"model={request.model!r}: allowed: {', '.join(names)}"
+            raise Problem(404, message, "model", code="model_not_found")
+        if request.mode is not None and request.mode not in modes:
+            raise Problem(400, f"mode={request.mode}: allowed: {', '.join(modes)}", "mode")
+
+    async def _encoded(self, request: Request) -> list[int]:
         """Returns the tokens of a prompt.
 
         Prompts that wait for their turn count as waiting requests. If the client leaves before its
@@ -222,79 +187,81 @@ class Endpoints:
         self._encoding += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._encoder, ask.encode, self._tokenizer)
+            return await loop.run_in_executor(self._encoder, request.encode, self._tokenizer)
         finally:
             self._encoding -= 1
 
-    def _check(self, ask: Ask) -> None:
-        """Raises Problem for a model or a mode that this server does not have."""
-        names, modes = self._defaults.names, self._defaults.modes
-        if ask.model is not None and ask.model not in names:
-            message = f"model={ask.model!r}: allowed: {', '.join(names)}"
-            raise Problem(404, message, "model", code="model_not_found")
-        if ask.mode is not None and ask.mode not in modes:
-            raise Problem(400, f"mode={ask.mode}: allowed: {', '.join(modes)}", "mode")
-
-    def _completed(self, ask: Ask, prompt: int, ready: Ready) -> Ask:
-        """Returns the request with its defaults; raises Problem if it has no room.
-
-        prompt: the number of its tokens.
-        """
-        room = ready.context - prompt
-        if room < 1 or (ask.max_tokens or 0) > room:
+    def _complete(self, request: Request, ready: Ready) -> None:
+        """Adds the defaults that a request leaves out; raises Problem if it has no room."""
+        defaults, room = self._defaults, ready.context - len(request.prompt)
+        if room < 1 or (request.max_tokens or 0) > room:
             raise Problem(
                 400,
-                f"{prompt} tokens of prompt and max_tokens={ask.max_tokens or 1}: allowed: "
-                f"{ready.context} together, the model's context",
-                "max_tokens" if room > 0 else ("messages" if ask.is_chat else "prompt"),
+                f"{len(request.prompt)} tokens of prompt and max_tokens={request.max_tokens or 1}: "
+                f"allowed: {ready.context} together, the model's context",
+                "max_tokens" if room > 0 else ("messages" if request.is_chat else "prompt"),
                 code="context_length_exceeded",
             )
-        defaults = self._defaults
-        temperature = defaults.temperature if ask.temperature is None else ask.temperature
-        return replace(
-            ask,
-            max_tokens=ask.max_tokens or min(room, defaults.num_tokens),
-            temperature=temperature,
-            top_p=ask.top_p if temperature else 1.0,  # unused at temperature 0
-            deadline_s=min(ask.deadline_s or defaults.max_wait_s, defaults.max_wait_s),
-        )
+        request.max_tokens = request.max_tokens or min(room, defaults.num_tokens)
+        if request.temperature is None:
+            request.temperature = defaults.temperature
+        if not request.temperature:
+            request.top_p = 1.0  # unused
+        longest_s = min(request.deadline_s or defaults.max_wait_s, defaults.max_wait_s)
+        passed_s = time.monotonic() - request.arrived_s
+        request.deadline_s = max(1e-9, longest_s - passed_s)
 
-    def _submit(self, ask: Ask, prompt: list[int]) -> Ticket:
-        names = ("max_tokens", "temperature", "top_p", "seed", "logprobs", "deadline_s", "mode")
-        return self._lead.submit(prompt=prompt, **{name: getattr(ask, name) for name in names})
-
-    async def _whole(self, answering: Answering, form: Form) -> Response:
+    async def _pieces(self, request: Request) -> AsyncIterator[Piece]:
+        """Yields an answer's text as it becomes known; text that arrived meanwhile is one piece."""
         piece = Piece()
-        async for more in answering.pieces(self._metrics):
-            piece += more
-        return JSONResponse(form.whole(piece, answering.written, answering.usage))
+        while isinstance(message := await request.take(), Tokens):
+            if not request.first_s and message.tokens:
+                request.first_s = time.monotonic()
+                self._metrics.first_token(request.first_s - request.arrived_s)
+            piece += request.add(message)
+            if request.is_stopped:
+                self._lead.cancel(request)
+            if not request.has_more:
+                yield piece
+                piece = Piece()
+        piece += request.close(message)
+        self._metrics.ended(request, message)
+        yield piece
 
-    async def _streamed(
-        self, request: Request, ask: Ask, answering: Answering, form: Form
-    ) -> Response:
+    async def _whole(self, request: Request) -> dict[str, Any]:
+        piece = Piece()
+        async for more in self._pieces(request):
+            piece += more
+        return request.whole(piece)
+
+    async def _streamed(self, http: Http, request: Request) -> Response:
         """Waits for the first piece, so that a refusal has its status, and streams from there."""
-        pieces, written = answering.pieces(self._metrics), answering.written
-        first: Piece = await unless_gone(request, _next(pieces))
+        pieces = self._pieces(request)
+
+        async def next_piece() -> Piece:
+            return await anext(pieces)
+
+        first = await unless_gone(http, next_piece())
 
         async def events() -> AsyncIterator[bytes]:
-            yield event(form.chunk(first, written, is_first=True))
+            yield event(request.chunk(first, is_first=True))
             try:
                 async for piece in pieces:
-                    yield event(form.chunk(piece, written))
-                if ask.include_usage:
-                    yield event(form.last(answering.usage))
+                    yield event(request.chunk(piece))
+                if request.include_usage:
+                    yield event(request.last())
             except Problem as problem:  # the status has been sent
                 yield event(problem.to_dict())
-            yield DONE
+            yield b"data: [DONE]\n\n"
 
         return StreamingResponse(
             events(),
             headers={"cache-control": "no-store"},
             media_type="text/event-stream",
-            background=BackgroundTask(answering.leave),  # also if the client is gone
+            background=BackgroundTask(self._lead.leave, request),  # also if the client is gone
         )
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, http: Http) -> Response:
         names = ("max_running", "context", "backend", "device_name")
         known = {name: getattr(self._lead.ready, name, None) for name in names}
         about = {**self._defaults.about, **known}
@@ -302,17 +269,17 @@ class Endpoints:
         data = [{"id": name, **model} for name in self._defaults.names]
         return JSONResponse({"object": "list", "data": data})
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, http: Http) -> Response:
         gone = self._lead.gone
         return JSONResponse({"healthy": not gone, "reason": gone}, 503 if gone else 200)
 
-    async def _ready(self, request: Request) -> Response:
+    async def _ready(self, http: Http) -> Response:
         stats, replica, reason = self._lead.stats, self._defaults.replica, None
         try:
             self._lead.check_ready()
         except Problem as problem:
             reason = problem.message
-        meant = request.headers.get("x-replica")
+        meant = http.headers.get("x-replica")
         if reason is None and meant not in (None, replica):  # its port is this server's now
             reason = f"this is not replica {meant}"
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
@@ -322,26 +289,26 @@ class Endpoints:
             {} if replica is None else {"x-replica": replica},
         )
 
-    async def _page(self, request: Request) -> Response:
+    async def _page(self, http: Http) -> Response:
         return Response(self._metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(http: Http) -> bytes:
     """Returns the body of JSON; raises Problem for another type, or one too long or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page cannot send this type without asking first
         raise Problem(415, f"content-type={kind!r}: allowed: application/json")
     try:
-        return await asyncio.wait_for(_read(request), BODY_S)
+        return await asyncio.wait_for(_read(http), BODY_S)
     except asyncio.TimeoutError as error:
         message = f"the body did not arrive in {BODY_S:g} s"
         raise Problem(408, message, headers={"connection": "close"}) from error
 
 
-async def _read(request: Request) -> bytes:
+async def _read(http: Http) -> bytes:
     """Reads a body; drops the bytes beyond the limit, up to DRAINED_BYTES."""
     parts, size = list[bytes](), 0
-    async for part in request.stream():
+    async for part in http.stream():
         size += len(part)
         if size <= BODY_BYTES:
             parts.append(part)
@@ -353,12 +320,12 @@ async def _read(request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(http: Http, work: Coroutine[Any, Any, Result]) -> Result:
     """Does the work; raises ClientDisconnect if the client leaves before it is done.
 
-    The body of the request has been read.
+    The body has been read.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(http.receive))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
@@ -368,10 +335,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         doing.cancel()
         leaving.cancel()
         await asyncio.wait({doing, leaving})
-
-
-async def _next(pieces: AsyncIterator[Piece]) -> Piece:
-    return await anext(pieces)
 
 
 async def _gone(receive: Receive) -> None:
@@ -384,8 +347,13 @@ def refusal(problem: Problem) -> Response:
     return JSONResponse(problem.to_dict(), problem.status, problem.headers)
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
+async def _unrouted(http: Http, error: Exception) -> Response:
     """Returns the response for a path or method that does not exist."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{http.method} {http.url.path}: {error.detail}"
     return refusal(Problem(error.status_code, message, headers=dict(error.headers or {})))
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

@@ -23,11 +23,11 @@ from mpissd.common.flags import (
     words,
 )
 from mpissd.common.ranks import ANSWERING, RanksFlags
-from mpissd.serve.folder import EXPIRE_S
 
 KEY_VARIABLE = "MPISSD_API_KEY"
 # The ranks do not get these. Their own temperature is 0: each request brings its own.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
+EXPIRE_S = 60.0  # after a replica's last beat; NFS may show a file this late (acregmax)
 DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
 AUTO = "auto"
 # Flags of `chat` that its requests carry, or that only show answers.

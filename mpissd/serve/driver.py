@@ -9,7 +9,6 @@ from typing import Protocol
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
-from mpissd.engine.comm.wire import MOST_FILL
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
@@ -167,7 +166,6 @@ class Driver:
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
             fill = self.times.beside(rows, loop.most_rows, way.lookahead)
-            fill = min(fill, MOST_FILL)  # the most that the message to other ranks can hold
         loop.control = self._control(loop, way, rows, fill)
         start = self._clock()
         result = loop.step()

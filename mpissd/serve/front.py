@@ -22,15 +22,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.flags import without
+from mpissd.common.flags import MODES, without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
-from mpissd.serve.config import FRONT_FLAGS, KEY_VARIABLE, ServeConfig
-from mpissd.serve.folder import Member, entry_of, new_id
+from mpissd.serve.config import AUTO, FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
+from mpissd.serve.replicas import Member
 
+NOTICE_S = 5.0  # of a drain, in which balancers turn away; HAProxy's checks take 1.5 s
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
 _DIE_S = 3.0  # longest wait after each signal
@@ -51,7 +52,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
     from mpissd.serve.server import bound
 
     with bound(config.host, config.port) as listener:
-        return asyncio.run(Front(config, job, listener).run(command))
+        return asyncio.run(_serve(config, job, listener, command))
 
 
 def _command(config: ServeConfig, arguments: Sequence[str]) -> list[str]:
@@ -80,96 +81,99 @@ def _can_recover() -> bool:
     )
 
 
-class Front:
-    """The server of one command."""
+async def _serve(
+    config: ServeConfig, job: Job, listener: socket.socket, command: Sequence[str]
+) -> int:
+    """Serves until a signal or the end of the job; returns the exit code.
 
-    def __init__(self, config: ServeConfig, job: Job, listener: socket.socket) -> None:
-        from mpissd.serve.server import about, make_server
+    That is 0 if a signal asked for the end, or the job's.
+    """
+    from mpissd.serve.app import Defaults, Endpoints
+    from mpissd.serve.server import Server, settings
 
-        self._config, self._job, self._listener = config, job, listener
-        self._lead = Lead(config.max_queue)
-        self._host, self._port = listener.getsockname()[:2]
-        self._member: Member | None = None  # keeps this server's address in the folder
-        if config.register is not None:
-            told = {"model": job.target.name, **about(config, job)}
-            entry = entry_of(new_id(), self._host, self._port, config.max_wait_s, told)
-            self._member = Member(config.register, entry)
-        replica = self._member.id if self._member else None
-        self._server = make_server(config, job, self._lead, replica)
-        self._server.drain.on_begin = self._begin_to_leave
-        draft = "" if job.draft is None else f" with {job.draft.name}"
-        self._models = f"{job.target.name}{draft}"
+    run, lead = config.run, Lead(config.max_queue)
+    host, port = listener.getsockname()[:2]
+    about = {
+        "mode": AUTO if config.auto else run.mode,
+        "draft": job.draft.name if job.draft else None,
+        "tp": config.tp,
+        "replicas": 1,
+        "num_drafts": config.drafts,
+        "world_size": config.num_ranks,
+        "lookahead": 0 if run.mode == "ar" else run.lookahead,
+    }
+    member = None  # keeps this server's address in the folder
+    if config.register is not None:
+        told = {"model": job.target.name, **about}
+        member = Member(config.register, host, port, config.max_wait_s, told)
+    defaults = Defaults(
+        names=tuple(dict.fromkeys(name for name in (job.target.name, run.pair) if name)),
+        num_tokens=run.num_tokens or 512,
+        temperature=run.temperature,
+        max_wait_s=config.max_wait_s,
+        key=config.key,
+        about=about,
+        replica=member.id if member else None,
+        modes=(MODES if config.drafts else MODES[:2]) if config.auto else (run.mode,),
+    )
+    app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
+    server = Server(settings(app), lead, config.drain_s, NOTICE_S if member else 0.0)
+    with_draft = "" if job.draft is None else f" with {job.draft.name}"
 
-    async def run(self, command: Sequence[str]) -> int:
-        """Serves until a signal or the end of the job; returns the exit code."""
-        server = self._server
-        with (
-            _signals(server.end),
-            tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
-            self._member or contextlib.nullcontext(),
-        ):
-            self._lead.on_ready = lambda: self._announce(folder)
-            path = str(Path(folder, "lead"))
-            async with await self._lead.accept(path):
-                ranks_told = f"on {self._config.num_ranks} ranks; a first start compiles, too"
-                _note(f"loads {self._models} {ranks_told}")
-                ranks = await _started(command, path)
-                watch = asyncio.create_task(self._watch(ranks))
-                await server.serve(sockets=[self._listener])
-                watch.cancel()
-                if summary := server.drain.summary():
-                    _note(summary)
-                return await self._leave(ranks, is_asked=not self._lead.ended.is_set())
+    def drain() -> None:
+        if member is not None:
+            member.leave()
+        _note(f"SIGTERM: {lead.outstanding} requests have {config.drain_s:g} s to end")
 
-    async def _watch(self, ranks: asyncio.subprocess.Process) -> None:
-        """Ends the server when the job is gone, after the last responses."""
-        over = [asyncio.create_task(wait) for wait in (ranks.wait(), self._lead.ended.wait())]
-        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
-        self._lead.lose("the job is gone")
-        self._lead.ended.set()
-        if self._member is not None:
-            self._member.leave()
-        await asyncio.sleep(_LAST_WORDS_S)
-        self._server.end()
-
-    async def _leave(self, ranks: asyncio.subprocess.Process, *, is_asked: bool) -> int:
-        """Ends the job; returns 0 if a signal asked for it, or the exit code of the job.
-
-        Ranks that are loading read no message, so they are ended at once.
-        """
-        self._lead.stop()
-        try:
-            is_loading = is_asked and self._lead.ready is None
-            code = await asyncio.wait_for(ranks.wait(), 0 if is_loading else _LEAVE_S)
-        except asyncio.TimeoutError:
-            code = await ended(ranks)
-        if is_asked:
-            return 0
-        _note(f"the ranks have ended (exit code {code})")
-        return code if code > 0 else FaultError.exit_code
-
-    def _begin_to_leave(self) -> None:
-        """Removes the address from the folder, and prints the requests that the drain waits for."""
-        if self._member is not None:
-            self._member.leave()
-        longest_s = self._config.drain_s
-        _note(f"SIGTERM: {self._lead.outstanding} requests have {longest_s:g} s to end")
-
-    def _announce(self, folder: str) -> None:
-        """Prints the address, and removes the socket's folder.
-
-        The lead is connected and needs no path, so a killed server leaves no files.
-        """
-        shutil.rmtree(folder, ignore_errors=True)
-        if self._member is not None:
-            self._member.join()
-        ready = self._lead.check()
-        draft = "" if self._job.draft is None else f" with {self._job.draft.name}"
-        mode = "auto" if self._config.auto else ready.mode
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        url = f"http://{host}:{self._port}/v1"
-        sys.stdout.write(f"{url} serves {ready.model}{draft} ({mode}); Ctrl-C ends it\n")
+    def announce() -> None:
+        """Prints the address. The lead is connected and needs the socket's path no longer."""
+        shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves no files
+        if member is not None:
+            member.join()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        line = f"{url} serves {lead.check().model}{with_draft} ({about['mode']}); Ctrl-C ends it"
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+
+    async def watch() -> None:
+        """Ends the server when the job is gone, after the last responses."""
+        over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        lead.lose("the job is gone")
+        lead.ended.set()
+        if member is not None:
+            member.leave()
+        await asyncio.sleep(_LAST_WORDS_S)
+        server.end()
+
+    server.on_drain, lead.on_ready = drain, announce
+    with (
+        _signals(server.end),
+        tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
+        member or contextlib.nullcontext(),
+    ):
+        path = str(Path(folder, "lead"))
+        async with await lead.accept(path):
+            first = "a first start compiles, too"
+            _note(f"loads {job.target.name}{with_draft} on {config.num_ranks} ranks; {first}")
+            ranks = await _started(command, path)
+            watching = asyncio.create_task(watch())
+            await server.serve(sockets=[listener])
+            watching.cancel()
+            if summary := server.summary():
+                _note(summary)
+            is_asked = not lead.ended.is_set()
+            lead.stop()
+            try:  # ranks that are loading read no message, so they are ended at once
+                wait_s = 0 if is_asked and lead.ready is None else _LEAVE_S
+                code = await asyncio.wait_for(ranks.wait(), wait_s)
+            except asyncio.TimeoutError:
+                code = await ended(ranks)
+    if is_asked:
+        return 0
+    code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may say 0
+    _note(f"the ranks have ended (exit code {code})")
+    return code
 
 
 async def ended(ranks: asyncio.subprocess.Process) -> int:

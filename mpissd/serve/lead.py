@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
 
 from mpissd.common.errors import ProtocolError
 from mpissd.serve.protocol import (
@@ -27,65 +27,12 @@ from mpissd.serve.protocol import (
     pack,
     unpack,
 )
+from mpissd.serve.request import Problem, Request
 
 _LINE_LIMIT = 1 << 22
 _LONGEST_RETRY_S = 60
 RETRY = {"retry-after": "5"}  # seconds, until a server is ready or another one takes requests
 _HUNG_S = 30.0  # a lead sends statistics ten times a second, but not during a forward
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class Problem(Exception):
-    """Ends a request with a status. param: the field at fault. headers: of the response."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        *,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns {"error": …} as clients of OpenAI's API expect it."""
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = _KINDS.get(self.status, default)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-
-class Ticket:
-    """A request that was sent to the lead, and the lead's messages that wait for its client."""
-
-    def __init__(self, number: int) -> None:
-        self.id = number
-        self.is_cancelled = False
-        self.is_left = False  # the client is gone
-        self._messages = asyncio.Queue[Tokens | End | RefusedRequest | Problem]()
-
-    def put(self, message: Tokens | End | RefusedRequest | Problem) -> None:
-        """Adds a message of the lead, or the reason why the lead is gone."""
-        if not self.is_left:
-            self._messages.put_nowait(message)
-
-    async def take(self) -> Tokens | End:
-        """Waits for the next message; raises Problem if the lead refused or is gone."""
-        message = await self._messages.get()
-        if isinstance(message, RefusedRequest):
-            raise Problem(message.status, message.message)
-        if isinstance(message, Problem):
-            raise message
-        return message
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `take` returns at once."""
-        return not self._messages.empty()
 
 
 class Lead:
@@ -101,7 +48,7 @@ class Lead:
         self.is_leaving = False  # /ready is 503
         self.is_refusing = False  # so is every new request
         self._max_queue = max_queue
-        self._open: dict[int, Ticket] = {}
+        self._open: dict[int, Request] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._last_id = 0
         self._ends: deque[float] = deque(maxlen=16)
@@ -148,35 +95,32 @@ class Lead:
             raise _leaving()
         most = self.check().max_running + self._max_queue
         if (count := self.outstanding + more) >= most:
-            after = str(self._retry_after())
-            message = f"{count} requests are waiting or running: try again in {after} s"
-            raise Problem(429, message, code="queue_full", headers={"retry-after": after})
+            after_s = 1  # the mean time between the last ends, at least 1
+            if len(self._ends) > 1:
+                span_s = time.monotonic() - self._ends[0]
+                after_s = max(1, min(_LONGEST_RETRY_S, math.ceil(span_s / len(self._ends))))
+            message = f"{count} requests are waiting or running: try again in {after_s} s"
+            retry = {"retry-after": str(after_s)}
+            raise Problem(429, message, code="queue_full", headers=retry)
 
-    def _retry_after(self) -> int:
-        """Returns the mean seconds between the last ends, at least 1."""
-        if len(self._ends) < 2:
-            return 1
-        span = time.monotonic() - self._ends[0]
-        return max(1, min(_LONGEST_RETRY_S, math.ceil(span / len(self._ends))))
-
-    def submit(self, **request: Any) -> Ticket:
-        """Sends a request; raises Problem if there is no lead or no room."""
+    def submit(self, request: Request) -> None:
+        """Numbers a request and sends it; raises Problem if there is no lead or no room."""
         self.check_room()
         self._last_id += 1
-        ticket = self._open[self._last_id] = Ticket(self._last_id)
-        self._send(Submit(id=ticket.id, **request))
-        return ticket
+        request.id = self._last_id
+        self._open[request.id] = request
+        self._send(Submit(**{f.name: getattr(request, f.name) for f in fields(Submit)}))
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, request: Request) -> None:
         """Asks the lead to end a request; its `End` follows, unless it came already."""
-        if ticket.id in self._open and not ticket.is_cancelled:
-            ticket.is_cancelled = True
-            self._send(Cancel(ticket.id))
+        if request.id in self._open and not request.is_cancelled:
+            request.is_cancelled = True
+            self._send(Cancel(request.id))
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, request: Request) -> None:
         """Cancels a request unless it has ended, and drops its later messages."""
-        self.cancel(ticket)
-        ticket.is_left = True
+        self.cancel(request)
+        request.is_left = True
 
     def stop(self) -> None:
         """Asks the lead to end the job."""

@@ -1,6 +1,9 @@
-"""The command `replicas`: lists the servers of a folder, and makes HAProxy's configuration of them.
+"""Several servers: the folder in which they write their addresses, and the command `replicas`.
 
-docs/serving.md, "The balancer", gives the reason of each option.
+The folder is all that replicas share: no locks, no clock, no agreed port. There is one file each,
+written under another name and renamed, so that readers see the old or the new one whole, over NFS
+as well. Its count grows while the replica lives. `replicas` lists them, and makes HAProxy's
+configuration of them; docs/serving.md, "The balancer", gives the reason of each option.
 """
 
 from __future__ import annotations
@@ -9,25 +12,34 @@ import contextlib
 import http.client
 import json
 import os
+import platform
+import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.serve.config import ReplicasConfig
-from mpissd.serve.folder import Entry, Living, read
+from mpissd.serve.config import EXPIRE_S, ReplicasConfig
 
+SCHEMA = 1
+_LEAVE_S = 5.0  # longest wait for the folder's file system when the server ends
 _ASK_S = 2.0  # for a replica to answer /ready
 _EVERY_S = 1.0  # between two looks at the folder
 _SLACK_S = 30  # that the balancer waits longer than a replica's longest request
 _CHECK_S = 20.0  # of `haproxy -c`
-_ABOUT = ("job", "model", "mode")
+_ANY = ("0.0.0.0", "::", "")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
 _ERRORS = {  # messages of HAProxy's own responses, by status
     502: "the replica that had the request is gone",
     503: "no replica takes requests now",
@@ -72,8 +84,187 @@ backend replicas
 """
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A replica.
+
+    id: also its server's name in HAProxy. max_wait_s: its longest request, in seconds. beat: grows
+    by one every beat_s seconds. about: its description, for people.
+    """
+
+    id: str
+    host: str
+    port: int
+    max_wait_s: float = 600.0
+    beat: int = 0
+    beat_s: float = 5.0
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def write(folder: Path, entry: Entry) -> None:
+    """Writes an entry, or replaces it; raises OSError."""
+    made = folder / f".{entry.id}.new"  # only its own replica writes it
+    with made.open("w") as file:
+        file.write(json.dumps({"schema": SCHEMA, **asdict(entry)}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    made.replace(folder / f"{entry.id}.json")
+
+
+def remove(folder: Path, name: str) -> None:
+    """Removes the entry of an id and its unfinished file, if they exist."""
+    for path in (folder / f"{name}.json", folder / f".{name}.new"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def read(folder: Path) -> list[Entry]:
+    """Returns the entries of a folder, sorted by id; skips files that are no entry.
+
+    Raises OSError if the folder, or a file in it, cannot be read.
+    """
+    entries = []
+    for name in sorted(os.listdir(folder)):
+        stem, end = os.path.splitext(name)
+        if end == ".json" and _ID.fullmatch(stem):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                entries.append(_parsed((folder / name).read_bytes(), stem))
+    return [entry for entry in entries if entry is not None]
+
+
+def _parsed(text: bytes, name: str) -> Entry | None:
+    """Returns the entry of a file; None for other content.
+
+    Its words go into HAProxy's configuration, so none may hold a space or a newline.
+    """
+    known = {f.name for f in fields(Entry)}
+    try:
+        values = dict(json.loads(text))
+        entry = Entry(**{key: value for key, value in values.items() if key in known})
+        numbers = (entry.port, entry.max_wait_s, entry.beat, entry.beat_s)
+        is_entry = (
+            values["schema"] == SCHEMA
+            and entry.id == name
+            and _HOST.fullmatch(entry.host)
+            and all(type(each) in (int, float) for each in numbers)
+            and isinstance(entry.about, dict)
+            and isinstance(entry.port, int)
+            and 0 < entry.port < 65536
+            and 0 < entry.max_wait_s < 1e6
+        )
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return entry if is_entry else None
+
+
+class Living:
+    """Reads a folder again and again, and removes the entries of dead replicas.
+
+    An entry is dead once its count has not changed for `expire_s`, by this observer's own clock. So
+    the clocks of nodes may differ, and file times, which some file systems take from the writer's
+    node, do not matter. A new observer calls nothing dead for `expire_s`. A live replica whose file
+    was removed writes it again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        expire_s: float = EXPIRE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._expire_s, self._clock = folder, expire_s, clock
+        self._seen: dict[str, tuple[int, float]] = {}  # by id: the count, and since when
+
+    def look(self) -> list[Entry]:
+        """Returns the live entries, sorted by id, and removes the files of dead ones.
+
+        Raises OSError if the folder cannot be read, or is gone: that ends no replica.
+        """
+        now, before, alive = self._clock(), self._seen, []
+        entries, self._seen = read(self._folder), {}
+        for each in entries:
+            last = before.get(each.id)
+            count, since = last if last and last[0] == each.beat else (each.beat, now)
+            self._seen[each.id] = count, since
+            if now - since > self._expire_s:
+                remove(self._folder, each.id)
+            else:
+                alive.append(each)
+        return alive
+
+
+class Member:
+    """Keeps one entry in a folder from when its server takes requests until it ends.
+
+    It writes in a thread, so that a file system that hangs stops no request. It also removes the
+    entries of dead replicas.
+    """
+
+    def __init__(
+        self, folder: str, host: str, port: int, max_wait_s: float, about: Mapping[str, Any]
+    ) -> None:
+        """Chooses an id: Slurm's job and task, if any, and a random part.
+
+        If the server is bound to all addresses, the entry's host is its node's name, which the
+        balancer resolves. Raises ConfigError if the folder cannot be made or written.
+        """
+        get, node = os.environ.get, platform.node()
+        job = get("SLURM_ARRAY_JOB_ID") or get("SLURM_JOB_ID", "")
+        parts = [part for part in (job, get("SLURM_ARRAY_TASK_ID", "")) if part.isdecimal()]
+        self.id = "-".join(["r", *parts, secrets.token_hex(4)])
+        about = {"node": node, "pid": os.getpid(), "job": get("SLURM_JOB_ID"), **about}
+        self.entry = Entry(self.id, node if host in _ANY else host, port, max_wait_s, about=about)
+        self._folder = Path(folder)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="replica", daemon=True)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):  # without a name, so it is invisible
+                pass
+        except OSError as error:
+            raise ConfigError(f"register={folder}: {error.strerror}: allowed: a folder") from error
+
+    def __enter__(self) -> Member:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """Leaves, and waits at most _LEAVE_S until the entry is gone."""
+        self.leave()
+        if self._thread.ident is not None:
+            self._thread.join(_LEAVE_S)
+
+    def join(self) -> None:
+        """Adds the entry, from now on until `leave`."""
+        if not self._is_over.is_set():
+            self._thread.start()
+
+    def leave(self) -> None:
+        """Begins to remove the entry, and returns at once."""
+        self._is_over.set()
+
+    def _beat(self) -> None:
+        living, beat, fault = Living(self._folder), 0, ""
+        while not self._is_over.is_set():
+            began_s, beat = time.monotonic(), beat + 1
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write(self._folder, replace(self.entry, beat=beat))
+                living.look()
+            except OSError as error:
+                if not fault:
+                    fault = f"register={self._folder}: {error.strerror}: trying on"
+                    sys.stderr.write(f"mpissd: serve: {fault}\n")
+            self._is_over.wait(max(0.0, self.entry.beat_s - (time.monotonic() - began_s)))
+        remove(self._folder, self.id)
+
+
 def replicas(config: ReplicasConfig) -> int:
-    """Runs the command; without --watch the last line of stdout is JSON. Returns the exit code.
+    """Lists the servers of a folder, or keeps HAProxy's file true; returns the exit code.
 
     Raises ConfigError if HAProxy refuses the configuration, or it cannot be written.
     """
@@ -86,12 +277,12 @@ def replicas(config: ReplicasConfig) -> int:
     except OSError as error:
         raise ConfigError(f"folder={config.folder}: {error.strerror}") from error
     with ThreadPoolExecutor(32) as pool:
-        states = list(pool.map(ask, entries))
-    print(_table(config.folder, entries, states))
+        for entry, state in zip(entries, pool.map(ask, entries), strict=True):
+            print(entry.id, entry.address, entry.about.get("model"), f"({state})")
+    if not entries:
+        print(f"no replica in {config.folder}")
     if config.haproxy is not None and _install(config, entries) and config.pid_file is not None:
         reload(Path(config.pid_file))
-    rows = [{**asdict(each), "state": state} for each, state in zip(entries, states, strict=True)]
-    print(json.dumps({"folder": config.folder, "replicas": rows}))
     return 0
 
 
@@ -110,30 +301,17 @@ def ask(entry: Entry) -> str:
             return "no answer"
 
 
-def _table(folder: str, entries: Sequence[Entry], states: Sequence[str]) -> str:
-    rows = [
-        (each.id, each.address, *(str(each.about.get(name) or "–") for name in _ABOUT), state)
-        for each, state in zip(entries, states, strict=True)
-    ]
-    if not rows:
-        return f"no replica in {folder}"
-    columns = zip(("replica", "address", *_ABOUT, "state"), *rows, strict=True)
-    padded = [[text.ljust(max(map(len, column))) for text in column] for column in columns]
-    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
-
-
 def _watch(config: ReplicasConfig) -> int:
     """Keeps the file true until SIGINT or SIGTERM; prints each fault once and goes on."""
     over, living = threading.Event(), Living(Path(config.folder), config.expire_s)
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, lambda number, frame: over.set()) for each in both]
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: over.set())
     is_reloaded, has_begun, last_fault = True, False, ""
     while not over.is_set():
         fault = ""
         try:
             has_begun = has_begun or Path(config.folder).exists()
-            if _install(config, living.look() if has_begun else []):
-                is_reloaded = False
+            is_reloaded &= not _install(config, living.look() if has_begun else [])
             if not is_reloaded and config.pid_file is not None:
                 reload(Path(config.pid_file))
             is_reloaded = True
@@ -145,15 +323,13 @@ def _watch(config: ReplicasConfig) -> int:
             print(f"mpissd: replicas: {fault}", file=sys.stderr, flush=True)
         last_fault = fault
         over.wait(_EVERY_S)
-    for each, handler in zip(both, before, strict=True):
-        signal.signal(each, handler)
     return 0
 
 
 def _install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
     """Writes the configuration; returns whether it has changed."""
-    assert config.haproxy is not None, "checked"
-    if not install(text_of(config.folder, entries, config.bind), Path(config.haproxy)):
+    text = text_of(config.folder, entries, config.bind)
+    if config.haproxy is None or not install(text, Path(config.haproxy)):
         return False
     names = ", ".join(f"{each.id} {each.address}" for each in entries) or "none"
     print(f"{config.haproxy}: {len(entries)} replicas: {names}", flush=True)
@@ -188,33 +364,25 @@ def install(text: str, file: Path) -> bool:
     written. Without a HAProxy on this machine nothing is checked.
     """
     made = file.with_name(f".{file.name}.new")
+    program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     try:
         if file.exists() and file.read_bytes() == text.encode():
             return False
         made.write_bytes(text.encode())
-        _check(made)
+        if program is not None:
+            command = [program, "-c", "-q", "-f", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S)
+            if done.returncode:
+                output = " ".join((done.stderr or done.stdout).split())
+                raise ConfigError(f"haproxy -c refuses the configuration: {output[:500]}")
         made.replace(file)
     except OSError as error:
         raise ConfigError(f"haproxy={file}: {error.strerror}: allowed: a file") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"haproxy -c: no answer in {_CHECK_S:g} s") from error
     finally:
         made.unlink(missing_ok=True)
     return True
-
-
-def _check(file: Path) -> None:
-    program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
-    if program is None:
-        return
-    command = [program, "-c", "-q", "-f", str(file)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_CHECK_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"haproxy -c: no answer in {_CHECK_S:g} s") from error
-    if done.returncode:
-        output = " ".join((done.stderr or done.stdout).split())
-        raise ConfigError(f"haproxy -c refuses the configuration: {output[:500]}")
 
 
 def reload(pid_file: Path) -> None:
@@ -225,20 +393,11 @@ def reload(pid_file: Path) -> None:
     """
     try:
         master = int(pid_file.read_text().split()[0])
-        if not _is_haproxy(master):
+        name = Path(f"/proc/{master}/comm")
+        os.kill(master, 0)
+        if Path("/proc/self/comm").exists() and name.read_text().strip() != "haproxy":
             raise ProcessLookupError(0, f"process {master} is another program")
         os.kill(master, signal.SIGUSR2)
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, OverflowError) as error:
         why = getattr(error, "strerror", None) or "no number"
         raise ConfigError(f"pid_file={pid_file}: no HAProxy there: {why}") from error
-
-
-def _is_haproxy(pid: int) -> bool:
-    """Returns whether a process is HAProxy, or a script of that name; True without /proc.
-
-    Raises OSError if there is no such process.
-    """
-    if not Path("/proc/self/cmdline").exists():
-        return True
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:2]
-    return any(os.path.basename(word) == b"haproxy" for word in words)

@@ -16,18 +16,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import MODES
-from mpissd.engine.job import Job
-from mpissd.engine.workload.text.tokenizer import load_tokenizer
-from mpissd.serve.app import REQUESTS, Defaults, Endpoints
-from mpissd.serve.config import AUTO, ServeConfig
+from mpissd.serve.app import REQUESTS
 from mpissd.serve.lead import Lead
 
 HEAD_S = 15.0  # in which a request's headers have to arrive, from the last answer on
 WRITE_S = 30.0  # in which a client must read some of its waiting data
 SEND_BYTES = 1 << 16
 CONNECTIONS = REQUESTS
-NOTICE_S = 5.0  # in which balancers turn away; HAProxy's checks take 1.5 s
 _GRACE_S = 2
 
 
@@ -107,75 +102,55 @@ class BoundedProtocol(H11Protocol):
         self._stop_timer()
 
 
-class Drain:
-    """Stages from SIGTERM to the end of a server.
+class Server(uvicorn.Server):
+    """Answers every request before it ends; drains on SIGTERM.
 
-    From the signal on /ready is 503. For `notice_s` requests are still taken, because a balancer
-    asks /ready only now and then; after that new ones get 503 with Retry-After. The server ends
-    with its last request, or `longest_s` after the signal.
+    From SIGTERM on /ready is 503. For `notice_s` requests are still taken, because a balancer asks
+    /ready only now and then; after that new ones get 503 with Retry-After. The server ends with its
+    last request, or `longest_s` after the signal.
     """
 
     def __init__(
-        self,
-        lead: Lead,
-        longest_s: float = 0.0,
-        notice_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: uvicorn.Config, lead: Lead, longest_s: float = 0.0, notice_s: float = 0.0
     ) -> None:
         """longest_s: 0 for a server that does not drain."""
-        self._lead, self._clock = lead, clock
-        self._longest_s, self._notice_s = longest_s, notice_s
-        self._began_s: float | None = None
-        self._unfinished = 0
-        self.on_begin: Callable[[], object] = lambda: None
-
-    def begin(self) -> bool:
-        """Begins, from within a signal handler; returns False if it cannot, or has begun."""
-        if not self._longest_s or self._began_s is not None:
-            return False
-        self._began_s = self._clock()
-        return True
-
-    def is_over(self, num_requests: int) -> bool:
-        """Advances the drain; returns whether the server shall end.
-
-        num_requests: the number that is under way.
-        """
-        if self._began_s is None:
-            return False
-        if not self._lead.is_leaving:
-            self._lead.is_leaving = True
-            self._notice_s = self._notice_s if self._lead.is_serving else 0.0
-            self.on_begin()
-        self._unfinished = num_requests
-        passed_s = self._clock() - self._began_s
-        self._lead.is_refusing = passed_s >= min(self._notice_s, self._longest_s)
-        return passed_s >= self._longest_s or (self._lead.is_refusing and not num_requests)
-
-    def summary(self) -> str | None:
-        """Returns a line for the server's end; None if nothing was drained."""
-        if self._began_s is None:
-            return None
-        passed_s = self._clock() - self._began_s
-        return f"drained in {passed_s:.1f} s; requests cut off: {self._unfinished or 'none'}"
-
-
-class Server(uvicorn.Server):
-    """Answers every request before it ends; drains on SIGTERM."""
-
-    def __init__(self, config: uvicorn.Config, lead: Lead, drain: Drain | None = None) -> None:
         super().__init__(config)
-        self._lead, self.drain = lead, drain or Drain(lead)
+        self._lead, self._longest_s, self._notice_s = lead, longest_s, notice_s
+        self._drained_s: float | None = None  # when the drain began
+        self._unfinished = 0
+        self.on_drain: Callable[[], object] = lambda: None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins to drain at the first SIGTERM; any other signal ends the server at once."""
-        if sig != signal.SIGTERM or not self.drain.begin():
+        if sig == signal.SIGTERM and self._longest_s and self._drained_s is None:
+            self._drained_s = time.monotonic()
+        else:
             super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Advances the drain ten times a second; returns whether the server shall end."""
-        is_over = self.drain.is_over(len(self.server_state.tasks))
+        is_over = self.is_drained(len(self.server_state.tasks))
         return await super().on_tick(counter) or is_over
+
+    def is_drained(self, num_requests: int) -> bool:
+        """Advances the drain; returns whether it is over. num_requests: that are under way."""
+        if self._drained_s is None:
+            return False
+        lead, passed_s = self._lead, time.monotonic() - self._drained_s
+        if not lead.is_leaving:
+            lead.is_leaving = True
+            self._notice_s = self._notice_s if lead.is_serving else 0.0
+            self.on_drain()
+        self._unfinished = num_requests
+        lead.is_refusing = passed_s >= min(self._notice_s, self._longest_s)
+        return passed_s >= self._longest_s or (lead.is_refusing and not num_requests)
+
+    def summary(self) -> str | None:
+        """Returns a line for the server's end; None if nothing was drained."""
+        if self._drained_s is None:
+            return None
+        passed_s = time.monotonic() - self._drained_s
+        return f"drained in {passed_s:.1f} s; requests cut off: {self._unfinished or 'none'}"
 
     def end(self) -> None:
         """Ends the server as a signal does."""
@@ -187,41 +162,6 @@ class Server(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await asyncio.sleep(0)  # lets the responses be written first
         await super().shutdown(sockets)
-
-
-def make_server(config: ServeConfig, job: Job, lead: Lead, replica: str | None = None) -> Server:
-    """Returns the server of a configuration; it serves the sockets that it is given.
-
-    replica: its id, if it is one of several.
-    """
-    run = config.run
-    modes = (MODES if config.drafts else MODES[:2]) if config.auto else (run.mode,)
-    defaults = Defaults(
-        names=tuple(dict.fromkeys(name for name in (job.target.name, run.pair) if name)),
-        num_tokens=run.num_tokens or 512,
-        temperature=run.temperature,
-        max_wait_s=config.max_wait_s,
-        key=config.key,
-        about=about(config, job),
-        replica=replica,
-        modes=modes,
-    )
-    app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
-    drain = Drain(lead, config.drain_s, NOTICE_S if replica else 0.0)
-    return Server(settings(app), lead, drain)
-
-
-def about(config: ServeConfig, job: Job) -> dict[str, Any]:
-    """Returns the server's description, which a load's row keeps."""
-    return {
-        "mode": AUTO if config.auto else config.run.mode,
-        "draft": job.draft.name if job.draft else None,
-        "tp": config.tp,
-        "replicas": 1,
-        "num_drafts": config.drafts,
-        "world_size": config.num_ranks,
-        "lookahead": 0 if config.run.mode == "ar" else config.run.lookahead,
-    }
 
 
 def settings(app: object) -> uvicorn.Config:

@@ -1,8 +1,7 @@
-"""predict, plan and compare on the command line: JSON at the end, or one line of refusal."""
+"""plan and compare on the command line: JSON at the end, or one line of refusal."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shlex
@@ -17,11 +16,10 @@ from mpissd.cli.configs import ProbeConfig
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.costs import DeviceCosts
 from tests.tiny_pair import tiny_pair
 
-COMMANDS = ("predict", "plan", "compare", "probe")
+COMMANDS = ("plan", "compare", "probe")
 PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
 EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
 TWO = f"--profile={PROBED / 'h200-70b-1b-T2D1.json'}"  # 70B at T=2 and 1B, fused
@@ -51,36 +49,21 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-def job_profile(**flags: Any) -> dict[str, Any]:
-    """What a run on the toy pair could have written."""
-    config = RunConfig(pair="toy", lookahead=2, rounds=50, **flags)
-    job = resolve(config, 1, backend="numpy", memory_bytes=None)
-    target = {rows: 1e-3 + rows * 1e-5 for rows in job.target_buckets()}
-    draft = {rows: 1e-4 + rows * 1e-6 for rows in job.draft_buckets()}
-    device = DeviceCosts.from_points(target, draft)
-    return jobfile.to_dict(job, "numpy", 50, device, HostCosts(link=1e-6), {})
-
-
-def save(data: Any) -> str:
-    Path("job.json").write_text(json.dumps(data))
-    return "job.json"
-
-
 def test_a_prediction_from_a_device_s_profile(capfd: pytest.CaptureFixture[str]) -> None:
     flags = "--profile=h100", "--pair=8b/1b", "--lookahead=5", "--rounds=50"
-    sd = said(capfd, "predict", *flags, "--mode=sd")
-    ssd = said(capfd, "predict", *flags, "--mode=ssd")
-    ar = said(capfd, "predict", *flags, "--mode=ar")
+    sd = said(capfd, "plan", *flags, "--mode=sd")
+    ssd = said(capfd, "plan", *flags, "--mode=ssd")
+    ar = said(capfd, "plan", *flags, "--mode=ar")
     assert 0 < ar["tok_per_s"] < sd["tok_per_s"] < ssd["tok_per_s"]
-    wider = said(capfd, "predict", *flags, "--mode=ar", "--tp=2")
+    wider = said(capfd, "plan", *flags, "--mode=ar", "--tp=2")
     assert wider["tok_per_s"] > ar["tok_per_s"]
 
 
 def test_a_slower_draft_device_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
     flags = "--profile=a100-80", "--pair=8b/1b", "--lookahead=5", "--rounds=50", "--mode=sd"
-    same = said(capfd, "predict", *flags, "--draft_device=a100-80")
-    slower = said(capfd, "predict", *flags, "--draft_device=v100-32")
-    assert same == said(capfd, "predict", *flags)
+    same = said(capfd, "plan", *flags, "--draft_device=a100-80")
+    slower = said(capfd, "plan", *flags, "--draft_device=v100-32")
+    assert same == said(capfd, "plan", *flags)
     assert slower["t_target_s"] == same["t_target_s"]
     config = RunConfig(pair="8b/1b", lookahead=5, mode="sd")
     job = resolve(config, 1, backend="emulated", memory_bytes=None)
@@ -88,24 +71,17 @@ def test_a_slower_draft_device_is_predicted(capfd: pytest.CaptureFixture[str]) -
     assert slower["t_draft_s"] == pytest.approx(5 * float(costs.draft_s([1])[0]))
 
 
-def test_a_prediction_from_a_job_s_profile(capfd: pytest.CaptureFixture[str]) -> None:
-    name = f"--profile={save(job_profile())}"
-    same = said(capfd, "predict", name)
-    assert same == said(capfd, "predict", name, "--lookahead=2", "--rounds=50", "--mode=ssd")
-    better = said(capfd, "predict", name, "--alpha=1", "--p_hit=1")
-    assert better["tok_per_s"] > same["tok_per_s"]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "profile: needed"),
+        (("--lookahead=7",), "lookahead=7 without mode: allowed: with mode"),
+        (("--tp=2",), "tp=2 without mode"),
         (("--profile=h10",), "did you mean 'h100'"),
         (("--profile=./none.json",), "none.json"),
-        (("--profile=h100", "--lookahead=x"), "lookahead=x"),
+        (("--profile=h100", "--mode=sd", "--lookahead=x"), "lookahead=x"),
         (("--profile=h100", "--mode=sdd"), "unknown mode 'sdd'"),
-        (("--profile=h100", "--pair=70b/1b"), "needs 136.9 GB a rank"),
-        (("--profile=h100", "--pair=toy", "--tp=3"), "not divisible by tp=3"),
+        (("--mode=ssd", "--pair=70b/1b"), "needs 136.9 GB a rank"),
+        (("--mode=ssd", "--pair=toy", "--tp=3"), "not divisible by tp=3"),
         (("--profile=h100", "--roundz=3"), "did you mean '--rounds'"),
         (("h100",), "is not a flag"),
     ],
@@ -113,74 +89,7 @@ def test_a_prediction_from_a_job_s_profile(capfd: pytest.CaptureFixture[str]) ->
 def test_what_cannot_be_predicted(
     flags: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refused(capfd, "predict", *flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--lookahead=9",), "rows"),
-        (("--batch_size=4",), "covers batch_size=1, not 4"),
-        (("--tp=2",), "covers tp=1, not 2"),
-        (("--pair=8b/1b",), "covers target=toy-target, not llama-3.1-8b"),
-        (("--target=toy-target", "--draft=1b"), "covers the draft toy-draft"),
-        (("--fuse",), "covers fuse"),
-        (
-            ("--draft_device=a100-80",),
-            "draft_device=a100-80 with backend=numpy: allowed: backend=emul",
-        ),
-        (("--mode=sd", "--num_drafts=0"), "covers the draft"),
-    ],
-)
-def test_what_a_job_did_not_measure(
-    flags: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(capfd, "predict", f"--profile={save(job_profile())}", *flags)
-
-
-def test_a_job_s_profile_knows_its_own_draft_device_alone(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    profile = job_profile()
-    profile["backend"] = "emulated"
-    profile["config"]["draft_device"] = "v100-32"
-    name = f"--profile={save(profile)}"
-    same = said(capfd, "predict", name)
-    assert same == said(capfd, "predict", name, "--draft_device=v100-32")
-    assert said(capfd, "predict", name, "--mode=ar")["t_draft_s"] is None
-    told = refused(capfd, "predict", name, "--draft_device=a100-80")
-    assert "covers draft_device=v100-32, not a100-80" in told
-
-
-def paths_of(data: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Where the dictionary has keys, all the way down."""
-    if not isinstance(data, dict):
-        return []
-    return [p for key, value in data.items() for p in [(*at, key), *paths_of(value, (*at, key))]]
-
-
-@pytest.mark.parametrize("junk", [None, "junk", -1, [], {}, True], ids=repr)
-def test_a_damaged_job_profile_is_refused_or_read_and_never_crashes(
-    junk: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    good = job_profile()
-    for path in paths_of(good):
-        damaged = copy.deepcopy(good)
-        at: Any = damaged
-        for key in path[:-1]:
-            at = at[key]
-        at[path[-1]] = junk
-        code = main(["predict", f"--profile={save(damaged)}"])
-        out, err = capfd.readouterr()
-        assert code in (0, 2), path
-        assert err.count("\n") == (code == 2), (path, err)
-        assert code == 0 or out == "", path
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"kind": "job"}', "\0"])
-def test_a_file_that_is_no_profile(text: str, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("job.json").write_text(text)
-    assert "job.json" in refused(capfd, "predict", "--profile=job.json")
+    assert message in refused(capfd, "plan", *flags)
 
 
 def run_line(out: str) -> tuple[int, RunConfig]:
@@ -261,24 +170,6 @@ def test_where_nothing_is_drafted_no_law_is_said(capfd: pytest.CaptureFixture[st
     assert (ranks, config) == (1, RunConfig(mode="ar", num_drafts=0, pair="8b/1b", fuse=True))
 
 
-def test_a_plan_names_the_hits_of_a_real_pair(capfd: pytest.CaptureFixture[str]) -> None:
-    """Beside the default law stands what a plan under each measured law finds; only beside it."""
-    flags = ("plan", "--profile=h200", "--alpha=.7", "--gpus=2")
-    assert main(list(flags)) == 0
-    text = capfd.readouterr().out
-    found = json.loads(text.splitlines()[-1])["real_hits"]
-    assert [hits["hit_law"] for hits in found] == ["smollm2-own", "smollm2-chat"]
-    assert "SmolLM2-135M-Instruct" in text
-    for hits in found:
-        assert f"{hits['hit_law']} (" in text and "SmolLM2-135M-Instruct" in hits["source"]
-        assert main([*flags, f"--hit_law={hits['hit_law']}"]) == 0
-        text_alone = capfd.readouterr().out
-        alone = json.loads(text_alone.splitlines()[-1])
-        assert alone["real_hits"] == [] and "SmolLM2" not in text_alone
-        assert hits["ssd"] in alone["by_method"]
-        assert hits["gain_at_equal_gpus"] == alone["extra_gpu"]["gain_at_equal_gpus"]
-
-
 def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -304,17 +195,17 @@ def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -
     """Pair and fused products are the probe's where nothing else is said; other T are derived."""
     assert main(["plan", EIGHT, "--gpus=4"]) == 0
     out, _ = capfd.readouterr()
-    for choice in json.loads(out.splitlines()[-1])["by_method"]:
+    for choice in json.loads(out.splitlines()[-1])["judged"]:
         told = choice["derived"]
-        assert told is None if choice["tp"] == 1 else told.startswith("derived from T=1")
+        assert told is None if choice["tp"] == 1 else told.startswith("derived")
     assert main(["plan", EIGHT, "--gpus=1"]) == 0
     out, _ = capfd.readouterr()
     _, config = run_line(out)
     assert (config.pair, config.fuse) == ("8b/1b", True)
     found = json.loads(out.splitlines()[-1])
-    same = said(capfd, "predict", EIGHT, "--mode=ar")
-    assert same["tok_per_s"] == pytest.approx(found["by_method"][-1]["tok_per_s"])
-    assert said(capfd, "predict", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
+    same = said(capfd, "plan", EIGHT, "--mode=ar")
+    assert same["tok_per_s"] == pytest.approx(found["judged"][-1]["tok_per_s"])
+    assert said(capfd, "plan", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
@@ -407,7 +298,7 @@ def test_a_use_that_cannot_be_judged_is_said_first_and_nothing_is_best(
         ((SEVENTY, "--pair=70b/1b"), "doesn't cover llama-3."),
     ],
 )
-@pytest.mark.parametrize("command", [("predict", "--tp=1"), ("plan", "--gpus=1"), ("plan",)])
+@pytest.mark.parametrize("command", [("plan", "--mode=ssd"), ("plan", "--gpus=1"), ("plan",)])
 def test_a_pair_that_was_not_probed_is_refused(
     command: tuple[str, ...],
     flags: tuple[str, ...],
@@ -423,7 +314,7 @@ def test_a_pair_that_was_not_probed_is_refused(
 def test_rates_alone_model_any_pair(capfd: pytest.CaptureFixture[str]) -> None:
     for pair in ("8b/0.6b", "32b/0.6b", "66b/125m"):
         flags = "--profile=h200", f"--pair={pair}", "--lm_head"
-        assert said(capfd, "predict", *flags)["tok_per_s"] > 0
+        assert said(capfd, "plan", "--mode=ssd", *flags)["tok_per_s"] > 0
         assert main(["plan", *flags, "--gpus=2"]) == 0
         capfd.readouterr()
 
@@ -435,16 +326,15 @@ def test_a_model_of_the_same_name_and_other_weights_is_refused(
     for entry in data["tables"]["forwards"]:
         entry["params"] += entry["model"] == "llama-3.1-8b"
     Path("other.json").write_text(json.dumps(data))
-    for command in ("predict", "plan"):
-        message = refused(capfd, command, "--profile=./other.json")
+    for mode in ((), ("--mode=ssd",)):
+        message = refused(capfd, "plan", *mode, "--profile=./other.json")
         assert "doesn't cover this llama-3.1-8b" in message
 
 
 EMULATED = ("run", "--dry_run", "--world_size=2", "--backend=emulated")
 
 
-@pytest.mark.parametrize("command", [("predict", "--profile="), ("plan", "--profile="),
-                                     (*EMULATED, "--device=")], ids=lambda c: c[0])  # fmt: skip
+@pytest.mark.parametrize("command", [("plan", "--profile="), (*EMULATED, "--device=")])
 def test_a_profile_of_another_schema_or_none_is_one_line(
     command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -461,18 +351,9 @@ def test_a_profile_of_another_schema_or_none_is_one_line(
     assert "never.json" in refused(capfd, *words, f"{flag}never.json")
 
 
-@pytest.mark.parametrize("command", ["predict", "plan"])
-def test_a_probe_that_was_never_made_is_named(
-    command: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capfd, command, "--profile=out/profiles/mine.json")
+def test_a_probe_that_was_never_made_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    message = refused(capfd, "plan", "--profile=out/profiles/mine.json")
     assert "'out/profiles/mine.json': no such file: allowed: what `probe` saved" in message
-
-
-def test_a_job_s_profile_of_another_schema(capfd: pytest.CaptureFixture[str]) -> None:
-    name = save({**job_profile(), "schema": 2})
-    assert "schema 2, this version reads 1" in refused(capfd, "predict", f"--profile={name}")
-    assert "allowed: a device's" in refused(capfd, "plan", f"--profile={save(job_profile())}")
 
 
 @pytest.mark.parametrize(
@@ -486,7 +367,6 @@ def test_a_job_s_profile_of_another_schema(capfd: pytest.CaptureFixture[str]) ->
         (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
         (("plan", TWO, "--gpus=3", "--pair=toy"), "doesn't cover toy-target T=1"),
         (("probe", "--backend=cuda"), "unknown backend 'cuda'"),
-        (("predict", "word"), "'word' is not a flag"),
         (("plan", "word"), "'word' is not a flag"),
         (("probe", "word"), "'word' is not a flag"),
         (("compare", "--into=none.md", "word"), "into=none.md with results"),

@@ -32,7 +32,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"groups": 2, "mode": "ar"}, "groups=2 with mode=ar, num_drafts=0: allowed: 1, or a draft"),
     ({"groups": 2, "on_draft_loss": "ar"}, "groups=2 with on_draft_loss=ar: allowed: abort"),
     ({"groups": 2, "mode": "sd", "num_drafts": 0}, "groups=2 with mode=sd, num_drafts=0"),
-    ({"groups": 2, "ledger_ab": True}, "ledger_ab with groups=2: allowed: groups=1"),
     ({"groups": 2, "trace": "x.json"}, "trace with groups=2: allowed: groups=1"),
 ]
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm.device_group import Seat, choose, claims_cuda, shared_gpu, unique_id
+from mpissd.engine.comm.device_group import GpuPlace, choose, claims_cuda, shared_gpu
 
-APART = [Seat("n1", "0000:01:00.0", True), Seat("n1", "0000:02:00.0", True)]
-OTHER_NODE = [Seat("n1", "0000:01:00.0", True), Seat("n2", "0000:01:00.0", True)]
-TOGETHER = [*APART, Seat("n1", "0000:01:00.0", True)]
-MANY = [Seat("n1", f"0000:0{n}:00.0", True) for n in range(9)]
-NO_NCCL = [APART[0], Seat("n1", "0000:02:00.0", False)]
-
-
-def test_a_seat_survives_the_wire() -> None:
-    seat = Seat("gpu001.cluster", "0000:8A:00.0", True)
-    assert Seat.parse(str(seat)) == seat
+APART = [GpuPlace("n1", "0000:01:00.0", True), GpuPlace("n1", "0000:02:00.0", True)]
+OTHER_NODE = [GpuPlace("n1", "0000:01:00.0", True), GpuPlace("n2", "0000:01:00.0", True)]
+TOGETHER = [*APART, GpuPlace("n1", "0000:01:00.0", True)]
+MANY = [GpuPlace("n1", f"0000:0{n}:00.0", True) for n in range(9)]
+NO_NCCL = [APART[0], GpuPlace("n1", "0000:02:00.0", False)]
 
 
 def test_a_shared_gpu_is_named_with_its_ranks() -> None:
@@ -40,7 +34,7 @@ def test_a_shared_gpu_is_named_with_its_ranks() -> None:
         ("device", NO_NCCL, True, "device"),
     ],
 )
-def test_choices(choice: str, seats: list[Seat], cuda_aware: bool, expected: str) -> None:
+def test_choices(choice: str, seats: list[GpuPlace], cuda_aware: bool, expected: str) -> None:
     assert choose(choice, seats, cuda_aware=cuda_aware) == expected
 
 
@@ -48,30 +42,23 @@ def test_choices(choice: str, seats: list[Seat], cuda_aware: bool, expected: str
     "choice, seats, message",
     [
         ("ncl", APART, "did you mean 'nccl'"),
-        ("oneshot", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: nccl"),
+        ("oneshot", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged, auto"),
         ("oneshot", OTHER_NODE, "ranks on 2 hosts; allowed: nccl"),
         ("oneshot", MANY, "9 ranks, at most 8; allowed: nccl"),
-        ("nccl", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged"),
-        ("nccl", NO_NCCL, "no NCCL on rank 1; allowed: staged"),
-        ("mpi", APART, "only with --cuda_aware_mpi; allowed: nccl, staged"),
+        ("nccl", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged, auto"),
+        ("nccl", NO_NCCL, "no NCCL on rank 1; allowed: oneshot, staged, auto"),
+        ("mpi", APART, "only with --cuda_aware_mpi; allowed: oneshot, nccl, staged, auto"),
         ("device", APART, "only with --cuda_aware_mpi"),
     ],
 )
-def test_refusals_take_one_line(choice: str, seats: list[Seat], message: str) -> None:
+def test_refusals_take_one_line(choice: str, seats: list[GpuPlace], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose(choice, seats, cuda_aware=False)
 
 
 @pytest.mark.parametrize("seats, expected", [(APART, "nccl"), (NO_NCCL, "staged")])
-def test_auto_does_without_oneshot_where_it_failed(seats: list[Seat], expected: str) -> None:
+def test_auto_does_without_oneshot_where_it_failed(seats: list[GpuPlace], expected: str) -> None:
     assert choose("auto", seats, cuda_aware=False, oneshot=False) == expected
-
-
-def test_an_nccl_id_suits_each_cupy() -> None:
-    chars = [-128, -1, 0, 1, 127]  # what CuPy 13 gives; CuPy 14 gives the same as bytes
-    identity = np.array([char & 0xFF for char in chars], np.uint8)
-    assert unique_id(identity, "13.6.0") == tuple(chars)
-    assert unique_id(identity, "14.2.0") == bytes([128, 255, 0, 1, 127])
 
 
 def test_cray_says_it_in_the_environment() -> None:

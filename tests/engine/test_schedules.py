@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.__main__ import main
-from mpissd.cli.configs import PredictConfig
+from mpissd.cli.configs import PlanConfig
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import parse_into
@@ -84,9 +84,8 @@ def test_the_command_line_refuses_before_mpi(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_prediction_wants_the_flags_themselves() -> None:
-    """Which flags were said decides what a job's profile keeps."""
-    with pytest.raises(ConfigError, match="schedule=lookup with predict: allowed: its flags, mode"):
-        parse_into(PredictConfig, {"schedule": "lookup", "profile": "h100"})
+    with pytest.raises(ConfigError, match="schedule=lookup with plan: allowed: its flags, mode"):
+        parse_into(PlanConfig, {"schedule": "lookup", "profile": "h100"})
 
 
 def test_no_schedule_adds_nothing() -> None:

@@ -1,225 +1,408 @@
-"""Messages: what is packed comes out, and what does not fit is refused with both values."""
+"""Messages: what is packed comes out, and what is damaged or cannot be is refused in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Event, Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Batch, Control, Event, Ints, Outcome, Request, Source, Speculation
+from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import LinkShape
-from mpissd.engine.comm.wire import Buffer, Kind
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, Message
 
-MARGIN = 4  # rows of room that a message leaves, full of an older message's numbers
-INT32 = st.integers(-(2**31), 2**31 - 1)
-Rounds = st.integers(-1, 2**31 - 1)
-
-
-@st.composite
-def outcomes(draw: st.DrawFn) -> Outcome:
-    count = draw(st.integers(0, 5))
-    rows = draw(arrays.arrays(np.int32, (count, Outcome.WIDTH), elements=INT32))
-    rows[:] = possible(rows)
-    for row in rows:
-        row[2] = draw(st.sampled_from(Event))
-    return Outcome(draw(Rounds), rows)
+BATCH, K, V, ROUND, MOST_PROMPT = 3, 4, 50, 7, 9
+SHAPE = LinkShape(2, BATCH, K, vocab=V, prompt_tokens=MOST_PROMPT)
+PLAIN = LinkShape(2, BATCH, K, num_tokens=V)
+WAITER = Waiter(5.0, spin=False)
+CONTROLS = (Control(), Control(2, 0, 300), Control(0, 5))
 
 
-@st.composite
-def speculation_rows(draw: st.DrawFn, count: int, lookahead: int) -> Ints:
-    shape = (count, Speculation.HEAD + lookahead)
-    rows: Ints = draw(arrays.arrays(np.int32, shape, elements=INT32))
-    for row in rows:
-        row[:2] = draw(st.sampled_from(Source)), draw(st.integers(0, 1))
-        row[2] = draw(st.integers(0, lookahead))
-        drafted = row[3 : 3 + row[2]]  # what lies behind num_draft may be anything
-        drafted[:] = possible(drafted)
-    return rows
+def speculation(seed: int, shape: LinkShape = SHAPE, count: int = BATCH) -> Speculation:
+    """Any tokens and lengths; numbers after num_draft may have any value."""
+    rng = np.random.default_rng(seed)
+    made = Speculation.empty(ROUND, count, K, sampled=shape.sampled)
+    made.rows[:, Speculation.HEAD :] = rng.integers(-(2**31), 2**31, made.rows[:, 3:].shape)
+    made.source[:], made.hit[:] = Source.JIT, rng.integers(0, 2, count)
+    made.num_draft[:] = rng.integers(0, K + 1, count)
+    drafted = np.arange(K) < made.num_draft[:, None]
+    made.tokens[drafted] = rng.integers(0, V, int(drafted.sum()))
+    if shape.sampled:
+        made.q[drafted] = 1 - rng.uniform(0, 1, int(drafted.sum()))
+    made.version = seed
+    return made
 
 
-def possible(numbers: Ints) -> Ints:
-    """Not negative, and below the largest V."""
-    return np.minimum(numbers & wire.MOST, wire.MOST - 1)
+def outcome(seed: int) -> Outcome:
+    """b sequences that go on."""
+    rng = np.random.default_rng(seed)
+    rows = np.zeros((BATCH, Outcome.WIDTH), np.int32)
+    rows[:, 0], rows[:, 1] = np.arange(BATCH), rng.integers(0, 3, BATCH)
+    rows[:, 3], rows[:, 4] = rng.integers(0, K + 1, BATCH), rng.integers(0, V, BATCH)
+    return Outcome(ROUND - 1, rows, control=CONTROLS[seed % len(CONTROLS)])
 
 
-@st.composite
-def speculations(draw: st.DrawFn) -> Speculation:
-    rows = draw(speculation_rows(draw(st.integers(0, 5)), draw(st.integers(0, 7))))
-    return Speculation(draw(Rounds), rows)
+def admission(seed: int) -> Outcome:
+    """Goes on with one sequence, and admits two with prompts of 1 to 9 tokens."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, V, rng.integers(1, 10)).tolist() for _ in range(2)]
+    seeds = None, int(rng.integers(0, 2**63)) * 2 + 1
+    admitted = Outcome.admission(
+        0,
+        [
+            Request(n, text[-1], 1, tuple(text), 0.5, 0.9, seed, logprobs=n == 0)
+            for n, (text, seed) in enumerate(zip(texts, seeds, strict=True))
+        ],
+    )
+    rows = np.concatenate([outcome(seed).rows[2:], admitted.rows])
+    return Outcome(ROUND - 1, rows, admitted.prompts)
 
 
-def used(kind: Kind, size: int) -> Buffer:
-    """A buffer with room to spare whose last message was longer."""
-    buffer = Buffer(kind, 3, size + MARGIN)
-    buffer.body[:] = -9
-    return buffer
+@dataclass
+class Sent:
+    """A message as it was sent, and how its receiver reads it."""
+
+    message: Message
+    size: int  # int32 in use
+    read: Callable[[], Any]
 
 
-@given(outcomes(), st.booleans())
-def test_an_outcome_survives(outcome: Outcome, stop: bool) -> None:
-    buffer = used(Kind.OUTCOME, outcome.rows.size)
-    wire.write_outcome(buffer, outcome, stop)
-    found, stopped = wire.read_outcome(buffer)
-    buffer.body[:] = -1  # the next message lands here: what was read is a copy
-    assert (found.round, stopped) == (outcome.round, stop)
-    assert found.rows.dtype == np.int32 and np.array_equal(found.rows, outcome.rows)
+def sent_outcome(seed: int) -> Sent:
+    message, made = SHAPE.message(Kind.OUTCOME), outcome(seed)
+    wire.write_outcome(message, made, stop=seed % 2 == 1)
+    return Sent(message, HEADER + made.rows.size, lambda: wire.read_outcome(message, ROUND - 1))
 
 
-@given(speculations())
-def test_a_speculation_survives(speculation: Speculation) -> None:
-    count, width = speculation.rows.shape
-    buffer = used(Kind.SPECULATION, speculation.rows.size)
-    wire.write_speculation(buffer, speculation)
-    lookahead = width - Speculation.HEAD
-    found = wire.read_speculation(buffer, speculation.round, count, lookahead)
-    buffer.body[:] = -1
-    assert np.array_equal(found.rows, speculation.rows)
+def sent_speculation(seed: int) -> Sent:
+    message, made = SHAPE.message(Kind.SPECULATION), speculation(seed)
+    wire.write_speculation(message, made)
+    size = HEADER + made.rows.size
+    return Sent(message, size, lambda: wire.read_speculation(message, ROUND, BATCH))
 
 
-@given(outcomes(), st.data(), st.integers(0, 5), st.booleans())
-def test_a_plan_survives(outcome: Outcome, data: st.DataObject, lookahead: int, stop: bool) -> None:
-    rows = data.draw(speculation_rows(outcome.num_live, lookahead))
-    speculation = Speculation(outcome.round + 1, rows)
-    buffer = used(Kind.PLAN, outcome.rows.size + rows.size)
-    wire.write_plan(buffer, outcome, speculation, stop)
-    told, plan, stopped = wire.read_plan(buffer, outcome.round + 1, lookahead)
-    buffer.body[:] = -1
-    assert np.array_equal(told.rows, outcome.rows) and np.array_equal(plan.rows, rows)
-    assert (told.round, plan.round, stopped) == (outcome.round, outcome.round + 1, stop)
+def sent_plan(seed: int) -> Sent:
+    message, parts = SHAPE.message(Kind.PLAN), (outcome(seed), speculation(seed))
+    wire.write_plan(message, *parts, stop=seed % 2 == 1)
+    size = HEADER + sum(part.rows.size for part in parts)
+    return Sent(message, size, lambda: wire.read_plan(message, ROUND))
 
 
-def sent(round_: int = 6, count: int = 2, lookahead: int = 3) -> Buffer:
-    buffer = Buffer(Kind.SPECULATION, 1, count * (Speculation.HEAD + lookahead))
-    wire.write_speculation(buffer, Speculation.empty(round_, count, lookahead))
-    return buffer
+def distributions(seed: int) -> list[Any]:
+    return [*np.random.default_rng(seed).uniform(0, 1, (BATCH, V)).astype(np.float32)]
+
+
+def sent_proposals(seed: int) -> Sent:
+    message = SHAPE.message(Kind.PROPOSALS)
+    size = wire.write_proposals(message, ROUND, distributions(seed))
+    return Sent(message, size, lambda: wire.read_proposals(message, ROUND, BATCH))
+
+
+def sent_prompts(seed: int) -> Sent:
+    message, made = SHAPE.message(Kind.PROMPT), admission(seed)
+    size = wire.write_prompts(message, made)
+    bare = Outcome(made.round, made.rows)
+    return Sent(message, size, lambda: wire.read_prompts(message, bare))
+
+
+SENT = [sent_outcome, sent_speculation, sent_plan, sent_prompts, sent_proposals]
+Send = Callable[[int], Sent]
+in_every_message = pytest.mark.parametrize("send", SENT, ids=lambda send: send.__name__[5:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_written_is_read(seed: int) -> None:
+    sent = [send(seed) for send in SENT]
+    read = [one.read() for one in sent]
+    for one in sent:
+        one.message.array[:] = -1  # the next message lands here: what was read is a copy
+    (told, stop), drafted, plan, prompts, rows = read
+    wanted, answer = outcome(seed), speculation(seed)
+    for found in (told, plan[0]):
+        assert (found.round, found.control) == (ROUND - 1, wanted.control)
+        assert found.rows.tobytes() == wanted.rows.tobytes() and found.rows.dtype == np.int32
+    for found in (drafted, plan[1]):
+        assert found.round == ROUND and found.rows.tobytes() == answer.rows.tobytes()
+        assert found.q.tobytes() == answer.q.tobytes() and found.q.dtype == np.float64
+    assert stop == plan[2] == (seed % 2 == 1) and drafted.version == seed
+    assert prompts.prompts == admission(seed).prompts
+    assert rows.tobytes() == np.array(distributions(seed)).tobytes()
+
+
+def change(message: Message, **fields: int) -> None:
+    """Changes fields of a message's header, and seals it again."""
+    header = Header._make(wire._HEADER.unpack_from(message._bytes))
+    wire._HEADER.pack_into(message._bytes, 0, *header._replace(**fields))
+    message.seal(header.size)
+
+
+def refused(sent: Sent) -> str:
+    """The refusal, in one line that has the round and two values."""
+    with pytest.raises(ProtocolError) as error:
+        sent.read()
+    text = str(error.value)
+    assert any(word in text for word in (" expected ", " allowed ", " the message holds "))
+    assert text.startswith("round ") and "\n" not in text
+    return text
+
+
+@in_every_message
+def test_every_single_bit_of_the_header_counts(send: Send) -> None:
+    for bit in range(32 * HEADER):
+        sent = send(bit)
+        sent.message.array.view(np.uint32)[bit // 32] ^= np.uint32(1 << bit % 32)
+        refused(sent)
+
+
+@in_every_message
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_flipped_bits_are_refused(send: Send, data: st.DataObject) -> None:
+    sent = send(data.draw(st.integers(0, 99), "seed"))
+    places = st.integers(0, 32 * sent.size - 1)
+    for bit in data.draw(st.sets(places, min_size=1, max_size=3), "bits"):
+        sent.message.array.view(np.uint32)[bit // 32] ^= np.uint32(1 << bit % 32)
+    refused(sent)
+
+
+@in_every_message
+@settings(max_examples=30)
+@given(data=st.data())
+def test_truncated_messages_are_refused(send: Send, data: st.DataObject) -> None:
+    """After what arrived lies the rest of an older message, or nothing."""
+    sent = send(1)
+    kept = data.draw(st.integers(0, sent.size - 1), "numbers that arrived")
+    whole = sent.message.array.copy()
+    sent.message.array[kept:] = 0
+    if data.draw(st.booleans(), "over an older message"):
+        older = send(2)
+        change(older.message, round=ROUND - 2)
+        sent.message.array[kept:] = older.message.array[kept:]
+    if (sent.message.array[: sent.size] != whole[: sent.size]).any():
+        refused(sent)
+
+
+@in_every_message
+@settings(max_examples=30)
+@given(found=st.binary(max_size=400))
+def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
+    """Never a hang, a wrong cast or an IndexError."""
+    sent = send(5)
+    before, room = sent.message.array.copy(), sent.message.array.view(np.uint8)[: len(found)]
+    room[:] = np.frombuffer(found, np.uint8)[: len(room)]
+    if (sent.message.array != before).any():
+        refused(sent)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_sealed_nonsense_is_refused_or_within_all_limits(data: st.DataObject) -> None:
+    """A peer with a defect, not a damaged message."""
+    sent = data.draw(st.sampled_from(SENT[:4]), "message")(data.draw(st.integers(0, 9), "seed"))
+    body = sent.message.array[HEADER : sent.size]
+    for _ in range(data.draw(st.integers(1, 3), "changes")):
+        place = data.draw(st.integers(0, len(body) - 1), "place")
+        body[place] = data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 60), "value")
+    sent.message.seal(len(body))
+    try:
+        found = sent.read()
+    except ProtocolError:
+        refused(sent)
+        return
+    for part in found if isinstance(found, tuple) else (found,):
+        if isinstance(part, Outcome):
+            for request in part.prompts.values():
+                assert request.temperature >= 0 and 0 < request.top_p <= 1
+                assert all(0 <= token < V for token in request.prompt)
+            assert ((part.num_accepted >= 0) & (part.num_accepted <= K)).all()
+            assert ((part.bonus >= 0) & (part.bonus < V)).all() and (part.ids >= 0).all()
+        elif isinstance(part, Speculation):
+            served = np.arange(K) < part.num_draft[:, None]
+            assert ((part.num_draft >= 0) & (part.num_draft <= K)).all()
+            assert ((part.tokens[served] >= 0) & (part.tokens[served] < V)).all()
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("changes", "message"),
     [
-        (0, 77, f"version is 77, expected {wire.VERSION}"),
-        (1, int(Kind.PLAN), f"kind is {int(Kind.PLAN)}, expected {int(Kind.SPECULATION)}"),
-        (2, 9, "group is 9, expected 1"),
-        (3, 5, "round is 5, expected 6"),
-        (3, 7, "round is 7, expected 6"),
-        (4, -1, "count -1"),
-        (4, 10**6, "count 1000000"),
-        (4, 1, "of 1 sequences, expected 2"),
-        (4, 3, "of 3 sequences, expected 2"),
-        (5, 2, "flags 2"),
-        (5, -1, "flags -1"),
+        ({"version": 77}, f"version is 77, expected {wire.VERSION}"),
+        ({"kind": 3}, "kind is 3, expected 2"),
+        ({"group": 9}, "group is 9, expected 2"),
+        ({"round": 5}, "round is 5, expected 7"),
+        ({"rows": -1}, "rows is -1, expected 3"),
+        ({"rows": 2}, "rows is 2, expected 3"),
+        ({"size": 10**6}, "size is 1000000, allowed 0..45"),
+        ({"size": 44}, "44 numbers, expected 3 rows of 15"),
+        ({"stop": 1}, "stop is 1, expected 0"),
+        ({"fill": 1}, "fill is 1, expected 0"),
+        ({"weights": -1}, "weights is -1, allowed 0.."),
     ],
 )
-def test_a_header_that_does_not_fit_names_both_values(field: int, value: int, message: str) -> None:
-    buffer = sent()
-    buffer.array[field] = value
-    with pytest.raises(ProtocolError, match=message):
-        wire.read_speculation(buffer, 6, 2, 3)
-
-
-@pytest.mark.parametrize("num_draft", [-1, 4, 2**31 - 1])
-def test_more_or_less_drafted_than_can_be_is_refused(num_draft: int) -> None:
-    buffer = sent()
-    buffer.body[Speculation.HEAD + 3 + 2] = num_draft  # of the second row
-    buffer.seal(12)
-    message = rf"round 6: num_draft \[0, {num_draft}\], allowed 0..3"
-    with pytest.raises(ProtocolError, match=message):
-        wire.read_speculation(buffer, 6, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        (0, -1, "id is -1, allowed 0..2147483647"),
-        (1, -7, "epoch is -7, allowed 0..2147483647"),
-        (2, 5, "event is 5, allowed 0..4"),
-        (2, -1, "event is -1, allowed 0..4"),
-        (3, -1, "num_accepted is -1, allowed 0..6"),
-        (3, 7, "num_accepted is 7, allowed 0..6"),
-        (4, 32, "bonus is 32, allowed 0..31"),
-        (4, -2, "bonus is -2, allowed 0..31"),
-    ],
-)
-@pytest.mark.parametrize("kind", [Kind.OUTCOME, Kind.PLAN])
-def test_a_malformed_outcome_is_refused(kind: Kind, column: int, value: int, message: str) -> None:
-    rows = np.zeros((2, Outcome.WIDTH), np.int32)
-    rows[1, column] = value
-    buffer, outcome = Buffer(kind, 0, 30, lookahead=6, vocab=32), Outcome(4, rows)
-    with pytest.raises(ProtocolError, match=f"round 4: malformed outcome row 1: {message}"):
-        if kind == Kind.PLAN:
-            wire.write_plan(buffer, outcome, Speculation.empty(5, outcome.num_live, 0), False)
-            wire.read_plan(buffer, 5, 0)
-        else:
-            wire.write_outcome(buffer, outcome)
-            wire.read_outcome(buffer)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        (0, 4, "source is 4, allowed 0..3"),
-        (0, -1, "source is -1, allowed 0..3"),
-        (1, 2, "hit is 2, allowed 0..1"),
-        (3, 32, "token 1 is 32, allowed 0..31"),
-        (4, -1, "token 2 is -1, allowed 0..31"),
-        (5, 99, None),  # behind num_draft
-    ],
-)
-@pytest.mark.parametrize("kind", [Kind.SPECULATION, Kind.PLAN])
-def test_a_malformed_speculation_is_refused(
-    kind: Kind, column: int, value: int, message: str | None
+def test_a_header_that_does_not_fit_names_both_values(
+    changes: dict[str, int], message: str
 ) -> None:
-    speculation = Speculation.empty(6, 2, 3)
-    speculation.rows[1, 2], speculation.rows[1, column] = 2, value
-    buffer = Buffer(kind, 0, 30, lookahead=3, vocab=32)
-    refused = f"round 6: malformed {kind.name} row 1: {message}"
-    with nullcontext() if message is None else pytest.raises(ProtocolError, match=refused):
-        if kind == Kind.PLAN:
-            outcome = Outcome(5, np.zeros((2, Outcome.WIDTH), np.int32))
-            wire.write_plan(buffer, outcome, speculation, False)
-            wire.read_plan(buffer, 6, 3)
+    sent = sent_speculation(0)
+    change(sent.message, **changes)
+    assert message in refused(sent)
+
+
+MALFORMED = [
+    # of an outcome's second row: column, value, what is refused
+    (Kind.OUTCOME, 0, -1, "outcome row 1: id is -1, allowed 0..2147483647"),
+    (Kind.OUTCOME, 2, 5, "outcome row 1: event is 5, allowed 0..4"),
+    (Kind.OUTCOME, 3, K + 1, "outcome row 1: num_accepted is 5, allowed 0..4"),
+    (Kind.OUTCOME, 4, V, "outcome row 1: bonus is 50, allowed 0..49"),
+    # of a speculation's
+    (Kind.SPECULATION, 0, 4, "speculation row 1: source is 4, allowed 0..3"),
+    (Kind.SPECULATION, 1, 2, "speculation row 1: hit is 2, allowed 0..1"),
+    (Kind.SPECULATION, 2, -1, "speculation row 1: num_draft is -1, allowed 0..4"),
+    (Kind.SPECULATION, 3, V, "speculation row 1: token 1 is 50, allowed 0..49"),
+    (Kind.SPECULATION, 4, -1, "speculation row 1: token 2 is -1, allowed 0..49"),
+    (Kind.SPECULATION, 5, V, None),  # after num_draft
+]
+
+
+@pytest.mark.parametrize(("kind", "column", "value", "message"), MALFORMED)
+@pytest.mark.parametrize("in_plan", [False, True])
+def test_numbers_out_of_range_are_refused(
+    kind: Kind, column: int, value: int, message: str | None, in_plan: bool
+) -> None:
+    rows = np.zeros((BATCH, Outcome.WIDTH), np.int32)
+    drafted = Speculation.empty(ROUND, BATCH, K)
+    drafted.num_draft[:] = 2
+    (rows if kind == Kind.OUTCOME else drafted.rows)[1, column] = value
+    message_, told = PLAIN.message(Kind.PLAN if in_plan else kind), Outcome(ROUND - 1, rows)
+    with nullcontext() if message is None else pytest.raises(ProtocolError, match=message):
+        if in_plan:
+            wire.write_plan(message_, told, drafted, False)
+            wire.read_plan(message_, ROUND)
+        elif kind == Kind.OUTCOME:
+            wire.write_outcome(message_, told)
+            wire.read_outcome(message_)
         else:
-            wire.write_speculation(buffer, speculation)
-            wire.read_speculation(buffer, 6, 2, 3)
+            wire.write_speculation(message_, drafted)
+            wire.read_speculation(message_, ROUND, BATCH)
 
 
-def test_a_count_that_the_buffer_cannot_hold_is_refused() -> None:
-    buffer = Buffer(Kind.OUTCOME, 0, 2 * Outcome.WIDTH)
-    wire.write_outcome(buffer, Outcome(1, np.zeros((2, Outcome.WIDTH), np.int32)))
-    buffer.array[4] = 3
-    with pytest.raises(ProtocolError, match="OUTCOME of 3 rows of 5, the buffer holds 10"):
-        wire.read_outcome(buffer)
+@pytest.mark.parametrize("q", [0.0, -0.25, 1.0000001, np.nan, np.inf])
+def test_what_is_no_probability_of_a_drawn_token_is_refused(q: float) -> None:
+    message, made = SHAPE.message(Kind.SPECULATION), Speculation.empty(6, 2, K, sampled=True)
+    made.rows[:, :3], made.q[:] = (Source.JIT, 0, 1), 0.5
+    made.q[1, 1] = q  # after num_draft, where nothing is read
+    wire.write_speculation(message, made)
+    assert wire.read_speculation(message, 6, 2).num_proposals.tolist() == [1, 1]
+    made.num_draft[:] = 2
+    wire.write_speculation(message, made)
+    with pytest.raises(ProtocolError, match=r"round 6: q \[.*\], allowed above 0 to 1"):
+        wire.read_speculation(message, 6, 2)
 
 
-def test_a_plan_is_of_the_round_after_its_outcome() -> None:
-    buffer = Buffer(Kind.PLAN, 0, 10)
-    wire.write_plan(buffer, Outcome.admission(3, []), Speculation.empty(4, 0, 0), False)
-    assert wire.read_plan(buffer, 4, 0)[0].round == 3
-    with pytest.raises(ProtocolError, match="round is 3, expected 4"):
-        wire.read_plan(buffer, 5, 0)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e-30])
+def test_distributions_that_hold_no_probability_are_refused(value: float) -> None:
+    message, rows = SHAPE.message(Kind.PROPOSALS), distributions(0)
+    rows[1][2] = value
+    wire.write_proposals(message, ROUND, rows)
+    with pytest.raises(ProtocolError, match="round 7: PROPOSALS hold a number that is no prob"):
+        wire.read_proposals(message, ROUND, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(0, 7, 0, (V, 7)), "prompt tokens 7..50, allowed 0..49"),
+        (Request(0, 7, 0, (-1, 7)), "prompt tokens -1..7, allowed 0..49"),
+        (Request(0, 7, 0, (7, 8)), "a prompt that ends in 8, expected 7"),
+        (Request(0, 7, 0, (7,), -0.5), "temperature -0.5, top_p 1, allowed 0 or more"),
+        (Request(0, 7, 0, (7,), float("nan")), "temperature nan, .* allowed 0 or more"),
+        (Request(0, 7, 0, (7,), 1.0, 0.0), "top_p 0, allowed .* above 0 to 1"),
+    ],
+)
+def test_sealed_prompts_that_cannot_be_are_refused(request_: Request, message: str) -> None:
+    buffer, told = SHAPE.message(Kind.PROMPT), Outcome.admission(6, [request_])
+    wire.write_prompts(buffer, told)
+    with pytest.raises(ProtocolError, match=f"^round 6: malformed PROMPT: .*{message}"):
+        wire.read_prompts(buffer, Outcome(6, told.rows))
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**6, 2**31 - 1])
+def test_a_prompt_s_length_beyond_its_message_is_refused(size: int) -> None:
+    buffer, told = SHAPE.message(Kind.PROMPT), Outcome.admission(6, [Request(0, 7, 0, (3, 7))])
+    end = wire.write_prompts(buffer, told)
+    buffer.array[HEADER] = size
+    buffer.seal(end - HEADER)
+    with pytest.raises(ProtocolError, match=f"a prompt of {size} tokens at 0, the message holds"):
+        wire.read_prompts(buffer, told)
+
+
+def test_large_messages_are_checked_by_a_fold() -> None:
+    """Distributions of a large vocabulary: any one bit counts there, too."""
+    message = LinkShape(0, 2, 4, vocab=30_011).message(Kind.PROPOSALS)
+    rows = np.random.default_rng(0).uniform(0, 1, (8, 30_011)).astype(np.float32)
+    wire.write_proposals(message, ROUND, list(rows))
+    assert (wire.read_proposals(message, ROUND, 8) == rows).all()
+    for place in (0, 1, 1024, 100_000, rows.size - 1):
+        for bit in (0, 13, 30):
+            message.array[HEADER + place] ^= 1 << bit
+            with pytest.raises(ProtocolError, match=r"checksum is 0x\w+, expected 0x"):
+                wire.read_proposals(message, ROUND, 8)
+            message.array[HEADER + place] ^= 1 << bit
 
 
 def test_messages_of_one_sequence_leave_at_once() -> None:
     """An Isend completes at once up to 256 B on Open MPI."""
     shape = LinkShape(0, 1, 12)
-    buffers = shape.outcome_buffer(), shape.speculation_buffer(), shape.plan_buffer()
-    assert [buffer.kind for buffer in buffers] == [Kind.OUTCOME, Kind.SPECULATION, Kind.PLAN]
-    assert max(buffer.array.nbytes for buffer in buffers) <= 256
+    kinds = Kind.OUTCOME, Kind.SPECULATION, Kind.PLAN
+    assert max(shape.message(kind).array.nbytes for kind in kinds) <= 256
 
 
-def test_a_full_change_of_the_batch_fits_its_buffers() -> None:
-    """All b sequences leave and b others come in one outcome."""
-    batch, lookahead = 3, 5
-    shape = LinkShape(0, batch, lookahead)
-    rows = np.zeros((2 * batch, Outcome.WIDTH), np.int32)
-    rows[:batch, 2], rows[batch:, 2] = Event.RELEASE, Event.ADMIT
-    outcome, plan = Outcome(0, rows), shape.plan_buffer()
-    wire.write_outcome(shape.outcome_buffer(), outcome)
-    wire.write_plan(plan, outcome, Speculation.empty(1, batch, lookahead), False)
-    assert len(wire.read_plan(plan, 1, lookahead)[1].rows) == batch
+def test_the_largest_messages_fit() -> None:
+    """All b sequences leave and b others come in one outcome, with the longest prompts."""
+    rows = np.zeros((2 * BATCH, Outcome.WIDTH), np.int32)
+    rows[:BATCH, 2], rows[BATCH:, 2], rows[:, 0] = Event.RELEASE, Event.ADMIT, np.arange(2 * BATCH)
+    requests = [Request(n, 0, 0, (1,) * (MOST_PROMPT - 1) + (0,)) for n in range(BATCH, 2 * BATCH)]
+    told = Outcome(0, rows, {(r.request_id, 0): r for r in requests})
+    drafted = Speculation.empty(1, BATCH, K, sampled=True)
+    wire.write_outcome(SHAPE.message(Kind.OUTCOME), told)
+    wire.write_speculation(SHAPE.message(Kind.SPECULATION), drafted)
+    plan, prompts = SHAPE.message(Kind.PLAN), SHAPE.message(Kind.PROMPT)
+    wire.write_plan(plan, told, drafted, False)
+    assert len(wire.read_plan(plan, 1)[1].rows) == BATCH
+    assert wire.write_prompts(prompts, told) == len(prompts.array)
+    wire.write_proposals(SHAPE.message(Kind.PROPOSALS), 0, [np.ones(V, np.float32)] * BATCH * K)
+
+
+def test_every_draft_receives_the_prompts_as_they_are() -> None:
+    lead, draft = queue_link(SHAPE, WAITER)
+    requests = [Request(n, n, n, (5, n), 0.5 * n, 1.0) for n in range(BATCH)]
+    for round_ in (-1, 0):  # the memory is used again
+        told = Outcome.admission(round_, requests)
+        lead.send_outcome(told)
+        found, stop = draft.outcome(round_)
+        assert not stop and list(found.prompts.values()) == requests
+        batches = [Batch(BATCH), Batch(BATCH)]
+        admitted = [batch.apply(one) for batch, one in zip(batches, (told, found), strict=True)]
+        assert [*admitted[0]] == [*admitted[1]] == [*enumerate(requests)]
+        assert batches[0].digest == batches[1].digest
+    rows: Ints = np.array([[4, 0, Event.COMMIT, 2, 3], [5, 0, Event.RELEASE, 0, 0]], np.int32)
+    lead.send_outcome(Outcome(1, rows))  # admits nothing: no prompts follow
+    assert not draft.outcome(1)[0].prompts
+    assert lead.num_messages == 5
+    other = Batch(BATCH)
+    other.apply(Outcome.admission(0, [Request(n, n, n, (6, n)) for n in range(BATCH)]))
+    assert other.digest != batches[0].digest  # it covers the prompts
+
+
+def test_a_damaged_message_ends_the_wait_for_it() -> None:
+    """Over a link: the reader raises at once, it does not wait for a better one."""
+    lead, draft = queue_link(SHAPE, WAITER)
+    lead._outcomes.message._same = wire.VERSION, 1, 3
+    lead.send_outcome(outcome(0))
+    with pytest.raises(ProtocolError, match="group is 3, expected 2"):
+        draft.outcome(ROUND - 1)

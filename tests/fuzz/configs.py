@@ -72,7 +72,7 @@ def drawn(dice: random.Random, world_size: int) -> Flags:
         flags["backup"] = dice.choice(["jit", "jit", "fast"])
         if dice.random() < 0.3:
             flags["backup_lookahead"] = str(dice.randint(1, lookahead))
-    for name, chance in (("fuse", 0.3), ("lm_head", 0.3), ("ledger_ab", 0.02)):
+    for name, chance in (("fuse", 0.3), ("lm_head", 0.3)):
         if dice.random() < chance:
             flags[name] = "true"
     if dice.random() < 0.2:

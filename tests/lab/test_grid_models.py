@@ -15,7 +15,6 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.session import calibrations, models
-from mpissd.lab.measure import calibrate
 
 WORLD = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
 LEAD = SimpleNamespace(world=WORLD, group=WORLD, is_draft=False, is_lead=True)
@@ -149,20 +148,3 @@ def test_a_measurement_is_made_once_and_knows_its_age() -> None:
     outer = known.once(owner, "c", lambda: known.once(owner, "a", lambda: 0))
     known.restart()
     assert known.once(owner, "c", lambda: 0) == outer == 7 and known.since == since  # as its part
-
-
-def test_costs_are_shared_by_what_differs_in_its_draws_alone() -> None:
-    def keys(mode: str = "ssd", **flags: Any) -> tuple[Any, Any]:
-        found = job(mode, **flags)
-        grown = calibrate._key(found, ()), found.fan_outs
-        return grown, calibrate._key(found, calibrate._GROWN)
-
-    whole, plain = keys()
-    assert keys(alpha=0.5, seed=3, rounds=7) == (whole, plain)
-    for grown in ({"p_hit": 0.5}, {"fan_out": "uniform:2"}):
-        assert keys(**grown)[0] != whole and keys(**grown)[1] == plain
-    assert keys("sd")[1] == plain
-    assert keys(alpha=0.5, fan_out="geometric:12")[0] != keys(fan_out="geometric:12")[0]
-    for other in ({"lookahead": 3}, {"batch_size": 2}, {"backup": "fast"}):
-        assert keys(**other)[1] != plain
-    assert len({keys("ar")[1], keys("sd", num_drafts=0)[1], keys("sd")[1]}) == 3

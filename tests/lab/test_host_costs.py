@@ -1,73 +1,99 @@
-"""What the paused passes' ledgers say of the link, its naps and its readings."""
+"""Host costs that the ledgers of warm-up rounds show, of rounds whose costs are known."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import pytest
 
+from mpissd.common.config import RunConfig
 from mpissd.common.trace import DraftPhase, LeadPhase
-from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
-from mpissd.lab.measure import host_costs
-from mpissd.lab.measure.forward_times import ForwardTimes
+from mpissd.engine.job import Job, resolve
+from mpissd.lab.measure.host_costs import WarmUp, host_costs
+from mpissd.lab.predict.costs import DeviceCosts
 
-N = 9
-PATIENT = Waiter(60.0, spin=False, spin_s=200e-6)
-
-
-def table(phases: Any, **us: float) -> NDArray[np.int64]:
-    """N rounds whose phases last so many microseconds."""
-    row = [round(us.get(phase.name.lower(), 0) * 1e3) for phase in phases]
-    return np.array([[n, sum(row), *row] for n in range(N)], np.int64)
+N, K = 9, 4
+DEVICE = DeviceCosts.from_points({1: 4e-3, 5: 5e-3}, {1: 1e-3, 5: 2e-3, 16: 3e-3}, {3: {5: 2.5e-3}})
+LEAD = {"send": 10, "commit": 20, "broadcast": 1, "upload": 3, "launch": 7, "sample": 9,
+        "record": 2, "device_wait": 5040, "draft_wait": 4500}  # fmt: skip
+DRAFT = {"wait": 900, "commit": 11, "lookup": 12, "send": 13, "record": 14}
 
 
-def lead(draft_wait: float) -> Any:
-    ledger = table(LeadPhase, send=10, commit=20, draft_wait=draft_wait, device_wait=5000)
-    return host_costs.PassLedgers(ledger)
+def job(mode: str, **flags: Any) -> Job:
+    config = RunConfig(mode=mode, pair="8b/1b", backend="emulated", lookahead=K, **flags)
+    return resolve(config, 1, backend="emulated", memory_bytes=None)
 
 
-def draft(growth_s: list[float] | None = None, **us: float) -> Any:
-    """growth_s: of each round, NaN where it was cut short; None: nothing was grown."""
-    rounds = np.zeros((N, len(Drafter.COLUMNS)))
-    rounds[:, Drafter.COLUMNS.index("t_growth_s")] = np.nan if growth_s is None else growth_s
-    ledger = table(DraftPhase, **{"commit": 10, "speculate": 1000, "send": 10, **us})
-    return host_costs.PassLedgers(None, ledger, rounds)
+def table(phases: Any, us: dict[str, Any]) -> Any:
+    """The ledger of N rounds; us: of each phase, of all rounds or by round."""
+    columns = [np.broadcast_to(us.get(phase.name.lower(), 0), N) for phase in phases]
+    phases_ns = np.rint(np.column_stack(columns) * 1e3).astype(np.int64)
+    return np.column_stack([np.arange(N), phases_ns.sum(axis=1), phases_ns])
 
 
-def costs(waiter: Waiter, draft_wait: float, drafts: list[Any], nap_us: float) -> dict[str, float]:
-    found = host_costs._link_costs(waiter, lead(draft_wait), drafts, nap_us * 1e-6)
-    return {name: round(seconds * 1e6, 6) for name, seconds in found.items()}
+def lead(**us: Any) -> WarmUp:
+    return WarmUp(table(LeadPhase, LEAD | us), np.full(N, K + 1))
 
 
-def test_what_lies_between_is_two_ways_and_the_naps_of_who_waited_long() -> None:
-    """The lead waited 1300 + 20 µs, the draft worked 1020: 300 lie between."""
-    both = costs(PATIENT, 1300, [draft(wait=4000)], 60)
-    assert both == {"link": 90.0, "nap": 60.0, "patience": 200.0, "draft_read": 0.0}
-    assert costs(PATIENT, 1300, [draft(wait=150)], 60)["link"] == 120.0  # the draft never napped
-    assert costs(PATIENT, 1300, [draft(wait=250)], 60)["link"] == 120.0  # 190, and then a nap
-    spinning = costs(Waiter(60.0, spin=True), 1300, [draft(wait=4000)], 0)
-    assert spinning == {"link": 150.0, "nap": 0.0, "patience": 0.0, "draft_read": 0.0}
+def draft(columns: dict[str, Any], grow_s: float | None = None, **us: Any) -> WarmUp:
+    rows = [np.broadcast_to(columns.get(name, 0), N) for name in Drafter.COLUMNS]
+    return WarmUp(table(DraftPhase, DRAFT | us), None, np.column_stack(rows), grow_s)
 
 
-def test_naps_are_no_longer_than_what_lies_between() -> None:
-    found = costs(PATIENT, 1300, [draft(wait=4000)], 900)
-    assert (found["link"], found["nap"]) == (0.0, 150.0)
+def costs(told: Job, *warm: Any) -> dict[str, float]:
+    """The costs in µs, without those that are 0."""
+    found = host_costs(told, DEVICE, *warm).to_dict()
+    return {name: round(seconds * 1e6, 3) for name, seconds in found.items() if seconds}
 
 
-def test_a_reading_is_the_wait_after_growth_that_was_cut_short() -> None:
-    growth = [2e-3] * N
-    growth[2] = growth[5] = np.nan  # so the outcomes of rounds 3 and 6 were there already
-    grown = draft(growth, wait=900, glue=700)
-    grown.draft[[3, 6], 2 + DraftPhase.WAIT] = 30_000, 50_000
-    found = costs(PATIENT, 1300, [draft(wait=4000), grown], 60)
-    assert (found["draft_read"], found["link"]) == (40.0, 70.0)
-    whole = draft([2e-3] * N, wait=900, glue=700)
-    assert costs(PATIENT, 1300, [draft(wait=4000), whole], 60)["draft_read"] == 0.0
-    assert host_costs._read_s(draft(wait=900)) == 0.0  # SD: nothing was there to be cut short
+LEADS = {"lead_send": 10, "lead_commit": 20, "lead_broadcast": 1, "lead_upload": 3,
+         "lead_sample": 9, "lead_record": 2}  # fmt: skip
+DRAFTS = {"draft_commit": 11, "draft_lookup": 12, "draft_record": 14}
 
 
-def test_a_pause_is_the_bucket_s_and_bounded() -> None:
-    pause_s = host_costs.pause_of(ForwardTimes({4: 2e-3, 8: 3e-3, 64: 0.1}, 0.0))
-    assert [pause_s(rows) for rows in (1, 4, 5, 8, 9, 99)] == [2e-3, 2e-3, 3e-3, 3e-3, 8e-3, 8e-3]
+def test_what_a_forward_takes_beyond_its_time_in_series_is_the_hosts() -> None:
+    assert costs(job("ar"), lead(), None) == {**LEADS, "lead_launch": 7, "wake": 40}
+    computed = lead(launch=5100, device_wait=2)  # NumPy computes in the launch
+    assert costs(job("ar"), computed, None) == {**LEADS, "lead_launch": 102}
+    faster = lead(launch=7, device_wait=4000)
+    assert costs(job("ar"), faster, None) == LEADS
+
+
+def test_misses_show_a_step_and_what_nobody_explains_is_the_link() -> None:
+    """4 steps of 1 ms took 4.2; the lead waited for 4520 µs, of which the draft worked 4236."""
+    missed = draft({"num_jit": 1, "t_growth_s": np.nan}, speculate=4200)
+    found = costs(job("sd"), lead(), missed)
+    assert found == {**LEADS, **DRAFTS, "lead_launch": 7, "wake": 40, "draft_send": 13,
+                     "step": 50, "link": 142}  # fmt: skip
+    inline = costs(job("sd", num_drafts=0), lead(), missed)
+    assert "link" not in inline and inline["step"] == 50
+
+
+def test_growth_shows_its_parts_and_an_outcome_that_waited_shows_its_reading() -> None:
+    hits = np.arange(N) % 3 > 0
+    growth_s = np.full(N, 9e-3)
+    growth_s[[2, 5]] = np.nan  # so that the outcomes of rounds 3 and 6 waited
+    us: dict[str, Any] = {"glue": 2560, "keys": 70, "grow": 8000}
+    us["speculate"] = np.where(hits, 30, 4230)
+    us["wait"] = np.where(np.isin(np.arange(N), [3, 6]), 8, 900)
+    waits = np.where(hits, 66 + 100 - 20, 4266 + 100 - 20)
+    waits = np.where(np.isin(np.arange(N), [3, 6]), waits + 700, waits)  # behind a growth step
+    rows = {"num_jit": ~hits, "steps_ready": np.where(hits, K, 0), "t_growth_s": growth_s}
+    told = job("ssd", fan_out="uniform:2")
+    found = costs(told, lead(draft_wait=waits), draft(rows, 2.08e-3, **us))
+    parts = {"draft_assemble": 30, "step": 50, "glue": 60, "keys": 70, "draft_read": 8, "link": 46}
+    assert {name: found[name] for name in parts} == parts
+    # Without a full miss the growth itself shows the step: here of 10 branches, 3 ms in series.
+    all_hit = draft({**rows, "num_jit": 0, "steps_ready": K}, 3.09e-3, **us)
+    assert costs(told, lead(), all_hit)["step"] == pytest.approx(90)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_rounds_are_enough(count: int) -> None:
+    missed = draft({"num_jit": 1, "t_growth_s": np.nan}, speculate=4200)
+    assert missed.rounds is not None
+    first = WarmUp(lead().ledger[:count], np.full(count, K + 1))
+    second = WarmUp(missed.ledger[:count], None, missed.rounds[:count])
+    assert costs(job("ssd"), first, second)["link"] == 142

@@ -202,14 +202,14 @@ def test_sources_of_unlike_sampling_are_refused(recording: Recording) -> None:
         assert f"({told})" in str(refused.value)
 
 
-def test_plan_and_predict_take_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_takes_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--profile=h200", "--pair=8b/1b", f"--laws={file}"]) == 0
     printed = capsys.readouterr().out
     assert f"--laws={file}" in printed and "does this draft pay here" in printed
     advice = json.loads(printed.splitlines()[-1])
     assert all(choice["lookahead"] <= 6 for choice in advice["judged"])
     flags = ["--profile=h200", "--pair=8b/1b", "--lookahead=4", f"--laws={file}"]
-    assert main(["predict", *flags]) == 0
+    assert main(["plan", "--mode=ssd", *flags]) == 0
     law, row = load_laws(str(file)).behind(4), json.loads(capsys.readouterr().out.splitlines()[-1])
     mean = 1 + np.dot(law.accepted, range(5)) / sum(law.accepted)
     assert row["acceptance_length"] == pytest.approx(mean, rel=0.15)  # one run of 200 rounds

@@ -8,7 +8,6 @@ first between two forwards is not predicted; the link does.
 from __future__ import annotations
 
 import math
-import queue
 import random
 import threading
 from types import SimpleNamespace
@@ -19,16 +18,16 @@ import pytest
 
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape
+from mpissd.engine.comm.link import DraftEnd, LeadEnd
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.workload.gemm import DraftStream, TokenStream
-from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.simulation import replay
 from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.pool import Pool, replay
 from tests.lab import test_predict_loops as loops
 
 HOST = HostCosts(link=40e-6)
@@ -86,13 +85,7 @@ class PoolRun:
 
     def _link(self) -> tuple[LeadEnd, DraftEnd, loops.Clock]:
         shape, clock = LinkShape(0, self.pool.batch, self.job.lookahead), loops.Clock()
-        down, up = queue.SimpleQueue(), queue.SimpleQueue()  # type: ignore[var-annotated]
-        out, into = shape.outcome_buffer(), shape.speculation_buffer()
-        lead = loops.VirtualCarrier(clock, (out, into), (down, up), HOST.link, (0, 0))
-        lead_end = LeadEnd(lead, out, into, self.job.lookahead, clock)
-        out, into = shape.speculation_buffer(), shape.outcome_buffer()
-        draft = loops.VirtualCarrier(self.draft, (out, into), (up, down), HOST.link, (0, 0))
-        return lead_end, DraftEnd(draft, out, into, self.draft), clock
+        return *loops.virtual_link(shape, clock, self.draft, (0, 0, 0)), clock
 
     def _lead(self, group: int, end: LeadEnd, clock: loops.Clock) -> None:
         job, batch = self.job, self.pool.batch
@@ -126,8 +119,7 @@ def check(groups: int, rounds: int, **flags: Any) -> None:
     pool = Pool(job, groups, loops.steep(made.device), HOST)
     measured = PoolRun(pool, rounds)()
     assert [len(each) for each in measured] == [rounds] * groups
-    _, predicted = replay(pool, rounds)
-    for each, found in zip(measured, predicted, strict=True):
+    for each, found in zip(measured, replay(pool, rounds).rounds_s, strict=True):
         np.testing.assert_allclose(found, each, rtol=0, atol=1e-9)
 
 
@@ -148,12 +140,12 @@ def no_host_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("groups", [1, 2, 5])
+@pytest.mark.parametrize("groups", [1, 5])
 def test_replays_what_the_loops_do(groups: int, flags: dict[str, Any]) -> None:
     check(groups, 40, **flags)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_replays_random_pools(seed: int) -> None:
     rnd = random.Random(seed)
     lookahead = rnd.randint(1, 8)

@@ -21,7 +21,8 @@ from mpissd.common.rounds import Request, Source
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.comm.link import Carrier, DraftEnd, LeadEnd, LinkShape
+from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
+from mpissd.engine.comm.wire import Kind, LinkShape, Message
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
@@ -62,36 +63,68 @@ class Clock(Waiter):
             self.spend(waited + HOST.nap * (waited > HOST.patience))
 
 
-class VirtualCarrier(Carrier):
-    """Messages with their times. To ask whether one has arrived is to wait (really) for the peer's
-    next message, which never depends on the answer."""
+class VirtualOutbox(Outbox):
+    """Messages with the times at which they arrive."""
 
-    def __init__(self, clock: Clock, buffers: Any, queues: Any, link: float, costs: Any) -> None:
-        self._clock, (self._out, self._in), self._link = clock, buffers, link
-        self._to_peer, self._from_peer = queues
-        self._send_s, self._read_s = costs
-        self._message: tuple[float, np.ndarray] | None = None
+    def __init__(self, message: Message, clock: Clock, messages: Any, send_s: float) -> None:
+        super().__init__(message)
+        self._clock, self._queue, self._send_s = clock, messages, send_s
 
     def ready(self) -> None:
         """At once."""
 
-    def send(self) -> None:
+    def send(self, size: int | None = None) -> None:
         self._clock.spend(self._send_s)
-        self._to_peer.put((self._clock.now + self._link, self._out.array.copy()))
-
-    def arrived(self) -> bool:
-        if self._message is None:
-            self._message = self._from_peer.get(timeout=60)
-            np.copyto(self._in.array, self._message[1])
-        self._clock.next_event = self._message[0]
-        return self._message[0] <= self._clock.now
-
-    def release(self) -> None:
-        self._clock.spend(self._read_s)
-        self._message = None
+        self._queue.put((self._clock.now + HOST.link, self.message.array.copy()))
 
     def close(self) -> None:
         return None
+
+
+class VirtualInbox(Inbox):
+    """To ask whether a message has arrived is to wait (really) for the peer's next message, which
+    never depends on the answer."""
+
+    def __init__(self, message: Message, clock: Clock, messages: Any, read_s: float) -> None:
+        super().__init__(message)
+        self._clock, self._queue, self._read_s = clock, messages, read_s
+        self._due: float | None = None
+
+    def arrived(self) -> bool:
+        if self._due is None:
+            self._due, numbers = self._queue.get(timeout=60)
+            np.copyto(self.message.array, numbers)
+        self._clock.next_event = self._due
+        return self._due <= self._clock.now
+
+    def release(self) -> None:
+        self._clock.spend(self._read_s)
+        self._due = None
+
+    def close(self) -> None:
+        return None
+
+
+def virtual_link(
+    shape: LinkShape, lead: Clock, draft: Clock, costs: tuple[float, float, float]
+) -> tuple[LeadEnd, DraftEnd]:
+    """Both ends; costs: seconds of the lead's send, of the draft's send and of its read."""
+    queues: dict[Kind, Any] = {kind: queue.SimpleQueue() for kind in Kind}
+    lead_send, draft_send, draft_read = costs
+    return (
+        LeadEnd(
+            shape,
+            lead,
+            lambda message: VirtualOutbox(message, lead, queues[message.kind], lead_send),
+            lambda message: VirtualInbox(message, lead, queues[message.kind], 0),
+        ),
+        DraftEnd(
+            shape,
+            draft,
+            lambda message: VirtualOutbox(message, draft, queues[message.kind], draft_send),
+            lambda message: VirtualInbox(message, draft, queues[message.kind], draft_read),
+        ),
+    )
 
 
 class VirtualForwards:
@@ -253,15 +286,8 @@ class VirtualRun:
         if job.inline:
             return asks(InlineSpeculator(drafter), self.lead), None
         shape = LinkShape(0, job.config.batch_size, job.lookahead)
-        down: Any = queue.SimpleQueue()
-        up: Any = queue.SimpleQueue()
-        out, into = shape.outcome_buffer(), shape.speculation_buffer()
-        lead = VirtualCarrier(self.lead, (out, into), (down, up), HOST.link, (HOST.lead_send, 0))
-        lead_end = LeadEnd(lead, out, into, job.lookahead, self.lead)
-        out, into = shape.speculation_buffer(), shape.outcome_buffer()
-        costs = HOST.draft_send, HOST.draft_read
-        draft = VirtualCarrier(self.draft, (out, into), (up, down), HOST.link, costs)
-        draft_end = DraftEnd(draft, out, into, self.draft)
+        costs = HOST.lead_send, HOST.draft_send, HOST.draft_read
+        lead_end, draft_end = virtual_link(shape, self.lead, self.draft, costs)
         return RemoteSpeculator(lead_end), threading.Thread(
             target=serve, args=((draft_end, drafter),), daemon=True
         )

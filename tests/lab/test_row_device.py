@@ -89,7 +89,7 @@ def test_the_peak_is_the_fastest_thing_measured(square: float | None, peak: floa
     stepper.cost = lambda rows: Cost(rows, 0, 0, rows * 10**9, 1, 0, 0, 1)  # type: ignore[method-assign]
     backend = NumpyBackend()
     backend.peak_flops = lambda: square  # type: ignore[method-assign]
-    times = calibrate.ForwardTimes({2: 1.0, 8: 2.0, 64: 0.0}, 0.0)
+    times = {2: 1.0, 8: 2.0, 64: 0.0}
     assert calibrate._peak_flops(SimpleNamespace(backend=backend), stepper, times) == peak
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Control, Ints, Outcome, Source, Speculation
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop

@@ -22,8 +22,8 @@ from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import LinkShape
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.in_process import NoPlans
 from mpissd.engine.decode.serve import serve
@@ -134,7 +134,7 @@ class QueuePlans:
         self.num_followers = followers
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        buffer = self.shape.plan_buffer()
+        buffer = self.shape.message(wire.Kind.PLAN)
         wire.write_plan(buffer, outcome, speculation, stop)
         for follower in self.queues:
             follower.put(buffer.array)
@@ -147,9 +147,9 @@ class QueuePlanSource:
         self._shape, self._plans = shape, plans
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        buffer = self._shape.plan_buffer()
+        buffer = self._shape.message(wire.Kind.PLAN)
         np.copyto(buffer.array, self._plans.get(timeout=60))
-        return wire.read_plan(buffer, round_, self._shape.lookahead)
+        return wire.read_plan(buffer, round_)
 
 
 class Rig:

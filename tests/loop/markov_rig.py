@@ -19,8 +19,8 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Ints, Outcome, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, LinkShape
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
@@ -171,7 +171,7 @@ class SampledPlans:
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         for follower in self.queues:
-            buffer = self._shape.plan_buffer()
+            buffer = self._shape.message(wire.Kind.PLAN)
             wire.write_plan(buffer, outcome, speculation, stop)
             follower.put(buffer.array)
 
@@ -184,10 +184,9 @@ class _PlanSource:
         self._shape, self._plans = shape, plans
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        buffer = self._shape.plan_buffer()
+        buffer = self._shape.message(wire.Kind.PLAN)
         buffer.array[:] = self._plans.get(timeout=60)
-        lookahead, sampled = self._shape.lookahead, self._shape.sampled
-        return wire.read_plan(buffer, round_, lookahead, sampled=sampled)
+        return wire.read_plan(buffer, round_)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
 from mpissd.engine.decode.in_process import NoPlans
 from mpissd.engine.decode.sequences import Sequences

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mpissd.common.config import RunConfig
-from mpissd.engine.comm.version_pieces import Bytes
+from mpissd.engine.comm.learner_messages import Bytes
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.decode.updates import Updates

@@ -195,5 +195,3 @@ def test_a_cache_of_text_has_room_to_warm_up_and_to_verify() -> None:
     assert job_of("ar", **told).capacity == 20 + 1 > 8 + 10 + 1
     assert job_of("sd", **told).longest == 20
     assert job_of("sd", **told).capacity == 8 + 10 * 5 + 5
-    with pytest.raises(ConfigError, match="ledger_ab with workload=text"):
-        job_of("ar", ledger_ab=True, **told)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpissd.engine.comm.link import LinkShape
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator

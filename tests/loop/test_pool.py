@@ -11,7 +11,8 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.rounds import Outcome, Request
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.wire import Kind
 from mpissd.engine.decode.drafting import link_shape
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.decode.serve import serve
@@ -143,7 +144,7 @@ def test_a_message_of_another_group_is_refused() -> None:
     shapes = [link_shape(job, n) for n in range(2)]
     assert [shape.group for shape in shapes] == [0, 1]
     lead, draft = queue_link(shapes[1], WAITER)
-    draft._in._expected = shapes[0].outcome_buffer()._expected
+    draft._outcomes.message = shapes[0].message(Kind.OUTCOME)
     lead.send_outcome(Outcome.admission(-1, [Request(1)]))
     with pytest.raises(ProtocolError, match="group is 1, expected 0"):
         serve((draft, Rig(Scenario()).drafter))

@@ -100,7 +100,8 @@ def pool(groups: int, scenario: Scenario, seed: int) -> tuple[Clock, list[DueEnd
         each = replace(scenario, seed=scenario.seed + number)
         rig = Rig(each)
         policy = DraftPolicy(K, FanOuts(each.fans, each.fans), each.source, K)
-        worker = rig.draft_worker.twin(seat)
+        worker = rig.draft_worker
+        worker.stepper = seat
         ends.append(DueEnd(each, clock, number, dice))
         served.append((ends[-1], Drafter(worker, policy, each.batch, WAITER)))
     serve(*served)

@@ -68,9 +68,9 @@ def test_certain_tokens_have_no_rows(changes: dict[str, Any]) -> None:
 
 def test_rows_that_come_late_change_nothing() -> None:
     def late(lead: LeadEnd, draft: DraftEnd) -> None:
-        assert lead._side is not None
-        carrier, polls = lead._side.carrier, [0]
-        arrived, release = carrier.arrived, carrier.release
+        inbox, polls = lead._proposals, [0]
+        assert inbox is not None
+        arrived, release = inbox.arrived, inbox.release
 
         def arrived_late() -> bool:
             polls[0] += 1
@@ -80,7 +80,7 @@ def test_rows_that_come_late_change_nothing() -> None:
             polls[0] = 0
             release()
 
-        carrier.arrived, carrier.release = arrived_late, released  # type: ignore[method-assign]
+        inbox.arrived, inbox.release = arrived_late, released  # type: ignore[method-assign]
 
     assert decode(PAIR, 40, hook=late).tokens == decode(PAIR, 40).tokens
 
@@ -99,7 +99,7 @@ def tampering(change: Callable[[Send, int, Rows], None]) -> Callable[[LeadEnd, D
 
 MALFORMED: dict[str, tuple[Callable[[Send, int, Rows], None], str]] = {
     "another round": (lambda send, r, rows: send(r + 1, rows), "round is 1, expected 0"),
-    "too few": (lambda send, r, rows: send(r, rows[1:]), "PROPOSALS of 5 rows, expected 6"),
+    "too few": (lambda send, r, rows: send(r, rows[1:]), "rows is 5, expected 6"),
     "out of order": (lambda send, r, rows: send(r, rows[::-1]), "its row says"),
     "not normal": (lambda send, r, rows: send(r, [row * np.nan for row in rows]), "no probability"),
     "all zero": (lambda send, r, rows: send(r, [row * 0 for row in rows]), "its row says 0.0"),

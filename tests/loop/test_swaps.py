@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.engine.comm.version_pieces import Bytes, pieces
+from mpissd.engine.comm.learner_messages import Bytes, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING

@@ -10,7 +10,8 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.wire import Kind
 from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
 from mpissd.engine.decode.target import RoundResult, TargetLoop
@@ -248,7 +249,7 @@ def test_what_a_link_carried_is_counted() -> None:
     loop.admit([Request(0), Request(1)])
     for _ in range(5):
         loop.step()
-    out, into = rig.shape.outcome_buffer(), rig.shape.speculation_buffer()
+    out, into = (rig.shape.message(kind) for kind in (Kind.OUTCOME, Kind.SPECULATION))
     assert lead.num_messages == 10
     assert lead.num_bytes == 5 * (out.array.nbytes + into.array.nbytes)
     loop.stop()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mpissd.common.rounds import Batch, Ints, Outcome, Request
-from mpissd.engine.comm import logit_stream
-from mpissd.engine.comm.logit_stream import Lesson
+from mpissd.engine.comm import learner_messages
+from mpissd.engine.comm.learner_messages import Lesson
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.decode.teaching import Teaching
 from tests.loop.harness import Scenario
@@ -67,7 +67,7 @@ class Recorded:
         return self._has_room(self.asked)
 
     def send(self, numbers: Ints) -> None:
-        self.lessons.append(logit_stream.read(numbers))
+        self.lessons.append(learner_messages.read_lessons(numbers))
 
 
 class Read:

@@ -41,9 +41,6 @@ class CountingTarget(TargetWorker):
     def __init__(self, stepper: Forwards) -> None:
         self.stepper = stepper
 
-    def twin(self, stepper: Forwards) -> CountingTarget:
-        return CountingTarget(stepper)
-
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         return None
 
@@ -61,9 +58,6 @@ class CountingDraft(DraftWorker):
 
     def __init__(self, stepper: Forwards, lookahead: int) -> None:
         self.stepper, self.lookahead = stepper, lookahead
-
-    def twin(self, stepper: Forwards) -> CountingDraft:
-        return CountingDraft(stepper, self.lookahead)
 
     def begin_round(self, batch: Batch, admissions: Admissions) -> None:
         return None

@@ -12,7 +12,7 @@ import numpy as np
 from mpissd.common.rounds import Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
@@ -26,13 +26,6 @@ from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
 _CAPACITY, _LANES = 32, 32
-
-
-class Twin:
-    """Stands for the worker over paused forwards, which no test here makes."""
-
-    def __init__(self, lookahead: int) -> None:
-        self.lookahead = lookahead
 
 
 @lru_cache(maxsize=8)
@@ -146,10 +139,10 @@ def text_workers(case: Case) -> tuple[Watching, Judging]:
     for stepper in (target, draft):
         stepper.release(range(pair.batch))
     drafter = WatchedText(
-        draft, pair.seed, pair.fans, Twin(pair.K),  # type: ignore[arg-type]
+        draft, pair.seed, pair.fans, pair.K,
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
-    judge = JudgedText(target, pair.seed, Twin(pair.K), samples=True, draft_ids=pair.ids)  # type: ignore[arg-type]
+    judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
     judge.wrong_top_p = pair.wrong_top_p
     drafter.placement, judge.placement = Placement(pair.batch), Placement(pair.batch)
     return drafter, judge

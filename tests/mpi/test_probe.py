@@ -186,12 +186,12 @@ def test_a_run_takes_the_kernel_of_its_largest_forward(
     assert row["t_target_s"] == seconds and row["t_draft_s"] >= lookahead * seconds
 
 
-def test_host_costs_are_those_of_a_run_s_own_calibration(numpy: Any) -> None:
+def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
     _, data = numpy()
     ways = [(e["mode"], e["num_drafts"], e["batch_size"]) for e in data["host"]]
     assert ways == [(mode, 1, b) for mode in ("sd", "ssd") for b in (1, 8)]
     for entry in data["host"]:
-        assert entry["tp"] == 2 and entry["from"].startswith("measured: the loops")
+        assert entry["tp"] == 2 and entry["from"].startswith("measured: ledgers")
         costs = HostCosts.from_dict(entry["seconds"])
         assert costs.lead_sample > 0 and costs.step >= 0
         assert entry["job_forwards"]["verify"][str(5 * entry["batch_size"])] > 0
@@ -235,24 +235,24 @@ def _break(what: str) -> None:
     """Makes this process wrong in one way; every rank is."""
     from mpissd.engine.backend.numpy_backend import NumpyBackend
     from mpissd.engine.comm.mpi_group import MpiGroup
-    from mpissd.engine.comm.wire import Buffer
+    from mpissd.engine.comm.wire import Header, Message
 
-    add, read = MpiGroup.all_reduce, Buffer.read_header
+    add, read = MpiGroup.all_reduce, Message.header
 
     def add_more(group: MpiGroup, array: Any) -> None:
         add(group, array)
         array[-1, -1] += 1
 
-    def read_wrong(buffer: Buffer, round_: int | None = None) -> tuple[int, int, int]:
-        buffer.body[-1] ^= 1
-        return read(buffer, round_)
+    def read_wrong(message: Message) -> Header:
+        message.array[-1] ^= 1
+        return read(message)
 
     if what == "sum":
         MpiGroup.all_reduce = add_more  # type: ignore[method-assign]
     elif what == "product":
         NumpyBackend.matmul = lambda *operands: None  # type: ignore[method-assign]
     elif what == "message":
-        Buffer.read_header = read_wrong  # type: ignore[method-assign]
+        Message.header = read_wrong  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,31 +1,21 @@
-"""What the tests start under mpirun. The first three print a JSON line.
+"""What the tests start under mpirun. The first prints a JSON line.
 
 clocks               three comparisons of all ranks' clocks
-naps                 how late naps of 150 µs end, by ping; then where ranks spin
-ledger --mode=… …    the A/B of the ledger, flags as of a run
 deaf --mode=… …      a run whose last rank hears outcomes of its own
-slow --mode=… …      a run whose device claims that forwards took twice their time
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 
 from mpi4py import MPI
 
 from mpissd import __main__
-from mpissd.common import rounds, wait
-from mpissd.common.config import parse_flags
-from mpissd.common.wait import Waiter, sharpen_sleep
-from mpissd.engine.backend.emulated_backend import ModelledProgram
+from mpissd.common import rounds
+from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import open_topology
-from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import open_session
-from mpissd.lab.measure.ab import ledger_pass
-from mpissd.lab.measure.clock import compare_clocks
-from mpissd.lab.measure.naps import measure_nap
+from mpissd.lab.measure.tracing import compare_clocks
 
 
 def clocks() -> None:
@@ -33,26 +23,7 @@ def clocks() -> None:
     waiter = topology.waiter(30.0)
     every = [compare_clocks(MPI.COMM_WORLD, waiter) for _ in range(3)]
     if topology.is_lead:
-        print(json.dumps([[asdict(reading) for reading in found or ()] for found in every]))
-
-
-def naps() -> None:
-    topology, found = open_topology(1), []
-    wait._NAP_S = wait._LONG_NAP_S = 150e-6
-    for waiter in (Waiter(30.0, spin=False), Waiter(30.0, spin=True)):
-        found.append(measure_nap(topology, waiter, 1e-3, 13e-3))
-    if topology.is_lead:
-        print(json.dumps(found))
-
-
-def ledger(flags: list[str]) -> None:
-    session = open_session(parse_flags(dict(flag[2:].split("=", 1) for flag in flags)))
-    rank = Rank(session)
-    found = ledger_pass(rank, quads=8, per_block=25)
-    rank.close()
-    session.resources.close()
-    if found is not None:
-        print(json.dumps({**asdict(found), "text": str(found)}))
+        print(json.dumps(every))
 
 
 def deaf(flags: list[str]) -> int:
@@ -61,17 +32,9 @@ def deaf(flags: list[str]) -> int:
     return __main__.main(["run", *flags])
 
 
-def slow(flags: list[str]) -> int:
-    last = ModelledProgram.elapsed_s
-    ModelledProgram.elapsed_s = lambda self: 2 * last(self)  # type: ignore[method-assign]
-    return __main__.main(["run", *flags])
-
-
 if __name__ == "__main__":
     sharpen_sleep()
-    if sys.argv[1] in ("clocks", "naps"):
-        {"clocks": clocks, "naps": naps}[sys.argv[1]]()
-    elif sys.argv[1] == "ledger":
-        ledger(sys.argv[2:])
+    if sys.argv[1] == "clocks":
+        clocks()
     else:
-        sys.exit({"deaf": deaf, "slow": slow}[sys.argv[1]](sys.argv[2:]))
+        sys.exit(deaf(sys.argv[2:]))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ProtocolError
-from mpissd.engine.comm import logit_stream
-from mpissd.engine.comm.logit_stream import Lesson
+from mpissd.engine.comm import learner_messages
+from mpissd.engine.comm.learner_messages import Lesson
 from mpissd.online import frames
 from mpissd.online.examples import HELD, Collector, Example, Memory, compressed
 
@@ -26,7 +26,7 @@ def lesson(
 def sent(*told: Lesson) -> list[Lesson]:
     """The lessons as they arrive; the logits of position n are largest at token n."""
     logits = [np.eye(V, dtype=np.float32)[at] * 9 for one in told for at in one.at.tolist()]
-    return logit_stream.read(logit_stream.write(told, logits))
+    return learner_messages.read_lessons(learner_messages.write_lessons(told, logits))
 
 
 def example(size: int, rows: int = 2) -> Example:
@@ -64,9 +64,9 @@ def test_lessons_survive_their_message_bit_for_bit() -> None:
 
 
 def test_a_cut_message_is_refused() -> None:
-    message = logit_stream.write([lesson(3, 0, [4, 5], [1])], [np.zeros(V, np.float32)])
+    message = learner_messages.write_lessons([lesson(3, 0, [4, 5], [1])], [np.zeros(V, np.float32)])
     with pytest.raises(ProtocolError, match="lessons of"):
-        logit_stream.read(message[:-1])
+        learner_messages.read_lessons(message[:-1])
 
 
 def test_a_sequence_is_joined_of_its_rounds_and_given_when_it_leaves() -> None:

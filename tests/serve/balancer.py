@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from mpissd.serve import folder as entries
+from mpissd.serve import replicas as entries
 from tests.mpi.harness import Started
 from tests.needs import missing, needs
 from tests.serve.rig import until

@@ -16,9 +16,10 @@ from tests.serve.test_front import pair, started
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
-from mpissd.serve.lead import Lead, Problem  # noqa: E402
+from mpissd.serve.lead import Lead  # noqa: E402
 from mpissd.serve.protocol import Ready  # noqa: E402
-from mpissd.serve.server import Drain  # noqa: E402
+from mpissd.serve.request import Problem  # noqa: E402
+from mpissd.serve.server import Server, settings  # noqa: E402
 
 __all__ = ["pair"]  # a fixture
 
@@ -42,7 +43,7 @@ def test_it_finishes_what_it_has(pair: TinyPair, tmp_path: Path) -> None:
     assert re.fullmatch(r"mpissd: serve: drained in \d+\.\d s; requests cut off: none", ended)
 
 
-@pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [None, signal.SIGTERM])
 def test_it_waits_no_longer_than_it_was_told(
     pair: TinyPair, tmp_path: Path, second: signal.Signals | None
 ) -> None:
@@ -70,13 +71,6 @@ def metrics(port: int) -> str:
     return text
 
 
-def lead(*, is_there: bool = True) -> Lead:
-    found = Lead(8)
-    if is_there:
-        found.ready = Ready("tiny", 400, [1], 4, "ssd")
-    return found
-
-
 def refuses(lead: Lead) -> bool:
     try:
         lead.check_room()
@@ -85,21 +79,22 @@ def refuses(lead: Lead) -> bool:
     return False
 
 
-def test_behind_a_balancer_it_first_turns_it_away() -> None:
-    now = [100.0]
-    found = lead()
-    drain = Drain(found, longest_s=30, notice_s=5, clock=lambda: now[0])
-    assert not drain.is_over(0)
-    found.check_ready()
-    assert drain.begin() and not drain.begin()
-    assert not drain.is_over(0)
+def test_behind_a_balancer_it_first_turns_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lead = [100.0], Lead(8)
+    lead.ready = Ready("tiny", 400, [1], 4, "ssd")
+    server = Server(settings(None), lead, longest_s=30, notice_s=5)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert not server.is_drained(0)
+    lead.check_ready()
+    server.handle_exit(signal.SIGTERM, None)
+    assert not server.is_drained(0)
     with pytest.raises(Problem):
-        found.check_ready()
-    assert not refuses(found)
+        lead.check_ready()
+    assert not refuses(lead)
     now[0] += 4.9
-    assert not drain.is_over(0) and not refuses(found)
+    assert not server.is_drained(0) and not refuses(lead)
     now[0] += 0.2
-    assert not drain.is_over(1) and refuses(found)
-    assert drain.is_over(0)
+    assert not server.is_drained(1) and refuses(lead)
+    assert server.is_drained(0)
     now[0] += 25
-    assert drain.is_over(1)
+    assert server.is_drained(1)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.common.flags import parse_into
 from mpissd.serve import front
 from mpissd.serve.config import ServeConfig
@@ -110,21 +111,22 @@ def _ended(
         process.stdout.close()
 
 
-def command(pair: TinyPair, *flags: str) -> Sequence[str]:
+def command(pair: TinyPair, *flags: str) -> list[str]:
     models = [f"--target={pair.target}", f"--draft={pair.draft}"]
     return [sys.executable, "-m", "mpissd", "serve", *models, "--port=0", *flags]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path, sent: int) -> None:
-    with started(pair, tmp_path, FAKE_PACE_S="0.3") as serving:
+def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path) -> None:
+    with started(pair, tmp_path, FAKE_PACE_S="0.3", MPISSD_API_KEY="unseen") as serving:
         assert serving.line.endswith("serves tiny with draft (ssd); Ctrl-C ends it\n")
-        assert serving.ask()[1]["choices"][0]["text"] == "hello there"
+        assert serving.ask()[0] == 401
+        assert serving.ask(key="unseen")[1]["choices"][0]["text"] == "hello there"
         assert serving.ask("/ready")[1]["ready"]
         ranks = serving.ranks
-        with serving.asked() as unfinished:
+        assert b"unseen" not in Path(f"/proc/{ranks}/environ").read_bytes()
+        with serving.asked(key="unseen") as unfinished:
             time.sleep(0.1)
-            serving.process.send_signal(sent)
+            serving.process.send_signal(signal.SIGINT)
             assert serving.process.wait(15) == 0
             assert answered(unfinished)[0] == 503
         until(lambda: not Path(f"/proc/{ranks}").exists())
@@ -133,70 +135,51 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path, sent:
     assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_at_once_while_the_models_are_loaded(
-    pair: TinyPair, tmp_path: Path, sent: int
-) -> None:
+def test_it_ends_at_once_while_the_models_are_loaded(pair: TinyPair, tmp_path: Path) -> None:
     with launched(pair, tmp_path, FAKE_LOAD_S="30") as process:
         until((tmp_path / "pid").exists)
-        process.send_signal(sent)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(15) == 0  # before the model is loaded
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_requests_that_are_sampled_by_default_can_lose_the_draft(
+def test_a_key_stays_out_of_the_command_line_of_ranks_that_can_lose_the_draft(
     pair: TinyPair, tmp_path: Path
 ) -> None:
-    """The ranks decode greedily unless a request says otherwise, and so accept the flag."""
-    with started(pair, tmp_path, "--temperature=.7", MPISSD_ONE_HOST="1") as serving:
+    """The ranks decode greedily unless a request asks for more, and so accept the flag."""
+    flags = ("--temperature=.7", "--api_key=sesame")
+    with started(pair, tmp_path, *flags, MPISSD_ONE_HOST="1") as serving:
+        assert serving.ask()[0] == 401 and serving.ask(key="sesame")[0] == 200
         line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode().split("\0")
-    assert "--on_draft_loss=ar" in line and not any("temperature" in word for word in line)
+    assert "--enable-recovery" in line and "--on_draft_loss=ar" in line
+    assert not any("temperature" in word or "sesame" in word for word in line)
     flags = dict(word[2:].split("=", 1) for word in line if word.startswith("--") and "=" in word)
     assert parse_into(ServeConfig, ServeConfig.completed(flags)).decoding.on_draft_loss == "ar"
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--saguaro_c=.5", "--temperature=.7"], "unknown flag '--saguaro_c'"),
-        (["--on_draft_loss=ar", "--temperature=.7"], "on_draft_loss=ar with temperature=0.7"),
-    ],
-)
-def test_refused_before_a_rank_begins(
-    flags: list[str], told: str, pair: TinyPair, tmp_path: Path
-) -> None:
-    with launched(pair, tmp_path, *flags) as process:
-        assert process.wait(30) == 2
-    said = (tmp_path / "log").read_text()
-    assert told in said and len(said.splitlines()) == 1 and not (tmp_path / "pid").exists()
-
-
-def test_a_key_stays_out_of_the_ranks_command_line(pair: TinyPair, tmp_path: Path) -> None:
-    with started(pair, tmp_path, "--api_key=sesame", MPISSD_ONE_HOST="1") as serving:
-        assert serving.ask()[0] == 401 and serving.ask(key="sesame")[0] == 200
-        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode()
-        assert "sesame" not in line
-        assert "--enable-recovery" in line and "--on_draft_loss=ar" in line
-    with started(pair, tmp_path, MPISSD_API_KEY="unseen") as serving:
-        assert serving.ask()[0] == 401 and serving.ask(key="unseen")[0] == 200
-        assert b"unseen" not in Path(f"/proc/{serving.ranks}/environ").read_bytes()
-
-
 def test_the_ranks_are_killed(pair: TinyPair, tmp_path: Path) -> None:
-    """Who waits gets 503, and the server ends by itself."""
-    with started(pair, tmp_path) as serving, serving.asked() as waiting, serving.asked() as other:
-        time.sleep(0.1)
+    """Waiting requests get 503, the replica leaves its folder, and the server ends by itself."""
+    folder = tmp_path / "replicas"
+    with (
+        started(pair, tmp_path, f"--register={folder}") as serving,
+        serving.asked() as waiting,
+        serving.asked() as other,
+    ):
+        until(lambda: os.listdir(folder))
         os.kill(serving.ranks, signal.SIGKILL)
         assert answered(waiting)[0] == answered(other)[0] == 503
         assert serving.ask("/health")[0] == 503
         assert serving.process.wait(30) == 5
-    assert "the ranks have ended" in (tmp_path / "log").read_text()
+    assert os.listdir(folder) == []
+    assert "the ranks have ended (exit code 5)" in (tmp_path / "log").read_text()
 
 
 def test_ranks_that_never_begin_end_it_with_their_code(pair: TinyPair, tmp_path: Path) -> None:
-    with started(pair, tmp_path, FAKE_WAY="die") as serving:
+    folder = tmp_path / "replicas"
+    with started(pair, tmp_path, f"--register={folder}", FAKE_WAY="die") as serving:
         assert serving.line == "" and serving.process.wait(15) == 4
     assert "the weights are damaged" in (tmp_path / "log").read_text()
+    assert os.listdir(folder) == []
 
 
 def test_the_front_is_killed_and_the_ranks_end(pair: TinyPair, tmp_path: Path) -> None:
@@ -226,24 +209,24 @@ def test_a_launcher_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPat
     [
         (["--host=0.0.0.0"], "host=0.0.0.0 without api_key"),
         (["--host=no.such.host.invalid", "--api_key=k"], "host=no.such.host.invalid"),
-        (["--port=70000"], "port=70000"),
         (["--port=TAKEN"], "in use"),
         (["--prompt=x"], "--prompt"),
-        (["--max_queue=-1"], "max_queue=-1"),
+        (["--on_draft_loss=ar", "--temperature=.7"], "on_draft_loss=ar with temperature=0.7"),
     ],
 )
-def test_what_cannot_be_is_one_line(pair: TinyPair, flags: list[str], says: str) -> None:
+def test_what_cannot_be_is_one_line(
+    pair: TinyPair,
+    flags: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MPIRUN", FAKE)
+    monkeypatch.delenv("MPISSD_API_KEY", raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         flags = [flag.replace("TAKEN", str(taken.getsockname()[1])) for flag in flags]
-        done = subprocess.run(
-            command(pair, *flags),
-            cwd=ROOT,
-            env={**os.environ, "MPIRUN": FAKE},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 2 and says in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
+        assert main(command(pair, *flags)[3:]) == 2
+    out, err = capfd.readouterr()
+    assert says in err and err.count("\n") == 1 and out == ""

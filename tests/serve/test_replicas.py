@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.serve import folder as entries
 from mpissd.serve import replicas
-from mpissd.serve.folder import Entry, Living, Member
+from mpissd.serve.replicas import Entry, Living, Member
 from tests.needs import missing, needs, needs_linux
 from tests.serve.rig import answered, until
 from tests.serve.test_front import pair, started
@@ -32,14 +31,14 @@ BIND = "127.0.0.1:8000"
 
 def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
     for each in (TWO, ONE, replace(ONE, beat=2)):
-        entries.write(tmp_path, each)
-    assert entries.read(tmp_path) == [replace(ONE, beat=2), TWO]
+        replicas.write(tmp_path, each)
+    assert replicas.read(tmp_path) == [replace(ONE, beat=2), TWO]
     assert sorted(os.listdir(tmp_path)) == ["r-one.json", "r-two.json"]
-    entries.remove(tmp_path, "r-one")
-    entries.remove(tmp_path, "r-one")  # again is no fault
-    assert entries.read(tmp_path) == [TWO]
+    replicas.remove(tmp_path, "r-one")
+    replicas.remove(tmp_path, "r-one")  # again is no fault
+    assert replicas.read(tmp_path) == [TWO]
     with pytest.raises(FileNotFoundError):
-        entries.read(tmp_path / "none")
+        replicas.read(tmp_path / "none")
     assert (ONE.address, TWO.address) == ("node1:8001", "[::1]:8002")
 
 
@@ -65,12 +64,12 @@ def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_entry_is_passed_over(tmp_path: Path, change: dict[str, object]) -> None:
     """Among them all that would be more than a word of HAProxy's configuration."""
-    entries.write(tmp_path, ONE)
-    entries.write(tmp_path, TWO)
+    replicas.write(tmp_path, ONE)
+    replicas.write(tmp_path, TWO)
     path = tmp_path / "r-one.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     (tmp_path / "notes.json").write_text("{")
-    assert entries.read(tmp_path) == [TWO]
+    assert replicas.read(tmp_path) == [TWO]
 
 
 OTHERS = "", "[]", "5", "null", '"r-one"', '["id"]', "[" * 100_000, "\xff"
@@ -79,10 +78,10 @@ OTHERS = "", "[]", "5", "null", '"r-one"', '["id"]', "[" * 100_000, "\xff"
 @pytest.mark.parametrize("text", OTHERS)
 def test_a_file_of_anything_else_is_passed_over(tmp_path: Path, text: str) -> None:
     """One such file would else end the beat of every replica, which then expires."""
-    entries.write(tmp_path, TWO)
+    replicas.write(tmp_path, TWO)
     (tmp_path / "r-one.json").write_bytes(text.encode("latin-1"))
     (tmp_path / "folder.json").mkdir()
-    assert entries.read(tmp_path) == [TWO] == Living(tmp_path).look()
+    assert replicas.read(tmp_path) == [TWO] == Living(tmp_path).look()
 
 
 def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
@@ -90,9 +89,9 @@ def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
     now = [1e6]
     living = Living(tmp_path, expire_s=60, clock=lambda: now[0])
     for beat in range(20):
-        entries.write(tmp_path, replace(ONE, beat=beat))
+        replicas.write(tmp_path, replace(ONE, beat=beat))
         if beat < 3:
-            entries.write(tmp_path, replace(TWO, beat=beat))
+            replicas.write(tmp_path, replace(TWO, beat=beat))
         for path in tmp_path.glob("*.json"):
             day = 86400 * (-1 if beat % 2 else 1)
             os.utime(path, (path.stat().st_mtime + day,) * 2)
@@ -100,28 +99,29 @@ def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
         assert alive == (["r-one", "r-two"] if beat <= 8 else ["r-one"]), beat  # 2 + 60 s / 10 s
         now[0] += 10
     assert not (tmp_path / "r-two.json").exists()
-    entries.write(tmp_path, replace(TWO, beat=3))  # it was only slow
+    replicas.write(tmp_path, replace(TWO, beat=3))  # it was only slow
     assert [each.id for each in living.look()] == ["r-one", "r-two"]
 
 
 def test_a_member_beats_until_it_leaves_and_removes_the_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entries, "Living", lambda folder: Living(folder, 0.3))
+    monkeypatch.setattr(replicas, "Living", lambda folder: Living(folder, 0.3))
     folder = tmp_path / "not" / "yet"
     written: list[Entry] = []
-    write = entries.write
-    monkeypatch.setattr(entries, "write", lambda *words: written.append(words[1]) or write(*words))
-    with Member(str(folder), replace(ONE, beat_s=0.05)) as found:
-        assert folder.stat().st_mode & 0o077 == 0 and entries.read(folder) == []
-        entries.write(folder, TWO)
+    write = replicas.write
+    monkeypatch.setattr(replicas, "write", lambda *words: written.append(words[1]) or write(*words))
+    with Member(str(folder), "node1", 8001, 600.0, {}) as found:
+        found.entry = replace(found.entry, beat_s=0.05)
+        assert folder.stat().st_mode & 0o077 == 0 and replicas.read(folder) == []
+        replicas.write(folder, TWO)
         assert written == [TWO]  # not for an instant is it there before it takes requests
         found.join()
-        until(lambda: [each.beat > 3 for each in entries.read(folder)] == [True])
-        (folder / "r-one.json").unlink()
-        until(lambda: entries.read(folder))  # a live one comes back
+        until(lambda: [each.beat > 3 for each in replicas.read(folder)] == [True])
+        (folder / f"{found.id}.json").unlink()
+        until(lambda: replicas.read(folder))  # a live one comes back
         found.leave()
-        until(lambda: not entries.read(folder))
+        until(lambda: not replicas.read(folder))
         found.join()  # too late
     assert os.listdir(folder) == []
 
@@ -131,15 +131,15 @@ def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
 ) -> None:
     folder = tmp_path / "replicas"
     with started(pair, tmp_path, f"--register={folder}", FAKE_PACE_S="0.3") as serving:
-        until(lambda: entries.read(folder))
-        (found,) = entries.read(folder)
+        until(lambda: replicas.read(folder))
+        (found,) = replicas.read(folder)
         assert (found.host, found.port) == ("127.0.0.1", serving.port)
         assert found.about["mode"] == "ssd" and found.about["model"] == "target"
         assert replicas.ask(found) == "ready"
         assert replicas.ask(replace(found, id="r-other")) == "another server"
         with serving.asked() as unfinished:
             serving.process.send_signal(signal.SIGTERM)
-            until(lambda: not entries.read(folder))
+            until(lambda: not replicas.read(folder))
             assert serving.ask("/ready")[0] == 503
             assert replicas.ask(found) == "the server finishes what it has, and ends"
             assert answered(unfinished)[0] == 200
@@ -147,23 +147,6 @@ def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
         assert serving.process.wait(30) == 0
     assert replicas.ask(found) == "no answer"
     assert f"--register={folder}" not in (tmp_path / "log").read_text()  # the ranks do not
-
-
-@pytest.mark.parametrize("way", ["ranks", "interrupt", "load"])
-def test_it_leaves_however_it_ends(pair: TinyPair, tmp_path: Path, way: str) -> None:
-    folder = tmp_path / "replicas"
-    env = {"FAKE_WAY": "die"} if way == "load" else {}
-    with started(pair, tmp_path, f"--register={folder}", **env) as serving:
-        if way == "load":
-            assert serving.process.wait(30) == 4
-        else:
-            until(lambda: entries.read(folder))
-            if way == "ranks":
-                os.kill(serving.ranks, signal.SIGKILL)
-            else:
-                serving.process.send_signal(signal.SIGINT)
-            assert serving.process.wait(30) == (5 if way == "ranks" else 0)
-    assert os.listdir(folder) == []
 
 
 @needs_haproxy
@@ -218,7 +201,7 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
     program.chmod(0o755)
     with told.open("w") as out:
         master = subprocess.Popen([program], stdout=out)
-    words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch --expire_s=2"
+    words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch --expire_s=1"
     watch = subprocess.Popen(
         [sys.executable, "-m", "mpissd", "replicas", *words.split()],
         stdout=subprocess.PIPE,
@@ -235,13 +218,13 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
     beats = iter(range(10**6))
 
     def beat() -> None:
-        entries.write(folder, replace(TWO, beat=next(beats)))
+        replicas.write(folder, replace(TWO, beat=next(beats)))
 
     try:
         until(lambda: "up" in told.read_text())
         until(holds())
         folder.mkdir()
-        entries.write(folder, ONE)
+        replicas.write(folder, ONE)
         until(holds("r-one"))
         until(holds())  # it has no beat
         until(lambda: beat() or holds("r-two")())
@@ -250,7 +233,7 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
         until(lambda: beat() or "reload" in told.read_text())
         beat()
         folder.rename(tmp_path / "away")  # as where a file system is not mounted
-        time.sleep(3)
+        time.sleep(1.2)
         assert holds("r-two")()
         watch.send_signal(signal.SIGTERM)
         said, _ = watch.communicate(timeout=20)

@@ -14,9 +14,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from mpissd.serve import folder as entries
-from mpissd.serve.folder import Entry
-from mpissd.serve.replicas import ask
+from mpissd.serve import replicas as entries
+from mpissd.serve.replicas import Entry, ask
 from tests.mpi.harness import needs_mpi
 from tests.needs import module
 from tests.slurm.jobs import ROOT, WAIT_S

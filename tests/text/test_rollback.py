@@ -32,12 +32,6 @@ ROUNDS = 10_000
 Worker = TextTargetWorker | TextDraftWorker
 
 
-class Twin:
-    """Stands for the worker over paused forwards, which no test here makes."""
-
-    lookahead = K
-
-
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
@@ -167,9 +161,9 @@ def test_any_outcomes_leave_the_cache_that_a_fresh_one_would_be(where: Path, par
     rows = [1, 2, 4, 8, SLOTS * (K + 1), 24]
     worker: Worker
     if part == "target":
-        worker = TextTargetWorker(stepper_of(where, rows), 0, Twin())  # type: ignore[arg-type]
+        worker = TextTargetWorker(stepper_of(where, rows), 0)
     else:
-        worker = TextDraftWorker(stepper_of(where, rows), 0, FanOuts(), Twin())  # type: ignore[arg-type]
+        worker = TextDraftWorker(stepper_of(where, rows), 0, FanOuts(), K)
     worker.placement = Placement(SLOTS)
     scratch, walk = stepper_of(where, [16], slots=1), Walk(seed=len(part))
     compared, most = 0, 0

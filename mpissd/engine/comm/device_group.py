@@ -27,8 +27,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -39,76 +38,74 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.device_oneshot import MAX_RANKS, OneshotGroup
 from mpissd.engine.comm.group import ALL_REDUCES, Device, Group, IpcDevice
 
-_SEAT_BYTES = 256  # of a seat as text
-_UNIQUE_ID_BYTES = 128
 _CLOSE_S = 1.0  # longest wait of a close for enqueued work
 
 
-@dataclass(frozen=True)
-class Seat:
+class GpuPlace(NamedTuple):
     """A rank's host and GPU, and whether its CuPy has NCCL."""
 
     host: str
     bus_id: str
     nccl: bool
 
-    @classmethod
-    def parse(cls, line: str) -> Seat:
-        host, bus_id, nccl = line.split("\t")
-        return cls(host, bus_id, nccl == "1")
 
-    def __str__(self) -> str:
-        return f"{self.host}\t{self.bus_id}\t{int(self.nccl)}"
+def gather_places(device: Device, comm: MPI.Comm) -> list[GpuPlace]:
+    """Returns every rank's place, in rank order. Collective."""
+    info = device.info
+    nccl = info.kind == "gpu" and _has_nccl()
+    return comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", nccl))
 
 
-def shared_gpu(seats: Sequence[Seat]) -> str | None:
+def shared_gpu(places: Sequence[GpuPlace]) -> str | None:
     """Returns a line that names two ranks on one GPU; None where every rank has its own."""
     first: dict[tuple[str, str], int] = {}
-    for rank, seat in enumerate(seats):
-        other = first.setdefault((seat.host, seat.bus_id), rank)
+    for rank, place in enumerate(places):
+        other = first.setdefault((place.host, place.bus_id), rank)
         if other != rank:
-            return f"ranks {other} and {rank} share GPU {seat.bus_id} of {seat.host}"
+            return f"ranks {other} and {rank} share GPU {place.bus_id} of {place.host}"
     return None
 
 
-def why_not_oneshot(seats: Sequence[Seat]) -> str | None:
-    """Returns why these ranks cannot map each other's memory, or None if the seats show none."""
-    hosts = {seat.host for seat in seats}
-    if len(hosts) > 1:
-        return f"ranks on {len(hosts)} hosts"
-    if len(seats) > MAX_RANKS:
-        return f"{len(seats)} ranks, at most {MAX_RANKS}"
-    return shared_gpu(seats)
-
-
-def choose(choice: str, seats: Sequence[Seat], *, cuda_aware: bool, oneshot: bool = True) -> str:
+def choose(
+    choice: str, places: Sequence[GpuPlace], *, cuda_aware: bool, oneshot: bool = True
+) -> str:
     """Returns oneshot, nccl, staged or device, the same on every rank.
 
-    choice: the value of --all_reduce. seats: the hosts and devices of all ranks. oneshot: whether
-    `auto` may choose oneshot. Raises ConfigError for an unknown choice, and for one that these
-    ranks or this MPI cannot do.
+    choice: the value of --all_reduce. oneshot: whether `auto` may choose oneshot. Raises
+    ConfigError for an unknown choice, and for one that these ranks or this MPI cannot do.
     """
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
-    shared, apart = shared_gpu(seats), why_not_oneshot(seats)
-    without = [rank for rank, seat in enumerate(seats) if not seat.nccl]
+    reasons = {
+        "oneshot": _why_not_oneshot(places),
+        "nccl": shared_gpu(places) or _lacks_nccl(places),
+        "staged": None,
+        "device": None if cuda_aware else "device pointers for MPI, only with --cuda_aware_mpi",
+    }
     if choice == "auto":
-        if oneshot and not apart:
-            return "oneshot"
-        return "staged" if shared or without else "nccl"
-    if choice == "oneshot" and apart:
-        raise ConfigError(f"all-reduce 'oneshot': {apart}; allowed: nccl, staged, auto")
-    if choice == "nccl" and shared:
-        raise ConfigError(f"all-reduce 'nccl': {shared}; allowed: staged, auto, one rank a GPU")
-    if choice == "nccl" and without:
-        raise ConfigError(f"all-reduce 'nccl': CuPy has no NCCL on rank {without[0]}; "
-                          "allowed: staged, auto")  # fmt: skip
-    if choice in ("mpi", "device"):
-        if not cuda_aware:
-            raise ConfigError(f"all-reduce {choice!r} hands device pointers to MPI: only with "
-                              "--cuda_aware_mpi; allowed: nccl, staged, auto")  # fmt: skip
-        return "device"
-    return choice
+        best = ("oneshot", "nccl", "staged")[not oneshot :]
+        return next(name for name in best if not reasons[name])
+    name = "device" if choice == "mpi" else choice
+    if reasons[name]:
+        allowed = [other for other, reason in reasons.items() if not reason]
+        raise ConfigError(
+            f"all-reduce {choice!r}: {reasons[name]}; allowed: {', '.join([*allowed, 'auto'])}"
+        )
+    return name
+
+
+def _why_not_oneshot(places: Sequence[GpuPlace]) -> str | None:
+    hosts = {place.host for place in places}
+    if len(hosts) > 1:
+        return f"ranks on {len(hosts)} hosts"
+    if len(places) > MAX_RANKS:
+        return f"{len(places)} ranks, at most {MAX_RANKS}"
+    return shared_gpu(places)
+
+
+def _lacks_nccl(places: Sequence[GpuPlace]) -> str | None:
+    lacks = (f"CuPy has no NCCL on rank {n}" for n, place in enumerate(places) if not place.nccl)
+    return next(lacks, None)
 
 
 def open_device_group(
@@ -116,16 +113,15 @@ def open_device_group(
 ) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
     device = cast(Device, backend)
-    seats = gather_seats(device, comm, waiter)
-    is_gpu = device.info.kind == "gpu"
-    name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=is_gpu)
+    places = gather_places(device, comm)
+    name = choose(choice, places, cuda_aware=cuda_aware, oneshot=device.info.kind == "gpu")
     if name == "oneshot":
         try:
             return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
         except ConfigError:  # every rank raises it
             if choice == "oneshot":
                 raise
-            name = choose(choice, seats, cuda_aware=cuda_aware, oneshot=False)
+            name = choose(choice, places, cuda_aware=cuda_aware, oneshot=False)
     if name == "nccl":
         return NcclGroup(device, comm, waiter)
     if name == "staged":
@@ -133,34 +129,12 @@ def open_device_group(
     return open_device_mpi(device, comm, waiter)
 
 
-def gather_seats(device: Device, comm: MPI.Comm, waiter: Waiter) -> list[Seat]:
-    """Returns every rank's seat, in rank order. Collective."""
-    info = device.info
-    can_nccl = info.kind == "gpu" and has_nccl()
-    seat = Seat(MPI.Get_processor_name()[:128], info.bus_id or "?", can_nccl)
-    mine = np.frombuffer(str(seat).encode().ljust(_SEAT_BYTES), np.uint8)
-    lines = np.empty((comm.size, _SEAT_BYTES), np.uint8)
-    waiter.until(comm.Iallgather(mine, lines).Test, "the target ranks' devices")
-    return [Seat.parse(bytes(line).decode().rstrip()) for line in lines]
-
-
-def has_nccl() -> bool:
-    """Returns whether CuPy finds an NCCL library."""
+def _has_nccl() -> bool:
     try:
         from cupy.cuda import nccl
     except ImportError:
         return False
     return bool(nccl.available)
-
-
-def unique_id(identity: Any, cupy_version: str) -> Any:
-    """Returns NCCL's id as NcclCommunicator takes it: bytes since CuPy 14, else signed chars.
-
-    identity: uint8 [128].
-    """
-    if int(cupy_version.split(".")[0]) >= 14:
-        return identity.tobytes()
-    return tuple(int(char) for char in identity.view(np.int8))
 
 
 class NcclGroup(Group):
@@ -169,19 +143,14 @@ class NcclGroup(Group):
     name = "nccl"
 
     def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
-        import cupy
         from cupy.cuda import nccl
 
         super().__init__(comm.size, comm.rank)
         self._device, self._stream = device, device.stream.ptr
         self._half, self._word, self._sum = nccl.NCCL_FLOAT16, nccl.NCCL_INT32, nccl.NCCL_SUM
         self._error = nccl.NcclError
-        identity = np.zeros(_UNIQUE_ID_BYTES, np.uint8)
-        if comm.rank == 0:
-            identity[:] = [char & 0xFF for char in nccl.get_unique_id()]
-        waiter.until(comm.Ibcast(identity).Test, "the NCCL id")
-        id_ = unique_id(identity, cupy.__version__)
-        self._nccl: Any = nccl.NcclCommunicator(comm.size, id_, comm.rank)
+        identity = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
+        self._nccl: Any = nccl.NcclCommunicator(comm.size, identity, comm.rank)
         self._connect(waiter)
 
     def all_reduce(self, array: Any) -> None:
@@ -289,10 +258,12 @@ class DeviceMpiGroup(Group):
     def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
         self._device, self._comm, self._waiter = device, comm, waiter
-        self._slots: dict[tuple[int, ...], Any] = {}
+        self._slots: dict[tuple[int, ...], Any] = {}  # by an array's shape
 
     def all_reduce(self, array: Any) -> None:
-        slots = self._slots_for(array)
+        if array.shape not in self._slots:
+            self._slots[array.shape] = array[np.newaxis].repeat(self.size, axis=0)
+        slots = self._slots[array.shape]
         self._device.flush()
         with self._device.stream:
             slots[self.rank] = array
@@ -316,12 +287,6 @@ class DeviceMpiGroup(Group):
         requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
         requests += [self._comm.Isend([slots[self.rank], MPI.BYTE], peer) for peer in peers]
         self._waiter.until(lambda: MPI.Request.Testall(requests), "device all-reduce")
-
-    def _slots_for(self, array: Any) -> Any:
-        if array.shape not in self._slots:
-            empty = array[np.newaxis].repeat(self.size, axis=0)
-            self._slots[array.shape] = empty
-        return self._slots[array.shape]
 
 
 def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpiGroup:

@@ -15,11 +15,11 @@ process ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.wait import Waiter
@@ -40,7 +40,6 @@ PEERS = np.dtype(  # struct Peers
     ]
 )
 _SUM, _GATHER = 0, 1
-_HANDLE_BYTES = 64
 _CLOSE_S, _TRIAL_S = 1.0, 20.0
 _TRIAL_SIZES = (
     2,
@@ -123,28 +122,21 @@ class OneshotGroup(Group):
         self._device.stop[0] = 0
 
     def _exchange(self, source: int, to: int, words: int, mode: int) -> None:
-        args = (
-            self._peers,
-            np.uintp(source),
-            np.uintp(to),
-            np.int64(words),
-            np.int32(mode),
-            np.uintp(self._device.stop.ctypes.data),
-            self._limit,
-        )
+        stop = self._device.stop.ctypes.data
+        pointers = self._peers, np.uintp(source), np.uintp(to)
+        args = (*pointers, np.int64(words), np.int32(mode), np.uintp(stop), self._limit)
         with self._device.stream:
             self._kernel((BLOCKS,), (THREADS,), args)
 
     def _open(self) -> str | None:
         """Makes this rank's inbox and maps the others'; returns why it failed. Collective."""
-        handle, reason = np.zeros(_HANDLE_BYTES, np.uint8), None
+        handle, reason = None, None
         try:
-            handle[:] = self._inbox()
+            handle = self._inbox()
         except (ImportError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
             reason = str(error)
-        handles = np.empty((self.size, _HANDLE_BYTES), np.uint8)
-        self._wait(self._comm.Iallgather(handle, handles), "the inboxes' handles")
-        if reason is not None or not handles.any(axis=1).all():
+        handles = self._comm.allgather(handle)
+        if reason is not None or None in handles:
             return reason  # It is None if only another rank failed.
         try:
             self._map(handles)
@@ -152,7 +144,7 @@ class OneshotGroup(Group):
             return str(error)
         return None
 
-    def _inbox(self) -> NDArray[np.uint8]:
+    def _inbox(self) -> bytes:
         """Compiles the kernel and allocates the inbox with its counters; returns its handle."""
         import cupy
         from cupy.cuda import runtime
@@ -163,9 +155,9 @@ class OneshotGroup(Group):
         self._own = int(runtime.malloc(size))
         runtime.memset(self._own, 0, size)
         runtime.deviceSynchronize()
-        return np.frombuffer(runtime.ipcGetMemHandle(self._own), np.uint8)
+        return bytes(runtime.ipcGetMemHandle(self._own))
 
-    def _map(self, handles: NDArray[np.uint8]) -> None:
+    def _map(self, handles: Sequence[bytes]) -> None:
         """Maps the other ranks' inboxes and writes all addresses into struct Peers."""
         import cupy
         from cupy.cuda import runtime
@@ -174,7 +166,7 @@ class OneshotGroup(Group):
         for rank in range(self.size):
             inboxes[rank] = self._own
             if rank != self.rank:
-                inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank].tobytes())
+                inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank])
                 self._mapped.append(int(inboxes[rank]))
         peers = np.zeros(1, PEERS)
         peers["inbox"], peers["done"] = inboxes, self._own + self._inbox_bytes
@@ -193,7 +185,8 @@ class OneshotGroup(Group):
                 values = rng.standard_normal((1, size)).astype(np.float16).astype(np.float32)
                 self._device.from_host(values, array)
                 self.all_reduce(array)
-                self._wait(self._comm.Iallreduce(MPI.IN_PLACE, values), "sums of the host")
+                request = self._comm.Iallreduce(MPI.IN_PLACE, values)
+                self._waiter.until(request.Test, "sums of the host")
                 summed = self._device.to_host(array)
                 error = np.linalg.norm(summed - values) / np.linalg.norm(values)
                 worst = max(worst, float(error)) if np.isfinite(error) else np.inf
@@ -202,19 +195,12 @@ class OneshotGroup(Group):
 
     def _agree(self, reason: str | None, what: str) -> None:
         """Raises ConfigError on every rank if any rank has a reason. Collective."""
-        line = np.zeros((self.size, 256), np.uint8)
-        text = np.frombuffer((reason or "").encode()[:256].ljust(256, b"\0"), np.uint8)
-        self._wait(self._comm.Iallgather(text, line), what)
-        for rank, error in enumerate(line):
-            if error.any():
-                why = bytes(error).rstrip(b"\0").decode(errors="replace")
+        for rank, why in enumerate(self._comm.allgather(reason)):
+            if why is not None:
                 raise ConfigError(
-                    f"all-reduce 'oneshot': {what} failed on rank {rank} ({why}); "
+                    f"all-reduce 'oneshot': {what} failed on rank {rank} ({why[:256]}); "
                     "allowed: nccl, staged, auto"
                 )
-
-    def _wait(self, request: Any, what: str) -> None:
-        self._waiter.until(request.Test, what)
 
     def _unmap(self) -> None:
         from cupy.cuda import runtime

@@ -1,257 +1,262 @@
 """The link between lead and draft: OUTCOME goes to the draft, SPECULATION comes back.
 
-An end of a link holds buffers and a carrier that moves them. A second carrier, the side, moves
-PROPOSALS, the distributions of sampled tokens, to the lead while the target already verifies. A
-third one takes PROMPT to the draft, after outcomes that admit sequences with prompts.
-comm.queue_link joins two threads without MPI, for tests; comm.mpi_link joins two ranks.
+An end of a link has an Outbox or an Inbox for each kind of message that it sends or receives.
+PROPOSALS, the distributions of sampled tokens, follow a speculation while the target already
+verifies. PROMPT follows an outcome that admits sequences with prompts. mpi_link joins two ranks;
+queue_link joins two threads of one process, for tests and in-process decoding.
 """
 
 from __future__ import annotations
 
+import queue
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Outcome, Speculation
+from mpissd.common.rounds import Ints, Outcome, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
+from mpissd.engine.comm.wire import Kind, LinkShape, Message
 
 
-class Carrier(ABC):
-    """Moves one preallocated buffer in each direction, with one message in flight in each."""
+class Outbox(ABC):
+    """Sends one kind of message, one at a time, from preallocated memory."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
 
     @abstractmethod
     def ready(self) -> None:
-        """Returns when the outgoing buffer may be written again."""
+        """Returns when the message may be written again."""
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts sending the outgoing buffer, or the first `size` numbers of it."""
-
-    @abstractmethod
-    def arrived(self) -> bool:
-        """Returns whether the incoming buffer holds a message, without blocking."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Gives the incoming buffer back for the next message."""
+        """Starts sending the message, or the first `size` numbers of it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finishes the send and cancels the receive that are in flight."""
+        """Finishes the send that is in flight."""
 
 
-class LinkShape:
-    """The sizes of messages, the same at both ends.
+class Inbox(ABC):
+    """Receives one kind of message, one at a time, into preallocated memory."""
 
-    batch: the largest b. vocab: entries of a distribution if tokens are sampled, or 0. num_tokens:
-    exceeds every token (None: it is vocab). prompt_tokens: tokens of the longest prompt that is
-    sent; 0: sequences have no prompts.
-    """
+    def __init__(self, message: Message) -> None:
+        self.message = message
 
-    def __init__(
-        self,
-        group: int,
-        batch: int,
-        lookahead: int,
-        *,
-        vocab: int = 0,
-        num_tokens: int | None = None,
-        prompt_tokens: int = 0,
-    ) -> None:
-        self.group, self.batch, self.lookahead, self.vocab = group, batch, lookahead, vocab
-        self.num_tokens, self.prompt_tokens = num_tokens or vocab or wire.MOST, prompt_tokens
+    @abstractmethod
+    def arrived(self) -> bool:
+        """Returns whether the memory holds a message, without blocking."""
 
-    @property
-    def sampled(self) -> bool:
-        """Whether speculations carry q, the probability of each token."""
-        return self.vocab > 0
+    @abstractmethod
+    def release(self) -> None:
+        """Gives the memory back for the next message."""
 
-    def outcome_buffer(self) -> wire.Buffer:
-        """Makes a buffer for an outcome: 2b rows, as it may release and admit b sequences each."""
-        return self._buffer(wire.Kind.OUTCOME, 2 * self.batch * Outcome.WIDTH)
-
-    def speculation_buffer(self) -> wire.Buffer:
-        """Makes a buffer for a speculation."""
-        width = Speculation.width(self.lookahead, self.sampled)
-        return self._buffer(wire.Kind.SPECULATION, self.batch * width)
-
-    def plan_buffer(self) -> wire.Buffer:
-        """Makes a buffer for a plan: an outcome and a speculation."""
-        width = Speculation.width(self.lookahead, self.sampled)
-        return self._buffer(wire.Kind.PLAN, self.batch * (2 * Outcome.WIDTH + width))
-
-    def proposals_buffer(self) -> wire.Buffer:
-        """Makes a buffer for a round's distributions, at most b·K of them."""
-        return self._buffer(wire.Kind.PROPOSALS, self.batch * self.lookahead * self.vocab)
-
-    def prompt_buffer(self) -> wire.Buffer:
-        """Makes a buffer for the prompts that an outcome or a plan admits."""
-        return self._buffer(wire.Kind.PROMPT, wire.prompt_capacity(self.batch, self.prompt_tokens))
-
-    def nothing_buffer(self, kind: wire.Kind) -> wire.Buffer:
-        """Makes an unused buffer, for the direction in which no message of this kind is sent.
-
-        Its receive is posted all the same: with another kind's tag it would take that kind's first
-        message.
-        """
-        return self._buffer(kind, 0)
-
-    def _buffer(self, kind: wire.Kind, size: int) -> wire.Buffer:
-        return wire.Buffer(kind, self.group, size, lookahead=self.lookahead, vocab=self.num_tokens)
+    @abstractmethod
+    def close(self) -> None:
+        """Cancels the receive that is in flight."""
 
 
-class Side(NamedTuple):
-    """A carrier with its two buffers."""
-
-    carrier: Carrier
-    outgoing: wire.Buffer
-    incoming: wire.Buffer
+MakeOutbox = Callable[[Message], Outbox]
+MakeInbox = Callable[[Message], Inbox]
 
 
 class LeadEnd:
     """The lead's end: sends outcomes, receives speculations; counts messages and bytes."""
 
     def __init__(
-        self,
-        carrier: Carrier,
-        outgoing: wire.Buffer,
-        incoming: wire.Buffer,
-        lookahead: int,
-        waiter: Waiter,
-        *,
-        vocab: int = 0,
-        side: Side | None = None,
-        prompts: Side | None = None,
+        self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
     ) -> None:
-        self._carrier, self._out, self._in = carrier, outgoing, incoming
-        self.lookahead, self.waiter = lookahead, waiter
-        self._vocab, self._side, self._prompts = vocab, side, prompts
+        """Opens this end; outbox, inbox: make what carries one kind of message."""
+        self.shape, self.waiter = shape, waiter
+        self._outcomes = outbox(shape.message(Kind.OUTCOME))
+        self._speculations = inbox(shape.message(Kind.SPECULATION))
+        self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
+        self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
         self.num_messages = self.num_bytes = 0
         self.proposal_bytes, self.proposal_wait_s = 0, 0.0
 
-    def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
-        """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
-        self._carrier.ready()
-        wire.write_outcome(self._out, outcome, stop)
-        self._carrier.send()
-        self._count(self._out.array.nbytes)
-        if self._prompts is not None and outcome.prompts:
-            self._send_prompts(self._prompts, outcome)
-
-    def _send_prompts(self, side: Side, outcome: Outcome) -> None:
-        if wire.has_prompts(outcome):
-            side.carrier.ready()
-            size = wire.write_prompts(side.outgoing, outcome)
-            side.carrier.send(size)
-            self._count(4 * size)
+    @property
+    def lookahead(self) -> int:
+        """K."""
+        return self.shape.lookahead
 
     @property
     def sampled(self) -> bool:
         """Whether speculations carry q, the probability of each token."""
-        return self._vocab > 0
+        return self.shape.sampled
+
+    def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
+        """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
+        self._outcomes.ready()
+        wire.write_outcome(self._outcomes.message, outcome, stop)
+        self._outcomes.send()
+        self._count(self._outcomes.message.array.nbytes)
+        if self._prompts is not None and outcome.prompts and wire.has_prompts(outcome):
+            self._prompts.ready()
+            size = wire.write_prompts(self._prompts.message, outcome)
+            self._prompts.send(size)
+            self._count(4 * size)
 
     def speculation(self, round_: int, count: int) -> Speculation:
         """Waits for the speculation of round `round_` for `count` sequences."""
-        self.waiter.until(self._carrier.arrived, "draft: speculation")
-        speculation = wire.read_speculation(
-            self._in, round_, count, self.lookahead, sampled=self.sampled
-        )
-        self._carrier.release()
-        self._count(self._in.array.nbytes)
+        inbox = self._speculations
+        self.waiter.until(inbox.arrived, "draft: speculation")
+        speculation = wire.read_speculation(inbox.message, round_, count)
+        inbox.release()
+        self._count(inbox.message.array.nbytes)
         return speculation
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
         """Waits for the `count` distributions of round `round_`; returns them [count, V]."""
-        side = self._take_proposals(count)
-        rows = wire.read_proposals(side.incoming, round_, count, self._vocab)
-        side.carrier.release()
+        inbox = self.wait_for_proposals()
+        rows = wire.read_proposals(inbox.message, round_, count)
+        self._release_proposals(inbox, count)
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
         """Waits for the `count` distributions of a round that needs none of them; drops them."""
-        side = self._take_proposals(count)
-        wire.check_proposals(side.incoming, round_, count)
-        side.carrier.release()
+        inbox = self.wait_for_proposals()
+        inbox.message.header(round_, count)
+        self._release_proposals(inbox, count)
 
-    def wait_for_proposals(self) -> Side:
-        """Returns the side carrier once a message of distributions has arrived; counts the wait."""
-        assert self._side is not None, "proposals without a side carrier"
+    def wait_for_proposals(self) -> Inbox:
+        """Returns the inbox of distributions once a message is in it; counts the wait."""
+        assert self._proposals is not None, "proposals of a link without sampling"
         start = perf_counter()
-        self.waiter.until(self._side.carrier.arrived, "draft: proposals")
+        self.waiter.until(self._proposals.arrived, "draft: proposals")
         self.proposal_wait_s += perf_counter() - start
-        return self._side
+        return self._proposals
 
-    def _take_proposals(self, count: int) -> Side:
-        """Returns the side carrier with a message of `count` distributions."""
-        side = self.wait_for_proposals()
-        size = 4 * (wire.HEADER + count * self._vocab)
+    def _release_proposals(self, inbox: Inbox, count: int) -> None:
+        inbox.release()
+        size = 4 * (wire.HEADER + count * self.shape.vocab)
         self.proposal_bytes += size
         self._count(size)
-        return side
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += 1
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Closes the carriers."""
-        for carrier in _carriers(self._carrier, self._side, self._prompts):
-            carrier.close()
+        """Ends the messages in flight."""
+        for box in (self._outcomes, self._speculations, self._prompts, self._proposals):
+            if box is not None:
+                box.close()
 
 
 class DraftEnd:
     """The draft's end: receives outcomes, sends speculations."""
 
     def __init__(
-        self,
-        carrier: Carrier,
-        outgoing: wire.Buffer,
-        incoming: wire.Buffer,
-        waiter: Waiter,
-        *,
-        side: Side | None = None,
-        prompts: Side | None = None,
+        self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
     ) -> None:
-        self._carrier, self._out, self._in = carrier, outgoing, incoming
-        self._waiter, self._side, self._prompts = waiter, side, prompts
+        """Opens this end; outbox, inbox: make what carries one kind of message."""
+        self._waiter = waiter
+        self._outcomes = inbox(shape.message(Kind.OUTCOME))
+        self._speculations = outbox(shape.message(Kind.SPECULATION))
+        self._prompts = inbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
+        self._proposals = outbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
 
     def outcome_arrived(self) -> bool:
         """Returns whether an OUTCOME has arrived, without blocking."""
-        return self._carrier.arrived()
+        return self._outcomes.arrived()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         """Waits for OUTCOME, of round `round_` if given; returns it, and its stop flag."""
-        self._waiter.until(self._carrier.arrived, "target: outcome")
-        outcome, stop = wire.read_outcome(self._in, round_)
-        self._carrier.release()
-        if self._prompts is not None and wire.has_prompts(outcome):
-            self._waiter.until(self._prompts.carrier.arrived, "target: prompts")
-            outcome = wire.read_prompts(self._prompts.incoming, outcome)
-            self._prompts.carrier.release()
-        return outcome, stop
+        self._waiter.until(self._outcomes.arrived, "target: outcome")
+        outcome, stop = wire.read_outcome(self._outcomes.message, round_)
+        self._outcomes.release()
+        return with_prompts(outcome, self._prompts, self._waiter), stop
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Starts to send SPECULATION."""
-        self._carrier.ready()
-        wire.write_speculation(self._out, speculation)
-        self._carrier.send()
+        self._speculations.ready()
+        wire.write_speculation(self._speculations.message, speculation)
+        self._speculations.send()
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
         """Starts to send PROPOSALS: the distribution [V] of each token that was not certain."""
-        assert self._side is not None, "proposals without a side carrier"
-        self._side.carrier.ready()
-        self._side.carrier.send(wire.write_proposals(self._side.outgoing, round_, rows))
+        assert self._proposals is not None, "proposals of a link without sampling"
+        self._proposals.ready()
+        self._proposals.send(wire.write_proposals(self._proposals.message, round_, rows))
 
     def close(self) -> None:
-        """Closes the carriers."""
-        for carrier in _carriers(self._carrier, self._side, self._prompts):
-            carrier.close()
+        """Ends the messages in flight."""
+        for box in (self._outcomes, self._speculations, self._prompts, self._proposals):
+            if box is not None:
+                box.close()
 
 
-def _carriers(carrier: Carrier, *sides: Side | None) -> list[Carrier]:
-    return [carrier, *(side.carrier for side in sides if side is not None)]
+def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outcome:
+    """Returns the outcome with the prompts that follow it, if any; inbox: None without prompts."""
+    if inbox is None or not wire.has_prompts(outcome):
+        return outcome
+    waiter.until(inbox.arrived, "lead: prompts")
+    outcome = wire.read_prompts(inbox.message, outcome)
+    inbox.release()
+    return outcome
+
+
+class QueueOutbox(Outbox):
+    """Sends copies of messages to a queue."""
+
+    def __init__(self, message: Message, messages: queue.SimpleQueue[Ints]) -> None:
+        super().__init__(message)
+        self._queue = messages
+
+    def ready(self) -> None:
+        return None
+
+    def send(self, size: int | None = None) -> None:
+        self._queue.put(self.message.array[:size].copy())
+
+    def close(self) -> None:
+        return None
+
+
+class QueueInbox(Inbox):
+    """Receives messages from a queue."""
+
+    def __init__(self, message: Message, messages: queue.SimpleQueue[Ints]) -> None:
+        super().__init__(message)
+        self._queue = messages
+        self._full = False
+
+    def arrived(self) -> bool:
+        if not self._full:
+            try:
+                numbers = self._queue.get_nowait()
+            except queue.Empty:
+                return False
+            self.message.array[: len(numbers)] = numbers
+            self._full = True
+        return True
+
+    def release(self) -> None:
+        self._full = False
+
+    def close(self) -> None:
+        return None
+
+
+def queue_link(
+    shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
+) -> tuple[LeadEnd, DraftEnd]:
+    """Returns both ends of a link between two threads of one process.
+
+    draft_waiter: how the draft waits; None: as the lead does.
+    """
+    queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
+
+    def outbox(message: Message) -> Outbox:
+        return QueueOutbox(message, queues[message.kind])
+
+    def inbox(message: Message) -> Inbox:
+        return QueueInbox(message, queues[message.kind])
+
+    lead = LeadEnd(shape, waiter, outbox, inbox)
+    return lead, DraftEnd(shape, draft_waiter or waiter, outbox, inbox)

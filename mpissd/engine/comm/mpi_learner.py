@@ -1,4 +1,4 @@
-"""The ranks that a learner talks to, over MPI: lessons from the lead, new weights to the draft.
+"""The messages of online learning over MPI: lessons from the lead, new weights to the draft.
 
 The learner is the last rank of the world. It is split off before the job opens, so the job's own
 collectives never wait for it. Nothing of the job waits for its messages either.
@@ -14,12 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpissd.common.rounds import Ints
+from mpissd.engine.comm.learner_messages import HEADER, PIECE, Bytes
 from mpissd.engine.comm.mpi_patient import PatientComm
-from mpissd.engine.comm.version_pieces import HEADER, PIECE, Bytes, end, is_end
 
 _LESSON, _STOP, _REPORT, _VERSION = range(1, 5)  # the messages' tags
 _MOST = 8  # lessons in flight
-_REPORT_S = 10.0  # longest wait of the job for the learner's last words
+_REPORT_S = 10.0  # longest wait of the job for the learner's report
 _NAP_S = 1e-3
 
 
@@ -38,51 +38,39 @@ class LearnerComms:
         self.is_draft = world.rank == last - 1
         self.world = world.Split(int(self.is_learner), world.rank)
         self.learner, self._draft, self.world_size = last, last - 1, world.size
-        self.outlet = MpiOutlet(self._all, last) if self.is_lead else None
-        self.inbox = MpiInbox(self._all, last) if self.is_draft else None
-        self._stopped = False
-        self._ending: MPI.Request | None = None  # holds the message of `stop` until it is received
+        self.outlet = LessonOutlet(self._all, last) if self.is_lead else None
+        self.inbox = PieceInbox(self._all, last) if self.is_draft else None
+        self._stop: MPI.Request | None = None  # of `stop`; holds its message until it is received
 
     def stop(self) -> dict[str, Any] | None:
         """Ends the learner, on the lead; returns its report, None if it does not answer in time."""
-        assert self.outlet is not None and not self._stopped
-        self._stopped = True
-        self._ending = self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
-        status, until = MPI.Status(), time.monotonic() + _REPORT_S
-        while not self._all.Iprobe(self.learner, _REPORT, status):
+        self._stop = self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
+        until = time.monotonic() + _REPORT_S
+        while (data := self._probed(self.learner, _REPORT)) is None:
             if time.monotonic() > until:
                 return None
             time.sleep(_NAP_S)
-        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        self._all.Recv(data, self.learner, _REPORT)
-        found: dict[str, Any] = json.loads(data.tobytes())
-        return found
+        report: dict[str, Any] = json.loads(data.tobytes())
+        return report
 
     def close(self) -> None:
         """Ends the messages in flight, once the job's rounds are over."""
-        if self.outlet is not None and not self._stopped:
+        if self.outlet is not None and self._stop is None:
             self.stop()
         if self.inbox is not None:
             self.inbox.close()
 
     def lesson(self) -> Ints | None:
         """Returns the next lesson's numbers, on the learner; None if none has arrived."""
-        status = MPI.Status()
-        if not self._all.Iprobe(0, _LESSON, status):
-            return None
-        numbers = np.empty(status.Get_count(MPI.INT32_T), np.int32)
-        self._all.Recv(numbers, 0, _LESSON)
-        return numbers
+        data = self._probed(0, _LESSON)
+        return None if data is None else data.view(np.int32)
 
     def is_told_to_stop(self) -> bool:
         """Returns whether the lead ends the learner; lessons before it have been received."""
-        if not self._all.Iprobe(0, _STOP):
-            return False
-        self._all.Recv(np.zeros(1, np.int32), 0, _STOP)
-        return True
+        return self._probed(0, _STOP) is not None
 
     def send_piece(self, message: Bytes) -> MPI.Request:
-        """Starts to send the draft a message of version_pieces."""
+        """Starts to send the draft a piece of a version."""
         return self._all.Isend(message, self._draft, _VERSION)
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
@@ -92,13 +80,21 @@ class LearnerComms:
         """
         if last is not None:
             last.Wait()
-        self._all.Send(end(), self._draft, _VERSION)
-        data = np.frombuffer(json.dumps(report).encode(), np.uint8)
-        self._all.Send(data, 0, _REPORT)
+        self._all.Send(np.zeros(0, np.uint8), self._draft, _VERSION)
+        self._all.Send(np.frombuffer(json.dumps(report).encode(), np.uint8), 0, _REPORT)
+
+    def _probed(self, source: int, tag: int) -> Bytes | None:
+        """Receives a message of any length if it has arrived."""
+        status = MPI.Status()
+        if not self._all.Iprobe(source, tag, status):
+            return None
+        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self._all.Recv([data, MPI.BYTE], source, tag)
+        return data
 
 
-class MpiOutlet:
-    """The lead's sends to the learner; a few may be in flight (logit_stream.Outlet)."""
+class LessonOutlet:
+    """The lead's sends to the learner; a few may be in flight (learner_messages.Outlet)."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._comm, self._learner = comm, learner
@@ -114,11 +110,12 @@ class MpiOutlet:
 
         A plain send of a short message would complete before it is received.
         """
-        self._sending.append((self._comm.Issend(numbers, self._learner, _LESSON), numbers))
+        data = numbers.view(np.uint8)
+        self._sending.append((self._comm.Issend(data, self._learner, _LESSON), numbers))
 
 
-class MpiInbox:
-    """Receives the pieces of new weights for a draft (version_pieces.Inbox)."""
+class PieceInbox:
+    """Receives the pieces of new weights for a draft (learner_messages.VersionInbox)."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._buffer = np.empty(HEADER + PIECE, np.uint8)
@@ -137,7 +134,7 @@ class MpiInbox:
             return None
         self._request = None
         message = self._buffer[: status.Get_count(MPI.BYTE)]
-        self._ended = is_end(message)
+        self._ended = len(message) == 0
         return None if self._ended else message
 
     def close(self) -> None:

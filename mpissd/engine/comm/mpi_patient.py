@@ -1,4 +1,4 @@
-"""Communicators whose collectives of Python objects have a deadline.
+"""Communicators whose collectives of Python objects have a deadline. Importing it starts MPI.
 
 mpi4py's own collectives block inside MPI and would hang for a missing rank. The ones here use
 nonblocking calls that a Waiter polls. Split and Dup have no nonblocking form: a thread ends the
@@ -100,3 +100,14 @@ def _unpack(every: Any, sizes: Any) -> list[Any]:
         MPI.pickle.loads(every[end - size : end].tobytes())
         for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)
     ]
+
+
+def identity() -> tuple[int, int, str]:
+    """Returns (rank, size of the world, the library's version as text)."""
+    world = MPI.COMM_WORLD
+    return world.rank, world.size, str(MPI.Get_library_version())
+
+
+def abort(code: int) -> None:
+    """Ends every rank of the job with exit code `code`."""
+    MPI.COMM_WORLD.Abort(code)

@@ -1,16 +1,21 @@
-"""The format of a message: a header of seven int32, then the rows of an outcome or a speculation.
+"""The messages of a round: their layout, and the checks of what arrives.
 
-The header holds version, kind, id of the target group, round, count of rows, flags, and a checksum
-of everything from the round on. A received header is compared with the expected one, and every
-number of a row with the values that it can have. A difference raises ProtocolError with both
-values.
+A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
+holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), or prompts
+(PROMPT). A receiver compares the header with what it expects, the whole message with its checksum,
+and every number of the body with the values that it can have. A difference raises ProtocolError
+with both values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
+from operator import le
+from struct import Struct
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -19,23 +24,16 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Source, Speculation
 
-VERSION = 0x5D03
-HEADER = 7
-_FIELDS = ("version", "kind", "group", "round", "count", "flags", "checksum")
-_ROUND, _COUNT, _FLAGS, _CHECKSUM = range(3, HEADER)
-STOP = 1
-# The flags of an OUTCOME or a PLAN also hold its Control: from these bits on, the lookahead plus
-# one (0: None), the width plus one, and the rows of prompts.
-_LOOKAHEAD, _WIDTH, _FILL, _END = 5, 14, 19, 31
-_CONTROL = (1 << _END) - (1 << _LOOKAHEAD)
-# The flags of a SPECULATION hold the version of the draft's weights from this bit on.
-_VERSION = 5
-MOST_FILL, MOST_WIDTH = (1 << _END - _FILL) - 1, (1 << _FILL - _WIDTH) - 2
+VERSION = 0x5D04
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
 _OUTCOME = ("id", "epoch", "event", "num_accepted", "bonus")
 _SPECULATION = ("source", "hit", "num_draft")
+# Of a prompt, before its tokens: their number, flags, temperature, top_p, seed.
+_PROMPT = Struct("=iiddQ")
+_PROMPT_HEAD = _PROMPT.size // 4
+_WANTS_LOGPROBS, _HAS_SEED = 1, 2
 
 
 class Kind(IntEnum):
@@ -48,280 +46,306 @@ class Kind(IntEnum):
     PROMPT = 5
 
 
-class Buffer:
-    """The preallocated memory of one message: a header and a body of `capacity` int32.
+class Header(NamedTuple):
+    """The header, in the order of its fields in the message.
 
-    lookahead, vocab: K and V, the limits of num_accepted and of tokens in a message.
+    checksum: of all that follows it. rows: number of rows, distributions or prompts. size: int32 of
+    the body. stop, lookahead, width, fill: of an outcome, with its Control (−1: None). weights:
+    version of the draft's weights.
     """
 
-    def __init__(
-        self, kind: Kind, group: int, capacity: int, *, lookahead: int = MOST, vocab: int = MOST
-    ) -> None:
-        self.kind = kind
-        self.array: Ints = np.zeros(HEADER + capacity, np.int32)
-        self.array[:3] = VERSION, kind, group
-        self.body = self.array[HEADER:]
-        # The largest value of each column of an outcome.
-        self.most = MOST, MOST, int(max(Event)), lookahead, vocab - 1
-        self._expected = VERSION, int(kind), group
-        is_outcome = kind in (Kind.OUTCOME, Kind.PLAN)
-        self._flags = (0, STOP) if is_outcome else (0,)
-        has_version = kind == Kind.SPECULATION
-        self._control = _CONTROL if is_outcome or has_version else 0
-        self._bytes = self.array.data.cast("B")
-        self._ints, self._words = self._bytes.cast("i"), self._bytes.cast("I")
-        self._limits = np.array(self.most, np.uint32)
-        self._tables: dict[tuple[int, int], NDArray[np.uint32]] = {}
+    checksum: int
+    version: int
+    kind: int
+    group: int
+    round: int
+    rows: int
+    size: int
+    stop: int = 0
+    lookahead: int = -1
+    width: int = -1
+    fill: int = 0
+    weights: int = 0
 
-    def write_header(self, round_: int, count: int, flags: int = 0) -> None:
-        """Writes the round, the number of rows and the flags."""
-        ints = self._ints
-        ints[_ROUND], ints[_COUNT], ints[_FLAGS] = round_, count, flags
+
+_HEADER = Struct("=I11i")
+HEADER = _HEADER.size // 4  # int32 of a header
+
+
+@dataclass(frozen=True)
+class LinkShape:
+    """The limits of all messages between some ranks, the same on each of them.
+
+    group: the target group's number. batch: the largest b. vocab: entries of a distribution if
+    tokens are sampled, or 0. num_tokens: exceeds every token (None: it is vocab). prompt_tokens:
+    tokens of the longest prompt that is sent; 0: sequences have no prompts.
+    """
+
+    group: int
+    batch: int
+    lookahead: int
+    _: KW_ONLY
+    vocab: int = 0
+    num_tokens: int | None = None
+    prompt_tokens: int = 0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether speculations carry q, the probability of each token."""
+        return self.vocab > 0
+
+    @property
+    def last_token(self) -> int:
+        """The largest token."""
+        return (self.num_tokens or self.vocab or MOST) - 1
+
+    def capacity(self, kind: Kind) -> int:
+        """Returns the int32 of the largest body; an outcome may release and admit b sequences."""
+        outcome = 2 * Outcome.WIDTH
+        speculation = Speculation.width(self.lookahead, self.sampled)
+        each = {
+            Kind.OUTCOME: outcome,
+            Kind.SPECULATION: speculation,
+            Kind.PLAN: outcome + speculation,
+            Kind.PROPOSALS: self.lookahead * self.vocab,
+            Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens,
+        }
+        return self.batch * each[kind]
+
+    def message(self, kind: Kind) -> Message:
+        """Makes the memory of one message."""
+        return Message(kind, self)
+
+
+class Message:
+    """The preallocated memory of one message: array, int32 [HEADER + capacity].
+
+    All methods that read raise ProtocolError for a message that is not as expected.
+    """
+
+    def __init__(self, kind: Kind, shape: LinkShape, capacity: int | None = None) -> None:
+        """Makes the memory; capacity: int32 of the body (None: as the shape needs)."""
+        self.kind, self.shape = kind, shape
+        size = shape.capacity(kind) if capacity is None else capacity
+        self.array: Ints = np.zeros(HEADER + size, np.int32)
+        self._bytes = self.array.data.cast("B")
+        self._words = self._bytes.cast("I")
+        self._same = VERSION, int(kind), shape.group
+        self._least = Header(0, *self._same, -1, 0, 0)
+        most = Header(2**32 - 1, *self._same, MOST, size, size)
+        if kind in (Kind.OUTCOME, Kind.PLAN):
+            most = most._replace(stop=1, lookahead=shape.lookahead, width=MOST, fill=MOST)
+        self._most = most._replace(weights=MOST) if kind == Kind.SPECULATION else most
+        # The largest value of each column; of q, any bits.
+        last = shape.last_token
+        self._outcome = np.array([MOST, MOST, max(Event), shape.lookahead, last], np.uint32)
+        width = Speculation.width(shape.lookahead, shape.sampled)
+        self._speculation = np.full(width, 2**32 - 1, np.uint32)
+        self._speculation[: Speculation.HEAD] = max(Source), 1, shape.lookahead
+        self._speculation[Speculation.HEAD :][: shape.lookahead] = last
+
+    def write(
+        self,
+        round_: int,
+        count: int,
+        parts: Sequence[NDArray[np.int32]] = (),
+        *,
+        stop: bool = False,
+        control: Control | None = None,
+        weights: int = 0,
+    ) -> int:
+        """Writes a message whose body is `parts`; returns its int32, the header included."""
+        end = HEADER
+        for part in parts:
+            start, end = end, end + part.size
+            self.array[start:end] = part.reshape(-1)
+        fields = *self._same, round_, count, end - HEADER, stop
+        lookahead = width = -1
+        fill = 0
+        if control is not None:
+            lookahead = -1 if control.lookahead is None else control.lookahead
+            width = -1 if control.width is None else control.width
+            fill = control.fill
+        _HEADER.pack_into(self._bytes, 0, 0, *fields, lookahead, width, fill, weights)
+        self.seal(end - HEADER)
+        return end
 
     def seal(self, size: int) -> None:
         """Writes the checksum of a message whose body has `size` int32."""
-        self._words[_CHECKSUM] = self._checksum(size)
+        self._words[0] = self._checksum(size)
 
-    def read_header(self, round_: int | None = None) -> tuple[int, int, int]:
-        """Returns (round, count, flags) of the message that arrived.
+    def header(self, round_: int | None = None, count: int | None = None) -> Header:
+        """Returns the header of the message that arrived.
 
-        Raises ProtocolError: another version, kind, group or round than expected, or a count or
-        flags that cannot be.
+        round_, count: the expected ones; None: any.
         """
-        version, kind, group, got_round, count, flags = self._ints[:_CHECKSUM].tolist()
-        if (version, kind, group) != self._expected or round_ not in (None, got_round):
-            raise self._refused(round_)
-        plain = flags & ~self._control
-        if not 0 <= count <= len(self.body) or flags < 0 or plain not in self._flags:
-            raise self._refused(round_)
-        return got_round, count, flags
+        header = Header._make(_HEADER.unpack_from(self._bytes))
+        fits = all(map(le, self._least, header)) and all(map(le, header, self._most))
+        if not (fits and round_ in (None, header.round) and count in (None, header.rows)):
+            raise self._refused(header, round_, count)
+        return header
 
-    def check_seal(self, size: int) -> None:
-        """Raises ProtocolError if the body, of `size` int32, does not fit its checksum."""
-        written, computed = self._words[_CHECKSUM], self._checksum(size)
-        if written != computed:
+    def body(self, header: Header) -> Ints:
+        """Returns a copy of the body, [size], after a check of the checksum."""
+        computed = self._checksum(header.size)
+        if header.checksum != computed:
             raise ProtocolError(
-                f"round {self._ints[_ROUND]}: {self.kind.name} message refused: checksum is "
-                f"{written:#010x}, expected {computed:#010x}"
+                f"round {header.round}: {self.kind.name} message refused: checksum is "
+                f"{header.checksum:#010x}, expected {computed:#010x}"
             )
+        copied: Ints = self.array[HEADER : HEADER + header.size].copy()
+        return copied
 
-    def check_outcome(self, rows: Ints) -> None:
-        """Raises ProtocolError if a number of an outcome's rows is out of range."""
-        beyond = (
-            rows.view(np.uint32) > self._limits
-        )  # a negative number is huge when read as unsigned
+    def rows(self, header: Header, width: int) -> Ints:
+        """Returns a copy of the body as rows of equal length, [count, width]."""
+        if header.size != header.rows * width:
+            raise self.malformed(
+                header.round, f"{header.size} numbers, expected {header.rows} rows of {width}"
+            )
+        return self.body(header).reshape(header.rows, width)
+
+    def outcome(self, header: Header, rows: Ints) -> Outcome:
+        """Returns the outcome of these rows."""
+        beyond = rows.view(np.uint32) > self._outcome  # a negative number is huge when unsigned
         if np.count_nonzero(beyond):  # takes a tenth of any()
-            row, column = np.argwhere(beyond)[0].tolist()
-            raise ProtocolError(
-                f"round {self._ints[_ROUND]}: malformed outcome row {row}: {_OUTCOME[column]} is "
-                f"{rows[row, column]}, allowed 0..{self.most[column]}"
-            )
+            raise self._beyond(header.round, "outcome", rows, beyond)
+        lookahead, width = (None if n < 0 else n for n in (header.lookahead, header.width))
+        return Outcome(header.round, rows, control=Control(lookahead, width, header.fill))
 
-    def speculation_limits(self, lookahead: int, width: int) -> NDArray[np.uint32]:
-        """Returns the largest value of each column of a speculation [width]; for q, any bits."""
-        if (lookahead, width) not in self._tables:
-            limits = np.full(width, 2**32 - 1, np.uint32)
-            limits[:3] = max(Source), 1, lookahead
-            limits[3 : 3 + lookahead] = self.most[-1]
-            self._tables[lookahead, width] = limits
-        return self._tables[lookahead, width]
+    def speculation(self, round_: int, rows: Ints) -> Speculation:
+        """Returns the speculation of these rows.
+
+        Tokens after num_draft may have any value, because no rank reads them.
+        """
+        speculation = Speculation(round_, rows, sampled=self.shape.sampled)
+        beyond = rows.view(np.uint32) > self._speculation
+        if np.count_nonzero(beyond):
+            drafted = np.arange(self.shape.lookahead) < speculation.num_draft[:, None]
+            beyond[:, Speculation.HEAD :][:, : self.shape.lookahead] &= drafted
+            if beyond.any():
+                raise self._beyond(round_, "speculation", rows, beyond)
+        if self.shape.sampled:
+            drafted = np.arange(self.shape.lookahead) < speculation.num_draft[:, None]
+            q = speculation.q[drafted]
+            if not ((q > 0) & (q <= 1)).all():
+                raise ProtocolError(
+                    f"round {round_}: q {speculation.q.tolist()}, allowed above 0 to 1"
+                )
+        return speculation
+
+    def malformed(self, round_: int, what: str) -> ProtocolError:
+        """Returns the error about a body that cannot be; what: the value and what is allowed."""
+        return ProtocolError(f"round {round_}: malformed {self.kind.name}: {what}")
 
     def _checksum(self, size: int) -> int:
-        start = crc32(self._bytes[4 * _ROUND : 4 * _CHECKSUM])
         if size <= _BY_CRC:
-            return crc32(self._bytes[4 * HEADER : 4 * (HEADER + size)], start)
-        return crc32(_folded(self.body[:size]).data, start)
+            return crc32(self._bytes[4 : 4 * (HEADER + size)])
+        body = self.array[HEADER : HEADER + size]
+        # 1,024 numbers that change when any one number of the body does.
+        whole = size // _FOLD * _FOLD
+        folded: Ints = np.bitwise_xor.reduce(body[:whole].reshape(-1, _FOLD), axis=0)
+        folded[: size - whole] ^= body[whole:]
+        return crc32(folded.data, crc32(self._bytes[4 : 4 * HEADER]))
 
-    def _refused(self, round_: int | None) -> ProtocolError:
-        got = dict(zip(_FIELDS, self._ints[:_CHECKSUM].tolist(), strict=False))
-        names = dict(zip(_FIELDS, (*self._expected, round_), strict=False))
-        wrong = {n: (got[n], want) for n, want in names.items() if want not in (None, got[n])}
-        detail = ", ".join(f"{n} is {a}, expected {b}" for n, (a, b) in wrong.items())
-        flags = f"flags {got['flags']}, allowed {' or '.join(map(str, self._flags))}"
-        rest = f"count {got['count']}, allowed 0..{len(self.body)}; {flags}"
+    def _refused(self, header: Header, round_: int | None, count: int | None) -> ProtocolError:
+        least, most = self._least._asdict(), self._most._asdict()
+        for name, value in (("round", round_), ("rows", count)):
+            if value is not None:
+                least[name] = most[name] = value
+        wrong = []
+        for name, value in header._asdict().items():
+            if not least[name] <= value <= most[name]:
+                exact = least[name] == most[name]
+                limit = (
+                    f"expected {most[name]}" if exact else f"allowed {least[name]}..{most[name]}"
+                )
+                wrong.append(f"{name} is {value}, {limit}")
         return ProtocolError(
-            f"round {got['round']}: {self.kind.name} message refused: {detail or rest}"
+            f"round {header.round}: {self.kind.name} message refused: {', '.join(wrong)}"
+        )
+
+    def _beyond(
+        self, round_: int, what: str, rows: Ints, beyond: NDArray[np.bool_]
+    ) -> ProtocolError:
+        """Returns the error about the first number that is beyond its limit."""
+        row, column = np.argwhere(beyond)[0].tolist()
+        names, limits = (
+            (_OUTCOME, self._outcome) if what == "outcome" else (_SPECULATION, self._speculation)
+        )
+        name = names[column] if column < len(names) else f"token {column - len(names) + 1}"
+        return ProtocolError(
+            f"round {round_}: malformed {what} row {row}: {name} is {rows[row, column]}, allowed "
+            f"0..{limits[column]}"
         )
 
 
-def _folded(body: Ints) -> Ints:
-    """Returns 1024 numbers that change when any one number of the body does."""
-    whole = len(body) // _FOLD * _FOLD
-    folded: Ints = np.bitwise_xor.reduce(body[:whole].reshape(-1, _FOLD), axis=0)
-    folded[: len(body) - whole] ^= body[whole:]
-    return folded
+def write_outcome(message: Message, outcome: Outcome, stop: bool = False) -> None:
+    """Writes an outcome, with one copy."""
+    rows = outcome.rows
+    message.write(outcome.round, len(rows), [rows], stop=stop, control=outcome.control)
 
 
-def write_outcome(buffer: Buffer, outcome: Outcome, stop: bool = False) -> None:
-    """Writes an outcome into the buffer, with one copy."""
-    buffer.seal(_lay_outcome(buffer, outcome, stop))
+def read_outcome(message: Message, round_: int | None = None) -> tuple[Outcome, bool]:
+    """Returns a copy of the outcome that arrived, and its stop flag."""
+    header = message.header(round_)
+    return message.outcome(header, message.rows(header, Outcome.WIDTH)), bool(header.stop)
 
 
-def _lay_outcome(buffer: Buffer, outcome: Outcome, stop: bool) -> int:
-    count, size = len(outcome.rows), outcome.rows.size
-    buffer.write_header(outcome.round, count, STOP * stop | _control_bits(outcome.control))
-    buffer.body[:size] = outcome.rows.reshape(-1)
-    return size
-
-
-def read_outcome(buffer: Buffer, round_: int | None = None) -> tuple[Outcome, bool]:
-    """Returns a copy of the outcome that arrived, and its stop flag.
-
-    Raises ProtocolError for a message that is not as expected, as all functions named read_… do.
-    """
-    outcome, stop = _take_outcome(buffer, round_)
-    buffer.check_seal(outcome.rows.size)
-    buffer.check_outcome(outcome.rows)
-    return outcome, stop
-
-
-def _take_outcome(buffer: Buffer, round_: int | None) -> tuple[Outcome, bool]:
-    got, count, flags = buffer.read_header(round_)
-    outcome = Outcome(got, _rows(buffer, 0, count, Outcome.WIDTH), control=_control_of(flags))
-    return outcome, bool(flags & STOP)
-
-
-def _control_bits(control: Control) -> int:
-    if control.lookahead is None and control.width is None and not control.fill:
-        return 0
-    limit, width = (0 if n is None else n + 1 for n in control[:2])
-    assert limit < 1 << _WIDTH - _LOOKAHEAD and width <= MOST_WIDTH + 1, control
-    return limit << _LOOKAHEAD | width << _WIDTH | min(control.fill, MOST_FILL) << _FILL
-
-
-def _control_of(flags: int) -> Control:
-    limit = (flags & ((1 << _WIDTH) - 1)) >> _LOOKAHEAD
-    width = (flags & ((1 << _FILL) - 1)) >> _WIDTH
-    return Control(limit - 1 if limit else None, width - 1 if width else None, flags >> _FILL)
-
-
-def write_speculation(buffer: Buffer, speculation: Speculation) -> None:
-    """Writes a speculation into the buffer, with one copy."""
+def write_speculation(message: Message, speculation: Speculation) -> None:
+    """Writes a speculation, with one copy."""
     rows = speculation.rows
-    buffer.write_header(speculation.round, len(rows), speculation.version << _VERSION)
-    buffer.body[: rows.size] = rows.reshape(-1)
-    buffer.seal(rows.size)
+    message.write(speculation.round, len(rows), [rows], weights=speculation.version)
 
 
-def read_speculation(
-    buffer: Buffer, round_: int, count: int, lookahead: int, *, sampled: bool = False
-) -> Speculation:
+def read_speculation(message: Message, round_: int, count: int) -> Speculation:
     """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
-    _, got, flags = buffer.read_header(round_)
-    if got != count:
-        raise ProtocolError(
-            f"round {round_}: {buffer.kind.name} of {got} sequences, expected {count}"
-        )
-    rows = _rows(buffer, 0, count, Speculation.width(lookahead, sampled))
-    buffer.check_seal(rows.size)
-    speculation = Speculation(round_, rows, sampled=sampled)
-    speculation.version = flags >> _VERSION
-    _check(buffer, speculation, lookahead)
+    header = message.header(round_, count)
+    width = Speculation.width(message.shape.lookahead, message.shape.sampled)
+    speculation = message.speculation(round_, message.rows(header, width))
+    speculation.version = header.weights
     return speculation
 
 
-def write_plan(buffer: Buffer, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
+def write_plan(message: Message, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
     """Writes a plan: the outcome that followers apply and the speculation that they verify."""
-    start = _lay_outcome(buffer, outcome, stop)
-    stop_at = start + speculation.rows.size
-    buffer.body[start:stop_at] = speculation.rows.reshape(-1)
-    buffer.seal(stop_at)
+    parts, control = [outcome.rows, speculation.rows], outcome.control
+    message.write(outcome.round, len(outcome.rows), parts, stop=stop, control=control)
 
 
-def read_plan(
-    buffer: Buffer, round_: int, lookahead: int, *, sampled: bool = False
-) -> tuple[Outcome, Speculation, bool]:
+def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
     """Returns a copy of the plan that arrived: (outcome of round_ - 1, speculation, stop)."""
-    outcome, stop = _take_outcome(buffer, round_ - 1)
-    width = Speculation.width(lookahead, sampled)
-    rows = _rows(buffer, outcome.rows.size, outcome.num_live, width)
-    buffer.check_seal(outcome.rows.size + rows.size)
-    buffer.check_outcome(outcome.rows)
-    speculation = Speculation(round_, rows, sampled=sampled)
-    _check(buffer, speculation, lookahead)
-    return outcome, speculation, stop
+    header = message.header(round_ - 1)
+    body, shape = message.body(header), message.shape
+    end = header.rows * Outcome.WIDTH
+    if end > len(body):
+        raise message.malformed(
+            header.round, f"{len(body)} numbers, expected {header.rows} rows of {Outcome.WIDTH}"
+        )
+    outcome = message.outcome(header, body[:end].reshape(header.rows, Outcome.WIDTH))
+    live, width = outcome.num_live, Speculation.width(shape.lookahead, shape.sampled)
+    if end + live * width != len(body):
+        raise message.malformed(
+            header.round, f"{len(body) - end} numbers, expected {live} rows of {width}"
+        )
+    speculation = message.speculation(round_, body[end:].reshape(live, width))
+    return outcome, speculation, bool(header.stop)
 
 
-def write_proposals(buffer: Buffer, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
+def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
     """Writes distributions [V], one for each proposal that was not certain.
 
     Returns the size of the message in int32, its header included.
     """
-    buffer.write_header(round_, len(rows))
-    for n, row in enumerate(rows):
-        buffer.body[n * len(row) : (n + 1) * len(row)] = row.view(np.int32)
-    size = sum(len(row) for row in rows)
-    buffer.seal(size)
-    return HEADER + size
+    return message.write(round_, len(rows), [row.view(np.int32) for row in rows])
 
 
-def check_proposals(buffer: Buffer, round_: int, count: int) -> None:
-    """Raises ProtocolError unless the message holds `count` distributions of round `round_`."""
-    _, got, _ = buffer.read_header(round_)
-    if got != count:
-        raise ProtocolError(f"round {round_}: PROPOSALS of {got} rows, expected {count}")
-
-
-def read_proposals(buffer: Buffer, round_: int, count: int, vocab: int) -> NDArray[np.float32]:
+def read_proposals(message: Message, round_: int, count: int) -> NDArray[np.float32]:
     """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
-    check_proposals(buffer, round_, count)
-    rows = _rows(buffer, 0, count, vocab).view(np.float32)
-    buffer.check_seal(rows.size)
+    header = message.header(round_, count)
+    rows = message.rows(header, message.shape.vocab).view(np.float32)
     if not (np.isfinite(rows).all() and (rows >= 0).all()):
         raise ProtocolError(f"round {round_}: PROPOSALS hold a number that is no probability")
     return rows
-
-
-def _rows(buffer: Buffer, start: int, count: int, width: int) -> Ints:
-    stop = start + count * width
-    if stop > len(buffer.body):
-        raise ProtocolError(
-            f"round {int(buffer.array[3])}: {buffer.kind.name} of {count} rows of {width}, "
-            f"the buffer holds {len(buffer.body)} numbers"
-        )
-    rows: Ints = buffer.body[start:stop].copy().reshape(count, width)
-    return rows
-
-
-def _check(buffer: Buffer, speculation: Speculation, lookahead: int) -> None:
-    rows = speculation.rows
-    beyond = rows.view(np.uint32) > buffer.speculation_limits(lookahead, rows.shape[1])
-    if np.count_nonzero(beyond):
-        _name_what_is(beyond, buffer, speculation, lookahead)
-    if speculation.sampled:
-        q = speculation.q[np.arange(lookahead) < speculation.num_draft[:, None]]
-        if not ((q > 0) & (q <= 1)).all():
-            raise ProtocolError(f"round {speculation.round}: q {q.tolist()}, allowed above 0 to 1")
-
-
-def _name_what_is(
-    beyond: NDArray[np.bool_], buffer: Buffer, speculation: Speculation, lookahead: int
-) -> None:
-    """Raises ProtocolError for the first number beyond its limit.
-
-    Tokens after num_draft may have any value, because no rank reads them.
-    """
-    rows, lengths = speculation.rows, speculation.num_draft
-    where = f"round {speculation.round}: "
-    if beyond[:, 2].any():
-        raise ProtocolError(f"{where}num_draft {lengths.tolist()}, allowed 0..{lookahead}")
-    head = Speculation.HEAD
-    beyond[:, head : head + lookahead] &= np.arange(lookahead) < lengths[:, None]
-    for row, column in np.argwhere(beyond)[:1].tolist():
-        name = _SPECULATION[column] if column < head else f"token {column - head + 1}"
-        limit = buffer.speculation_limits(lookahead, rows.shape[1])[column]
-        what = f"malformed {buffer.kind.name} row {row}: {name} is {rows[row, column]}"
-        raise ProtocolError(f"{where}{what}, allowed 0..{limit}")
-
-
-_PROMPT_HEAD = 8
-_SEED, _ASKS = 5, 7
-_WANTS_LOGPROBS, _HAS_SEED = 1, 2
-
-
-def prompt_capacity(batch: int, prompt_tokens: int) -> int:
-    """Returns the int32 of the largest body: b prompts of prompt_tokens tokens each."""
-    return batch * (_PROMPT_HEAD + prompt_tokens)
 
 
 def has_prompts(outcome: Outcome) -> bool:
@@ -329,83 +353,51 @@ def has_prompts(outcome: Outcome) -> bool:
     return len(outcome.fresh) > 0
 
 
-def write_prompts(buffer: Buffer, outcome: Outcome) -> int:
+def write_prompts(message: Message, outcome: Outcome) -> int:
     """Writes the prompts of an outcome's new sequences, in their order.
 
     Returns the size of the message in int32, its header included.
     """
-    admitted = outcome.fresh.tolist()
-    buffer.write_header(outcome.round, len(admitted))
-    end = 0
-    for row in admitted:
-        request = outcome.prompts[row[0], row[1]]
-        start, end = end, end + _PROMPT_HEAD + len(request.prompt)
-        buffer.body[start] = len(request.prompt)
-        sampled = np.array([request.temperature, request.top_p])
-        buffer.body[start + 1 : start + _SEED] = sampled.view(np.int32)
-        buffer.body[start + _SEED : start + _ASKS] = np.array([request.seed or 0], np.uint64).view(
-            np.int32
-        )
-        buffer.body[start + _ASKS] = _prompt_flags(request)
-        buffer.body[start + _PROMPT_HEAD : end] = request.prompt
-    buffer.seal(end)
-    return HEADER + end
+    fresh, parts = outcome.fresh.tolist(), list[Ints]()
+    for id_, epoch, *_ in fresh:
+        request = outcome.prompts[id_, epoch]
+        flags = _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
+        sampling = request.temperature, request.top_p, request.seed or 0
+        head = _PROMPT.pack(len(request.prompt), flags, *sampling)
+        parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
+    return message.write(outcome.round, len(fresh), parts)
 
 
-def _prompt_flags(request: Request) -> int:
-    return _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
-
-
-def read_prompts(buffer: Buffer, outcome: Outcome) -> Outcome:
-    """Returns the outcome with the prompts of its admissions, which have arrived.
-
-    Raises ProtocolError for a message that is not as expected, as the functions of `wire` do.
-    """
-    admitted = outcome.fresh.tolist()
-    _, count, _ = buffer.read_header(outcome.round)
-    if count != len(admitted):
-        raise _malformed(outcome, f"{count} prompts", f"expected {len(admitted)}")
-    parts = _prompt_parts(buffer, outcome, count)
-    prompts = {
-        (row[0], row[1]): _read_request(buffer, outcome, row, part)
-        for row, part in zip(admitted, parts, strict=True)
-    }
+def read_prompts(message: Message, outcome: Outcome) -> Outcome:
+    """Returns the outcome with the prompts of its admissions, which have arrived."""
+    fresh = outcome.fresh.tolist()
+    body = message.body(message.header(outcome.round, len(fresh)))
+    prompts, at = dict[tuple[int, int], Request](), 0
+    for id_, epoch, _, _, last in fresh:
+        start, at = at, at + _PROMPT_HEAD
+        if at > len(body):
+            raise message.malformed(outcome.round, f"{len(body)} numbers, expected more prompts")
+        size, flags, temperature, top_p, seed = _PROMPT.unpack(body[start:at].tobytes())
+        tokens = body[at : at + max(0, size)]
+        at += len(tokens)
+        if not 1 <= size == len(tokens):
+            held = f"the message holds {len(body)} numbers"
+            raise message.malformed(outcome.round, f"a prompt of {size} tokens at {start}, {held}")
+        least, most, limit = int(tokens.min()), int(tokens.max()), message.shape.last_token
+        is_sampling = 0 <= temperature < math.inf and 0 < top_p <= 1
+        allowed = "allowed 0 or more, and above 0 to 1"
+        for fits, what in (
+            (least >= 0 and most <= limit, f"prompt tokens {least}..{most}, allowed 0..{limit}"),
+            (tokens[-1] == last, f"a prompt that ends in {tokens[-1]}, expected {last}"),
+            (is_sampling, f"temperature {temperature:g}, top_p {top_p:g}, {allowed}"),
+            (0 <= flags <= 3, f"flags {flags}, allowed 0..3"),
+        ):
+            if not fits:
+                raise message.malformed(outcome.round, what)
+        sampling = temperature, top_p, seed if flags & _HAS_SEED else None
+        logprobs = bool(flags & _WANTS_LOGPROBS)
+        request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, logprobs)
+        prompts[id_, epoch] = request
+    if at != len(body):
+        raise message.malformed(outcome.round, f"{len(body)} numbers, expected {at}")
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)
-
-
-def _prompt_parts(buffer: Buffer, outcome: Outcome, count: int) -> list[Ints]:
-    """Returns a copy of each sequence's part of the body, after a look at the checksum."""
-    body, end, parts = buffer.body, 0, []
-    for _ in range(count):
-        size = int(body[end]) if end < len(body) else 0
-        start, end = end, end + _PROMPT_HEAD + size
-        if size < 1 or end > len(body):
-            told = f"the buffer holds {len(body)} numbers"
-            raise _malformed(outcome, f"a prompt of {size} tokens at {start}", told)
-        parts.append(body[start:end].copy())
-    buffer.check_seal(end)
-    return parts
-
-
-def _read_request(buffer: Buffer, outcome: Outcome, row: list[int], part: Ints) -> Request:
-    tokens, most = part[_PROMPT_HEAD:], buffer.most[-1]
-    if tokens.min() < 0 or tokens.max() > most:
-        raise _malformed(
-            outcome, f"prompt tokens {tokens.min()}..{tokens.max()}", f"allowed 0..{most}"
-        )
-    if tokens[-1] != row[4]:
-        raise _malformed(outcome, f"a prompt that ends in {tokens[-1]}", f"expected {row[4]}")
-    temperature, top_p = part[1:_SEED].copy().view(np.float64).tolist()
-    if not (0 <= temperature < math.inf and 0 < top_p <= 1):
-        told = f"temperature {temperature:g}, top_p {top_p:g}"
-        raise _malformed(outcome, told, "allowed 0 or more, and above 0 to 1")
-    flags = int(part[_ASKS])
-    if not 0 <= flags <= _WANTS_LOGPROBS + _HAS_SEED:
-        raise _malformed(outcome, f"flags {flags}", f"allowed 0..{_WANTS_LOGPROBS + _HAS_SEED}")
-    seed = int(part[_SEED:_ASKS].copy().view(np.uint64)[0]) if flags & _HAS_SEED else None
-    sampled = temperature, top_p, seed, bool(flags & _WANTS_LOGPROBS)
-    return Request(row[0], row[4], row[1], tuple(tokens.tolist()), *sampled)
-
-
-def _malformed(outcome: Outcome, found: str, allowed: str) -> ProtocolError:
-    return ProtocolError(f"round {outcome.round}: malformed PROMPT: {found}, {allowed}")

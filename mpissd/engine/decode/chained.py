@@ -161,10 +161,6 @@ class ChainedTarget(TargetWorker):
         self._told: Ints
         self._was_ahead = False
 
-    def twin(self, stepper: object) -> TargetWorker:  # type: ignore[override]
-        """Is never called: calibration makes twins of the wrapped worker."""
-        raise NotImplementedError
-
     def enter(self, batch: Batch, admissions: Admissions) -> None:
         self._worker.enter(batch, admissions)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import unopened
-from mpissd.engine.comm.link import LinkShape
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.rank_counts import RankCounts
 from mpissd.engine.job import Job
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.workers import DraftWorker
 
 
@@ -53,16 +52,12 @@ def make_drafter(
     worker: DraftWorker,
     waiter: Waiter,
     *,
-    ahead: bool = True,
     kind: type[Drafter] = Drafter,
 ) -> Drafter:
-    """Returns the drafter over `worker`; kind: its class.
-
-    With ahead=False nothing is grown while the target verifies (the SD rounds of an SSD job).
-    """
+    """Returns the drafter over `worker`; kind: its class."""
     policy = DraftPolicy(
         lookahead=job.lookahead,
-        fan_outs=job.fan_outs if ahead else FanOuts(),
+        fan_outs=job.fan_outs,
         backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
         backup_lookahead=job.backup_lookahead,
         sampled=link_shape(job).sampled,
@@ -71,5 +66,5 @@ def make_drafter(
         and job.config.drafts > 0
         and unopened(job.config.backend) == "numpy",
     )
-    counts = RankCounts() if ahead and job.workload.reports_outcomes else None
+    counts = RankCounts() if job.workload.reports_outcomes else None
     return kind(worker, policy, job.config.batch_size, waiter, counts)

@@ -21,8 +21,7 @@ from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import DraftEnd, LeadEnd
-from mpissd.engine.comm.queue_link import queue_link
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.decode.chained import ChainedDrafter, chained_forwards, chained_pair
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter

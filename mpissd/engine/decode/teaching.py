@@ -6,8 +6,8 @@ from time import perf_counter
 from typing import Any
 
 from mpissd.common.rounds import Batch, Ints
-from mpissd.engine.comm import logit_stream
-from mpissd.engine.comm.logit_stream import Outlet
+from mpissd.engine.comm import learner_messages
+from mpissd.engine.comm.learner_messages import Outlet
 from mpissd.engine.workload.workers import TargetWorker
 
 
@@ -41,7 +41,7 @@ class Teaching:
         worker, sent = self._worker, self._sent
         told = worker.lessons(batch, accepted, bonus, sent, everywhere=self._everywhere)
         logits = [worker.logits_of(row) for one in told for row in one.rows]
-        message = logit_stream.write(told, logits)
+        message = learner_messages.write_lessons(told, logits)
         self._outlet.send(message)
         self._sent = {one.name: one.start + len(one.tokens) for one in told}
         self.rows += len(logits)

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from mpissd.common.errors import ProtocolError
-from mpissd.engine.comm.version_pieces import Assembly, Complete, Inbox
+from mpissd.engine.comm.learner_messages import Assembly, Complete, VersionInbox
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.versions import unpacked
@@ -46,7 +46,7 @@ class Updates:
     are not finite is left for the weights that were loaded.
     """
 
-    def __init__(self, inbox: Inbox, drafter: Drafter) -> None:
+    def __init__(self, inbox: VersionInbox, drafter: Drafter) -> None:
         stepper = drafter.worker.stepper
         assert isinstance(stepper, Stepper), "new weights of a model that computes nothing"
         self._inbox, self._drafter, self._stepper = inbox, drafter, stepper

@@ -1,8 +1,7 @@
 """One rank of a job: its workers and message ends, and *passes* of the decoding loops.
 
 A pass is one run of the decoding loops on all ranks, from the first outcome to the stop: the lead
-drives, the drafts serve, the followers follow. A job has a few short passes for calibration and one
-that is measured.
+drives, the drafts serve, the followers follow. A run is one pass.
 """
 
 from __future__ import annotations
@@ -131,11 +130,11 @@ class Rank:
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device else "host"
 
-    def drafter(self, worker: DraftWorker, *, ahead: bool = True) -> Drafter:
+    def drafter(self, worker: DraftWorker) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
         session = self.session
         kind = Drafter if self.chained is None else ChainedDrafter
-        return make_drafter(session.job, worker, session.waiter, ahead=ahead, kind=kind)
+        return make_drafter(session.job, worker, session.waiter, kind=kind)
 
     def run_pass(
         self,

@@ -321,10 +321,6 @@ class GemmTargetWorker(TargetWorker):
         self.stepper, self._stream = stepper, stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
-    def twin(self, stepper: Forwards) -> GemmTargetWorker:
-        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
-        return GemmTargetWorker(stepper, self._stream)
-
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
@@ -371,10 +367,6 @@ class GemmDraftWorker(DraftWorker):
         self._full: dict[
             tuple[tuple[int, ...], int], Lanes
         ] = {}  # {(fan-out, batch size): the lanes of all rows}
-
-    def twin(self, stepper: Forwards) -> GemmDraftWorker:
-        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
-        return GemmDraftWorker(stepper, self._stream, self._num_tokens)
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them."""

@@ -172,10 +172,6 @@ class MarkovDraftWorker(SamplingDraftWorker):
         self._histories = Histories(lambda request: laws.prompt(request.request_id))
         self._copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
-    def twin(self, stepper: Forwards) -> MarkovDraftWorker:
-        """Returns a worker with the same models that runs its forwards on `stepper`."""
-        return MarkovDraftWorker(stepper, self._laws, self.lookahead, self._fan_outs)
-
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
         self._fan_outs = fan_outs
@@ -252,12 +248,6 @@ class MarkovTargetWorker(SamplingTargetWorker):
         self._histories = Histories(lambda request: laws.prompt(request.request_id))
         self._contexts: list[tuple[int, ...]] = []
         self._logits: Logits
-
-    def twin(self, stepper: Forwards) -> MarkovTargetWorker:
-        """Returns a worker with the same models that runs its forwards on `stepper`."""
-        return MarkovTargetWorker(
-            stepper, self._laws, tp=self._tp, rank=self._rank, gather=self._gather
-        )
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         self._histories.serve(batch, speculation)

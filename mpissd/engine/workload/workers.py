@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.logit_stream import Lesson, Sent
+from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Chunks, Forwards, Places
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
@@ -73,10 +73,6 @@ class Worker(ABC):
     # Whether the device may decide whole greedy rounds by itself (decode.chained).
     chains: bool = False
     reads_forwards: ClassVar[bool] = False  # whether the forwards decide its tokens
-
-    @abstractmethod
-    def twin(self: W, stepper: Forwards) -> W:
-        """Returns a worker with the same tokens that runs its forwards on `stepper`."""
 
     def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Draws the first tokens of these sequences ahead of the rounds that admit them.

@@ -1,243 +1,155 @@
-"""Computes HostCosts from ledgers of decoding loops in which pauses replace the forwards.
+"""Computes HostCosts from the ledgers of the warm-up rounds.
 
-Each cost is the median of a phase. The first pass grows no branches; SSD adds a second pass that
-does. The part of the lead's wait that the draft's own phases do not explain is spent on the link,
-in naps (naps), or in reading an OUTCOME that arrived during a growth step.
+Each cost is the median of a phase. A phase that waits for a forward counts with what it takes
+beyond that forward as it was timed in series (calibrate). No measured round enters, so that a row's
+prediction rests on nothing that it is compared with. What the draft's own phases do not explain of
+the lead's wait is spent on the link, naps of both ranks included.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftPhase, LeadPhase
-from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.paused import PausedForwards
-from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.session.session import Session
-from mpissd.engine.workload.workers import W
-from mpissd.lab.measure.forward_times import ForwardTimes, Rehearsed, beyond, draft_rows
-from mpissd.lab.measure.rehearsal import RehearsedForwards, Table
-from mpissd.lab.predict.costs import HostCosts
+from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.job import Job
+from mpissd.engine.session.rank import Rank
+from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 
-LONGEST_PAUSE_S = 8e-3  # keeps a pass short
-_OVERSHOOTS = 5
-_GLUE = 2 + DraftPhase.GLUE
+WARM_ID = 1 << 30  # first request id of the warm-up's sequences
+_SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 
 
 @dataclass(frozen=True)
-class PassLedgers:
-    """The ledgers of one paused pass on this rank.
+class WarmUp:
+    """The warm-up rounds that count, on the lead or on the draft: its ledger [n, 2 + phases].
 
-    lead is set on the lead; the other fields are set on the rank that runs the draft.
+    num_rows: on the lead, the rows of each verification [n]. rounds: on the draft, its rows
+    [n, Drafter.COLUMNS]. grow_s: its median growth step; None if no branch grew.
     """
 
-    lead: Table | None
-    draft: Table | None = None
-    rounds: NDArray[Any] | None = None  # [n, Drafter.COLUMNS], a row for each draft row
-    grow_s: float | None = None  # median growth step; None if no branches were grown
-    rehearsed: Rehearsed = field(default_factory=Rehearsed)
+    ledger: NDArray[np.int64]
+    num_rows: NDArray[np.int64] | None = None
+    rounds: NDArray[Any] | None = None
+    grow_s: float | None = None
+
+    @classmethod
+    def of_draft(cls, drafter: Drafter, count: int) -> WarmUp:
+        """Returns a draft's warm-up; count: its rounds, the first ones of the pass."""
+        span = count // _SKIPPED, count
+        slices = drafter.ledger.slices(*span)
+        steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
+        grow_s = float(np.median(steps)) if len(steps) else None
+        return cls(drafter.ledger.table(*span), None, drafter.table(*span), grow_s)
+
+    def seconds(self, phase: int) -> Floats:
+        """Returns the seconds of a phase in each round, [n]."""
+        return np.asarray(self.ledger[:, 2 + phase] * 1e-9, np.float64)
 
     def column(self, name: str) -> NDArray[Any]:
         """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
-        assert self.rounds is not None, "a pass without a draft"
+        assert self.rounds is not None, "a warm-up without a draft"
         values: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
         return values
 
 
-class Pause(Protocol):
-    """The length of a pause that replaces a forward."""
+def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
+    """Runs `count` rounds on sequences that are thrown away; returns those that count.
 
-    def __call__(self, rows: int, lists: bool = False) -> float:
-        """Returns its seconds; lists: as in Forwards.upload."""
-
-
-def pause_of(times: ForwardTimes | None) -> Pause:
-    """Returns the length of a pause by its rows; 0 if none is in the passes' ledgers."""
-    assert times is not None, "a pause without a measured forward"
-
-    def pause_s(rows: int, lists: bool = False) -> float:
-        return 0.0 if times.rehearsed else min(times(rows, lists), LONGEST_PAUSE_S)
-
-    return pause_s
-
-
-def paused_twin(
-    worker: W, times: ForwardTimes | None, session: Session, *, drafts: bool, again: bool = False
-) -> W:
-    """Returns a worker like this one over pauses that last as its forwards do, or over those."""
-    assert isinstance(worker.stepper, Stepper), "pauses stand for real forwards"
-    if times is not None and times.rehearsed:
-        forwards: Forwards = RehearsedForwards(
-            worker.stepper, session.job.config.batch_size, again=again
-        )
-    else:
-        tokens, sleep = worker.stepper.stack.buffers.tokens, session.backend.info.kind == "emulated"
-        forwards = PausedForwards(pause_of(times), tokens, sleep=sleep)
-    twin = worker.twin(forwards)
-    twin.placement = session.job.placement(drafts=drafts)
-    return twin
-
-
-def host_costs(
-    session: Session,
-    leads: list[PassLedgers],
-    drafts: list[PassLedgers],
-    target: ForwardTimes,
-    draft: ForwardTimes | None,
-    nap: float,
-) -> HostCosts:
-    """Computes the job's HostCosts from the ledgers of its paused passes.
-
-    leads, drafts: the passes as the lead and the draft recorded them. The first grows no branches;
-    the second, which only SSD has, does. nap: seconds that a napping rank is late.
+    For a lead whose loop has run no round yet.
     """
-    job = session.job
-    lead = _phases(leads[-1].lead, LeadPhase)
-    late = _overshoot(session)
-    costs = {f"lead_{phase.name.lower()}": lead[phase] for phase in _LEAD_COSTS}
-    verify = pause_of(target)(job.verify_rows)
-    costs["wake"] = lead[LeadPhase.DEVICE_WAIT] - verify + target.host_s - late
-    if target.rehearsed:
-        late_s = beyond(leads[-1].rehearsed.verify, target(job.verify_rows))
-        costs["wake"] = lead[LeadPhase.DEVICE_WAIT] + late_s
+    requests = rank.session.requests(WARM_ID, rank.session.job.config.batch_size)
+    loop.admit(requests)
+    loop.ledger.restart()
+    num_rows = []
+    for _ in range(count):
+        num_rows.append(loop.step().num_rows)
+        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+    loop.finish([request.request_id for request in requests])
+    skipped = count // _SKIPPED
+    ledger = loop.ledger.table(skipped, count)
+    return WarmUp(ledger, np.array(num_rows[skipped:], np.int64))
+
+
+def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
+    """Computes a job's HostCosts; draft: None in AR, or if the draft was lost."""
+    costs: dict[str, Any] = {
+        f"lead_{phase.name.lower()}": np.median(lead.seconds(phase))
+        for phase in (
+            *(LeadPhase.SEND, LeadPhase.COMMIT, LeadPhase.BROADCAST),
+            *(LeadPhase.UPLOAD, LeadPhase.SAMPLE, LeadPhase.RECORD),
+        )
+    }
+    assert lead.num_rows is not None, "a warm-up without a lead"
+    launch, wait = lead.seconds(LeadPhase.LAUNCH), lead.seconds(LeadPhase.DEVICE_WAIT)
+    beyond = np.median(launch + wait - _forward_s(device.verify, lead.num_rows))
+    costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))  # NumPy computes in the launch
+    costs["wake"] = beyond - costs["lead_launch"]
     if draft is not None:
-        costs |= _draft_costs(session, drafts, draft, late)
-    if session.topology.num_drafts:
-        costs |= _link_costs(session.waiter, leads[0], drafts, nap)
-    if job.tp > 1 and session.backend.info.kind != "emulated" and not target.rehearsed:
-        own = costs["lead_commit"] + costs["lead_upload"] + costs["lead_launch"]
-        costs["follower"] = costs.get("link", 0.0) + costs.get("nap", 0.0) + own
+        costs |= _draft_costs(job, device, draft)
+        if not job.inline:
+            costs |= _link_costs(lead, draft)
     return HostCosts(**{name: max(0.0, float(value)) for name, value in costs.items()})
 
 
-_LEAD_COSTS = (
-    LeadPhase.SEND,
-    LeadPhase.COMMIT,
-    LeadPhase.BROADCAST,
-    LeadPhase.UPLOAD,
-    LeadPhase.LAUNCH,
-    LeadPhase.SAMPLE,
-    LeadPhase.RECORD,
-)
+def _forward_s(table: RowTable, rows: Any) -> Floats:
+    """Returns the seconds of the smallest forwards that have room for these rows."""
+    places = np.searchsorted(table.rows, rows)
+    last = len(table.rows) - 1
+    return np.asarray(np.asarray(table.seconds)[np.minimum(places, last)], np.float64)
 
 
-def _draft_costs(
-    session: Session, drafts: list[PassLedgers], draft: ForwardTimes, late: float
-) -> dict[str, float]:
+def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]:
     """Returns the costs of the draft's host by their field names in HostCosts."""
-    job = session.job
-    plain, pause_s = _phases(drafts[0].draft, DraftPhase), pause_of(draft)
-    branches = job.config.batch_size * job.num_lanes
-    # host time that a real forward adds to a paused one
-    again = 0.0 if draft.rehearsed else draft.host_s - late
-    backup = job.num_forwards(job.backup_lookahead) if job.config.backup != "fast" else 0
-    costs = {
-        "draft_commit": plain[DraftPhase.COMMIT],
-        "draft_lookup": plain[DraftPhase.LOOKUP],
-        "draft_send": plain[DraftPhase.SEND],
-        "draft_record": plain[DraftPhase.RECORD],
-        "draft_assemble": 0.0,
+    costs: dict[str, Any] = {
+        f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
+        for phase in (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SEND, DraftPhase.RECORD)
     }
-    if len(drafts) > 1:
-        costs |= _growth_costs(session, drafts[1], pause_s, again, draft(job.config.batch_size))
-    steps_s = plain[DraftPhase.SPECULATE] - costs["draft_assemble"]
-    if backup:
-        rows = draft_rows(job)
-        costs["step"] = steps_s / backup - pause_s(rows) + again
-        if len(drafts) == 1:
-            late_s = beyond(drafts[0].rehearsed.backup, backup * draft(rows))
-            costs["draft_assemble"] += late_s
-    elif drafts[-1].grow_s is not None:
-        costs["step"] = drafts[-1].grow_s - pause_s(branches) + again
-    if len(drafts) > 1:
-        costs["step"] = costs.get("step", 0.0)
-        costs["step"] += beyond(drafts[1].rehearsed.grow, draft(branches))
+    answers, num_jit = draft.seconds(DraftPhase.SPECULATE), draft.column("num_jit")
+    steps_ready = draft.column("steps_ready")
+    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # answered without a draft step
+    if job.config.backup == Source.FAST.name.lower():
+        is_ready |= (num_jit == 0) & (steps_ready == 0)
+    assemble = answers[is_ready].min() if is_ready.any() else 0.0
+    costs["draft_assemble"] = assemble
+    if device.draft is None:
+        return costs
+    batch, lanes = job.config.batch_size, job.config.batch_size * job.num_lanes
+    backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
+    if len(missed) and backup:
+        step_s = (np.median(missed) - assemble) / backup
+        costs["step"] = step_s - _forward_s(device.draft, batch)
+    elif draft.grow_s is not None:
+        costs["step"] = draft.grow_s - _forward_s(device.draft, lanes)
+    if (is_grown := draft.seconds(DraftPhase.GLUE) > 0).any():
+        glue = device.lists[-1][1] if device.lists else device.draft
+        glue_s = np.median(draft.seconds(DraftPhase.GLUE)[is_grown])
+        costs["glue"] = glue_s - _forward_s(glue, job.verify_rows)
+        costs["keys"] = np.median(draft.seconds(DraftPhase.KEYS)[is_grown])
     return costs
 
 
-def _growth_costs(
-    session: Session,
-    grown: PassLedgers,
-    pause_s: Pause,
-    again: float,
-    step: float,
-) -> dict[str, float]:
-    job = session.job
-    phases = _phases(grown.draft, DraftPhase)
-    costs = {
-        "draft_lookup": phases[DraftPhase.LOOKUP],
-        "draft_commit": phases[DraftPhase.COMMIT],
-        "glue": phases[DraftPhase.GLUE] - pause_s(job.verify_rows, True) + again,
-        "keys": phases[DraftPhase.KEYS],
-    }
-    assert grown.draft is not None, "a grown pass without a draft"
-    hits = grown.draft[grown.column("num_jit") == 0]
-    if len(hits):  # the fastest hit: all its branches were already grown
-        costs["draft_assemble"] = float(hits[:, 2 + DraftPhase.SPECULATE].min()) * 1e-9
-        if costs["draft_assemble"] > step:
-            costs["draft_assemble"] = 0.0  # even the fastest hit had to wait for its branches
-    return costs
+def _link_costs(lead: WarmUp, draft: WarmUp) -> dict[str, Any]:
+    """Returns one way of the link, and the time to read an OUTCOME that has already arrived.
 
-
-def _link_costs(
-    waiter: Waiter, lead: PassLedgers, drafts: list[PassLedgers], nap: float
-) -> dict[str, float]:
-    """Returns the costs of the link between lead and draft: link, nap, patience and draft_read.
-
-    `lead` and drafts[0] are of the pass without branches. The part of the lead's wait that the
-    draft's own phases do not explain is two messages, one read, and a nap for each rank that waited
-    for longer than its patience.
+    The draft reads such an OUTCOME in rounds after growth that was cut short. There the lead also
+    waits for the growth step that was running; so the other rounds show the link, or the fastest
+    one if growth was always cut short.
     """
-    patience, plain = 0.0 if waiter.spin else waiter.spin_s, drafts[0].draft
-    plain = plain if drafts[0].rehearsed.whole is None else drafts[0].rehearsed.whole
-    assert lead.lead is not None and plain is not None, "a link needs both ends"
+    is_cut = np.isnan(draft.column("t_growth_s")[:-1]) & (draft.seconds(DraftPhase.GLUE)[:-1] > 0)
+    reads = draft.seconds(DraftPhase.WAIT)[1:][is_cut]
+    read = np.median(reads) if len(reads) else 0.0
     own = (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SPECULATE, DraftPhase.SEND)
-    waits = lead.lead[:, 2 + LeadPhase.DRAFT_WAIT] * 1e-9, plain[:, 2 + DraftPhase.WAIT] * 1e-9
-    waited = waits[0] + lead.lead[:, 2 + LeadPhase.COMMIT] * 1e-9
-    worked = sum(plain[:, 2 + phase] for phase in own) * 1e-9
-    read = _read_s(drafts[-1])
-    nap = min(nap, max(0.0, float(np.median(waited - worked)) - read) / 2)
-    napped = sum(nap * (wait - nap > patience) for wait in waits)
-    both_ways = float(np.median(waited - worked - napped)) - read
-    return {"link": both_ways / 2, "nap": nap, "patience": patience, "draft_read": read}
-
-
-def _read_s(grown: PassLedgers) -> float:
-    """Returns the median seconds that the draft needs to read an OUTCOME that has already arrived.
-
-    These are the rounds in which the OUTCOME cut growth short. Returns 0 if there were none; the
-    link's cost then includes the read.
-    """
-    assert grown.draft is not None, "a link without a draft"
-    cut_short = np.isnan(grown.column("t_growth_s")[:-1]) & (grown.draft[:-1, _GLUE] > 0)
-    waits = grown.draft[1:, 2 + DraftPhase.WAIT][cut_short]
-    return float(np.median(waits)) * 1e-9 if len(waits) else 0.0
-
-
-def _phases(table: Table | None, phases: Any) -> dict[Any, float]:
-    """Returns the median seconds of each phase of a ledger's table."""
-    assert table is not None and len(table), "a pass without rounds"
-    medians = np.median(table[:, 2:], axis=0) * 1e-9
-    return {phase: float(medians[phase]) for phase in phases}
-
-
-def _overshoot(session: Session) -> float:
-    """Returns the median seconds by which a paused forward exceeds its pause, launch included."""
-    waiter = session.waiter
-    sleep, tokens = session.backend.info.kind == "emulated", np.zeros(1, np.int32)
-    pause = PausedForwards(lambda rows, lists: 1e-3, tokens, sleep=sleep)
-    pause.upload(1, tokens)
-    late = []
-    for _ in range(_OVERSHOOTS):
-        start = perf_counter()
-        pause.launch()
-        pause.wait(waiter)
-        late.append(perf_counter() - start - pause.elapsed_s())
-    return float(np.median(late))
+    waited = lead.seconds(LeadPhase.DRAFT_WAIT) + lead.seconds(LeadPhase.COMMIT)
+    between = waited - sum(draft.seconds(phase) for phase in own)
+    if is_cut.all() and len(is_cut):
+        both_ways = between.min()
+    else:
+        both_ways = np.median(between[1:][~is_cut]) if len(is_cut) else between[0]
+    return {"link": (both_ways - read) / 2, "draft_read": read}

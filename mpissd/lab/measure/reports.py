@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.updates import Report as UpdateReport
-from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.calibrate import JobProfile
+from mpissd.lab.measure.host_costs import WarmUp
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class LeadReport:
     wall_s: float
     ledger: NDArray[np.int64]
     phases: list[str]
+    warm_up: WarmUp
     messages_per_round: float
     bytes_per_round: float
     prefill_s: float  # spent on prompts
@@ -51,6 +52,7 @@ class DraftReport:
     ledger: NDArray[np.int64]
     phases: list[str]
     learned: dict[str, Any]  # from RankCounts.to_dict
+    warm_up: WarmUp
     forwards: NDArray[np.int64] | None = None  # those that target groups share (measure.pool)
     updates: UpdateReport | None = None  # of newer weights; None without a learner
 
@@ -61,13 +63,12 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class Measured:
-    """The reports of all ranks, with the job's profile and the ledger's overhead."""
+    """The reports of all ranks, with the job's profile."""
 
     lead: LeadReport
     draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
     profile: JobProfile
     rank_digests: list[int | None]  # by world rank, the digest of the outcomes that it received
-    ledger_overhead: Overhead | None
     groups: Sequence[LeadReport] = ()  # of each target group, if several share the drafts
 
 

@@ -25,7 +25,6 @@ from mpissd.common.records import (
 from mpissd.common.row import SCHEMA, Row
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.ab import Overhead
 from mpissd.lab.measure.answers import model_fields, prompt_times
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.learning import learner_fields, shares_gpu_of
@@ -92,7 +91,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         proposal_bytes_per_round=round(lead.proposals[0], 1),
         proposal_wait_us=round(lead.proposals[1], 3),
         rank_digests=measured.rank_digests,
-        ledger_overhead=_overhead(measured.ledger_overhead),
         stable=is_stable(lead.records.round_s, _STABLE[session.backend.info.kind]),
         config_digest=config.digest,
         provenance={
@@ -196,10 +194,7 @@ def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
     if not is_predictable(job) or lead.draft_lost_round is not None:
         return {}
     count = len(lead.records)
-    known = job.config.digest, count, profile.device, profile.host
-    predicted = session.calibrations.once(  # repeats of a configuration share one prediction
-        session.backend, known, lambda: predict_row(job, profile.device, profile.host, count)
-    )
+    predicted = predict_row(job, profile.device, profile.host, count)
     rate = predicted["tok_per_s"]
     same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
     return {
@@ -253,13 +248,6 @@ def _mpi_library() -> str:
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
-
-
-def _overhead(measured: Overhead | None) -> dict[str, float] | None:
-    """Returns the ledger's overhead and its 95% interval for the row; None if not measured."""
-    if measured is None:
-        return None
-    return {"overhead": measured.overhead, "low": measured.low, "high": measured.high}
 
 
 def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:

@@ -33,16 +33,15 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
 from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
-from mpissd.lab.measure.ab import Overhead, ledger_pass
 from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
 from mpissd.lab.measure.learning import ended, teach
-from mpissd.lab.measure.passes import WARM_ID
 from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
-from mpissd.lab.measure.tracing import Span, Tracing
+from mpissd.lab.measure.tracing import Span, compare_clocks, write_trace
 from mpissd.lab.show import NOBODY, Audience, shown
 
 _INSTANT_S = 5e-6
@@ -113,7 +112,10 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     drafters = [rank.drafter(worker) for worker in rank.drafts]
     drafter = drafters[0] if drafters else None
     rank.prepare()
-    tracing = None if config.trace is None else Tracing(session)
+    clocks = None
+    if config.trace is not None:
+        session.barrier()  # all ranks arrive first, because a question waits for its answer
+        clocks = compare_clocks(session.topology.world, session.waiter)
     if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
@@ -130,18 +132,21 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     drafts = world.gather(_draft_report(drafters, spans, rank.updates))
     leads = [lead] if session.topology.groups == 1 else world.gather(lead)
     span = None if lead is None else Span(spans[0][0], spans[0][1], lead.records.t_target_s.read())
-    overhead = ledger_pass(rank) if config.ledger_ab else None
     row = error = None
     if profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
         groups = [report for report in leads or () if report is not None]
         try:
-            row = _conclude(session, profile, groups, draft, digests, overhead, sweep)
+            if len(groups) == 1 and rank.chained is None:  # chained rounds do not wait for the host
+                warm = None if draft is None else draft.warm_up
+                costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
+                profile = replace(profile, host=costs)
+            row = _conclude(session, profile, groups, draft, digests, sweep)
         except GateError as loss:
             error = loss
     agree(world, error)
-    if tracing is not None:
-        tracing.write(rank, drafter, span, str(config.trace))
+    if config.trace is not None:
+        write_trace(rank, drafter, span, clocks, config.trace)
     return row
 
 
@@ -151,7 +156,6 @@ def _conclude(
     groups: list[LeadReport],
     draft: DraftReport | None,
     digests: list[int],
-    overhead: Overhead | None,
     sweep: dict[str, Any] | None,
 ) -> Row:
     """Builds the row on rank 0, checks it against the gates, and writes the files.
@@ -164,7 +168,7 @@ def _conclude(
     expected = session.job.world_size - session.job.config.learners
     silent = [None] * (expected - len(digests))
     parts = tuple(groups) if several else ()
-    measured = Measured(lead, draft, profile, [*digests, *silent], overhead, parts)
+    measured = Measured(lead, draft, profile, [*digests, *silent], parts)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:
@@ -189,6 +193,7 @@ def _draft_report(
             drafter.ledger.table(*span),
             drafter.ledger.names,
             {} if drafter.rank_counts is None else drafter.rank_counts.to_dict(),
+            warm_up=WarmUp.of_draft(drafter, span[0]),
             updates=None if updates is None else updates.report,
         )
         for drafter, span in zip(drafters, spans, strict=False)
@@ -204,13 +209,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     is_alone: whether this run is no part of a sweep; only then text is shown.
     """
     config = rank.session.job.config
-    warm = rank.session.requests(WARM_ID, config.batch_size)
-    loop.admit(warm)
-    loop.ledger.restart()
-    for _ in range(config.warmup_rounds):
-        loop.step()
-        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-    loop.finish([request.request_id for request in warm])
+    warm = warm_up(loop, rank, config.warmup_rounds)
     sequences = Sequences(rank.session.workload, rank.session.topology.group_index)
     loop.admit(sequences.first())
     rank.meet()
@@ -234,6 +233,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         wall_s=wall_s,
         ledger=loop.ledger.table(first, loop.round),
         phases=loop.ledger.names,
+        warm_up=warm,
         messages_per_round=messages / count,
         bytes_per_round=sent / count,
         all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,

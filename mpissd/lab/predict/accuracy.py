@@ -2,7 +2,7 @@
 
     (a) replay  the row's own draws, from its own job's profile (`prediction_error`)
     (b) mean    the mean under the imposed models, from the same (`expected_tok_per_s`)
-    (c) other   that mean from another job's profile, as `predict` and `plan` give a user
+    (c) other   that mean from another job's profile, as `plan` gives a user
 
 (b) and (c) include the luck of the row's draws: the replay over the mean of its own job
 (`sampling_error`). Its standard deviation `sampling_sd` shows how much of them luck explains.
@@ -20,12 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import device_kind, known_profiles, load_profile
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.from_row import Forecast, forecast_from_run, forecast_row
+from mpissd.lab.predict.from_row import Forecast, forecast_row
 
 BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c), of products
 WHOLE_BAR = 0.05, 0.12  # and of whole transformers
@@ -72,16 +70,13 @@ class Errors:
 def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row], Forecast]:
     """Returns a function that predicts a row from another job's profile, for error (c).
 
-    name: a device's or run's profile, by name or file; several, separated by commas, are each used
-    for the rows of their own device. None means the built-in profile of each row's device. host: a
+    name: a device's profile, by name or file; several, separated by commas, are each used for the
+    rows of their own device. None means the built-in profile of each row's device. host: a
     run's profile whose host costs to use (None: the profile's own). Raises ConfigError if there is
     no such profile.
     """
-    run = None if name is None or "," in name else jobfile.load(name)
-    if run is not None and name is not None:
-        return lambda row: forecast_from_run(row, name, run)
     named = [] if name is None else [*map(load_profile, name.split(","))]
-    costs = None if host is None else host_of(host)
+    costs = None if host is None else jobfile.load(host)[1]
     known = {p.kind: p for p in (*map(load_profile, known_profiles()), *named)}
     said = {p.kind: p for p in named}
 
@@ -95,14 +90,6 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
         return forecast_row(row, target, costs, known.get(device_kind(row.draft_device)))
 
     return forecast
-
-
-def host_of(name: str) -> HostCosts:
-    """Returns the host costs of a run's profile. Raises ConfigError for any other file."""
-    file = jobfile.load(name)
-    if file is None:
-        raise ConfigError(f"host {name!r}: allowed: a run's OUT/profiles/RUN_ID.json")
-    return file.host
 
 
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:

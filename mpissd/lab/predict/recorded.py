@@ -26,7 +26,6 @@ def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, 
     followed = follow(job, device, host, sequences)
     wall = float(followed.round_s.sum())
     rate = num_tokens / wall if wall else None
-    t_target, t_draft = followed.t_target_s, followed.t_draft_s
     looked_up = sequences[~is_first_round(sequences)]
     return {
         "mode": config.mode,
@@ -38,12 +37,7 @@ def predict_replay(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, 
         "round_us": followed.round_us(),
         "acceptance_length": float(sequences[:, 3].mean() + 1),
         "hit_rate": float((looked_up[:, 6] > 0).mean()) if job.fan_out and len(looked_up) else None,
-        "t_target_s": t_target,
-        "t_draft_s": t_draft,
-        "t_growth_s": followed.t_growth_s,
-        "T_SD": t_draft / t_target if t_draft is not None and t_target else None,
-        "T_p": followed.T_p,
-        "exposed_us": followed.exposed_s * 1e6,
+        **followed.times,
         "outcome_digest": outcome_digest(sequences),
     }
 

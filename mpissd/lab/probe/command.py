@@ -3,8 +3,8 @@
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
 Everything goes through the application's own code: backend programs, steppers, groups, links. The
-result is a table on stdout and a device profile in OUT/profiles, which `--backend=emulated
---device=FILE`, `predict` and `plan` read (docs/profile.md). The last line is one JSON object.
+result is a table on stdout and a device profile in OUT/profiles, which `plan` and
+`--backend=emulated --device=FILE` read (docs/profile.md). The last line is one JSON object.
 
 Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
 Wrong data (a sum, a NaN, a message that changed) ends the job with exit code 3, and nothing is
@@ -44,7 +44,7 @@ from mpissd.lab.probe.group import (
     GroupProbe,
     open_groups,
 )
-from mpissd.lab.probe.host import MORE_SEQUENCES, host_costs
+from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
 from mpissd.lab.probe.link import LinkProbe
 from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
 from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
@@ -299,8 +299,8 @@ class Prober:
     def hosts(self) -> None:
         """Measures host work and link for every configuration that these ranks allow, on all of
         them."""
-        source = f"measured: the loops over paused forwards, {self._session.backend.name}"
-        self.host, notes = host_costs(self._session, source)
+        source = f"measured: ledgers of the decoding loops, {self._session.backend.name}"
+        self.host, notes = host_entries(self._session, source)
         self.notes += notes if self._topology.is_lead else []
 
     @property

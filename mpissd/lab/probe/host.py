@@ -1,8 +1,7 @@
 """Measures host work and link time for the configurations that the ranks of a probe allow.
 
-The measurement is a run's own calibration: passes of the decoding loops over paused forwards
-(lab/measure/calibrate). It also times the job's own forwards. Both go into the profile, so that a
-reader can compare them with the probed forwards.
+Each configuration decodes some rounds, as a run's warm-up does, and its costs are read off their
+ledgers (lab/measure/host_costs). Its forwards, timed in series, go into the profile as well.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mpissd.common.config import RunConfig
@@ -19,15 +19,15 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
+from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
 from mpissd.lab.probe.group import NEAR
 from mpissd.lab.probe.sample import Entry
 
-MORE_SEQUENCES = (
-    8  # Factor from the first batch size to the second; host work grows with the batch.
-)
+MORE_SEQUENCES = 8  # Factor from the first batch size to the second; host work grows with it.
+_FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
 
 
-def host_costs(session: Session, source: str) -> tuple[list[Entry], list[str]]:
+def host_entries(session: Session, source: str) -> tuple[list[Entry], list[str]]:
     """Measures every configuration; collective over the job's world.
 
     Returns ("host" entries, reasons why others are missing) on the lead.
@@ -78,17 +78,36 @@ def _resolved(session: Session, config: RunConfig) -> Job:
 
 
 def _measured(session: Session) -> JobProfile | None:
-    """Calibrates one configuration; returns the result on the lead.
+    """Times one configuration's forwards and runs its rounds; returns its profile on the lead.
 
     Raises Refused on every rank if its models do not fit in memory.
     """
     try:
         rank = Rank(session)
-        profile = calibrate(rank)
+        profile, world = calibrate(rank), session.topology.world
+        # The forwards' times limit the rounds: a large model takes seconds a round on a CPU.
+        count = world.bcast(None if profile is None else _num_rounds(session.job, profile))
+        drafter = rank.drafter(rank.draft) if rank.draft is not None else None
+        lead = rank.run_pass(rank.target, drafter, partial(warm_up, rank=rank, count=count))
+        own = None if drafter is None else WarmUp.of_draft(drafter, count)
+        drafts = [draft for draft in world.gather(own) or () if draft is not None]
+        if profile is not None and lead is not None and rank.chained is None:
+            draft = drafts[0] if drafts else None
+            costs = host_costs(session.job, profile.device, lead, draft)
+            profile = replace(profile, host=costs)
         rank.close()
     finally:
         session.resources.close()
     return profile
+
+
+def _num_rounds(job: Job, profile: JobProfile) -> int:
+    """Returns the number of rounds that take at most _ROUNDS_S, within _FEWEST and _MOST."""
+    round_s = float(profile.device.verify_s(job.verify_rows))
+    if profile.device.draft is not None:
+        step_s = float(profile.device.draft_s(job.config.batch_size))
+        round_s += job.num_forwards(job.lookahead) * step_s
+    return int(min(max(_ROUNDS_S / max(round_s, 1e-6), _FEWEST), _MOST))
 
 
 def _entry(job: Job, profile: JobProfile, source: str) -> Entry:

@@ -20,9 +20,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.device_group import NcclGroup, gather_seats, shared_gpu
+from mpissd.engine.comm.device_group import NcclGroup, gather_places, shared_gpu
 from mpissd.engine.comm.group import Device
-from mpissd.engine.comm.mpi_link import MpiCarrier
+from mpissd.engine.comm.mpi_link import MpiInbox, MpiOutbox
 from mpissd.lab.probe.sample import Checks, Entry, Sample, entry
 
 SIZES = tuple(1 << n for n in (6, 8, 10, 12, 14, 16, 18, 20))
@@ -106,38 +106,45 @@ class LinkProbe:
         return perf_counter() - start
 
     def _mpi(self, size: int) -> Trip:
-        """Opens OUTCOME one way and SPECULATION the other, in buffers of exactly `size` bytes."""
+        """Opens OUTCOME one way and SPECULATION the other, in messages of exactly `size` bytes."""
         kinds = wire.Kind.OUTCOME, wire.Kind.SPECULATION
-        mine, theirs = kinds if self._is_lead else kinds[::-1]
-        out, into = (wire.Buffer(kind, 0, size // 4 - wire.HEADER) for kind in (mine, theirs))
-        out.body[:] = _pattern(len(out.body), self._pair.rank)
-        carrier = MpiCarrier(self._pair, 1 - self._pair.rank, out, into, self._waiter)
-        kept = np.zeros_like(into.body)
+        length, peer = size // 4 - wire.HEADER, 1 - self._pair.rank
+        mine, theirs = (
+            wire.Message(kind, wire.LinkShape(0, 1, 0), length)
+            for kind in (kinds if self._is_lead else kinds[::-1])
+        )
+        outbox = MpiOutbox(self._pair, [peer], mine, self._waiter)
+        inbox = MpiInbox(self._pair, peer, theirs)
+        mine.write(0, 0, [_pattern(length, self._pair.rank)])
+        kept = np.zeros(length, np.int32)
         what = "draft: probe" if self._is_lead else "lead: probe"
 
-        def send(number: int) -> None:
-            carrier.ready()
-            out.write_header(number, 0)
-            carrier.send()
+        def send() -> None:
+            outbox.ready()
+            outbox.send()
 
         def receive(number: int) -> None:
-            self._waiter.until(carrier.arrived, what)
-            into.read_header(number)
+            self._waiter.until(inbox.arrived, what)
+            theirs.header()
             if number < _WARM:
-                kept[:] = into.body
-            carrier.release()
+                kept[:] = theirs.array[wire.HEADER :]
+            inbox.release()
+
+        def close() -> None:
+            outbox.close()
+            inbox.close()
 
         def go(number: int) -> None:
             if self._is_lead:
-                send(number)
+                send()
             receive(number)
             if not self._is_lead:
-                send(number)
+                send()
 
         def sound() -> bool:
-            return bool(np.array_equal(kept, _pattern(len(kept), 1 - self._pair.rank)))
+            return bool(np.array_equal(kept, _pattern(length, peer)))
 
-        return Trip(go, sound, carrier.close)
+        return Trip(go, sound, close)
 
     def _begin_nccl(self) -> tuple[Callable[[int], Trip], Callable[[], None]]:
         device = cast(Device, self._backend)
@@ -197,10 +204,10 @@ class NcclPair(NcclGroup):
 def open_nccl_pair(device: Device, comm: MPI.Comm, waiter: Waiter) -> NcclPair:
     """Opens NCCL on a communicator of two ranks; raises ConfigError on both if it cannot join
     them."""
-    seats = gather_seats(device, comm, waiter)
-    if shared := shared_gpu(seats):
+    places = gather_places(device, comm)
+    if shared := shared_gpu(places):
         raise ConfigError(f"link over NCCL: {shared}; allowed: one rank a GPU")
-    if not all(seat.nccl for seat in seats):
+    if not all(place.nccl for place in places):
         raise ConfigError("link over NCCL: CuPy has no NCCL here")
     return NcclPair(device, comm, waiter)
 

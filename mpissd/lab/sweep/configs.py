@@ -34,9 +34,8 @@ class SweepConfig(Checked):
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
         self._check_run(self.grid)
-        for name in ("trace", "ledger_ab"):
-            if getattr(self.run, name):
-                raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
+        if self.run.trace:
+            raise ConfigError("trace with sweep: allowed: with run, of one configuration")
         if self.run.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)

@@ -23,7 +23,7 @@ from mpissd.common.flags import MODES, flags_of, parse_into, said
 from mpissd.common.schedules import with_schedule
 from mpissd.lab.sweep.grid import NONE, ONE_A_JOB, Block
 
-_SWEEPS_OWN = ("dry_run", "world_size", "trace", "ledger_ab", "progress")
+_SWEEPS_OWN = ("dry_run", "world_size", "trace", "progress")
 _MOST_COMBINATIONS = 100_000
 
 

@@ -393,13 +393,13 @@ def examine_rank(config: RunConfig, check: Check) -> int:
     the examined code ends the job with its traceback, of which the command reads the last line.
     Collective.
     """
-    from mpissd.engine.comm import mpi_library
+    from mpissd.engine.comm import mpi_patient
 
     report = Report(step="MPI_Init")
     # A library that hangs while it holds Python's lock stops every Python thread, so C ends it.
     faulthandler.dump_traceback_later(config.deadline_s + 2 * _MORE_S, exit=True)
     _print(report)
-    rank, size, library = mpi_library.identity()
+    rank, size, library = mpi_patient.identity()
     maps = Path("/proc/self/maps")
     mine = RankFacts(
         rank,

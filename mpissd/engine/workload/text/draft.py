@@ -12,7 +12,6 @@ from mpissd.engine.model.forwards import Drafting, Forwards, Proposed
 from mpissd.engine.model.forwards import Draws as DeviceDraws
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.gemm import GemmDraftWorker
 from mpissd.engine.workload.history import PromptHistories
 from mpissd.engine.workload.placement import Gap, Index
 from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
@@ -53,7 +52,7 @@ class TextDraftWorker(SamplingDraftWorker):
         stepper: Forwards,
         seed: int,
         fan_outs: FanOuts,
-        twin: GemmDraftWorker,
+        lookahead: int,
         *,
         samples: bool = False,
         saguaro_c: float = 1.0,
@@ -62,21 +61,16 @@ class TextDraftWorker(SamplingDraftWorker):
     ) -> None:
         """Makes a worker.
 
-        lookup: kind of lookup of a fast backup. twin: the worker that replaces it if forwards
-        compute nothing. ids: the tokens that the draft's logits are of, rising (None: all). Saguaro
-        sampling uses `fan_outs` until `branches` is given others.
+        lookup: kind of lookup of a fast backup. ids: the tokens that the draft's logits are of,
+        rising (None: all). Saguaro sampling uses `fan_outs` until `branches` is given others.
         """
-        self.stepper, self._seed, self._fan_outs, self._twin = stepper, seed, fan_outs, twin
-        self.lookahead = twin.lookahead
+        self.stepper, self._seed, self._fan_outs = stepper, seed, fan_outs
+        self.lookahead = lookahead
         self.chains = not samples
         self._samples, self._saguaro_c, self._ids = samples, saguaro_c, ids
         self._lookup = lookup
         self._histories = PromptHistories()
         self._is_replaced, self._is_sound = False, True
-
-    def twin(self, stepper: Forwards) -> GemmDraftWorker:  # type: ignore[override]
-        """Returns a worker of the `gemm` workload: paused forwards have no logits."""
-        return self._twin.twin(stepper)
 
     def shared(self, slot: int, request: Request) -> int:
         return self._histories.shared(slot, request.prompt)

@@ -11,10 +11,9 @@ import numpy as np
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Batch, Ints, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.logit_stream import Lesson, Sent
+from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.gemm import GemmTargetWorker
 from mpissd.engine.workload.history import History, PromptHistories
 from mpissd.engine.workload.sampled import Case, Logits, SamplingTargetWorker, check_finite
 from mpissd.engine.workload.workers import LogitsGather, Proposals
@@ -30,7 +29,6 @@ class TextTargetWorker(SamplingTargetWorker):
         self,
         stepper: Forwards,
         seed: int,
-        twin: GemmTargetWorker,
         *,
         samples: bool = False,
         draft_ids: Ints | None = None,
@@ -40,11 +38,11 @@ class TextTargetWorker(SamplingTargetWorker):
     ) -> None:
         """Makes the worker of one target rank.
 
-        twin: the worker that replaces it if forwards compute nothing. draft_ids: the tokens that
-        the draft knows (None: all). widths: columns of the LM head by target rank; gather: needed
-        for several, if tokens are sampled or teaches, whether a learner reads the logits.
+        draft_ids: the tokens that the draft knows (None: all). widths: columns of the LM head by
+        target rank; gather: needed for several, if tokens are sampled or teaches, whether a learner
+        reads the logits.
         """
-        self.stepper, self._seed, self._twin = stepper, seed, twin
+        self.stepper, self._seed = stepper, seed
         self._samples, self._draft_ids = samples, draft_ids
         self.chains = not samples
         self._widths, self._gather, self._teaches = widths, gather, teaches
@@ -53,10 +51,6 @@ class TextTargetWorker(SamplingTargetWorker):
         # Of the round under verification: whether a sequence is sampled, and logits are read.
         self._draws_any = self._reads_logits = False
         self._parts: Logits
-
-    def twin(self, stepper: Forwards) -> GemmTargetWorker:  # type: ignore[override]
-        """Returns a worker of the `gemm` workload: paused forwards have no logits."""
-        return self._twin.twin(stepper)
 
     def shared(self, slot: int, request: Request) -> int:
         return self._histories.shared(slot, request.prompt)

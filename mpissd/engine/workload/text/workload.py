@@ -12,7 +12,6 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
-from mpissd.engine.workload.gemm import GemmWorkload
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.text.draft import StateDraftWorker, TextDraftWorker
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
@@ -88,8 +87,6 @@ class TextWorkload(Workload):
         token, longest = self.job.config.stop_token, self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
-        if self.job.config.ledger_ab:  # its rounds go on after the end of every answer
-            raise ConfigError("ledger_ab with workload=text: allowed: another workload")
         if self.job.reads_states and self.job.config.learners:
             asked = f"learners=1 with draft={self.job.draft_where}, which reads hidden states"
             raise ConfigError(f"{asked}: allowed: a draft model of its own")
@@ -110,7 +107,6 @@ class TextWorkload(Workload):
         return TextTargetWorker(
             stepper,
             job.config.seed,
-            GemmWorkload(job).target_worker(stepper),
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
@@ -120,7 +116,7 @@ class TextWorkload(Workload):
 
     def draft_worker(self, stepper: Forwards) -> TextDraftWorker:
         job, config = self.job, self.job.config
-        parts = stepper, config.seed, job.fan_outs, GemmWorkload(job).draft_worker(stepper)
+        parts = stepper, config.seed, job.fan_outs, job.lookahead
         told = {
             "samples": self.samples,
             "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,

@@ -1,0 +1,152 @@
+"""Messages of online learning: lessons from the lead to a learner, new weights to the draft.
+
+A lesson message is int32 numbers: [sequences, columns], then for each sequence a head of six, its
+new tokens and the positions of its rows, and after all sequences their logits, float32 bit for bit.
+
+A version of weights is sent in pieces, so that none of them holds up a round for long. A piece is a
+header and up to PIECE bytes. The last piece completes the version, whose checksum decides whether
+it is taken. A message without bytes ends the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Protocol
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ProtocolError
+from mpissd.common.rounds import Ints
+
+Bytes = NDArray[np.uint8]
+Logits = NDArray[np.float32]
+Sent = Mapping[tuple[int, int], int]  # tokens that the learner has, by (request id, epoch)
+_HEAD = 6  # id, epoch, start, tokens, prompt, rows
+PIECE = 1 << 20  # bytes: some .3 ms to take over on one host
+_PIECE_HEADER = Struct("=5q")  # version, its bytes, start of the piece, bytes of it, checksum
+HEADER = _PIECE_HEADER.size
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One sequence's training data from a round.
+
+    tokens: the tokens at positions start … of the sequence, its prompt included. prompt: tokens of
+    the prompt. at: positions whose next token the target decided. rows: the forward's rows that
+    decided them, on the lead; logits: [len(at), V], on the learner.
+    """
+
+    request_id: int
+    epoch: int
+    start: int
+    tokens: Ints
+    prompt: int
+    at: Ints
+    rows: Sequence[int] = ()
+    logits: Logits = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """The sequence: (request id, epoch)."""
+        return self.request_id, self.epoch
+
+
+class Outlet(Protocol):
+    """Sends lessons to a learner without ever blocking."""
+
+    def has_room(self) -> bool:
+        """Returns whether another message may be sent."""
+
+    def send(self, numbers: Ints) -> None:
+        """Starts to send a message, which the caller must not change; for it there is room."""
+
+
+def write_lessons(lessons: Sequence[Lesson], logits: Sequence[Logits]) -> Ints:
+    """Returns a message; logits: of each lesson's rows in order, float32 [V] each."""
+    columns = len(logits[0]) if logits else 0
+    parts: list[Ints] = [np.array([len(lessons), columns], np.int32)]
+    for one in lessons:
+        sizes = len(one.tokens), one.prompt, len(one.at)
+        head = [one.request_id, one.epoch, one.start, *sizes]
+        parts += [np.array(head, np.int32), one.tokens, one.at]
+    return np.concatenate([*parts, *(row.view(np.int32) for row in logits)])
+
+
+def read_lessons(message: Ints) -> list[Lesson]:
+    """Returns the lessons of a message; raises ProtocolError for one of another size."""
+    count, columns = message[:2].tolist()
+    texts, at = list[tuple[list[int], Ints, Ints]](), 2
+    for _ in range(count):
+        head = message[at : at + _HEAD].tolist()
+        end = at + _HEAD + head[3]
+        texts.append((head, message[at + _HEAD : end], message[end : end + head[5]]))
+        at = end + head[5]
+    rows = sum(head[5] for head, _, _ in texts)
+    if len(message) != at + rows * columns:
+        raise ProtocolError(f"lessons of {len(message)} numbers, expected {at + rows * columns}")
+    logits = message[at:].view(np.float32).reshape(rows, columns)
+    parts = np.split(logits, np.cumsum([head[5] for head, _, _ in texts])[:-1])
+    return [
+        Lesson(head[0], head[1], head[2], tokens, head[4], places, (), part)
+        for (head, tokens, places), part in zip(texts, parts, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A version whose bytes have all arrived and fit their checksum."""
+
+    version: int
+    data: memoryview
+
+
+class VersionInbox(Protocol):
+    """Receives pieces for a draft."""
+
+    def take(self) -> Bytes | None:
+        """Returns the next message, valid until the next call; None if none has arrived."""
+
+
+def pieces(version: int, data: bytes) -> Iterator[Bytes]:
+    """Yields the messages of a version."""
+    checksum = crc32(data)
+    for start in range(0, len(data), PIECE):
+        part = data[start : start + PIECE]
+        header = _PIECE_HEADER.pack(version, len(data), start, len(part), checksum)
+        yield np.frombuffer(bytearray(header + part), np.uint8)
+
+
+class Assembly:
+    """Joins the pieces of one version after another."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._version = self._at = self._checksum = 0
+
+    def add(self, message: Bytes) -> Complete | None:
+        """Takes a piece; returns the version that it completes.
+
+        Raises ProtocolError for a piece out of order, and for a version whose checksum differs from
+        its sender's; the next version is received all the same.
+        """
+        version, total, start, count, checksum = _PIECE_HEADER.unpack_from(message.data)
+        if start == 0:
+            self._data, self._version, self._at, self._checksum = bytearray(total), version, 0, 0
+        if (version, total, start) != (self._version, len(self._data), self._at):
+            raise ProtocolError(
+                f"version {version}: a piece at {start} of {total} bytes, expected version "
+                f"{self._version} at {self._at} of {len(self._data)}"
+            )
+        part = message[HEADER : HEADER + count]
+        self._data[start : start + count] = part.data
+        self._checksum, self._at = crc32(part.data, self._checksum), start + count
+        if self._at < total:
+            return None
+        if self._checksum != checksum:
+            wrong = f"checksum is {self._checksum:#010x}, expected {checksum:#010x}"
+            raise ProtocolError(f"version {version}: {wrong}")
+        return Complete(version, memoryview(self._data))

@@ -1,0 +1,167 @@
+"""Bodies of any JSON: each is a request with sound values, or is refused with 400."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.serve.request import Problem, Request, parse
+from tests.serve.rig import tokenizer
+
+NAMES = (
+    "model prompt messages max_tokens max_completion_tokens stream stream_options temperature "
+    "top_p seed stop deadline_s user n presence_penalty frequency_penalty logit_bias logprobs "
+    "top_logprobs response_format tools store best_of echo suffix role content type text other"
+).split()
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["user", "assistant", "text", "x", ""]),
+    st.text(max_size=4),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer(tmp_path_factory.mktemp("words"))
+
+
+USER = {"role": "user", "content": "x"}
+FIELDS: list[tuple[str, Any, str]] = [
+    ("max_tokens", -1, "a whole number >= 1"),
+    ("max_tokens", 0, "a whole number >= 1"),
+    ("max_tokens", True, "a whole number >= 1"),
+    ("max_tokens", "5", "a whole number >= 1"),
+    ("temperature", -0.1, "at most 2"),
+    ("temperature", 2.5, "at most 2"),
+    ("temperature", [], "at most 2"),
+    ("top_p", 0, "above 0"),
+    ("seed", 2**63, "a whole number in"),
+    ("deadline_s", -1, "above 0"),
+    ("n", 2, "allowed: 1"),
+    ("best_of", 3, "allowed: 1"),
+    ("echo", True, "allowed: false"),
+    ("logprobs", 5, "allowed: 0"),
+    ("presence_penalty", 0.5, "allowed: 0"),
+    ("stream", "yes", "true, false"),
+    ("stream_options", {"include_usages": True}, "did you mean 'include_usage'"),
+    ("stop", [""], "none empty"),
+    ("stop", ["a"] * 17, "at most 16"),
+    ("stop", 7, "a string"),
+    ("stop", "a" * 2000, "up to 16 strings"),
+    ("prompt", "", "is empty"),
+    ("prompt", " \n", "is empty"),
+    ("prompt", [], "one list of token ids"),
+    ("prompt", ["a", "b"], "one list of token ids"),
+    ("prompt", [-1], "one list of token ids"),
+    ("prompt", [10**6], "token 1000000"),
+    ("prompt", [[1], [2]], "one list of token ids"),
+    ("prompt", "\ud800", "no UTF-8 text"),
+    ("prompt", {"a": 1}, "is no text"),
+    ("max_token", 5, "did you mean 'max_tokens'"),
+    ("messages", [USER], "unknown field"),
+    ("é\n", 1, "unknown field"),
+]
+CONVERSATIONS: list[tuple[Any, str]] = [
+    ([], "at least one message"),
+    ("x", "at least one message"),
+    ([7], '"role"'),
+    ([{"role": "user"}], "is no text"),
+    ([{"role": "robot", "content": "x"}], "role"),
+    ([{"role": [], "content": "x"}], "role"),
+    ([{**USER, "tool_calls": []}], "unknown messages[0] field"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "parts"),
+    ([{"role": "user", "content": "a\udfffb"}], "no UTF-8 text"),
+    ([USER, {"role": "user", "content": " "}], "messages[1].content: is empty"),
+]
+BODIES = [
+    (b"", "no JSON"),
+    (b"{", "no JSON"),
+    (b"[]", "no JSON object"),
+    (b'"x"', "no JSON object"),
+    (b'{"prompt": "\xff"}', "no UTF-8 text (byte 13)"),
+    (b'{"prompt": "x", "temperature": NaN}', "NaN"),
+    (b'{"prompt": "x", "temperature": -Infinity}', "-Infinity"),
+    (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "no JSON"),
+    (b"[" * 100000, "no JSON"),
+    (b'{"prompt": "x"} x', "no JSON"),
+    (b"{}", "prompt: needed"),
+    (b'{"prompt": null}', "prompt: needed"),
+]
+
+
+def refusal(words: Tokenizer, body: bytes, *, is_chat: bool = False) -> str:
+    with pytest.raises(Problem) as refused:
+        parse(body, is_chat=is_chat).encode(words)
+    assert refused.value.status == 400
+    return refused.value.message
+
+
+def test_what_cannot_be_is_refused_by_name(words: Tokenizer) -> None:
+    for name, value, says in FIELDS:
+        told = refusal(words, json.dumps({"prompt": "x", name: value}).encode())
+        assert says in told, (name, value, told)
+    for value, says in CONVERSATIONS:
+        assert says in refusal(words, json.dumps({"messages": value}).encode(), is_chat=True)
+    for body, says in BODIES:
+        assert says in refusal(words, body)
+
+
+def is_sound(ask: Request) -> bool:
+    ranges = [
+        ask.max_tokens is None or ask.max_tokens >= 1,
+        ask.temperature is None or 0 <= ask.temperature <= 2,
+        0 < ask.top_p <= 1,
+        ask.seed is None or 0 <= ask.seed < 2**63,
+        ask.deadline_s is None or 0 < ask.deadline_s <= 86400,
+        all(isinstance(stop, str) and stop for stop in ask.stop),
+    ]
+    return all(ranges)
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.booleans())
+@example({"prompt": [0.5]}, False)
+@example({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True)
+@example({"prompt": "x", "stop": ["\ud800"]}, False)
+@example({"prompt": [2**70]}, False)
+def test_a_request_is_sound_or_refused(words: Tokenizer, body: dict[str, Any], chat: bool) -> None:
+    try:
+        ask = parse(json.dumps(body).encode(), is_chat=chat)
+        assert is_sound(ask)
+        tokens = ask.encode(words)
+        assert tokens and all(0 <= token < words.vocab_size for token in tokens)
+    except Problem as problem:
+        assert problem.status == 400 and problem.message
+        json.dumps(problem.to_dict()).encode()
+
+
+def test_a_null_is_as_if_it_were_not_there() -> None:
+    named = "model max_tokens stream stream_options temperature top_p seed stop n logprobs echo"
+    body = json.dumps({**dict.fromkeys(named.split()), "prompt": "x"})
+    assert parse(body.encode(), is_chat=False).stop == ()
+
+
+def test_values_of_any_depth_are_refused() -> None:
+    """Some are just not too deep for the parser, and too deep to be shown."""
+    for depth in (1, 100, *range(900, 1100), 5000):
+        body = b'{"prompt": "x", "seed": ' + b"[" * depth + b"]" * depth + b"}"
+        with pytest.raises(Problem) as refused:
+            parse(body, is_chat=False)
+        assert refused.value.status == 400
