@@ -39,7 +39,6 @@ LAYERS = {
     "mpissd.lab.predict": 8,
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,
-    "mpissd.lab.pools": 9,
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
     "mpissd.lab.load": 10,

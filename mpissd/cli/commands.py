@@ -11,7 +11,7 @@ from pathlib import Path
 from mpissd.cli.configs import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import flags_of, said
+from mpissd.common.flags import said
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
@@ -29,7 +29,7 @@ from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import Choice, cut_law
 from mpissd.lab.tables import load_rows
 
-_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+_HITS = ("p_hit", "hit_law")
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -48,9 +48,8 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
         return _judge(config, config.rows)
     if "mode" in given:
         return _predict(config, given)
-    extra = sorted((given & flags_of(RunConfig).keys()) - set(PLANNED))
-    if extra:
-        value = getattr(config.run, extra[0])
+    if extra := sorted(given - set(PLANNED) - {"profile", "gpus"}):
+        value = getattr(config, extra[0], None) or getattr(config.run, extra[0])
         raise ConfigError(f"{extra[0]}={value} without mode: allowed: with mode, for a prediction")
     return _advise(config, given)
 

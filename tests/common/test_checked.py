@@ -52,7 +52,7 @@ def test_a_run_is_judged_however_it_is_made(told: dict[str, Any], message: str) 
 
 
 def test_a_command_hands_its_flags_to_the_run_that_it_contains() -> None:
-    assert {"RunConfig", "ProbeConfig", "DoctorConfig", "SweepConfig", "PredictConfig"} == {
+    assert {"RunConfig", "ProbeConfig", "DoctorConfig", "SweepConfig", "PlanConfig"} == {
         kind.__name__ for kind in HOLDERS
     }
     for kind in HOLDERS:

@@ -1,9 +1,8 @@
-"""`predict` of a replay has the outcomes of its run, timed by the recurrence."""
+"""A predicted replay has the outcomes of its run, timed by the recurrence."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,7 @@ from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import load, save
 from mpissd.lab.pair.outcomes import of_recording
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.recorded import outcomes, predict_replay
-from mpissd.lab.predict.simulation import follow
+from mpissd.lab.predict.recorded import predict_replay
 from tests.loop.recorded import recording_of
 
 LAWS = MarkovLaws(MarkovModel(60, 2, 3), MarkovModel(60, 2, 3, 0.3), 0.0, seed=6, prompt_tokens=2)
@@ -47,7 +45,7 @@ def test_rounds_are_the_recording_s_and_take_the_device_s_time(path: Path, mode:
     made = job(path, mode=mode)
     device, row = costs(made), predict_replay(made, costs(made), HostCosts())
     if mode == "ar":
-        rounds, step = LIMIT * 10, float(device.verify.in_job(1)([1])[0])
+        rounds, step = LIMIT * 10, float(device.verify(1))
         assert row["num_rounds"] == row["num_tokens"] == rounds
         assert row["wall_s"] == pytest.approx(rounds * step)
         return
@@ -67,20 +65,7 @@ def test_rounds_are_the_recording_s_and_take_the_device_s_time(path: Path, mode:
 
 def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--profile=h100", "--pair=70b/1b", "--tp=4", "--workload=replay"]
-    assert (
-        main(["predict", *flags, f"--recording={path}", "--num_tokens=20", "--batch_size=2"]) == 0
-    )
+    limits = ["--num_tokens=20", "--batch_size=2", "--mode=ssd"]
+    assert main(["plan", *flags, *limits, f"--recording={path}"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["num_tokens"] == 200 and row["tok_per_s"] > 0
-
-
-def test_sequences_apart_take_as_long_as_one_behind_the_other(path: Path) -> None:
-    """But for the first round of each, which in a run finds the draft in its last growth."""
-    made = job(path, mode="ssd", backup="fast")
-    device, (sequences, _) = costs(made), outcomes(made)
-    one = follow(made, device, HostCosts(), sequences)
-    each = follow(made, device, HostCosts(), sequences, apart=True)
-    assert each.round_s.shape[1] == 10 and each.live.sum() == one.live.sum() == len(sequences)
-    starts = np.searchsorted(sequences[:, 1], np.arange(11))
-    together = [one.round_s[a:b, 0].sum() for a, b in pairwise(starts)]
-    assert each.round_s.sum(axis=0) == pytest.approx(together, rel=0.02)

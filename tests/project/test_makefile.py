@@ -118,7 +118,7 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines()[0] == "one line"
     dry_run = json.loads((box / "dry_runs").read_text())
-    assert dry_run == ["-m", "mpissd", "run", "--dry_run", "--world_size=4", "--mode=bad"]
+    assert dry_run == ["-m", "mpissd", "run", "--dry_run=4", "--mode=bad"]
 
 
 @pytest.mark.parametrize(
