@@ -14,7 +14,7 @@ import numpy as np
 
 from mpissd.common.rounds import Ints, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.forwards import Chunks, Forwards
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.workload.oracle import DraftOracle, Oracle, Proposals, Rollout, TargetOracle
@@ -134,14 +134,13 @@ class Worker(Generic[AnyOracle]):
         others: list[Gap] = []
         stepper = self.stepper
         is_long = any(gap.size >= LEAST_CHUNK for gap in gaps)
-        chunk_rows = stepper.chunk_rows if is_long and isinstance(stepper, Chunks) else 0
+        chunk_rows = stepper.chunk_rows if is_long else 0
         for gap, is_chunk in _cut(gaps, chunk_rows):
             if not is_chunk:
                 others.append(gap)
                 continue
             yield from self._fill_rows(batch, others)
             others = []
-            assert isinstance(stepper, Chunks)
             stepper.upload_chunk(gap.slot, gap.start, batch.committed(gap))
             stepper.launch()
             yield
