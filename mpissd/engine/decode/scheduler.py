@@ -243,7 +243,7 @@ class Scheduler:
             if (one := self._running.get(request_id)) and not one.epoch:
                 one.cached = count
         drafted, outcome = result.speculation, result.outcome
-        rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=False)
+        rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=True)
         given = []
         for row, ((request_id, epoch, _, accepted, bonus), served) in enumerate(rows):
             task = self._running.get(request_id)

@@ -108,7 +108,7 @@ class _Least(Times):
         return min(found)
 
 
-class RowTimes(Times):
+class ForwardTimes(Times):
     """The seconds of the target's forwards, and the rows of prompts to store with a verification.
 
     That is the largest forward with which the round takes at most 30% longer. If it stores few
