@@ -24,12 +24,9 @@ def test_clocks_of_one_host_are_one_clock() -> None:
     found = json.loads(out.splitlines()[-1])
     assert [len(readings) for readings in found] == [3, 3, 3]
     for readings in found:
-        assert (readings[0]["offset_ns"], readings[0]["error_ns"]) == (0, 0)
-        for reading in readings[1:]:
-            assert 0 < reading["error_ns"] < 20e6
-            assert abs(reading["offset_ns"]) <= reading["error_ns"] + READING_US * 1e3, reading
-    at = [readings[1]["at_ns"] for readings in found]
-    assert at == sorted(at)
+        assert readings[0] == [0, 0]
+        for offset_ns, error_ns in readings[1:]:
+            assert error_ns > 0 and abs(offset_ns) <= error_ns + READING_US * 1e3, readings
 
 
 def test_a_row_that_contradicts_itself_is_no_result(tmp_path: Path) -> None:
@@ -66,7 +63,7 @@ def test_a_trace_of_all_ranks(tmp_path: Path) -> None:
     assert arrows == {(kind, end): 30 for kind in kinds for end in "sf"}
     clocks = trace["otherData"]["clock"]["ranks"]
     errors_us = {e["rank"]: e["error_ns"] / 1e3 for e in clocks}
-    assert errors_us[0] == 0 and all(len(e["offset_ns"]) == 2 for e in clocks)
+    assert errors_us[0] == 0
     sent = {e["id"]: e for e in events if e["ph"] == "s"}
     for arrow in (e for e in events if e["ph"] == "f"):  # no message arrives before it is sent
         unsure = errors_us[arrow["pid"]] + errors_us[sent[arrow["id"]]["pid"]]

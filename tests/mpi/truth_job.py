@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 
 from mpi4py import MPI
 
@@ -16,7 +15,7 @@ from mpissd import __main__
 from mpissd.common import rounds
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import open_topology
-from mpissd.lab.measure.clock import compare_clocks
+from mpissd.lab.measure.tracing import compare_clocks
 
 
 def clocks() -> None:
@@ -24,7 +23,7 @@ def clocks() -> None:
     waiter = topology.waiter(30.0)
     every = [compare_clocks(MPI.COMM_WORLD, waiter) for _ in range(3)]
     if topology.is_lead:
-        print(json.dumps([[asdict(reading) for reading in found or ()] for found in every]))
+        print(json.dumps(every))
 
 
 def deaf(flags: list[str]) -> int:
