@@ -9,14 +9,14 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict.advice import ERROR, Advice, gain_text, heading, render
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.places import survey
 
 SHIPPED = "measured on SmolLM2-135M-Instruct with the shipped draft"
-DEFAULT = resolve_hit_law(None, None, None).label
+DEFAULT = named_hit_law("smollm2").label
 
 NONE = "no difference within the predictor's error of 5%"
 

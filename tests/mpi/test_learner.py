@@ -23,7 +23,8 @@ PROMPTS = ";".join(f"{n % 7},{3 * n % 97},5" for n in range(12))
 JOB = "run --backend=numpy --workload=text --warmup_rounds=2 --deadline_s=60 --progress=off "
 JOB += "--context=128"
 LONG = ["--num_tokens=60", "--lookahead=3"]
-LEARNING = ["--learners=1", "--publish_s=0", *LONG]
+REJECTED = "--learn=publish_s=0,positions=rejected"
+LEARNING = ["--learners=1", "--learn=publish_s=0", *LONG]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def alone(pair: TinyPair) -> str:
 def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
     pair: TinyPair, alone: str, tmp_path: Path
 ) -> None:
-    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn_from=rejected"]
+    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn=publish_s=0,positions=rejected"]
     done = launched(pair, tmp_path, 4, *flags, *LEARNING, trainer="versions")
     row = done.row
     assert row["token_digest"] == alone

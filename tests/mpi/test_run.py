@@ -49,8 +49,9 @@ GEMM: dict[str, tuple[int, tuple[str, ...], Scenario]] = {
     "ssd-all-hit": (2, (*NULL, "--p_hit=1"), replace(TOY, p_hit=1.0)),
 }
 MESSAGES = {"ar": 0, "ar-T2": 1, "inline-T2": 1, "ssd": 2, "sd-T2": 3, "ssd-T2": 3}
-OPTIONS = ("--fuse", "--lm_head", "--context=64", "--num_layers=2", "--fan_out=geometric:9")
-H100 = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--num_layers=2", "--rounds=5")
+OPTIONS = ("--fuse", "--lm_head", "--context=64", "--fan_out=geometric:9")
+OPTIONS += ("--pair=toy-target@2L/toy-draft",)
+H100 = ("--backend=emulated", "--device=h100", "--pair=8b@2L/1b", "--rounds=5")
 H100 += ("--warmup_rounds=1", "--lookahead=3", "--p_hit=1")
 
 # Distributions of a table: at temperature 0 the tokens are the target's own.
@@ -60,7 +61,7 @@ SHAPES = (
 PAIR = Pair(temperature=0.0, vocab=12, order=2, prompt_tokens=3, seed=4, divergence=0.35)
 TABLE = [*SHAPES.split(), *"--backend=emulated --device=null --warmup_rounds=2".split()]
 MARKOV = "--workload=markov --seed=4 --vocab=12 --order=2 --prompt_tokens=3".split()
-NATURAL = "--divergence=0.35 --lookahead=3 --fan_out=list:1,1,1,2 --fan_out_miss=list:2,0,1,1"
+NATURAL = "--divergence=0.35 --lookahead=3 --fan_out=list:1,1,1,2/list:2,0,1,1"
 STOP, LIMIT = 7, 24
 ENDS = [f"--num_tokens={LIMIT}", f"--stop_token={STOP}"]
 DRAWN = [*TABLE, *MARKOV, "--temperature=0.8", "--batch_size=4", "--rounds=30"]
