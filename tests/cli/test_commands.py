@@ -15,18 +15,10 @@ from mpissd.cli import arguments as cli
 from mpissd.cli.configs import ProbeConfig
 from mpissd.common.config import RunConfig
 from mpissd.engine.job import resolve
-<<<<<<< HEAD
-from mpissd.lab.predict.costs import DeviceCosts
-from tests.tiny_pair import tiny_pair
-
-COMMANDS = ("plan", "compare", "probe")
-PROBED = Path(__file__).resolve().parents[2] / "results" / "h200" / "profiles"
-=======
 from tests.tiny_pair import tiny_pair
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 PROBED = RESULTS / "h200/profiles"
->>>>>>> flags
 EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
 TWO = f"--profile={PROBED / 'h200-70b-1b-T2D1.json'}"  # 70B at T=2 and 1B, fused
 SEVENTY = f"--profile={PROBED / 'h200-70b-T4.json'}"  # 70B at T=4, no draft
@@ -54,59 +46,9 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-<<<<<<< HEAD
-def test_a_prediction_from_a_device_s_profile(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = "--profile=h100", "--pair=8b/1b", "--lookahead=5", "--rounds=50"
-    sd = said(capfd, "plan", *flags, "--mode=sd")
-    ssd = said(capfd, "plan", *flags, "--mode=ssd")
-    ar = said(capfd, "plan", *flags, "--mode=ar")
-    assert 0 < ar["tok_per_s"] < sd["tok_per_s"] < ssd["tok_per_s"]
-    wider = said(capfd, "plan", *flags, "--mode=ar", "--tp=2")
-    assert wider["tok_per_s"] > ar["tok_per_s"]
-
-
-def test_a_slower_draft_device_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = "--profile=a100-80", "--pair=8b/1b", "--lookahead=5", "--rounds=50", "--mode=sd"
-    same = said(capfd, "plan", *flags, "--draft_device=a100-80")
-    slower = said(capfd, "plan", *flags, "--draft_device=v100-32")
-    assert same == said(capfd, "plan", *flags)
-    assert slower["t_target_s"] == same["t_target_s"]
-    config = RunConfig(pair="8b/1b", lookahead=5, mode="sd")
-    job = resolve(config, 1, backend="emulated", memory_bytes=None)
-    costs = DeviceCosts.from_profile(load_profile("v100-32"), job)
-    assert slower["t_draft_s"] == pytest.approx(5 * float(costs.draft_s([1])[0]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--lookahead=7",), "lookahead=7 without mode: allowed: with mode"),
-        (("--tp=2",), "tp=2 without mode"),
-        (("--profile=h10",), "did you mean 'h100'"),
-        (("--profile=./none.json",), "none.json"),
-        (("--profile=h100", "--mode=sd", "--lookahead=x"), "lookahead=x"),
-        (("--profile=h100", "--mode=sdd"), "unknown mode 'sdd'"),
-        (("--mode=ssd", "--pair=70b/1b"), "needs 136.9 GB a rank"),
-        (("--mode=ssd", "--pair=toy", "--tp=3"), "not divisible by tp=3"),
-        (("--profile=h100", "--roundz=3"), "did you mean '--rounds'"),
-        (("h100",), "is not a flag"),
-    ],
-)
-def test_what_cannot_be_predicted(
-    flags: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(capfd, "plan", *flags)
-
-
-def run_line(out: str) -> tuple[int, RunConfig]:
-    """(ranks, configuration) of the line that a plan says to run."""
-    line = next(line for line in out.splitlines() if "mpirun" in line)
-    found = re.search(r"mpirun -np (\d+) python -m mpi4py -m mpissd (run .*)", line)
-=======
 def command_line(out: str, name: str) -> tuple[int, Any]:
     """(ranks, configuration) of the line that a plan prints for a command."""
     found = re.search(rf"mpirun -np (\d+) python -m mpi4py -m mpissd ({name} .*)", out)
->>>>>>> flags
     assert found is not None
     return int(found[1]), cli.parse(shlex.split(found[2])).config
 
@@ -172,22 +114,6 @@ def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
 
 
 def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
-<<<<<<< HEAD
-    """Pair and fused products are the probe's where nothing else is said; other T are derived."""
-    assert main(["plan", EIGHT, "--gpus=4"]) == 0
-    out, _ = capfd.readouterr()
-    for choice in json.loads(out.splitlines()[-1])["judged"]:
-        told = choice["derived"]
-        assert told is None if choice["tp"] == 1 else told.startswith("derived")
-    assert main(["plan", EIGHT, "--gpus=1"]) == 0
-    out, _ = capfd.readouterr()
-    _, config = run_line(out)
-    assert (config.pair, config.fuse) == ("8b/1b", True)
-    found = json.loads(out.splitlines()[-1])
-    same = said(capfd, "plan", EIGHT, "--mode=ar")
-    assert same["tok_per_s"] == pytest.approx(found["judged"][-1]["tok_per_s"])
-    assert said(capfd, "plan", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
-=======
     """Pair and fused products are the probe's where no flag sets them; other T are derived."""
     told, _ = plan(capfd, EIGHT, "--gpus=4")
     for choice in told["judged"]:
@@ -198,7 +124,6 @@ def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -
     assert (config.pair, config.fuse) == ("8b/1b", True)
     (ar,) = (choice for choice in told["judged"] if choice["mode"] == "ar")
     assert plan(capfd, EIGHT, "--mode=ar")[0]["tok_per_s"] == pytest.approx(ar["tok_per_s"])
->>>>>>> flags
 
 
 def test_nothing_is_advised_on_what_is_derived(capfd: pytest.CaptureFixture[str]) -> None:
@@ -224,90 +149,11 @@ def test_without_an_all_reduce_nothing_is_best(capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
-    ("flags", "message"),
-    [
-        ((EIGHT, "--pair=70b/1b"), "doesn't cover llama-3.1-70b T="),
-        ((EIGHT, "--pair=8b/0.6b"), "doesn't cover qwen3-0.6b T=1"),
-        ((EIGHT, "--pair=8b/1b", "--nofuse"), "doesn't cover llama-3.1-8b T=1: it has measured"),
-        ((EIGHT, "--lm_head"), "doesn't cover llama-3.1-8b T=1 fuse lm_head"),
-        ((EIGHT, "--context=64"), "doesn't cover llama-3.1-8b T=1 fuse kv_tokens=64"),
-        ((SEVENTY, "--pair=70b/1b"), "doesn't cover llama-3."),
-    ],
-)
-@pytest.mark.parametrize("command", [("plan", "--mode=ssd"), ("plan", "--gpus=1"), ("plan",)])
-def test_a_pair_that_was_not_probed_is_refused(
-    command: tuple[str, ...],
-    flags: tuple[str, ...],
-    message: str,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """One line that says what the profile covers; the memory of T=1 speaks first."""
-    if command == ("plan", "--gpus=1") and flags[0] == SEVENTY:
-        command = ("plan", "--gpus=5")
-    assert message in refused(capfd, *command, *flags)
-
-
-def test_rates_alone_model_any_pair(capfd: pytest.CaptureFixture[str]) -> None:
-    for pair in ("8b/0.6b", "32b/0.6b", "66b/125m"):
-        flags = "--profile=h200", f"--pair={pair}", "--lm_head"
-        assert said(capfd, "plan", "--mode=ssd", *flags)["tok_per_s"] > 0
-        assert main(["plan", *flags, "--gpus=2"]) == 0
-        capfd.readouterr()
-
-
-def test_a_model_of_the_same_name_and_other_weights_is_refused(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    data = json.loads(Path(EIGHT.partition("=")[2]).read_text())
-    for entry in data["tables"]["forwards"]:
-        entry["params"] += entry["model"] == "llama-3.1-8b"
-    Path("other.json").write_text(json.dumps(data))
-    for mode in ((), ("--mode=ssd",)):
-        message = refused(capfd, "plan", *mode, "--profile=./other.json")
-        assert "doesn't cover this llama-3.1-8b" in message
-
-
-EMULATED = ("run", "--dry_run", "--world_size=2", "--backend=emulated")
-
-
-@pytest.mark.parametrize("command", [("plan", "--profile="), (*EMULATED, "--device=")])
-def test_a_profile_of_another_schema_or_none_is_one_line(
-    command: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
-    device = json.loads(Path(EIGHT.partition("=")[2]).read_text())
-    for change, message in (
-        ({"schema": 2}, "schema 2, this version reads 1"),
-        ({"numbers": {}}, "missing or malformed"),
-        ({"tables": {"forwards": [{"model": "x"}]}}, "missing or malformed"),
-        ({"tables": {"guesses": []}}, "missing or malformed"),
-    ):
-        Path("probed.json").write_text(json.dumps({**device, **change}))
-        *words, flag = command
-        assert message in refused(capfd, *words, f"{flag}probed.json")
-    assert "never.json" in refused(capfd, *words, f"{flag}never.json")
-
-
-def test_a_probe_that_was_never_made_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    message = refused(capfd, "plan", "--profile=out/profiles/mine.json")
-    assert "'out/profiles/mine.json': no such file: allowed: what `probe` saved" in message
-
-
-@pytest.mark.parametrize(
-=======
->>>>>>> flags
     ("arguments", "message"),
     [
         (("plan", "--gpus=0"), "gpus=0"),
         (("plan", "--profile=h10"), "did you mean 'h100'"),
         (("plan", "--alpha=2"), "alpha=2"),
-<<<<<<< HEAD
-        # Three ranks divide neither model; what the profile lacks is said first.
-        (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
-        (("plan", TWO, "--gpus=3", "--pair=toy"), "doesn't cover toy-target T=1"),
-        (("probe", "--backend=cuda"), "unknown backend 'cuda'"),
-=======
->>>>>>> flags
         (("plan", "word"), "'word' is not a flag"),
         (("plan", "--profile=out/mine.json"), "no such file: allowed: what `probe` saved"),
         (("plan", "--lookahead=3"), "lookahead=3 without mode: allowed: with mode"),

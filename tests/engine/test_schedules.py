@@ -11,12 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.__main__ import main
-<<<<<<< HEAD
-from mpissd.cli.configs import PlanConfig
-from mpissd.common.config import RunConfig, parse_flags
-=======
 from mpissd.common.config import parse_flags
->>>>>>> flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
@@ -64,18 +59,6 @@ def test_the_command_line_refuses_before_mpi(capsys: pytest.CaptureFixture[str])
         assert told.startswith("mpissd: ") and told.count("\n") == 1
 
 
-<<<<<<< HEAD
-def test_a_prediction_wants_the_flags_themselves() -> None:
-    with pytest.raises(ConfigError, match="schedule=lookup with plan: allowed: its flags, mode"):
-        parse_into(PlanConfig, {"schedule": "lookup", "profile": "h100"})
-
-
-def test_no_schedule_adds_nothing() -> None:
-    assert with_schedule({"mode": "ar"}) == {"mode": "ar"}
-
-
-=======
->>>>>>> flags
 # What they resolve to.
 
 

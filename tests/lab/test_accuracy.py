@@ -70,8 +70,7 @@ def test_the_bar_is_of_all_modes_and_t(size: float, verdict: str) -> None:
 def test_rows_without_a_forecast_are_counted_and_derived_ones_shown_apart() -> None:
     rows = load_rows([RESULTS / "h200-tables"])[:4]
     forecasts = [Forecast(100.0), Forecast(100.0, derived=True), *[Forecast(reason="old")] * 2]
-    told = iter(forecasts)
-    judged, left = errors_of(rows, lambda _: next(told))
+    judged, left = errors_of(rows, forecasts)
     assert [e.forwards for e in judged] == ["products", "products, derived"] and left == {"old": 2}
     assert judged[0].other == rows[0]["tok_per_s"] / 100 - 1
     assert "Without (c): 2 rows, old." in table(list(groups(judged)), left)
@@ -86,14 +85,14 @@ def test_a_decision_is_against_the_strongest_rival() -> None:
         like | {**same, "mode": mode, "tok_per_s": measured, "num_drafts": int(mode == "ssd")}
         for mode, (_, measured) in of.items()
     ]
-    made = decisions(rows, lambda row: Forecast(of[row.mode][0]))
+    made = decisions(rows, [Forecast(of[row.mode][0]) for row in rows])
     assert made[-1].regret == pytest.approx(130 / 125 - 1) and made[-1].sign is False
     assert "right in 0 of 1" in decided(made[-1:])
 
 
 def test_the_replay_and_the_mean_are_the_rows_own() -> None:
     rows = [row for row in load_rows([STUDY]) if row.on_late != "serve"]
-    found, left = errors_of(rows, profile_of_another_job(DEVICES, None))
+    found, left = errors_of(rows, map(profile_of_another_job(DEVICES, None), rows))
     assert len(found) == len(rows) == 159 and not left
     for row, error in zip(rows, found, strict=True):
         assert error.replay == row["prediction_error"] and error.luck == row["sampling_error"]
@@ -158,7 +157,7 @@ def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> No
             costs = replace(host, **{f"lead_{name}": float(s) for name, s in means.items()})
         return forecast_row(row, PROFILES[device_kind(row.device_name)], costs)
 
-    found, _ = errors_of(rows, forecast)
+    found, _ = errors_of(rows, map(forecast, rows))
     for group in groups(found):
         assert all(size <= most for size, most in zip(group["without_luck"], BAR, strict=True))
         assert abs(group["without_luck_signed"]) <= MEAN_BAR, group
@@ -167,7 +166,7 @@ def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> No
 def test_the_host_s_own_row_is_no_other_job_s() -> None:
     run = sorted((RESULTS / "h200" / "profiles").glob("ssd-66*.json"))[0]
     rows = [row for row in load_rows([RESULTS / "h200"]) if row["mode"] == "ssd"]
-    _, left = errors_of(rows, profile_of_another_job("h200", str(run)))
+    _, left = errors_of(rows, map(profile_of_another_job("h200", str(run)), rows))
     assert left["the host costs are of their own job"] == 1
 
 

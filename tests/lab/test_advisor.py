@@ -62,13 +62,8 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
     if rnd.random() < 0.3:
         flags["p_hit"] = rnd.uniform(0.1, 0.99)
     else:
-<<<<<<< HEAD
-        flags |= {"hit_a": rnd.uniform(0.3, 1), "hit_r": rnd.uniform(0.4, 1.8)}
-    config, gpus = RunConfig(**flags), rnd.randint(1, 3)
-=======
         flags["hit_law"] = f"power:A={rnd.uniform(0.3, 1)},r={rnd.uniform(0.4, 1.8)}"
-    config, gpus = RunConfig(**flags), rnd.randint(1, 8)
->>>>>>> flags
+    config, gpus = RunConfig(**flags), rnd.randint(1, 3)
     profile = load_profile(rnd.choice(["h100", "h200", "a100-80"]))
     scale = rnd.uniform(0, 2)
     host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.simulation import replay
 
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.backend.profile import load_profile

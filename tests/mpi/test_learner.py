@@ -77,22 +77,10 @@ def alone(pair: TinyPair) -> str:
         return token_digest(decoder.records.token_arrays(), 60)
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize(
-    ("num_ranks", "flags"),
-    [
-        (3, ["--mode=sd"]),
-        (3, ["--mode=ssd", "--fan_out=uniform:2", "--batch_size=3", REJECTED]),
-        (4, ["--mode=ssd", "--fan_out=uniform:2"]),
-    ],
-    ids=["sd", "ssd-b3", "ssd-T2"],
-)
->>>>>>> flags
 def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
     pair: TinyPair, alone: str, tmp_path: Path
 ) -> None:
-    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn_from=rejected"]
+    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn=publish_s=0,positions=rejected"]
     done = launched(pair, tmp_path, 4, *flags, *LEARNING, trainer="versions")
     row = done.row
     assert row["token_digest"] == alone
@@ -106,13 +94,7 @@ def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
     assert {one["version"] for one in by_version} <= {0, *swaps}
     assert not row["learner"]["refused_versions"]
     cost = row["learner"]["cost"]
-<<<<<<< HEAD
     assert 0 < cost["bytes_per_round"] < 97 * 4 + 400  # of rejected rows only
-=======
-    most = 3 * (97 * 4 + 400)  # of a batch of three, rejected rows alone
-    assert cost["us_per_round"] > 0 and cost["bytes_per_round"] > 0
-    assert REJECTED not in flags or cost["bytes_per_round"] < most
->>>>>>> flags
 
 
 @pytest.mark.parametrize(
@@ -126,47 +108,10 @@ def test_a_learner_that_fails_costs_nothing_but_learning(
     if trainer == "deaf":  # it hangs: its last state is not the one that it ended in
         assert row["learner"]["last_state"] == "starting" and row["learner"]["unheard_s"] > 0
     if trainer == "dying":  # nobody listens: a few lessons are under way, and no more are made
-<<<<<<< HEAD
         assert row["learner"]["cost"]["dropped_rounds"] > 0
     if trainer == "huge":  # what it learned overflows: the draft goes back to its own weights
         assert 1 <= row["draft_versions"] <= 3 and row["acceptance_by_version"][0]["accepted"] > 0
         assert "a logit is not finite" in row["learner"]["refused_versions"][0]
-=======
-        assert cost["dropped_rounds"] > 0 and cost["bytes_per_round"] > 0
-    if trainer == "wild":
-        assert all("is not finite" in told for told in row["learner"]["refused_versions"])
-        assert row["learner"]["refused_versions"]
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    """A pair of V = 4 with versions of its draft, one of which moves away from the target."""
-    made = tiny_pair(
-        tmp_path_factory.mktemp("drawn"), vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5
-    )
-    for number, share in enumerate((0.9, -0.7, 0.3)):
-        (made.target.parent / f"{number}.version").write_bytes(packed(between(made, share)))
-    return made
-
-
-@pytest.mark.parametrize("trainer", ["versions", "huge"])
-def test_sampled_answers_between_ranks_have_the_target_s_law(
-    drawn: TinyPair, tmp_path: Path, trainer: str
-) -> None:
-    """By χ² over the first three tokens: also where what is learned overflows, and is left."""
-    count, base = 2000, drawing(drawn, 1)[0]
-    flags = ["--learners=1", "--learn=publish_s=0", "--mode=ssd", "--fan_out=uniform:2", "--seed=5"]
-    flags += ["--temperature=1", "--top_p=0.9", "--batch_size=20", "--lookahead=2"]
-    prompts = ";".join([",".join(map(str, PROMPT))] * count)
-    told = [*flags, f"--num_tokens={LENGTH}"]
-    done = launched(drawn, tmp_path, 3, *told, trainer=trainer, prompts=prompts)
-    row, refused = done.row, done.row["learner"]["refused_versions"]
-    lines = (done.folder / "text" / f"{row['run_id']}.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["tokens"] for line in lines]
-    assert len(texts) == count and row["draft_versions"] >= (2 if trainer == "versions" else 1)
-    if trainer == "versions":
-        assert not refused
->>>>>>> flags
     else:
         assert row["draft_versions"] == 0 and len(row["acceptance_by_version"]) == 1
 
