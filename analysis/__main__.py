@@ -11,9 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-from analysis.build import Drawn, build_all, draw, outcome_line
+from analysis.build import build_all, draw
 from analysis.figures import FIGURES
-from analysis.load import load
+from analysis.rows import load
 from analysis.select import on_machine
 from analysis.style import FORMATS
 from mpissd.common.errors import ConfigError, MpissdError, unknown
@@ -104,12 +104,11 @@ def execute(what: str, options: Options) -> int:
             drew |= ": skipped: " not in line
         return 0 if drew else 2
     items = list(draw(data, what, options.device))
-    for note in dict.fromkeys(n for i in items if isinstance(i, Drawn) for n in i.notes):
+    for note in dict.fromkeys(note for item in items for note in item.notes):
         print(f"analysis: {note}", file=sys.stderr)
     for item in items:
-        line = outcome_line(item, out, kinds)
-        print(line, file=sys.stdout if isinstance(item, Drawn) else sys.stderr)
-    return 0 if any(isinstance(item, Drawn) for item in items) else 2
+        print(item.saved(out, kinds), file=sys.stderr if item.poster is None else sys.stdout)
+    return 2 if all(item.poster is None for item in items) else 0
 
 
 if __name__ == "__main__":

@@ -6,44 +6,44 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from analysis.figures import FIGURES, Spec
-from analysis.load import Data, Notes, NothingLeft
+from analysis.figures import FIGURES
+from analysis.rows import Data, Notes, NothingLeft
 from analysis.select import by_pair, machines, on_machine
 from analysis.style import Poster, save, themed
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that was drawn, with notes on the rows that were left out."""
+    """A figure of one machine, with notes on the rows that were left out.
+
+    poster: None if it was not drawn; `why` is then the reason.
+    """
 
     machine: str
     name: str
-    poster: Poster
+    poster: Poster | None
+    why: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def stem(self) -> Path:
-        """The path MACHINE/FIGURE, without a suffix."""
-        return Path(slug(self.machine), self.name)
+        """The path MACHINE/FIGURE, without a suffix: NVIDIA H100 (emulated) →
+        nvidia-h100-emulated."""
+        return Path(re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-"), self.name)
+
+    def saved(self, out: Path, kinds: Sequence[str]) -> str:
+        """Saves a figure; returns the line that reports it, or the reason why there is none."""
+        if self.poster is None:
+            return f"{self.stem}: skipped: {self.why}"
+        paths = save(self.poster, out / self.stem, kinds)
+        names = paths[0].with_suffix("").as_posix() + ".{" + ",".join(kinds) + "}"
+        return names if len(kinds) > 1 else str(paths[0])
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A figure that was not drawn, and the reason."""
-
-    machine: str
-    name: str
-    why: str
-
-
-def slug(machine: str) -> str:
-    """Makes a file name: NVIDIA H100 80GB SXM (emulated) → nvidia-h100-80gb-sxm-emulated."""
-    return re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-
-
-def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn | Skipped]:
+def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
     """Draws one figure of one machine; several if the figure is drawn for each pair."""
     spec = FIGURES[name]
     here = on_machine(replace(data, notes=Notes()), device, of=spec.of)
@@ -52,59 +52,35 @@ def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn | S
     if spec.per_pair:
         parts = {f"-{pair}": part for pair, part in by_pair(here).items()} or parts
     for suffix, part in parts.items():
-        yield _draw_one(spec, machine, name + suffix, replace(part, notes=here.notes))
-
-
-def _draw_one(spec: Spec, machine: str, name: str, data: Data) -> Drawn | Skipped:
-    try:
-        with themed():
-            poster = spec.draw(data)
-    except NothingLeft as nothing:
-        return Skipped(machine, name, str(nothing))
-    if poster.table().empty:
-        return Skipped(machine, name, "no two rows that it could compare")
-    return Drawn(machine, name, poster, data.notes.lines)
-
-
-def jobs_of(data: Data) -> list[tuple[str, str]]:
-    """Returns (machine, figure) of all that may be drawn: figures of runs where a machine has
-    runs, those of loads where it has loads, those of pools where it has pools."""
-    there = {of: machines(getattr(data, of)) for of in ("rows", "loads", "pools")}
-    return [
-        (device, name)
-        for device in dict.fromkeys(device for each in there.values() for device in each)
-        for name, spec in FIGURES.items()
-        if device in there[spec.of]
-    ]
+        try:
+            with themed():
+                poster = spec.draw(replace(part, notes=here.notes))
+            if poster.table().empty:
+                raise NothingLeft("no two rows that it could compare")
+        except NothingLeft as nothing:
+            yield Drawn(machine, name + suffix, None, str(nothing))
+        else:
+            yield Drawn(machine, name + suffix, poster, notes=here.notes.lines)
 
 
 def build_all(data: Data, out: Path, kinds: Sequence[str], workers: int) -> Iterator[str]:
-    """Draws and saves all figures in `workers` processes; yields a line for each figure."""
-    jobs = jobs_of(data)
+    """Draws and saves all figures in `workers` processes; yields a line for each figure.
+
+    Figures of runs are drawn of the machines that have runs, those of pools of those with pools.
+    """
+    have = {of: machines(getattr(data, of)) for of in ("rows", "pools")}
+    devices = dict.fromkeys(device for names in have.values() for device in names)
+    jobs = [(d, n) for d in devices for n, spec in FIGURES.items() if d in have[spec.of]]
     if not jobs:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
-    with ProcessPoolExecutor(workers, initializer=_share, initargs=(data, out, kinds)) as pool:
-        for lines in pool.map(_job, jobs):
+    with ProcessPoolExecutor(workers, initializer=_shared.append, initargs=(data,)) as pool:
+        for lines in pool.map(partial(_build, out, kinds), jobs):
             yield from lines
 
 
-_shared: list[tuple[Data, Path, Sequence[str]]] = []
+_shared: list[Data] = []  # of a worker process
 
 
-def _share(data: Data, out: Path, kinds: Sequence[str]) -> None:
-    _shared[:] = [(data, out, kinds)]
-
-
-def _job(job: tuple[str, str]) -> list[str]:
-    (data, out, kinds) = _shared[0]
+def _build(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str]:
     device, name = job
-    return [outcome_line(item, out, kinds) for item in draw(data, name, device)]
-
-
-def outcome_line(item: Drawn | Skipped, out: Path, kinds: Sequence[str]) -> str:
-    """Saves a figure; returns the line that reports it, or the reason why there is none."""
-    if isinstance(item, Skipped):
-        return f"{slug(item.machine)}/{item.name}: skipped: {item.why}"
-    paths = save(item.poster, out / item.stem, kinds)
-    names = paths[0].with_suffix("").as_posix() + ".{" + ",".join(kinds) + "}"
-    return names if len(kinds) > 1 else str(paths[0])
+    return [item.saved(out, kinds) for item in draw(_shared[0], name, device)]

@@ -1,18 +1,28 @@
-"""Selects the rows of one figure: one machine, one set of rows, one way of issuing forwards.
+"""Selects the rows of one figure, and compares them: one machine, one folder, one configuration.
 
-Rows that do not match are left out and noted, never mixed in.
+Rows that do not match are left out and noted, never mixed in. Gains are those of `mpissd compare`
+(mpissd/common/compare.py, mpissd/lab/tables/claims.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
 import pandas as pd
 
-from analysis.load import Data, Notes, NothingLeft
+from analysis.rows import Data, Notes, NothingLeft
 from mpissd.common.choice import are_predicted
-from mpissd.common.errors import unknown
+from mpissd.common.compare import Comparison, compare_rows
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.rates import Rounds, student_t
+from mpissd.common.row import Row
+from mpissd.lab.tables.best import setting_of
+from mpissd.lab.tables.claims import Claim, judged
 
 # The conditions that a figure's rows share besides the machine, unless the figure varies one.
 CONDITIONS = (
@@ -26,7 +36,7 @@ CONDITIONS = (
     "other_draft",
 )
 _OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have another value of these, or none.
-POLICY = ("on_late", "backup", "backup_cut")
+_POLICY = ("on_late", "backup", "backup_cut")
 
 
 def machines(rows: pd.DataFrame) -> list[str]:
@@ -42,9 +52,9 @@ def machines(rows: pd.DataFrame) -> list[str]:
 
 
 def on_machine(data: Data, device: str | None = None, *, of: str = "rows") -> Data:
-    """Returns the rows, loads, pools and profiles of one machine (None: the first of `machines`).
+    """Returns the rows, pools and profiles of one machine (None: the first of `machines`).
 
-    of: the frame that is drawn, whose machines are those that can be named.
+    of: the frame that is drawn, rows or pools, whose machines are those that can be named.
     """
     asked = getattr(data, of)
     names = machines(asked)
@@ -57,9 +67,21 @@ def on_machine(data: Data, device: str | None = None, *, of: str = "rows") -> Da
     for other, count in others.value_counts().items():
         data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
-    frames = (data.rows, data.loads, data.pools)
-    rows, loads, pools = (frame[frame["device_name"] == name] for frame in frames)
-    return Data(rows, profiles, data.notes, loads, pools)
+    rows, pools = (frame[frame["device_name"] == name] for frame in (data.rows, data.pools))
+    return Data(rows, profiles, data.notes, pools)
+
+
+def plain(rows: pd.DataFrame) -> pd.Series:
+    """Marks the rows of imposed outcomes, whole targets, no named schedule and fixed lists."""
+    whole = rows["num_layers"].fillna(0) == rows["full_num_layers"].fillna(0)
+    return (rows["workload"] == "gemm") & whole & rows["schedule"].isna() & rows["learned"].isna()
+
+
+def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
+    """Returns each row's values of `columns` as one tuple, for comparison."""
+    values = rows[list(columns)].astype(object).where(rows[list(columns)].notna(), None)
+    tuples = [tuple(tuple(v) if isinstance(v, list) else v for v in of) for of in values.to_numpy()]
+    return pd.Series(tuples, rows.index, object)
 
 
 def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -> pd.DataFrame:
@@ -72,16 +94,6 @@ def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -
     values = ", ".join(f"{c}={v}" for c, v in zip(columns, best, strict=True))
     notes.left_out(int((keys != best).sum()), f"of {what}", f"the figure is for {values}")
     return rows[keys == best]
-
-
-def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
-    """Returns each row's values of `columns` as one tuple, for comparison."""
-    texts = rows[list(columns)].astype(object).where(rows[list(columns)].notna(), None)
-    return pd.Series([tuple(map(_plain, v)) for v in texts.to_numpy()], rows.index, object)
-
-
-def _plain(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> pd.DataFrame:
@@ -107,16 +119,23 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return medians.reset_index()
 
 
-def ranked_by(rows: pd.DataFrame) -> str:
-    """Returns the column that chooses among rows, as `compare` does (common/choice.py)."""
-    is_predicted = are_predicted(rows["expected_tok_per_s"], rows["prediction_error"])
-    return "expected_tok_per_s" if is_predicted else "tok_per_s"
+def best_rows(rows: pd.DataFrame, by: Sequence[str] = ("lookahead", "policy")) -> pd.DataFrame:
+    """Returns the rows of the fastest combination of `by`, chosen as `compare` does
+    (common/choice.py)."""
+    if rows.empty:
+        return rows
+    errors = rows["prediction_error"]
+    is_predicted = are_predicted(rows["expected_tok_per_s"], errors)
+    merged = points(rows, by)
+    best = merged.loc[merged["expected_tok_per_s" if is_predicted else "tok_per_s"].idxmax()]
+    return rows[(rows[list(by)] == best[list(by)]).all(axis=1)]
 
 
-def best_point(rows: pd.DataFrame, by: Sequence[str]) -> pd.Series:
-    """Returns the fastest of the rows' `points`, by their predictions if those hold."""
-    medians = points(rows, by)
-    return medians.loc[medians[ranked_by(rows)].idxmax()]
+def best_points(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Returns the best K and policy at each value of `by`, repeats merged into one point."""
+    names = [by, "lookahead", "policy"]
+    parts = [points(best_rows(part), names) for _, part in rows.groupby(by)]
+    return pd.concat(parts) if parts else points(rows, names)
 
 
 @dataclass(frozen=True)
@@ -140,17 +159,30 @@ class Case:
         """The name in a panel's title."""
         return f"{short(self.target)}/{short(self.draft)}, T={self.tp}"
 
+    @property
+    def own_ar(self) -> pd.DataFrame:
+        """AR on the T target GPUs."""
+        return self.ar[self.ar["gpus"] == self.tp]
+
+    def only(self, **values: object) -> Case:
+        """Returns the case with the rows of drafting methods that have these values in columns."""
+        return replace(self, rows=where(self.rows, **values))
+
     def method(self, name: str, **values: object) -> pd.DataFrame:
         """Returns the rows of a method with these values in columns."""
-        chosen = self.rows[self.rows["method"] == name]
-        for column, value in values.items():
-            chosen = chosen[chosen[column] == value]
-        return chosen
+        return where(self.rows, method=name, **values)
 
     def ar_on(self, gpus: int, batch_size: int = 1) -> pd.Series | None:
         """Returns AR on so many GPUs, with repeats merged into one point; None if not measured."""
-        rows = self.ar[(self.ar["gpus"] == gpus) & (self.ar["batch_size"] == batch_size)]
+        rows = where(self.ar, gpus=gpus, batch_size=batch_size)
         return None if rows.empty else points(rows, ["gpus"]).iloc[0]
+
+
+def where(rows: pd.DataFrame, **values: object) -> pd.DataFrame:
+    """Returns the rows that have these values in columns."""
+    for column, value in values.items():
+        rows = rows[rows[column] == value]
+    return rows
 
 
 def cases(
@@ -171,11 +203,11 @@ def cases(
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
     columns = [c for c in CONDITIONS if c not in vary]
     groups = rows.groupby(["target", "draft", "tp"], sort=True)
-    selected = [_case(data, rows, group, varies, columns) for _, group in groups]
-    selected = [case for case in selected if len(case.method("SSD"))] or selected
-    selected.sort(key=lambda case: (-len(case.rows), case.label))
-    selected = [case for case in selected if 4 * len(case.rows) >= len(selected[0].rows)]
-    return sorted(selected[:most], key=lambda case: (case.tp, case.target))
+    every = [_case(data, rows, group, varies, columns) for _, group in groups]
+    every = [case for case in every if len(case.method("SSD"))] or every
+    every.sort(key=lambda case: (-len(case.rows), case.label))
+    every = [case for case in every if 4 * len(case.rows) >= len(every[0].rows)]
+    return sorted(every[:most], key=lambda case: (case.tp, case.target))
 
 
 def _case(
@@ -184,53 +216,43 @@ def _case(
     first = group.iloc[0]
     target, draft, tp = str(first["target"]), str(first["draft"]), int(first["tp"])
     what = f"{short(target)}/{short(draft)}, T={tp}"
-    ar = data.rows[(data.rows["mode"] == "ar") & (data.rows["target"] == target)]
+    ar = where(data.rows, mode="ar", target=target)
     beside_ar = group[group["folder"].isin(ar["folder"])]
     here = richest(beside_ar if len(beside_ar) else group, ["folder"], varies)
-    data.notes.left_out(
-        len(group) - len(here), f"of {what}", f"another set than {here['folder'].iloc[0]}"
-    )
+    folder = here["folder"].iloc[0]
+    data.notes.left_out(len(group) - len(here), f"of {what}", f"another set than {folder}")
     kept = usual(here, columns, data.notes, what)
     is_ssd = kept["mode"] == "ssd"
-    ssd = usual(kept[is_ssd], POLICY, data.notes, f"SSD, {what}")
+    ssd = usual(kept[is_ssd], _POLICY, data.notes, f"SSD, {what}")
     sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
+
     alike = [c for c in columns if c not in _OF_DRAFTS]
-    is_wide = (rows["mode"] == "sd") & (rows["tp"] != tp) & (rows["gpus"] <= tp + 1)
-    of_pair = rows[is_wide & (rows["target"] == target) & (rows["draft"] == draft)]
-    wide = _baselines(data, of_pair, kept, tp, alike, ["alpha", "lookahead"])
-    baselines = _baselines(data, ar, kept, tp, alike, ["batch_size"])
-    far = (rows["mode"] == "sd") & (rows["num_drafts"] == 0) & (rows["gpus"] > tp + 1)
-    far = pd.concat([rows[far & (rows["target"] == target) & (rows["draft"] == draft)], ar])
-    far = far[(far["gpus"] > tp + 1) & (key(far, alike) == key(kept, alike).iloc[0])]
-    return Case(target, draft, tp, pd.concat([sd, ssd]), baselines, wide, far)
+    wanted = key(kept, alike).iloc[0]
+    sd_of_pair = where(rows, mode="sd", target=target, draft=draft)
+    wide = sd_of_pair[(sd_of_pair["tp"] != tp) & (sd_of_pair["gpus"] <= tp + 1)]
+    inline = pd.concat([sd_of_pair[sd_of_pair["num_drafts"] == 0], ar])
+    ar, wide, beyond = (
+        of[key(of, alike).isin([wanted]).to_numpy(dtype=bool)]
+        for of in (ar, wide, inline[inline["gpus"] > tp + 1])
+    )
+    ar = _of_folder(data, ar, folder, tp, ["batch_size"])
+    wide = _of_folder(data, wide, folder, tp, ["alpha", "lookahead"])
+    return Case(target, draft, tp, pd.concat([sd, ssd]), ar, wide, beyond)
 
 
-def _baselines(
-    data: Data,
-    rivals: pd.DataFrame,
-    kept: pd.DataFrame,
-    tp: int,
-    columns: list[str],
-    varies: list[str],
+def _of_folder(
+    data: Data, rivals: pd.DataFrame, folder: str, tp: int, varies: list[str]
 ) -> pd.DataFrame:
-    """Returns the rivals that were measured like `kept`, from its folder.
-
-    Rivals on T + 1 GPUs, which a draft GPU must beat, may come from another folder if that has
-    none.
-    """
-    if rivals.empty:
-        return rivals
-    alike = rivals[(key(rivals, columns) == key(kept, columns).iloc[0]).to_numpy(dtype=bool)]
-    here = alike["folder"] == kept["folder"].iloc[0]
-    wide = alike[~here & (alike["gpus"] == tp + 1)]
-    if len(wide) and not (alike.loc[here, "gpus"] == tp + 1).any():
-        wide = richest(wide, ["folder"], varies)
-        first = wide.iloc[0]
-        baseline = f"{first['method']} of {short(str(first['target']))} on {tp + 1} GPUs"
-        own, other = kept["folder"].iloc[0], first["folder"]
-        data.notes.add(f"{baseline}: rows of {other}, as {own} has none")
-        return pd.concat([alike[here], wide])
-    return alike[here]
+    """Returns the rivals of a folder; those on T + 1 GPUs, which a draft GPU must beat, may come
+    from another one if that has none."""
+    here, wide = rivals["folder"] == folder, rivals["gpus"] == tp + 1
+    if (here & wide).any() or not wide.any():
+        return rivals[here]
+    other = richest(rivals[wide], ["folder"], varies)
+    first = other.iloc[0]
+    baseline = f"{first['method']} of {short(str(first['target']))} on {tp + 1} GPUs"
+    data.notes.add(f"{baseline}: rows of {first['folder']}, as {folder} has none")
+    return pd.concat([rivals[here], other])
 
 
 def by_pair(data: Data) -> dict[str, Data]:
@@ -247,12 +269,6 @@ def by_pair(data: Data) -> dict[str, Data]:
     return parts
 
 
-def plain(rows: pd.DataFrame) -> pd.Series:
-    """Marks the rows of imposed laws, whole targets, no named schedule and fixed lists."""
-    whole = rows["num_layers"].fillna(0) == rows["full_num_layers"].fillna(0)
-    return (rows["workload"] == "gemm") & whole & rows["schedule"].isna() & rows["learned"].isna()
-
-
 def short(name: str | None) -> str:
     """Shortens a model's name: llama-3.1-8b → 8B, gen:layers=24,hidden=1024,… → 24×1024."""
     if name is None:
@@ -262,3 +278,91 @@ def short(name: str | None) -> str:
         return f"{values['layers']}×{values['hidden']}"
     tail = name.rsplit("-", 1)[-1]
     return tail.upper() if tail[:1].isdigit() and name.startswith("llama") else name
+
+
+def records(rows: pd.DataFrame) -> list[Row]:
+    """Returns the rows of a frame's lines."""
+    return list(rows["row"])
+
+
+def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
+    """Returns the speedup of one configuration's rows over another's; None if they are too short.
+
+    The rounds that they kept are used, FOLDER/rounds/RUN_ID.npz.
+    """
+    rounds = {}
+    for folder, row in pd.concat([base, rows])[["folder", "row"]].itertuples(index=False):
+        path = Path(folder, "rounds", f"{row.run_id}.npz")
+        if path.is_file():
+            rounds[str(row.run_id)] = Rounds.read(path, row)
+    try:
+        return compare_rows(records(base), records(rows), rounds)
+    except ConfigError:
+        return None
+
+
+def gains(
+    rows: pd.DataFrame,
+    base: pd.DataFrame,
+    by: str,
+    share: float = 1.0,
+    *,
+    one_base: bool = False,
+) -> pd.DataFrame:
+    """Returns the gain at every value of `by` that both have: by, value, low, high, headline.
+
+    one_base: whether all of `base` is compared with each value. share: an exact factor, such as a
+    ratio of GPUs.
+    """
+    lines = []
+    for x, part in rows.groupby(by):
+        other = base if one_base else base[base[by] == x]
+        over = gain(part, other) if len(other) else None
+        if over is not None:
+            over = over.scaled(share)
+            lines.append((x, over.speedup, over.low, over.high, over.is_headline))
+    return pd.DataFrame(lines, columns=[by, "value", "low", "high", "headline"])
+
+
+def of_seeds(rows: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Returns the geometric mean of tok/s over two seeds or more, and its 95% interval.
+
+    Rows of one seed count as their mean; Student's t over seeds, as mpissd.common.compare has it.
+    """
+    logs: dict[Any, list[float]] = {}
+    for row in rows:
+        logs.setdefault(row["seed"], []).append(math.log(row["tok_per_s"]))
+    means = [fmean(of) for of in logs.values()]
+    middle = fmean(means)
+    half = student_t(len(means) - 1) * stdev(means) / math.sqrt(len(means))
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+
+
+def claim_of(case: Case, ssd: pd.DataFrame) -> Claim | None:
+    """Returns the claim of one SSD configuration's rows; None without another use.
+
+    Every row of the case at their alpha and batch size may be the other use; those on more GPUs
+    only tell what to expect of uses that were not measured.
+    """
+    alpha, batch_size = ssd["alpha"].iloc[0], ssd["batch_size"].iloc[0]
+    rivals = pd.concat([where(case.rows, mode="sd"), case.wide, case.beyond])
+    rivals = pd.concat([case.ar, rivals[(rivals["alpha"] == alpha) | (rivals["mode"] == "ar")]])
+    own = records(ssd)
+    found = judged(setting_of(own[0]), [*records(where(rivals, batch_size=batch_size)), *own])
+    return found[0] if found and found[0].gain is not None else None
+
+
+def best_a_gpu(claim: Claim) -> Comparison | None:
+    """Returns SSD's gain a GPU over the other use with most tok/s a GPU."""
+    use = max(claim.others, key=lambda use: use.per_gpu)
+    over = claim.ssd.over(use)
+    return None if over is None else over.scaled(use.family.gpus / claim.gpus)
+
+
+def over_strongest(claim: Claim) -> Comparison | None:
+    """Returns SSD's gain over the fastest other use, measured on any visit or expected."""
+    fastest = claim.others[0]
+    rates = [one.rate for one in claim.unknown if one.rate is not None]
+    over = claim.ssd.over(fastest)
+    share = fastest.tok_per_s / max([fastest.tok_per_s, *rates])
+    return None if over is None else over.scaled(share)

@@ -1,4 +1,5 @@
-"""The common style of all figures, and how they are saved: poster-sized, colour-blind safe.
+"""The common style of all figures, their captions, and how they are saved: poster-sized,
+colour-blind safe.
 
 A Poster is a matplotlib Figure that keeps the numbers it draws, for csv. Saved
 files are byte-identical on a second run: no dates, fixed ids, embedded TrueType.
@@ -25,7 +26,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
+from analysis.rows import NothingLeft
+from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
+from mpissd.common.real_pairs import BESIDE, BESIDE_SOURCE
 
 # Okabe and Ito's palette, whose colours are distinct for any colour vision; markers differ as well.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
@@ -112,6 +116,14 @@ class Poster(Figure):
         names = ("x", "y", "low", "high", *(also or {}))
         for values in zip(xs, ys, *ends, *(also or {}).values(), strict=True):
             self.keep(ax, label, **dict(zip(names, values, strict=True)))
+
+    def gains(self, ax: Axes, label: str, gained: pd.DataFrame, **options: Any) -> None:
+        """Draws a series of gains (analysis/select.py: the `by` column, value, low, high,
+        headline)."""
+        if len(gained):
+            ends = {"low": gained["low"], "high": gained["high"]}
+            also = {"headline": gained["headline"]}
+            self.line(ax, label, gained.iloc[:, 0], gained["value"], **ends, also=also, **options)
 
     def keep(self, ax: Axes, series: str, **values: Any) -> None:
         """Keeps the numbers of a point that was drawn."""
@@ -213,11 +225,6 @@ def write(path: Path, content: bytes) -> None:
         raise ConfigError(f"out: cannot write {str(path)!r}: {error.strerror}") from error
 
 
-def percent(value: float) -> str:
-    """Formats a percentage with two digits or more, and without an exponent."""
-    return f"{value:.0f}%" if value >= 10 else f"{value:.2g}%"
-
-
 def plain_ticks(axis: Axis) -> None:
     """Labels a logarithmic axis with plain numbers (300, not 3·10²), at 1, or at 1, 2 and 5."""
     low, high = axis.get_view_interval()
@@ -226,19 +233,115 @@ def plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def note(ax: Axes, text: str, x: float, y: float, **options: Any) -> None:
+    """Writes a small text next to a point; dx, dy: its distance in points, 6 and 5 by default."""
+    place = options.pop("dx", 6), options.pop("dy", 5)
+    options = {"fontsize": 9.5, "color": "#333333", **options}
+    ax.annotate(text, (x, y), place, textcoords="offset points", **options)
+
+
 def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
     """Draws a horizontal line at the value that means no gain."""
     ax.axhline(value, color=BLACK, linewidth=1.2, linestyle=(0, (1, 1.5)), zorder=1)
     if text:
-        ax.annotate(
-            text,
-            (1, value),
-            xycoords=("axes fraction", "data"),
-            fontsize=11,
-            ha="right",
-            va="bottom",
-            color="#333333",
-            xytext=(-2, 2),
-            textcoords="offset points",
-            annotation_clip=True,
-        ).set_in_layout(False)
+        options = {"ha": "right", "va": "bottom", "annotation_clip": True, "fontsize": 11}
+        note(ax, text, 1, value, dx=-2, dy=2, xycoords=("axes fraction", "data"), **options)
+        ax.texts[-1].set_in_layout(False)
+
+
+BARS = "Bars: 95% interval of a run (luck of its draws, spread of its rounds), widest of repeats."
+GAINS = "Bars: 95% interval of the ratio, in pairs of seeds where both have three or more"
+NO_CLAIM = (
+    f"FEW SEEDS: a speedup is claimed from {HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds on, "
+    "and none here"
+)
+
+
+def caption(
+    parts: Iterable[pd.DataFrame],
+    *extra: str,
+    vary: Sequence[str] = (),
+    what: str = "GEMM-only forwards, random weights, imposed acceptance and hits",
+    claims: bool = True,
+) -> str:
+    """Returns the caption: hardware, what is real, LM head, context, forwards, rows and commits.
+
+    claims: whether the figure shows speedups, so that few seeds are pointed out.
+    """
+    used = pd.concat([part for part in parts if len(part)])
+    used = used[~used.index.duplicated()]
+    words = [machine(used), what, several(used["dtype"])]
+    if "lm_head" not in vary:
+        words.append(f"LM head: {several(used['lm_head'].map({True: 'yes', False: 'no'}))}")
+    if "context" not in vary:
+        words.append(f"context: {several(used['context'])} tokens")
+    if "fuse" not in vary and used["fuse"].any():
+        partly = "" if used["fuse"].all() else "partly "
+        words.append(f"{partly}fused q,k,v and gate,up")
+    if len(backup := used.loc[used["mode"] == "ssd", "backup"].dropna()):
+        words.append(f"backup of a miss: {several(backup)}")
+    if len(apart := used["other_draft"].dropna()):
+        also = "also " if len(apart) < (used["num_drafts"] > 0).sum() else ""
+        words.append(f"drafts {also}on {several(apart)}".replace(" (emulated)", ""))
+    seeds = used["seed"].nunique()
+    counts = f"{len(used)} rows of {several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
+    commits = sorted({commit[:8] for commit in used["commit"] if commit})
+    version = (
+        f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
+    )
+    rows = " · ".join(filter(None, [counts, version]))
+    few = _no_claim(used) if claims else ""
+    sentences = [" · ".join(words), *extra, few, _with_real_hits(used), rows]
+    return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
+
+
+def _no_claim(rows: pd.DataFrame) -> str:
+    """Returns a sentence if none of the SSD rows allows a claimed speedup; else ""."""
+    long = rows[(rows["mode"] == "ssd") & (pd.to_numeric(rows["num_rounds"]) >= HEADLINE_ROUNDS)]
+    return "" if long["seed"].nunique() >= HEADLINE_SEEDS else NO_CLAIM
+
+
+def machine(rows: pd.DataFrame) -> str:
+    """Returns the device names, marked as emulated if they are."""
+    names = sorted(rows["device_name"].unique())
+    emulated = all("emulated" in name for name in names)
+    state = "EMULATED: durations from a device profile, slept" if emulated else "measured"
+    if set(rows["backend"]) == {"numpy"}:
+        state = "CPU"
+    return f"{', '.join(names)} ({state})".replace(" (emulated)", "")
+
+
+def several(values: pd.Series) -> str:
+    """Returns the values that differ as text: a, b and c."""
+    names = sorted(values.astype(str).unique(), key=lambda v: (len(v), v))
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def need(condition: object, what: str) -> None:
+    """Raises NothingLeft unless the condition holds."""
+    if not condition:
+        raise NothingLeft(f"no rows for it: it needs {what}")
+
+
+def look(method: str) -> dict[str, Any]:
+    """Returns the colour and marker of a method."""
+    color, marker = METHODS[method]
+    return {"color": color, "marker": marker}
+
+
+_START = "The hit law of these rows is assumed: predicted with hits as"
+
+
+def _with_real_hits(rows: pd.DataFrame) -> str:
+    """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
+
+    Returns "" if no row uses the assumed law, or none has the values that the prediction needs.
+    """
+    parts = []
+    for name, pair in BESIDE.items():
+        share = (rows[f"real_{name}"] / rows["tok_per_s"]).dropna()
+        if len(share):
+            low, high = f"{share.min():.2f}", f"{share.max():.2f}"
+            span = low if low == high else f"{low} to {high}"
+            parts.append(f"{span}× ({pair.prompts})")
+    return f"{_START} {BESIDE_SOURCE}, SSD's tok/s are {', '.join(parts)} of these" if parts else ""

@@ -129,11 +129,10 @@ def alone(command: cli.Command) -> int:
         from mpissd.ops.doctor.command import doctor
 
         return doctor(command.config, check_before_mpi)
-    if command.name in ("predict", "plan"):
+    if command.name == "plan":
         from mpissd.cli import commands
 
-        told = commands.predict if command.name == "predict" else commands.advise
-        return told(command.config, command.given)
+        return commands.plan(command.config, command.given)
     run = getattr(import_module(ALONE[command.name]), command.name)
     return int(run(command.config))
 

@@ -39,10 +39,8 @@ LAYERS = {
     "mpissd.lab.predict": 8,
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,
-    "mpissd.lab.pools": 9,
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
-    "mpissd.lab.terminal": 7,
     "mpissd.lab.load": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,
@@ -75,7 +73,6 @@ STARTS_MPI = (
     "mpissd.lab.probe",
     "mpissd.serve.ranks",
     "mpissd.lab.sweep.run",
-    "mpissd.lab.sweep.progress",
 )
 MAY_NAME_MPI = (*STARTS_MPI, "mpissd.engine.comm", "mpissd.__main__")
 # CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.

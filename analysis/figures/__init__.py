@@ -9,27 +9,23 @@ from analysis.figures.batch import batch_scaling
 from analysis.figures.breakeven import break_even
 from analysis.figures.drafts import drafts
 from analysis.figures.equal import equal_gpus
-from analysis.figures.fanout import fan_out
 from analysis.figures.heterogeneity import heterogeneity
-from analysis.figures.hits import cache_hits
+from analysis.figures.hits import cache_hits, fan_out
 from analysis.figures.kinds import kinds
 from analysis.figures.latency import latency
-from analysis.figures.load import load_frontier, load_goodput, load_speedup, load_times
 from analysis.figures.pareto import pareto
 from analysis.figures.pools import pools
-from analysis.figures.predicted import predicted
 from analysis.figures.roofline import roofline
 from analysis.figures.saguaro import saguaro
 from analysis.figures.throughput import throughput
-from analysis.figures.window import window
-from analysis.load import Data
+from analysis.rows import Data
 from analysis.style import Poster
 
 
 @dataclass(frozen=True)
 class Spec:
     """A figure: its function, its description, whether it is drawn for each pair, and the frame of
-    a Data that it is of: rows, loads or pools."""
+    a Data that it is of: rows or pools."""
 
     draw: Callable[[Data], Poster]
     about: str
@@ -43,21 +39,13 @@ FIGURES = {
     "cache_hits": Spec(cache_hits, "what a cache-hit rate is worth"),
     "fan_out": Spec(fan_out, "branch budgets, uniform against geometric"),
     "latency": Spec(latency, "where a round goes, stacked"),
-    "window": Spec(window, "draft steps and branches that fit in one verification"),
     "roofline": Spec(roofline, "products, forwards, collectives against measured ceilings"),
     "batch": Spec(batch_scaling, "batch scaling and the p_hit^b cliff"),
     "pareto": Spec(pareto, "tok/s per GPU against tok/s per sequence"),
     "drafts": Spec(drafts, "draft depth against width, and KV bytes a token"),
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
-    "predicted": Spec(predicted, "predicted against measured"),
     "break_even": Spec(break_even, "where the extra GPU pays"),
     "heterogeneity": Spec(heterogeneity, "a slower or faster draft device"),
-    "load_speedup": Spec(load_speedup, "speedup over AR by rate of arrivals", of="loads"),
-    "load_times": Spec(load_times, "TTFT and TPOT by rate of arrivals", of="loads"),
-    "load_goodput": Spec(load_goodput, "good requests a second over GPUs", of="loads"),
-    "load_frontier": Spec(
-        load_frontier, "throughput against latency, by rate of arrivals", of="loads"
-    ),
     "pools": Spec(pools, "targets that share a draft, for a GPU and for a sequence", of="pools"),
 }

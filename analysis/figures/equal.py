@@ -6,27 +6,21 @@ The numbers are those of `mpissd compare --show=claims` on the same rows: the sa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import caption, look, need
-from analysis.gain import of_seeds, records
-from analysis.load import Data
-from analysis.select import plain, short
-from analysis.style import Poster, parity
-from analysis.uses import expected_lines
+from analysis.figures.throughput import expected_lines
+from analysis.rows import Data
+from analysis.select import of_seeds, plain, records, short
+from analysis.style import Poster, caption, look, need, note, parity
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import tps_of, widest
-from mpissd.lab.tables.claims import Claim, MeasuredUse, claims, tables_of
+from mpissd.lab.tables.best import Use
+from mpissd.lab.tables.claims import Claim, claims, tables_of
 
 _WIDTH = 10.0  # Inches; README shows the figure 700 pixels wide, where its text must stay readable.
-_ABOVE: dict[str, Any] = {
-    **{"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 12},
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-}
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 _NEEDED = (
     f"SSD and another use of its GPUs, {HEADLINE_SEEDS} seeds of "
     f"{HEADLINE_ROUNDS} rounds each, at two alphas or more"
@@ -57,18 +51,15 @@ def equal_gpus(data: Data) -> Poster:
 def _pairs(data: Data) -> list[list[Claim]]:
     """Returns the claims of at most two pairs by rising alpha, each of one configuration.
 
-    Claims with the LM head come first, then those whose hits follow no assumed law, then those with
-    most alphas.
+    Claims with the LM head come first, then those whose hits follow no assumed model, then those
+    with most alphas.
     """
-    rows = data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]
     try:
-        judged = claims(records(rows))
+        every = claims(records(data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]))
     except ConfigError:
         return []
-    judged = [c for c in judged if str(c.setting["acceptance"]).startswith("alpha:")]
-    heads = [
-        [c for c in judged if c.setting["lm_head"] == with_head] for with_head in (True, False)
-    ]
+    every = [c for c in every if str(c.setting["acceptance"]).startswith("alpha:")]
+    heads = ([c for c in every if c.setting["lm_head"] is is_with] for is_with in (True, False))
     groups = [of for head in heads for of in tables_of(head).values() if len(of) > 1]
     groups.sort(key=lambda of: (not of[0].setting["lm_head"], of[0].is_assumed, -len(of)))
     best: dict[tuple[object, ...], list[Claim]] = {}
@@ -88,15 +79,12 @@ def _label(claim: Claim) -> str:
     return f"{pair} on {claim.gpus} GPUs, {head} LM head"
 
 
-def _uses(claim: Claim) -> list[MeasuredUse]:
+def _uses(claim: Claim) -> list[Use]:
     """Returns SSD, and of each other mode the use on most target ranks that was measured."""
-    tps = tps_of(str(claim.setting["target"]), claim.gpus)
-    wanted = widest(claim.gpus, tps)
-    others = [use for use in claim.others if use.family in wanted]
-    known = {use.family.name for use in others}
-    rest = [use for use in claim.others if use.family.name not in known]
-    by_mode = {use.family.name: use for use in sorted(rest, key=lambda use: use.tp)}
-    return sorted([claim.ssd, *others, *by_mode.values()], key=lambda use: use.family.name)
+    wanted = widest(claim.gpus, tps_of(str(claim.setting["target"]), claim.gpus))
+    others = sorted(claim.others, key=lambda use: (use.family in wanted, use.tp))
+    by_mode = {use.family.name: use for use in others}
+    return sorted([claim.ssd, *by_mode.values()], key=lambda use: use.family.name)
 
 
 def _splits(panel: Sequence[Claim]) -> str:
@@ -104,20 +92,20 @@ def _splits(panel: Sequence[Claim]) -> str:
     names: dict[str, set[str]] = {}
     for use in (use for claim in panel for use in _uses(claim)):
         idle = panel[0].gpus - use.family.gpus
-        where = str(use.family).removeprefix(f"{use.family.name} ")
-        names.setdefault(where + f", {idle} idle" * bool(idle), set()).add(use.family.name)
-    return "\n".join(f"{', '.join(sorted(of))}: {where}" for where, of in names.items())
+        ranks = str(use.family).removeprefix(f"{use.family.name} ")
+        names.setdefault(ranks + f", {idle} idle" * bool(idle), set()).add(use.family.name)
+    return "\n".join(f"{', '.join(sorted(of))}: {ranks}" for ranks, of in names.items())
 
 
 def _rates(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
-    lines: dict[str, list[tuple[float, MeasuredUse]]] = {}
+    lines: dict[str, list[tuple[float, Use]]] = {}
     for claim in panel:
         for use in _uses(claim):
             lines.setdefault(use.family.name, []).append((_alpha(claim), use))
     for name, points in lines.items():
         alphas, uses = zip(*points, strict=True)
-        values, low, high = zip(*(of_seeds(use.cell.rows) for use in uses), strict=True)
-        also = {"K": [use.cell.lookahead for use in uses]}
+        values, low, high = zip(*(of_seeds(use.rows) for use in uses), strict=True)
+        also = {"K": [use.lookahead for use in uses]}
         style = {**look(name), "zorder": 5 if name == "SSD" else 3}
         poster.line(ax, name, alphas, values, low=low, high=high, also=also, **style)
     expected_lines(poster, ax, [(_alpha(claim), claim) for claim in panel])
@@ -125,25 +113,21 @@ def _rates(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
 
 
 def _gains(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
-    gains = [(_alpha(claim), claim.gain) for claim in panel if claim.gain is not None]
-    alphas, overs = [alpha for alpha, _ in gains], [gain for _, gain in gains]
-    bars = [[g.speedup - g.low for g in overs], [g.high - g.speedup for g in overs]]
-    values = [gain.speedup for gain in overs]
-    ax.errorbar(alphas, values, yerr=bars, capsize=3, elinewidth=1.4, zorder=5, **look("SSD"))
-    for claim, alpha, gain in zip(panel, alphas, overs, strict=True):
+    series = "_SSD over the strongest measured use of its visit"
+    judged = [(_alpha(claim), claim, claim.gain) for claim in panel if claim.gain is not None]
+    alphas = [alpha for alpha, *_ in judged]
+    values, low, high = zip(*((g.speedup, g.low, g.high) for *_, g in judged), strict=True)
+    also = {
+        "rival": [str(claim.other) for _, claim, _ in judged],
+        "text": [claim.text for _, claim, _ in judged],
+    }
+    style = {**look("SSD"), "zorder": 5}
+    poster.line(ax, series, alphas, values, low=low, high=high, also=also, **style)
+    for alpha, claim, gain in judged:
         text = f"{gain.speedup:.2f}×" if gain.is_real else "no\ndifference"
         text = text if claim.is_verdict else "no\nverdict"
-        ax.annotate(text, (alpha, gain.high), xytext=(0, 5), **_ABOVE)
-        poster.keep(
-            ax,
-            "SSD over the strongest measured use of its visit",
-            x=alpha,
-            y=gain.speedup,
-            low=gain.low,
-            high=gain.high,
-            rival=str(claim.other),
-            text=claim.text,
-        )
+        place = {"dx": 0, "dy": 5, "ha": "center", "va": "bottom", "fontsize": 12, "bbox": _WHITE}
+        note(ax, text, alpha, gain.high, **place)
     parity(ax)
 
 
@@ -151,15 +135,13 @@ def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     """Returns the caption of the rows that were drawn."""
     panels = list(shown)
     uses = [use for panel in panels for c in panel for use in (*_uses(c), c.other) if use]
-    drawn = {row["run_id"] for use in uses for row in use.cell.rows}
-    rows = data.rows[data.rows["run_id"].isin(drawn)]
+    drawn = {row["run_id"] for use in uses for row in use.rows}
     laws = "; ".join(
         f"{_label(panel[0])}: hits {panel[0].hit_law}{', assumed' * panel[0].is_assumed}"
         for panel in panels
     )
     return caption(
-        data,
-        [pd.DataFrame(rows)],
+        [data.rows[data.rows["run_id"].isin(drawn)]],
         f"{laws}. Every use at its best measured K. Points: geometric means over seeds, 95% "
         "intervals; above, of any visit. Below: the ratio within a visit, paired by seed. No "
         "verdict: a use that was not measured may be stronger (dashed: what the measured times "

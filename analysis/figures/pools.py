@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from analysis.figures.common import need
-from analysis.load import Data
-from analysis.select import richest
-from analysis.style import BLACK, METHODS, Poster
+from analysis.rows import Data
+from analysis.select import richest, where
+from analysis.style import BLACK, METHODS, Poster, look, need
 
-POOL, THEORY, ANY = (
-    "a shared draft (1: a draft each)",
-    "by queueing theory",
-    "AR or SD inline, any T",
-)
 _CAPTION = (
     "Simulated frame by frame from the durations of the device's profile (GEMM-only, no LM head; "
     "forwards of more rows than were probed are extrapolated); no pool ran on GPUs. Every point at "
@@ -35,16 +27,21 @@ def pools(data: Data) -> Poster:
     batches = sorted({int(b) for _, part in shown for b in part["batch_size"]})[:2]
     poster = Poster(3.0 + 3.7 * (len(batches) + 1))
     grid = poster.panels(len(batches) + 1, len(shown), sharex="col")
-    for column, (name, part) in zip(grid.T, shown, strict=True):
-        pair = rows[rows["pair"] == part["pair"].iloc[0]]
-        for ax, batch in zip(column, batches, strict=False):
+    for (*above, below), (name, part) in zip(grid.T, shown, strict=True):
+        for ax, batch in zip(above, batches, strict=True):
             ax.set_title(f"{name}, b = {batch}")
-            _rates(poster, ax, *(p[p["batch_size"] == batch] for p in (part, pair)))
-        column[-1].set_title(f"{name}, b = {batches[0]}")
-        column[-1].set_label(f"{name}, b = {batches[0]}, time a token")
-        _times(poster, column[-1], part[part["batch_size"] == batches[0]])
-        column[-1].set_xlabel("targets a draft")
-        for ax in column:
+            here = where(part, batch_size=batch)
+            _lines(poster, ax, here, "per_gpu")
+            best = where(rows, pair=part["pair"].iloc[0], batch_size=batch)
+            best = best.loc[best["method"] != "SSD", "per_gpu"]
+            if len(best):  # last: where the best T is this one, it lies on that one's line
+                ends, style = _ends(part), {"color": BLACK, "linestyle": "--", "linewidth": 1.6}
+                poster.line(ax, "AR or SD inline, any T", ends, [best.max()] * 2, **style)
+        below.set_title(f"{name}, b = {batches[0]}")
+        below.set_label(f"{name}, b = {batches[0]}, time a token")
+        _lines(poster, below, where(part, batch_size=batches[0]), "token_ms")
+        below.set_xlabel("targets a draft")
+        for ax in (*above, below):
             ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
     for ax in grid[:-1, 0]:
         ax.set_ylabel("tok/s a GPU")
@@ -57,42 +54,30 @@ def pools(data: Data) -> Poster:
 def _cases(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Returns (pair and T, rows) of the smallest and the largest T of each pair that has pools and
     rivals."""
-    found = []
+    by_pair: dict[str, list[tuple[str, pd.DataFrame]]] = {}
     for (pair, tp), part in rows.groupby(["pair", "tp"], sort=True):
         sizes = part.loc[part["targets"] > 1, "targets"].nunique()
         if sizes >= 2 and {"AR", "SD inline"} <= set(part["method"]):
-            found.append((str(pair), int(tp), part))
-    every = {pair: [tp for name, tp, _ in found if name == pair] for pair, _, _ in found}
-    ends = {pair: (min(tps), max(tps)) for pair, tps in every.items()}
-    return [(f"{pair}, T = {tp}", part) for pair, tp, part in found if tp in ends[pair]]
+            by_pair.setdefault(pair, []).append((f"{pair}, T = {tp}", part))
+    return [case for of in by_pair.values() for case in (of if len(of) < 3 else [of[0], of[-1]])]
 
 
-def _rates(poster: Poster, ax: Axes, part: pd.DataFrame, pair: pd.DataFrame) -> None:
-    """Draws tok/s a GPU; pair: the rows of every T."""
-    _pool(poster, ax, part, "per_gpu")
-    theory = part[part["theory"].notna()].sort_values("targets")
-    look: dict[str, Any] = {"color": BLACK, "linestyle": ":", "linewidth": 1.6}
-    poster.line(ax, THEORY, theory["targets"], theory["theory"], **look)
-    _rivals(poster, ax, part, "per_gpu")
-    ends = part["targets"].min(), part["targets"].max()
-    rivals = pair[pair["method"] != "SSD"]
-    if len(rivals):  # last: where the best T is this one, it lies on that one's line
-        best = [float(rivals["per_gpu"].max())] * 2
-        poster.line(ax, ANY, ends, best, color=BLACK, linestyle="--", linewidth=1.6)
-
-
-def _times(poster: Poster, ax: Axes, part: pd.DataFrame) -> None:
-    """Draws the time a token."""
-    _pool(poster, ax, part, "token_ms")
-    _rivals(poster, ax, part, "token_ms")
-
-
-def _pool(poster: Poster, ax: Axes, part: pd.DataFrame, column: str) -> None:
-    """Draws the line of pools, a draft each included, and the axis that all share."""
-    ssd = part[part["method"] == "SSD"].sort_values("targets")
-    color, marker = METHODS["SSD"]
+def _lines(poster: Poster, ax: Axes, part: pd.DataFrame, column: str) -> None:
+    """Draws the pools, a draft each included, and AR and SD inline on the same T."""
+    ssd = where(part, method="SSD").sort_values("targets")
     also = {"hit_rate": ssd["hit_rate"], "lookahead": ssd["lookahead"]}
-    poster.line(ax, POOL, ssd["targets"], ssd[column], also=also, color=color, marker=marker)
+    label = "a shared draft (1: a draft each)"
+    poster.line(ax, label, ssd["targets"], ssd[column], also=also, **look("SSD"))
+    if column == "per_gpu":
+        theory = ssd[ssd["theory"].notna()]
+        style = {"color": BLACK, "linestyle": ":", "linewidth": 1.6}
+        poster.line(ax, "by queueing theory", theory["targets"], theory["theory"], **style)
+    for method in ("SD inline", "AR"):
+        rows = where(part, method=method)
+        if len(rows):
+            values = [float(rows[column].iloc[0])] * 2
+            style = {"color": METHODS[method][0], "linewidth": 2.0}
+            poster.line(ax, f"{method}, same T", _ends(part), values, **style)
     ax.set_xscale("log")
     ticks = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= ssd["targets"].max()]
     ax.xaxis.set_major_locator(FixedLocator(ticks))
@@ -100,12 +85,5 @@ def _pool(poster: Poster, ax: Axes, part: pd.DataFrame, column: str) -> None:
     ax.xaxis.set_major_formatter("{x:g}")
 
 
-def _rivals(poster: Poster, ax: Axes, part: pd.DataFrame, column: str) -> None:
-    """Draws AR and SD inline on the same T, whatever the number of targets."""
-    ends = part["targets"].min(), part["targets"].max()
-    for method in ("SD inline", "AR"):
-        color, _ = METHODS[method]
-        rows = part[part["method"] == method]
-        if len(rows):
-            value = [float(rows[column].iloc[0])] * 2
-            poster.line(ax, f"{method}, same T", ends, value, color=color, linewidth=2.0)
+def _ends(part: pd.DataFrame) -> tuple[int, int]:
+    return part["targets"].min(), part["targets"].max()

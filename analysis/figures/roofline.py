@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import need
-from analysis.load import Data, Row
-from analysis.probed import Forward, forwards, tables
+from analysis.model import Forward, Profile, forwards, tables
+from analysis.rows import Data
 from analysis.select import plain, short
-from analysis.style import BLACK, BLUE, MARKERS, ORANGE, RED, SERIES, SKY, Poster
+from analysis.style import BLACK, BLUE, MARKERS, ORANGE, RED, SERIES, SKY, Poster, need
 
 _BYTES = 2  # Bytes of a 16-bit number.
 
@@ -29,8 +30,8 @@ def roofline(data: Data) -> Poster:
     _products(poster, left, profiles)
     _forwards(poster, left, profiles)
     runs = _runs(poster, left, data.rows)
-    _collectives(poster, upper, profiles)
-    _links(poster, lower, profiles)
+    _messages(poster, upper, [_all_reduce(t) for t in _all_reduces(profiles)])
+    _messages(poster, lower, [_link(t) for t in tables(profiles, "links", "name", "idle_s")])
     names = ", ".join(sorted({p["name"] for p in profiles}))
     text = (
         f"{profiles[0]['device_name']} (measured by mpissd probe: {names}) · "
@@ -52,155 +53,108 @@ def roofline(data: Data) -> Poster:
     return poster.finish(heading, text, legend=False)
 
 
-def _roof(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    read = max(p["numbers"]["read_bytes_per_s"]["value"] for p in profiles)
-    peak = max(p["numbers"]["peak_flops_per_s"]["value"] for p in profiles)
+def _roof(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
+    read, peak = (
+        max(p["numbers"][name]["value"] for p in profiles)
+        for name in ("read_bytes_per_s", "peak_flops_per_s")
+    )
     x = np.array([0.5, peak / read, 1000.0])
-    y = np.minimum(x * read, peak) / 1e12
     label = f"measured ceiling: {read / 1e12:.2f} TB/s, {peak / 1e12:.0f} Tflop/s"
-    poster.line(ax, label, x, y, color=BLACK, linewidth=2)
+    poster.line(ax, label, x, np.minimum(x * read, peak) / 1e12, color=BLACK, linewidth=2)
     ax.set(xscale="log", yscale="log", xlabel="flop per byte moved", ylabel="Tflop/s per GPU")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.set_xlim(0.5, 1000)
 
 
-def _products(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    x, y = [], []
-    for profile in profiles:
-        for table in profile["tables"]["products"]:
-            k, n = table["k"], table["n"]
-            for rows, seconds in table["seconds"].items():
-                m = int(rows)
-                flops = 2.0 * m * k * n
-                x.append(flops / (_BYTES * (k * n + m * (k + n))))
-                y.append(flops / seconds / 1e12)
-    poster.line(
-        ax,
-        "one cuBLAS product",
-        x,
-        y,
-        color=SKY,
-        marker=".",
-        linestyle="none",
-        markersize=6,
-        alpha=0.8,
-    )
+def _products(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
+    measured = [
+        (table["k"], table["n"], int(m), seconds)
+        for profile in profiles
+        for table in profile["tables"]["products"]
+        for m, seconds in table["seconds"].items()
+    ]
+    k, n, m, seconds = np.array(measured, float).T
+    flops, moved = 2.0 * m * k * n, _BYTES * (k * n + m * (k + n))
+    style = {"color": SKY, "marker": ".", "linestyle": "none", "markersize": 6, "alpha": 0.8}
+    poster.line(ax, "one cuBLAS product", flops / moved, flops / seconds / 1e12, **style)
 
 
-def _forwards(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    measured = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
+def _forwards(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
+    fused_first = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
     seen: dict[str, Forward] = {}
-    for key, table in measured:
+    for key, table in fused_first:
         if not key.lm_head and not key.kv_tokens:
             seen.setdefault(f"{short(key.model)} forward, T={key.tp}", table)
     looks = zip((BLUE, RED, *SERIES[2:]), MARKERS, strict=False)
     for (label, table), (color, marker) in zip(sorted(seen.items()), looks, strict=False):
         rows = np.array(sorted(table.seconds))
-        seconds = np.array([table.seconds[m] for m in rows])
-        y = 2.0 * rows * table.params / seconds / 1e12
+        y = 2.0 * rows * table.params / np.array([table.seconds[m] for m in rows]) / 1e12
         spread = np.array([table.spread[m] for m in rows]) / 2
-        poster.line(
-            ax,
-            label,
-            2 * rows / _BYTES,
-            y,
-            low=y * (1 - spread),
-            high=y * (1 + spread),
-            color=color,
-            marker=marker,
-            markersize=7,
-            linewidth=1.2,
-        )
+        style = {"color": color, "marker": marker, "markersize": 7, "linewidth": 1.2}
+        ends = {"low": y * (1 - spread), "high": y * (1 + spread)}
+        poster.line(ax, label, 2 * rows / _BYTES, y, **ends, **style)
 
 
 def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
     """Draws the verifications of rows by their floor's bytes and flops; returns the number of
     rows."""
-    if "floor_flops" not in rows:
-        return 0
-    runs = rows[(rows["t_target_s"] > 0) & (rows["floor_flops"] > 0) & (rows["floor_bytes"] > 0)]
-    runs = runs[plain(runs) & ~runs["lm_head"].astype(bool) & (runs["context"] == 0)]
-    x = runs["floor_flops"] / runs["floor_bytes"]
-    y = runs["floor_flops"] / runs["t_target_s"] / 1e12
-    if len(runs):
-        poster.line(
-            ax,
-            "verification in a run",
-            x,
-            y,
-            color=ORANGE,
-            marker="*",
-            markeredgecolor=BLACK,
-            markeredgewidth=0.6,
-            markersize=11,
-            linestyle="none",
-            zorder=5,
-        )
-    return len(runs)
+    runs = rows[(rows["t_target_s"] > 0) & plain(rows) & ~rows["lm_head"].astype(bool)]
+    numbers = runs[["floor_flops", "floor_bytes"]].astype(float)
+    is_known = (numbers > 0).all(axis=1) & (runs["context"] == 0)
+    numbers, seconds = numbers[is_known], runs.loc[is_known, "t_target_s"]
+    x, y = numbers["floor_flops"] / numbers["floor_bytes"], numbers["floor_flops"] / seconds / 1e12
+    if len(x):
+        rim = {"markeredgecolor": BLACK, "markeredgewidth": 0.6, "markersize": 11, "zorder": 5}
+        style = {"color": ORANGE, "marker": "*", "linestyle": "none", **rim}
+        poster.line(ax, "verification in a run", x, y, **style)
+    return len(x)
 
 
-def _collectives(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
-    rate = 0.0
-    styles = {"oneshot": RED, "nccl": BLUE}
+def _all_reduces(profiles: list[Profile]) -> list[Profile]:
     measured = tables(profiles, "all_reduces", "name", "ranks", "graph")
-    for table in sorted(measured, key=lambda t: (t["name"], t["ranks"])):
-        if not table["graph"]:
-            continue
-        x = np.array(sorted(int(b) for b in table["seconds"]))
-        y = np.array([table["seconds"][str(b)] for b in x])
-        spread = np.array([(table.get("spread") or {}).get(str(b), 0.0) for b in x]) / 2
-        rate = max(rate, float((x / y).max()))
-        ranks = table["ranks"]
-        poster.line(
-            ax,
-            f"all-reduce {table['name']}, {ranks} ranks",
-            x / 1024,
-            y * 1e6,
-            low=y * 1e6 * (1 - spread),
-            high=y * 1e6 * (1 + spread),
-            color=styles.get(table["name"], BLACK),
-            marker="o" if ranks == 2 else "s",
-            linestyle="-" if ranks == 2 else "--",
-            linewidth=1.8,
-            markersize=6,
-        )
-    _message_axis(ax, rate, "µs")
+    return sorted((t for t in measured if t["graph"]), key=lambda t: (t["name"], t["ranks"]))
 
 
-def _links(poster: Poster, ax: Axes, profiles: list[Row]) -> None:
+Curve = tuple[str, Profile, dict[str, Any]]  # label, seconds by bytes with their spread, look
+
+
+def _all_reduce(table: Profile) -> Curve:
+    ranks, few = table["ranks"], table["ranks"] == 2
+    color = {"oneshot": RED, "nccl": BLUE}.get(table["name"], BLACK)
+    look = {"color": color, "marker": "o" if few else "s", "linestyle": "-" if few else "--"}
+    return f"all-reduce {table['name']}, {ranks} ranks", table, look
+
+
+def _link(table: Profile) -> Curve:
+    idle = bool(table["idle_s"])
+    label = f"round trip {table['name']}" + ", after 5 ms" * idle
+    color = SERIES[2 + 2 * (table["name"] == "mpi")]
+    look = {"color": color, "marker": "v" if idle else "P", "linestyle": "--" if idle else "-"}
+    return label, table, look
+
+
+def _messages(poster: Poster, ax: Axes, curves: list[Curve]) -> None:
+    """Draws times over message sizes, and the ceiling: a message's time at the best rate
+    measured."""
     rate = 0.0
-    for table in tables(profiles, "links", "name", "idle_s"):
-        name = f"round trip {table['name']}" + (", after 5 ms" if table["idle_s"] else "")
+    for label, table, look in curves:
         x = np.array(sorted(int(b) for b in table["seconds"]))
         y = np.array([table["seconds"][str(b)] for b in x])
         rate = max(rate, float((x / y).max()))
-        poster.line(
-            ax,
-            name,
-            x / 1024,
-            y * 1e6,
-            color=SERIES[2 + 2 * (table["name"] == "mpi")],
-            marker="v" if table["idle_s"] else "P",
-            linewidth=1.8,
-            markersize=6,
-            linestyle="--" if table["idle_s"] else "-",
-        )
-    _message_axis(ax, rate, "µs")
-
-
-def _message_axis(ax: Axes, rate: float, unit: str) -> None:
-    """Sets log axes and draws the ceiling: a message's time at the best rate measured."""
-    ax.set(xscale="log", yscale="log", xlabel="message, KB", ylabel=unit)
+        spread = np.array([(table.get("spread") or {}).get(str(b), 0.0) for b in x]) / 2
+        ends = {"low": y * 1e6 * (1 - spread), "high": y * 1e6 * (1 + spread)}
+        ends = ends if table.get("spread") else {}
+        poster.line(ax, label, x / 1024, y * 1e6, linewidth=1.8, markersize=6, **ends, **look)
+    ax.set(xscale="log", yscale="log", xlabel="message, KB", ylabel="µs")
     ax.set_xscale("log", base=4)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_major_formatter("{x:g}")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     ax.set_ylim(top=ax.get_ylim()[1] * 3)
     if rate:
-        low, high = ax.get_xlim()
+        (low, high), bottom = ax.get_xlim(), ax.get_ylim()[0]
         x = np.geomspace(low, high, 20)
-        bottom = ax.get_ylim()[0]
         ax.plot(x, x * 1024 / rate * 1e6, ":", color=BLACK, linewidth=1.4, zorder=1)
         ax.set(xlim=(low, high))
         ax.set_ylim(bottom=bottom)

@@ -2,139 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.common import BARS, best, caption, look, need, no_claim
-from analysis.load import Data
-from analysis.select import Case, cases, plain, points, richest
-from analysis.style import BLACK, GREY, Poster
-from analysis.tidy import REAL
-from analysis.uses import best_rows, claim_of, expected_lines
+from analysis.rows import REAL, Data
+from analysis.select import (
+    Case,
+    best_points,
+    best_rows,
+    cases,
+    claim_of,
+    plain,
+    points,
+    richest,
+    where,
+)
+from analysis.style import (
+    BARS,
+    BLACK,
+    GREEN,
+    GREY,
+    ORANGE,
+    SKY,
+    Poster,
+    caption,
+    look,
+    need,
+    note,
+)
+from mpissd.common.rivals import Family
+from mpissd.lab.tables.claims import Claim
 
-_PER_GPU = ("per GPU", True), ("all GPUs", False)
 _METHODS = ("SD inline", "SD", "SSD")
+_EXPECTED = {"ar": GREY, "sd": SKY, "lookup": GREEN, "suffix": ORANGE}
 
 
 def throughput(data: Data) -> Poster:
     """x = K at up to three alphas, and x = alpha with each method at its own best K."""
     wanted = plain(data.rows) & data.rows["alpha"].notna() & (data.rows["batch_size"] == 1)
-    case = _case(data, wanted)
+    shown = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
+    need(shown and _is_sweep(shown[0]), "SD and SSD, each at three or more K of one alpha")
+    (case,) = shown
     used = _rows(case)
-    alphas = _spread(sorted(used.loc[used["method"] != "AR", "alpha"].unique()))
+    alphas = sorted(used["alpha"].unique())
+    alphas = alphas if len(alphas) <= 3 else [alphas[0], alphas[len(alphas) // 2], alphas[-1]]
     poster = Poster(8.6)
     grid = poster.panels(2, len(alphas) + 1, sharey="row")
-    for row, (name, per_gpu) in enumerate(reversed(_PER_GPU)):
-        for ax, alpha in zip(grid[row], alphas, strict=False):
-            ax.set_title(f"α = {alpha:g}" if not row else "")
+    for axes, name in zip(grid, ("all GPUs", "per GPU"), strict=True):
+        is_above = name == "all GPUs"
+        for ax, alpha in zip(axes, alphas, strict=False):
+            ax.set_title(f"α = {alpha:g}" * is_above)
             ax.set_label(f"α = {alpha:g}, {name}")
-            _over(poster, ax, used[used["alpha"] == alpha], "lookahead", per_gpu, case.tp)
-        ax = grid[row][-1]
-        ax.set_title("each at its own best K" if not row else "")
-        ax.set_label(f"own best K, {name}")
-        _over_best(poster, ax, used, per_gpu, case)
-        for ax in grid[row]:
-            _baselines(poster, ax, case, per_gpu)
-            ax.set_ylim(0, 1.06 * ax.get_ylim()[1] if ax is grid[row][-1] else None)
-        grid[row][0].set_ylabel(f"tok/s, {name}")
-    for ax in grid[1]:
-        ax.set_xlabel("lookahead K" if ax is not grid[1][-1] else "acceptance α")
+            rows = where(used, alpha=alpha)
+            for label, method, group in _series(rows, case.tp):
+                _draw(poster, ax, label, method, points(group, ["lookahead"]), name)
+            ax.set_xticks(sorted(rows["lookahead"].unique()))
+        axes[-1].set_title("each at its own best K" * is_above)
+        axes[-1].set_label(f"own best K, {name}")
+        _over_best(poster, axes[-1], used, case, name)
+        for ax in axes:
+            _baselines(poster, ax, case, name)
+            ax.set_ylim(0, 1.06 * ax.get_ylim()[1] if ax is axes[-1] else None)
+            ax.set_xlabel("" if is_above else "acceptance α" if ax is axes[-1] else "lookahead K")
+        axes[0].set_ylabel(f"tok/s, {name}")
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
-    apart = (
+    lines = (
         "SD and SSD have a draft GPU of their own; T= on a line: on that many target GPUs, of "
         "another visit, whose machine may differ by 4%; dashed: expected from measured times"
     )
-    text = caption(data, [used, case.ar], hits, apart, BARS, no_claim([used]))
+    text = caption([used, case.ar], hits, lines, BARS)
     return poster.finish(f"AR, SD and SSD throughput: {case.label}", text)
 
 
-def _case(data: Data, wanted: pd.Series) -> Case:
-    candidates = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
-    need(
-        candidates and _is_sweep(candidates[0]), "SD and SSD, each at three or more K of one alpha"
-    )
-    return candidates[0]
-
-
 def _is_sweep(case: Case) -> bool:
-    rows = case.rows[case.rows["batch_size"] == 1]
-    counts = rows.groupby(["alpha", "mode"])["lookahead"].nunique().unstack(fill_value=0)
+    counts = case.rows.groupby(["alpha", "mode"])["lookahead"].nunique().unstack(fill_value=0)
     return bool({"sd", "ssd"} <= set(counts) and (counts[["sd", "ssd"]].min(axis=1) >= 3).any())
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """Returns SD, SD inline (also on T + 1 GPUs), and SSD of the law and budget with most cells."""
-    every = pd.concat([case.rows, case.wide[case.wide["gpus"] == case.tp + 1]])
-    rows = every[every["batch_size"] == 1]
+    """Returns SD, SD inline (also on T + 1 GPUs), and SSD of the hits and policy with most
+    cells."""
+    rows = pd.concat([case.rows, where(case.wide, gpus=case.tp + 1)])
     # Imposed hits would always be the best, because they cost nothing.
-    lawful = (rows["method"] == "SSD") & rows["p_hit"].isna()
-    ssd = richest(rows[lawful], ["hit_law", "policy"], ["alpha", "lookahead"])
+    ssd = rows[(rows["method"] == "SSD") & rows["p_hit"].isna()]
+    ssd = richest(ssd, ["hit_law", "policy"], ["alpha", "lookahead"])
     return pd.concat([rows[rows["method"] != "SSD"], ssd])
 
 
 def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Returns (label, method, rows) of each line; SD on another T has its own line."""
+    """Yields (label, method, rows) of each line; SD on another T has its own line."""
     for method in _METHODS:
-        here = rows[rows["method"] == method]
-        for other, group in sorted(here.groupby("tp"), key=lambda item: item[0] != tp):
+        by_tp = where(rows, method=method).groupby("tp")
+        for other, group in sorted(by_tp, key=lambda item: item[0] != tp):
             yield method if other == tp else f"{method}, T={other}", method, group
 
 
-def _spread(values: list[float]) -> list[float]:
-    """Returns at most three of the values: the ends and the middle."""
-    return values if len(values) <= 3 else [values[0], values[len(values) // 2], values[-1]]
-
-
-def _over(poster: Poster, ax: Axes, rows: pd.DataFrame, by: str, per_gpu: bool, tp: int) -> None:
-    for label, method, group in _series(rows, tp):
-        _draw(poster, ax, (label, method), points(group, [by]), by, per_gpu)
-    ax.set_xticks(sorted(rows[by].unique()))
-
-
-def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, per_gpu: bool, case: Case) -> None:
-    for label, method, group in _series(rows, case.tp):
-        bests = best(group, "alpha")
-        _draw(poster, ax, (label, method), bests, "alpha", per_gpu)
-        ssds = group.groupby("alpha") if method == "SSD" else ()
-        claims = [(float(alpha), claim_of(case, best_rows(ssd))) for alpha, ssd in ssds]
-        if not per_gpu:
-            expected_lines(poster, ax, [(alpha, claim) for alpha, claim in claims if claim])
-        for _, point in bests.iterrows() if method == "SSD" and not per_gpu else ():
-            ax.annotate(
-                f"K={point['lookahead']:.0f}",
-                (point["alpha"], point["high"]),
-                fontsize=10,
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="center",
-                color="#333333",
-            )
-
-
 def _draw(
-    poster: Poster, ax: Axes, name: tuple[str, str], medians: pd.DataFrame, by: str, per_gpu: bool
+    poster: Poster, ax: Axes, label: str, method: str, medians: pd.DataFrame, name: str
 ) -> None:
-    if not len(medians):
-        return
-    share = medians["gpus"] if per_gpu else 1
-    columns = (medians[name] / share for name in ("tok_per_s", "low", "high"))
-    y, low, high = columns
-    also = {name: medians[name] / share for name in REAL}
-    label, method = name
-    apart = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
-    options = {**look(method), **apart}
-    poster.line(ax, label, medians[by], y, low=low, high=high, also=also, **options)
+    share = 1 if name == "all GPUs" else medians["gpus"]
+    y, low, high = (medians[column] / share for column in ("tok_per_s", "low", "high"))
+    also = {pair: medians[pair] / share for pair in REAL}
+    wide = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
+    x = medians.iloc[:, 0]
+    poster.line(ax, label, x, y, low=low, high=high, also=also, **{**look(method), **wide})
 
 
-def _baselines(poster: Poster, ax: Axes, case: Case, per_gpu: bool) -> None:
-    """Returns AR on the targets' GPUs, and on as many GPUs as SD and SSD use."""
+def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, case: Case, name: str) -> None:
+    for label, method, group in _series(rows, case.tp):
+        bests = best_points(group, "alpha")
+        _draw(poster, ax, label, method, bests, name)
+        if method != "SSD" or name != "all GPUs":
+            continue
+        claims = [(float(a), claim_of(case, best_rows(ssd))) for a, ssd in group.groupby("alpha")]
+        expected_lines(poster, ax, [(alpha, claim) for alpha, claim in claims if claim])
+        for _, at in bests.iterrows():
+            text = f"K={at['lookahead']:.0f}"
+            note(ax, text, at["alpha"], at["high"], dx=0, dy=4, ha="center", fontsize=10)
+
+
+def expected_lines(poster: Poster, ax: Axes, claims: Iterable[tuple[float, Claim]]) -> None:
+    """Draws, dashed, what is expected of each use that was not measured, over alpha."""
+    lines: dict[Family, list[tuple[float, float]]] = {}
+    for alpha, claim in claims:
+        for one in claim.unknown:
+            if one.rate is not None and one.why == "not measured":
+                lines.setdefault(one.family, []).append((alpha, one.rate))
+    for family, known in lines.items():
+        if len(known) > 1:
+            style = {"color": _EXPECTED.get(family.mode, BLACK), "linestyle": "--", "linewidth": 2}
+            x, y = zip(*known, strict=True)
+            poster.line(ax, f"{family} (expected, not measured)", x, y, **style)
+
+
+def _baselines(poster: Poster, ax: Axes, case: Case, name: str) -> None:
+    """Draws AR on the targets' GPUs, and on as many GPUs as SD and SSD use."""
     for gpus, style, color in ((case.tp, "--", GREY), (case.tp + 1, ":", BLACK)):
         point = case.ar_on(gpus)
         if point is not None:
-            value = point["tok_per_s"] / (gpus if per_gpu else 1)
+            value = point["tok_per_s"] / (1 if name == "all GPUs" else gpus)
             label = f"AR, {gpus} GPU{'s' * (gpus > 1)}"
             ax.axhline(value, color=color, linestyle=style, linewidth=2, label=label, zorder=2)
             poster.keep(ax, label, y=value)

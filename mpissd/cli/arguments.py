@@ -18,7 +18,6 @@ from fire.decorators import SetParseFn
 from mpissd.cli.configs import (
     CompareConfig,
     PlanConfig,
-    PredictConfig,
     ProbeConfig,
 )
 from mpissd.common.config import RunConfig
@@ -69,8 +68,7 @@ SPECS = {
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
-    "predict": Spec(PredictConfig, "Predicts a run from a profile; the last line is JSON."),
-    "plan": Spec(PlanConfig, "Says which mode, T, D, K, fan-out and backup to use on given GPUs."),
+    "plan": Spec(PlanConfig, "Advises how to run on given GPUs; with mode, predicts a run."),
     "compare": Spec(
         CompareConfig,
         "Compares results: a pair, the best methods, claims, tables, gaps.",

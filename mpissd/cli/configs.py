@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, contained, flag, flags_of, integer, words
-from mpissd.common.schedules import SCHEDULES
 
 _ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
 
@@ -29,48 +28,12 @@ class ProbeConfig(Checked):
         return {"mode": "sd", **completed} if flags.get("num_drafts") == "0" else completed
 
 
-@dataclass(frozen=True)
-class PredictConfig(Checked):
-    """Flags of `predict`: a run's flags, T, and the profile to predict from."""
-
-    run: RunConfig = contained(RunConfig)
-    profile: str | None = flag(
-        None,
-        words,
-        "profile of a job (OUT/profiles/RUN_ID.json) or of a device (a name or a file; with rows: "
-        "several, separated by commas)",
-    )
-    tp: int | None = flag(None, integer(1), "target ranks (default: the job's, else 1)")
-    rows: str | None = flag(
-        None,
-        words,
-        "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
-    )
-    host: str | None = flag(
-        None, words, "with rows: a run's profile that gives the host costs (default: the profile)"
-    )
-
-    def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
-        super().check()
-        if self.host is not None and self.rows is None:
-            raise ConfigError(f"host={self.host} without rows: allowed: with rows")
-        if self.run.groups > 1 and self.rows is not None:
-            raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
-        if self.run.schedule is not None:
-            name = self.run.schedule
-            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())
-            raise ConfigError(f"schedule={name} with predict: allowed: its flags, {flags}")
-
-
-_PLANNED = (
+PLANNED = (  # flags of a run that apply to every configuration that `plan` weighs
     "pair",
     "alpha",
     "acceptance",
     "acceptance_fast",
     "p_hit",
-    "hit_a",
-    "hit_r",
     "hit_law",
     "laws",
     "lookup",
@@ -84,11 +47,41 @@ _PLANNED = (
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
-    """Flags of `plan`: the token models, the device profile, and the number of GPUs."""
+    """Flags of `plan`: the device profile and the number of GPUs, or one configuration, or rows."""
 
-    profile: str = flag("h100", words, "device profile: a name or a file")
+    profile: str | None = flag(
+        None,
+        words,
+        "device profile: a name or a file (default: h100; with rows: several, separated by commas, "
+        "default: of each row's device)",
+    )
     gpus: int = flag(2, integer(1), "largest number of GPUs to use")
-    run: RunConfig = contained(RunConfig, only=_PLANNED)
+    run: RunConfig = contained(
+        RunConfig,
+        mode=flag("ssd", choice("ar", "sd", "ssd"), "predict the configuration of these flags"),
+    )
+    tp: int | None = flag(None, integer(1), "with mode: target ranks (default: 1)")
+    rows: str | None = flag(
+        None,
+        words,
+        "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
+    )
+    host: str | None = flag(
+        None, words, "with rows: a run's profile that gives the host costs (default: the profile)"
+    )
+
+    @property
+    def device(self) -> str:
+        """The profile of an advice or a prediction."""
+        return self.profile or "h100"
+
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
+        if self.host is not None and self.rows is None:
+            raise ConfigError(f"host={self.host} without rows: allowed: with rows")
+        if self.run.groups > 1 and self.rows is not None:
+            raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,31 @@
-"""Every figure, as an object: axes, units, legends, points, caption; and its numbers by hand."""
+"""Every figure, as an object: axes, legends, points, caption; its numbers by hand; its rivals."""
 
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.build import Drawn, Skipped, draw
+from analysis.build import draw
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
-from analysis.gain import gains, gains_over, records
-from analysis.load import Data, Notes, NothingLeft, load
-from analysis.select import Case, cases, plain, points, usual
+from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
+from analysis.select import best_rows, cases, gains, plain, points, records, usual
 from analysis.style import Poster, rendered, themed
-from analysis.tidy import REAL
 from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.lab.tables.claims import claims
 
 FIXTURE = Path(__file__).parent / "fixture"
-H100 = "NVIDIA H100 80GB SXM (emulated)"
-OF_RUNS = sorted(name for name, spec in FIGURES.items() if spec.of == "rows")  # see test_loads
+OF_RUNS = sorted(name for name, spec in FIGURES.items() if spec.of == "rows")
 OF_ROWS = sorted(set(OF_RUNS) - {"roofline", "saguaro", "kinds"})
+Line = dict[str, Any]
 
 
 @lru_cache(maxsize=1)
@@ -35,37 +33,41 @@ def data() -> Data:
     return load([FIXTURE])
 
 
+def raw() -> list[Line]:
+    return [json.loads(line) for line in (FIXTURE / "runs.jsonl").read_text().splitlines()]
+
+
+def made(lines: list[Line]) -> Data:
+    return Data(tidy(complete(line, FIXTURE) for line in lines))
+
+
+@lru_cache(maxsize=1)
 def five_seeds() -> Data:
     """The fixture as if each row were of 400 rounds and five seeds, 2% from each to the next."""
-    rows = data().rows
-    many = [
-        rows.assign(
-            seed=seed,
-            num_rounds=400,
-            run_id=rows["run_id"] + f"-{seed}",
-            **{c: rows[c] * 1.02**seed for c in ("tok_per_s", "low", "high", *REAL)},
-        )
-        for seed in range(5)
-    ]
-    return data().with_rows(pd.concat(many, ignore_index=True))
+    many = {"num_rounds": 400}
+    return made(
+        [
+            row | many | {"run_id": f"{row['run_id']}-{seed}", "seed": seed}
+            | {"tok_per_s": row["tok_per_s"] * 1.02**seed}
+            for row in raw()
+            for seed in range(5)
+        ]
+    )  # fmt: skip
+
+
+def drawn(source: Data, name: str) -> Poster:
+    (item,) = draw(source, name)
+    assert item.poster is not None, item.why
+    return item.poster
 
 
 @lru_cache(maxsize=20)
-def drawn(name: str) -> Drawn:
+def poster(name: str) -> Poster:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (item,) = draw(five_seeds() if name == "equal_gpus" else data(), name)
-        assert isinstance(item, Drawn), item
-        rendered(item.poster, "png")  # a layout that collapses only warns
-    return item
-
-
-def poster(name: str) -> Poster:
-    return drawn(name).poster
-
-
-def raw() -> list[dict]:
-    return [json.loads(line) for line in (FIXTURE / "runs.jsonl").read_text().splitlines()]
+        figure = drawn(five_seeds() if name == "equal_gpus" else data(), name)
+        rendered(figure, "png")  # a layout that collapses only warns
+    return figure
 
 
 def rate(**values: object) -> float:
@@ -88,59 +90,34 @@ def series(name: str, label: str, panel: str = "") -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
-def test_hardware_and_conditions_are_on_every_figure(name: str) -> None:
+def test_a_figure_names_its_conditions_and_its_texts_stay_on_the_sheet(name: str) -> None:
     figure = poster(name)
     texts = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-    assert figure.heading in texts
-    for what in ("NVIDIA H100 80GB SXM (EMULATED", "GEMM-only", "float16", "01234567"):
+    seeds = "5 seeds" if name == "equal_gpus" else "1 seed"
+    conditions = "NVIDIA H100 80GB SXM (EMULATED", "GEMM-only", "float16", "01234567", "LM head"
+    for what in (figure.heading, seeds, *conditions):
         assert what in texts, what
-    assert ("5 seeds" if name == "equal_gpus" else "1 seed") in texts
-    assert "LM head" in texts and re.search("[Cc]ontext", texts)
-
-
-@pytest.mark.parametrize("name", OF_ROWS)
-def test_axes_are_labelled_and_not_empty(name: str) -> None:
-    for ax in poster(name).axes:
-        if ax.get_label() == "<colorbar>":
-            continue
-        assert ax.has_data()
-        sharing = ax.get_shared_x_axes().get_siblings(ax)
-        named = [a.get_xlabel() or any(t.get_text() for t in a.get_xticklabels()) for a in sharing]
-        assert any(named), ax
-    assert any(ax.get_ylabel() for ax in poster(name).axes) or name == "latency"
-
-
-@pytest.mark.parametrize("name", OF_ROWS)
-def test_texts_stay_on_the_sheet_and_off_the_caption(name: str) -> None:
-    figure = poster(name)
     figure.draw_without_rendering()  # labels make room for their ticks
-    renderer = figure.canvas.get_renderer()
-    sheet = figure.bbox
+    renderer, sheet = figure.canvas.get_renderer(), figure.bbox
     caption = figure.texts[1].get_window_extent(renderer)
     for ax in figure.axes:
-        low, high = sorted(ax.get_xlim())
-        ticks = [t for t in ax.get_xticklabels() if low <= t.get_position()[0] <= high]
-        for text in (ax.title, ax.xaxis.label, ax.yaxis.label, *ticks):
-            box = text.get_window_extent(renderer)
-            if not text.get_text() or not text.get_visible():
-                continue
-            assert box.x0 >= sheet.x0 - 1 and box.x1 <= sheet.x1 + 1, text
-            assert box.y0 >= caption.y1 - 1, text
+        assert ax.has_data()
+        for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
+            if text.get_text() and text.get_visible():
+                box = text.get_window_extent(renderer)
+                assert box.x0 >= sheet.x0 - 1 and box.x1 <= sheet.x1 + 1, text
+                assert box.y0 >= caption.y1 - 1, text
     for of in figure.legends:
         box = of.get_window_extent(renderer)
         assert box.x1 <= sheet.x1 + 1
         assert all(box.y0 >= ax.get_window_extent(renderer).y1 - 1 for ax in figure.axes)
 
 
-@pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
-def test_a_second_run_gives_the_same_bytes(kind: str) -> None:
-    (again,) = draw(load([FIXTURE]), "latency")
-    assert isinstance(again, Drawn)
-    first = rendered(again.poster, kind)
-    assert first == rendered(poster("latency"), kind)
-    assert first == rendered(poster("latency"), kind)  # and whatever was saved before
-    if kind == "pdf":
-        assert b"/Type /Font /Subtype /Type3" not in rendered(poster("latency"), kind)
+def test_a_second_run_gives_the_same_bytes() -> None:
+    again = drawn(load([FIXTURE]), "latency")
+    for kind in ("png", "pdf"):
+        assert rendered(again, kind) == rendered(poster("latency"), kind)
+    assert b"/Type /Font /Subtype /Type3" not in rendered(again, "pdf")
 
 
 def test_throughput() -> None:
@@ -169,8 +146,7 @@ def test_throughput() -> None:
 def test_equal_gpus() -> None:
     """The tok/s and the gains are those of `mpissd compare --show=claims` on the same rows."""
     rows = five_seeds().rows.query("lm_head == False and batch_size == 1")
-    lawful = rows[rows["hit_law"].isna() | rows["p_hit"].isna()]
-    told = {c.setting["acceptance"]: c for c in claims(records(lawful[plain(lawful)]))}
+    told = {c.setting["acceptance"]: c for c in claims(records(rows[plain(rows)]))}
     title = "8B/1B on 2 GPUs, without LM head"
     lines = {name: series("equal_gpus", name, title) for name in ("AR", "SD", "SSD")}
     assert list(lines["SSD"]["x"]) == [0.6, 0.8] and lines["AR"]["y"].nunique() == 1
@@ -178,7 +154,7 @@ def test_equal_gpus() -> None:
     for line in lines.values():  # Student's t over five seeds, 2% apart
         spread = np.log(line["high"] / line["low"]) / 2
         assert np.allclose(spread, 2.776445 * np.log(1.02) * np.sqrt(2.5 / 5))
-    gains = series("equal_gpus", "SSD over the strongest measured use of its visit").set_index("x")
+    gains = series("equal_gpus", "_SSD over the strongest measured use of its visit").set_index("x")
     for alpha, drawn_gain in gains.iterrows():
         known = told[f"alpha:{alpha}"]
         assert known.gain and drawn_gain["y"] == pytest.approx(known.gain.speedup)
@@ -274,9 +250,7 @@ def test_kinds() -> None:
         {"mode": "ar", "draft": None, "lookahead": 0, "T_SD": None, "tok_per_s": 1000.0},
     ]
     rows = [{**raw()[0], **text, "run_id": f"k{n}", **row} for n, row in enumerate(told)]
-    from analysis.tidy import complete, tidy
-
-    frame = tidy([complete(row) for row in rows])
+    frame = made(rows).rows
     with themed():
         figure = FIGURES["kinds"].draw(Data(frame))
     numbers = figure.table().set_index("series")
@@ -294,32 +268,6 @@ def test_kinds() -> None:
     assert "equal speedup" in figure.caption
     with pytest.raises(NothingLeft, match="by two drafts"):
         FIGURES["kinds"].draw(Data(frame[frame["draft"] != "medusa"].head(1)))
-
-
-def test_predicted() -> None:
-    numbers = poster("predicted").table()
-    told = numbers.dropna(subset=["n"]).set_index("series")
-    ssd = [r for r in raw() if r["mode"] == "ssd"]
-    errors = [abs(r["tok_per_s"] / r["predicted_tok_per_s"] - 1) * 100 for r in ssd]
-    assert told.loc["SSD", "n"] == len(ssd)
-    assert told.loc["SSD", "median"] == pytest.approx(np.median(errors))
-    assert told.loc["SSD", "worst"] == pytest.approx(max(errors))
-    assert len(numbers) - len(told) == len(raw())
-
-
-def test_predicted_tells_the_replay_from_the_mean() -> None:
-    """And says that neither is a user's prediction, which has another job's profile."""
-    rows = data().rows
-    mean = rows.assign(expected_tok_per_s=rows["tok_per_s"] / 1.1)
-    with themed():
-        figure = FIGURES["predicted"].draw(Data(mean))
-    told = figure.table().dropna(subset=["n"]).set_index("series")
-    assert told.loc["SSD, laws' mean", "median"] == pytest.approx(10)
-    assert (
-        told.loc["SSD", "median"]
-        == poster("predicted").table().dropna(subset=["n"]).set_index("series").loc["SSD", "median"]
-    )
-    assert "another job's profile: error (c)" in figure.caption
 
 
 def test_break_even() -> None:
@@ -367,7 +315,7 @@ def test_heterogeneity() -> None:
 def test_no_figure_is_drawn_of_rows_of_ar_alone(name: str) -> None:
     ar = data().rows[data().rows["mode"] == "ar"]
     (item,) = draw(Data(ar.head(3)), name)
-    assert isinstance(item, Skipped)
+    assert item.poster is None and item.why
 
 
 def test_rows_of_two_conditions_are_never_mixed() -> None:
@@ -385,43 +333,108 @@ def test_a_case_has_the_rows_of_one_folder() -> None:
     twice = pd.concat([rows, rows.head(30).assign(folder="other")], ignore_index=True)
     notes = Notes()
     found = cases(Data(twice, (), notes), plain(twice), ["alpha", "lookahead"])
-    assert isinstance(found[0], Case) and found[0].label == "8B/1B, T=1"
+    assert found[0].label == "8B/1B, T=1"
     assert set(found[0].rows["folder"]) | set(found[0].ar["folder"]) == {str(FIXTURE)}
     assert any("another set than" in line for line in notes.lines)
 
 
 def test_repeats_are_one_point_with_the_widest_interval() -> None:
-    rows = pd.DataFrame(
-        {
-            "k": [1, 1, 1],
-            "tok_per_s": [9.0, 10.0, 12.0],
-            "low": [8.0, 9.5, 11.0],
-            "high": [9.5, 11.0, 13.0],
-        }
-    )
-    (point,) = points(rows, ["k"]).to_dict("records")
+    rates = {"tok_per_s": [9.0, 10.0, 12.0], "low": [8.0, 9.5, 11.0], "high": [9.5, 11.0, 13.0]}
+    (point,) = points(pd.DataFrame({"k": [1, 1, 1], **rates}), ["k"]).to_dict("records")
     assert point == {"k": 1, "tok_per_s": 10.0, "low": 8.0, "high": 13.0, "n": 3}
-
-
-def told(rate: float, seed: int = 0, **values: object) -> pd.DataFrame:
-    """A row of 400 rounds with an interval of ± 10%, which says no more of itself."""
-    known = {"run_id": f"{rate}-{seed}", "mode": "sd", "seed": seed, "num_rounds": 400}
-    ends = {"tok_per_s": rate, "low": rate / 1.1, "high": 1.1 * rate, "folder": "nowhere"}
-    return pd.DataFrame([{**known, **ends, "round_us": None, "accept_histogram": None, **values}])
 
 
 def test_gains_are_paired_by_seed_and_few_seeds_claim_nothing() -> None:
     """A gain of 5% under a luck of 20%, five seeds of 400 rounds."""
-    luck = [0.8, 1.2, 0.9, 1.1, 1.0]
-    sd, ssd = (
-        pd.concat([told(rate * k * lucky, n, x=k) for n, lucky in enumerate(luck) for k in (1, 2)])
+    one, luck = raw()[40], [0.8, 1.2, 0.9, 1.1, 1.0]
+    sides = [
+        made(
+            [
+                one | {"num_rounds": 400, "seed": n, "lookahead": k, "tok_per_s": rate * k * lucky}
+                | {"run_id": f"{rate}-{n}-{k}"}
+                for n, lucky in enumerate(luck)
+                for k in (1, 2)
+            ]
+        ).rows
         for rate in (100.0, 105.0)
-    )
-    found = gains(ssd, sd, "x", share=0.5)
-    assert found["x"].tolist() == [1, 2] and found["headline"].all()
+    ]  # fmt: skip
+    sd, ssd = sides
+    found = gains(ssd, sd, "lookahead", share=0.5)
+    assert found["lookahead"].tolist() == [1, 2] and found["headline"].all()
     assert found["value"].tolist() == pytest.approx([0.525, 0.525])
-    few = gains(ssd[ssd["seed"] < 4], sd, "x").iloc[0]
+    few = gains(ssd[ssd["seed"] < 4], sd, "lookahead").iloc[0]
     assert not few["headline"] and few["value"] == pytest.approx(1.05)
-    over = gains_over(ssd, sd[sd["x"] == 1], "x")
+    over = gains(ssd, sd[sd["lookahead"] == 1], "lookahead", one_base=True)
     assert over["value"].tolist() == pytest.approx([1.05, 2.1])
-    assert gains(ssd, sd.assign(x=9), "x").empty
+    assert gains(ssd, sd.assign(lookahead=9), "lookahead").empty
+
+
+def test_ar_on_the_draft_gpu_too_may_come_from_another_folder() -> None:
+    rows = data().rows
+    is_wide = (rows["mode"] == "ar") & (rows["gpus"] == 2)
+    apart = rows.assign(folder=rows["folder"].where(~is_wide, "elsewhere"))
+    other = apart[is_wide].assign(fuse=~apart["fuse"][is_wide], tok_per_s=1.0, run_id="x")
+    both, notes = pd.concat([apart, other], ignore_index=True), Notes()
+    (first, *_) = cases(Data(both, (), notes), plain(both), ["lookahead"])
+    point = first.ar_on(2)
+    assert point is not None and point["tok_per_s"] == rate(mode="ar", tp=2)
+    assert any("AR of 8B on 2 GPUs: rows of elsewhere" in line for line in notes.lines)
+    assert "elsewhere" in drawn(Data(both), "throughput").caption
+
+
+def with_inline_on_both(faster: float, folder: str | None = None) -> Data:
+    """The fixture's rows, and SD inline over two target GPUs as if it had been measured."""
+    wide = [
+        row | {"tp": 2, "world_size": 2, "run_id": f"wide-{row['run_id']}"}
+        | {"tok_per_s": faster * row["tok_per_s"], "t_target_s": row["t_target_s"] / 2}
+        for row in raw()
+        if row["mode"] == "sd" and not row["num_drafts"] and row["batch_size"] == 1
+    ]  # fmt: skip
+    rows = made(wide).rows.assign(folder=folder or str(FIXTURE))
+    return Data(pd.concat([data().rows, rows], ignore_index=True))
+
+
+@pytest.mark.parametrize("folder", [None, "elsewhere"])
+def test_sd_inline_over_all_gpus_is_a_rival(folder: str | None) -> None:
+    """Also of another folder, as AR there; what was measured is not drawn as expected."""
+    figure = drawn(with_inline_on_both(1.6, folder), "throughput")
+    assert "SD inline, T=2" in legend(figure)
+    assert "SD inline T=2 (expected, not measured)" not in legend(figure)
+
+
+def test_the_map_of_break_even_and_its_dots_know_it_too() -> None:
+    figure = drawn(with_inline_on_both(3.0), "break_even")
+    for name in ("measured", "formula"):
+        here, before = (
+            t[(t["series"] == name) & t["panel"].str.contains("raw")]["gain"]
+            for t in (figure.table(), poster("break_even").table())
+        )
+        assert (here <= before + 1e-9).all() and here.max() < 0.9 * before.max()
+
+
+def test_another_draft_device_is_a_point_of_its_own_and_in_no_other_figure() -> None:
+    rows = data().rows
+    drafted = rows[rows["method"].isin(["SD", "SSD"]) & (rows["batch_size"] == 1)]
+    slow = drafted.assign(other_draft="NVIDIA Old (emulated)", step_s=2 * drafted["step_s"])
+    both = Data(pd.concat([rows, slow.assign(tok_per_s=50.0)], ignore_index=True))
+    figure = drawn(both, "heterogeneity")
+    for method in ("SD", "SSD"):
+        name = f"{method}, measured"
+        own, other = figure.table().query("series == @name").sort_values("x").to_dict("records")
+        assert other["x"] == pytest.approx(2 * own["x"], rel=0.05)
+        assert own["y"] == series("heterogeneity", name)["y"].iloc[0]
+    assert "Old" in [text.get_text() for text in figure.axes[0].texts]
+    assert "drafts also on NVIDIA Old" in figure.caption
+    assert drawn(both, "throughput").table().equals(poster("throughput").table())
+
+
+@pytest.mark.parametrize("error, best", [(0.1, 7), (0.3, 4), (None, 7)])
+def test_predictions_that_miss_by_far_choose_no_k(error: float | None, best: int) -> None:
+    """K = 4 was the faster of them, K = 7 was predicted to be."""
+    rows = data().rows
+    ssd = rows[rows["method"] == "SSD"].head(2).assign(
+        lookahead=[4, 7], policy="uniform:3", tok_per_s=[500.0, 400.0],
+        expected_tok_per_s=[300.0, 450.0],
+        prediction_error=float("nan") if error is None else error,
+    )  # fmt: skip
+    assert best_rows(ssd)["lookahead"].tolist() == [best]

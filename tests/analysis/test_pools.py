@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from analysis.build import Drawn, draw
-from analysis.load import Data, NothingLeft, load
+from analysis.build import draw
+from analysis.rows import Data, NothingLeft, load
+from analysis.style import Poster
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "pools"
 
@@ -27,10 +28,10 @@ def written(folder: Path, *lines: str) -> Data:
     return load([folder])
 
 
-def drawn(data: Data) -> Drawn:
-    (item,) = draw(data, "pools")
-    assert isinstance(item, Drawn), item
-    return item
+def drawn(data: Data, device: str | None = None) -> Poster:
+    (item,) = draw(data, "pools", device)
+    assert item.poster is not None, item.why
+    return item.poster
 
 
 LINES = (
@@ -44,8 +45,8 @@ LINES = (
 
 
 def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
-    item = drawn(written(tmp_path, *LINES))
-    numbers = item.poster.table().set_index(["panel", "series", "x"]).sort_index()["y"]
+    figure = drawn(written(tmp_path, *LINES))
+    numbers = figure.table().set_index(["panel", "series", "x"]).sort_index()["y"]
     rates, times = "8b/1b, T = 1, b = 1", "8b/1b, T = 1, b = 1, time a token"
     pool = "a shared draft (1: a draft each)"
     assert numbers[rates, pool].to_dict() == {1: 150, 2: 580 / 3, 4: 220, 16: 100}
@@ -56,8 +57,8 @@ def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
 
 def test_a_faster_use_at_another_t_is_a_line(tmp_path: Path) -> None:
     wide = json.loads(row("sd", 1, 900.0)) | {"tp": 2, "gpus": 2}
-    item = drawn(written(tmp_path, *LINES, json.dumps(wide)))
-    numbers = item.poster.table().set_index(["panel", "series"])["y"]
+    figure = drawn(written(tmp_path, *LINES, json.dumps(wide)))
+    numbers = figure.table().set_index(["panel", "series"])["y"]
     assert set(numbers["8b/1b, T = 1, b = 1", "AR or SD inline, any T"]) == {450}
 
 
@@ -71,10 +72,9 @@ def test_rows_that_cannot_be_drawn_are_said(tmp_path: Path) -> None:
 
 def test_without_rivals_there_is_no_figure(tmp_path: Path) -> None:
     (item,) = draw(written(tmp_path, *LINES[2:]), "pools")
-    assert not isinstance(item, Drawn) and "AR and SD inline" in item.why
+    assert item.poster is None and "AR and SD inline" in item.why
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H200 (emulated)", "NVIDIA H100 80GB SXM (emulated)"])
 def test_the_committed_rows_draw(device: str) -> None:
-    (item,) = draw(load([COMMITTED]), "pools", device)
-    assert isinstance(item, Drawn)
+    assert len(drawn(load([COMMITTED]), device).table())

@@ -12,8 +12,8 @@ import pytest
 
 from mpissd.common.row import Row
 from mpissd.common.trace import LeadPhase
-from mpissd.lab.gates import timed
-from tests.common.clean_row import K, Line, Rounds, device_means, judge, make, make_row
+from mpissd.lab.gates import host_s
+from tests.common.clean_row import Line, Rounds, device_means, judge, make, make_row
 
 Spoil = Callable[[Line, Rounds], None]
 
@@ -50,9 +50,7 @@ def consistently(times: float) -> Spoil:
     def spoil(row: Line, rounds: Rounds) -> None:
         rounds["t_target_s"] *= times
         row["t_target_s"] *= times
-        row["T_SD"] /= times
         row["device_us"] = device_means(rounds)
-        row["floor_fraction"] = round(row["floor_us"] * 1e-6 / row["t_target_s"], 4)
 
     return spoil
 
@@ -65,7 +63,6 @@ def lose(share: float) -> Spoil:
         row["wall_s"] = float(rounds["round_s"].sum())
         row["tok_per_s"] = row["num_tokens"] / row["wall_s"]
         row["tok_per_s_per_gpu"] = row["tok_per_s"] / 2
-        row["prediction_error"] = row["tok_per_s"] / row["predicted_tok_per_s"] - 1
         closure = rounds["lead_ledger_ns"][:, 1] * 1e-9 / rounds["round_s"]
         row["ledger_closure"] = float(np.percentile(np.minimum(closure, 2 - closure), 1))
 
@@ -94,15 +91,12 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
         put("rank_digests", ["5f1c93a0", "11111111"]),
         "rank 0 heard 5f1c93a0, rank 1 heard 11111111",
     ),
-    "a rank nobody counted": ("ranks", put("world_size", 3), "world_size is 3, tp + num_drafts"),
     "a clock goes backwards": ("clock", put_in("round_s", 17, -0.002), "round 17 took -0.002 s"),
-    "a clock stands": ("clock", put_in("lead_ledger_ns", (5, 1), 0), "round 5 took 0 ns"),
     "a phase takes less than nothing": (
         "clock",
         put_in("lead_ledger_ns", (5, 4), -7),
         "phase 2 of round 5 took -7 ns",
     ),
-    "a forward takes less than nothing": ("clock", put_in("t_target_s", 3, -1.0), "of -1 s"),
     "a round is gone": ("counts", drop_a_round, "num_rounds is 200, lead_ledger_ns has 199"),
     "rounds out of order": (
         "clock",
@@ -110,33 +104,19 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
         "round 11 follows round 18",
     ),
     "a result that is no number": ("finite", put("tok_per_s", math.nan), "tok_per_s is nan"),
-    "infinite deep inside": ("finite", put("phases_us.draft.grow", math.inf), "draft.grow is inf"),
     "an array with NaN": ("finite", put_in("t_target_s", 3, math.nan), "holds nan, 1 of 200"),
     "another schema": ("missing", put("schema", 3), "schema is 3, this version judges"),
     "another budget": ("counts", put("branch_budget", 14), "branch_budget is 14, Σ fan_out: 15"),
     "a fan-out of another K": ("counts", put("fan_out", [5, 5, 5]), "is 4, fan_out has 3"),
-    "another backup": ("decisions", put("backup_lookahead", 3), "round 0 has 4 such tokens"),
     "null where a number belongs": ("missing", put("wall_s", None), "wall_s is not a number"),
     "more tokens than were accepted": ("tokens", put("num_tokens", 1000), "num_tokens is 1000"),
-    "an acceptance length of its own": (
-        "tokens",
-        put("acceptance_length", 4.5),
-        "acceptance_length is 4.5, accept_histogram:",
-    ),
-    "another histogram": (
-        "decisions",
-        put("accept_histogram", [40, 40, 40, 40, 40]),
-        "[40, 40, 40, 40, 40], sequences give",
-    ),
     "a histogram of another K": ("tokens", put("lookahead", 3), "lookahead is 3"),
-    "a hit rate that is no share": ("tokens", put("hit_rate", 1.2), "hit_rate is 1.2, allowed"),
     "another hit rate": ("decisions", put("hit_rate", 0.9), "hit_rate is 0.9, sequences: 0."),
     "more accepted than drafted": (
         "decisions",
         put_in("sequences", (4, 7), -1),
         "round 4 accepted",
     ),
-    "more drafted than K": ("decisions", put_in("sequences", (4, 7), 9), "of 9 drafted tokens"),
     "a hit that no cache served": (
         "decisions",
         put_in("sequences", (0, 6), 1),
@@ -144,7 +124,6 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
     ),
     "another outcome": ("decisions", put_in("sequences", (8, 4), 123), "outcome_digest is"),
     "another speed": ("speed", put("tok_per_s", 1200.0), "tok_per_s is 1200, num_tokens / wall_s"),
-    "another speed per GPU": ("speed", put("tok_per_s_per_gpu", 900.0), "tok_per_s / world_size"),
     "another wall": ("speed", put("wall_s", 0.5), "wall_s is 0.5, Σ round_s: 0.59"),
     "another median": ("walls", put("round_us.p50", 2000.0), "round_us.p50 is 2000"),
     "percentiles that fall": ("walls", put("round_us.p99", 1.0), "p50, p90, p99 are"),
@@ -162,31 +141,12 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
         "within a launch and wait of 2",
     ),
     "an idle device that takes less than nothing": (
-        "sub_phases",
+        "device",
         put("device_us.idle", -50.0),
-        "device_us.idle is -50, a clock",
-    ),
-    "a device that idles longer than the round": (
-        "sub_phases",
-        put("device_us.idle", 2000.0),
-        "round_us.mean is 29",
-    ),
-    "all-reduces that were counted twice": (
-        "sub_phases",
-        put("device_us.all_reduce", 320.0),
-        "forward and all_reduce are 2400.1",
+        "device_us.idle is -50: allowed: 0 or more",
     ),
     "another forward": ("forwards", put("t_target_s", 0.002), "t_target_s is 0.002, median of"),
-    "another T_SD": ("forwards", put("T_SD", 0.5), "T_SD is 0.5, t_draft_s / t_target_s: 0.14"),
-    "another floor": ("forwards", put("floor_us", 1000.0), "floor_us is 1000, floor_bytes"),
-    "a floor of fewer flops": (
-        "forwards",
-        put("floor_flops", 1.6e12),
-        "or floor_flops / peak_flops_per_s: 2000",
-    ),
-    "a better prediction than it was": ("prediction", put("prediction_error", 0.0), "error is 0"),
     "another batch": ("decisions", put("batch_size", 2), "batch_size is 2, round 0 has 1"),
-    "a depth that nobody scaled": ("forwards", put("num_layers", 8), "num_layers is 8 of 32"),
     "no rank at all": ("speed", put("world_size", 0), "cannot be judged: ZeroDivisionError"),
     "an array of another shape": (
         "decisions",
@@ -235,30 +195,12 @@ def test_the_floor_allows_for_the_cache(
 
 def test_the_cache_saves_no_product(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
-    row |= {"cache_bytes": 8e9, "floor_flops": 2e12, "floor_us": 2500.0}
-    row["floor_fraction"] = round(2.5e-3 / row["t_target_s"], 4)
+    row |= {"cache_bytes": 8e9, "floor_flops": 2e12}
     assert [line[:20] for line in judge(row, rounds)] == ["floor: t_target_s is"]
     row["backend"] = "numpy"  # 2.5 ms, and half of it may be noise
     assert judge(row, rounds) == []
-    row |= {"floor_flops": 4e12, "floor_us": 5000.0, "floor_fraction": 5e-3 / row["t_target_s"]}
+    row["floor_flops"] = 4e12
     assert [line[:20] for line in judge(row, rounds)] == ["floor: t_target_s is"]
-
-
-def test_a_side_of_the_floor_that_is_unknown_is_not_judged(clean: tuple[Line, Rounds]) -> None:
-    row, rounds = clean
-    row |= {"peak_flops_per_s": None, "floor_us": None, "floor_fraction": None}
-    assert judge(row, rounds) == []
-    consistently_faster = row | {"floor_us": 1.0}
-    consistently(0.5)(consistently_faster, rounds)
-    assert len([v for v in judge(consistently_faster, rounds) if "GB/s" in v]) == 1
-
-
-def test_rows_older_than_the_flops_have_a_floor_of_bytes(clean: tuple[Line, Rounds]) -> None:
-    row, rounds = clean
-    del row["floor_flops"], row["peak_flops_per_s"]
-    assert judge(row, rounds) == []
-    row["floor_us"] *= 0.9
-    assert any("floor_bytes / read_bytes_per_s: " in line for line in judge(row, rounds))
 
 
 def test_a_cpu_has_a_noisy_floor(clean: tuple[Line, Rounds]) -> None:
@@ -280,15 +222,6 @@ def test_tokens_beyond_the_limit_do_not_count(
     assert not [line for line in judge(row, rounds) if line.startswith("tokens")]
     row["num_tokens"] += 1
     assert [line for line in judge(row, rounds) if line.startswith("tokens")]
-
-
-def test_without_the_limit_a_last_round_may_overshoot(clean: tuple[Line, Rounds]) -> None:
-    row, rounds = clean
-    total = row["num_tokens"]
-    del row["token_limit"]
-    for less, wrong in ((0, 0), (K, 0), (K + 1, 1), (-1, 1)):
-        row["num_tokens"] = total - less
-        assert len([v for v in judge(row, rounds) if v.startswith("tokens")]) == wrong
 
 
 def test_short_rounds_need_not_close(clean: tuple[Line, Rounds]) -> None:
@@ -342,12 +275,8 @@ CHAINED = {
     "other, counts",
     [
         ({}, True),
-        ({"backup": None}, True),
-        ({"forward": "gemm"}, False),
         ({"backup": "fast"}, False),
-        ({"tp": 2}, False),
         ({"num_drafts": 1}, False),
-        ({"graph": False}, False),
         ({"temperature": 1.0}, False),
     ],
 )
@@ -358,5 +287,5 @@ def test_a_forward_may_begin_in_the_round_before_where_rounds_are_chained(
     # ns of two rounds: their number, wall, launch and device_wait
     ledger = np.array([[0, 1e6, 0, 0], [1, 1e6, 100e3, 100e3]])
     rounds = {"lead_phases": np.array(["launch", "device_wait"]), "lead_ledger_ns": ledger}
-    found = timed.host_s(row, rounds)
+    found = host_s(row, rounds)
     assert found.tolist() == pytest.approx([0, 1.2e-3 if counts else 0.2e-3])

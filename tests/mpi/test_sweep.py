@@ -11,19 +11,18 @@ from typing import Any
 
 import pytest
 
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.common.row import flat
+from mpissd.engine.spec.hits import named_hit_law
 from tests.mpi.harness import Job, Started, launch, needs_mpi, start
 from tests.needs import needs_linux
 
 pytestmark = needs_mpi
-DEFAULT = resolve_hit_law(None, None, None).label
+DEFAULT = named_hit_law("smollm2").label
 
 EMULATED = ["--backend=emulated", "--progress=off"]
 NULL = [*EMULATED, "--device=null", "--pair=toy", "--rounds=20", "--warmup_rounds=2"]
 METHODS = {  # how many ranks each needs, and what makes it
-    "ar": (1, ["--mode=ar"]),
     "inline": (1, ["--mode=sd", "--num_drafts=0", "--lookahead=2", "--alpha=.7"]),
-    "sd": (2, ["--mode=sd", "--num_drafts=1", "--lookahead=2", "--alpha=.7"]),
     "ssd": (2, ["--mode=ssd", "--num_drafts=1", "--lookahead=2", "--alpha=.7"]),
 }
 
@@ -38,7 +37,8 @@ def sweep(np_: int, *flags: str, folder: Path, module: str = "mpissd") -> Job:
 
 def rows_in(folder: Path, name: str = "runs") -> list[dict[str, Any]]:
     path = folder / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [flat(json.loads(line)) for line in lines]
 
 
 def tasks(folder: Path) -> list[str]:
@@ -115,40 +115,28 @@ def _verify(folder: Path, row: dict[str, Any]) -> Any:
 
 
 def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    flags = ["--grid=mode=sd,ssd; lookahead=1..8", *NULL, "--repeats=1", f"--out={tmp_path}"]
+    flags = ["--grid=mode=sd,ssd; lookahead=1..4", *NULL, "--repeats=1", f"--out={tmp_path}"]
     with start(2, "mpissd", "sweep", *flags) as job:
         patience = time.monotonic() + 60
-        while len(rows_in(tmp_path)) < 5 and time.monotonic() < patience:
+        while len(rows_in(tmp_path)) < 3 and time.monotonic() < patience:
             time.sleep(0.02)
         os.kill(job.rank(0), 9)
         job.finish()
     before = tasks(tmp_path)
-    assert 5 <= len(before) < 16
+    assert 3 <= len(before) < 8
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('{"schema": 1, "run_id": "ssd-to')  # as a kill within a write would leave it
     again = sweep(2, *flags[:-1], folder=tmp_path)
     assert again.code in (0, 3), again.err
     after = tasks(tmp_path)
     assert after[: len(before)] == before
-    assert len(after) == len(set(after)) == 16
-    assert end(again)["measured"] + end(again)["failed"] == 16 - len(before)
-
-
-def test_shards_share_a_folder(tmp_path: Path) -> None:
-    flags = ["--grid=mode=ar,sd,ssd; lookahead=1..4", *NULL, "--repeats=1", f"--out={tmp_path}"]
-    jobs = [start(2, "mpissd", "sweep", *flags, f"--shard={n}/2") for n in (1, 2)]
-    with jobs[0], jobs[1]:
-        codes = {job.finish()[0] for job in jobs}
-    assert codes <= {0, 3}
-    found = tasks(tmp_path)
-    assert len(found) == len(set(found)) == 9
-    whole = sweep(2, *flags[:-1], folder=tmp_path)
-    assert (whole.code, end(whole)["measured"]) == (max(codes), 0)
+    assert len(after) == len(set(after)) == 8
+    assert end(again)["measured"] + end(again)["failed"] == 8 - len(before)
 
 
 def test_sweeps_at_the_same_time_double_nothing_and_lose_nothing(tmp_path: Path) -> None:
     """The second has one repeat more, which nobody else is to measure."""
-    flags = ["--grid=mode=ar,sd; lookahead=1..4", *NULL, "--rounds=1000", f"--out={tmp_path}"]
+    flags = ["--grid=mode=ar,sd; lookahead=1..2", *NULL, "--rounds=600", f"--out={tmp_path}"]
     with start(2, "mpissd", "sweep", *flags, "--repeats=2") as first:
         patience = time.monotonic() + 60
         while not rows_in(tmp_path) and time.monotonic() < patience:
@@ -157,7 +145,7 @@ def test_sweeps_at_the_same_time_double_nothing_and_lose_nothing(tmp_path: Path)
             ends = [Job(*job.finish(), tmp_path) for job in (first, second)]
     assert {job.code for job in ends} <= {0, 3}
     found = tasks(tmp_path)
-    assert len(found) == len(set(found)) == 15
+    assert len(found) == len(set(found)) == 9
     left = end(ends[1])["left_to_others"]
     assert left and f", {left} left to another job that is to measure them" in ends[1].out
 
@@ -183,18 +171,6 @@ def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path:
     assert retried.code in (0, 3) and len(set(tasks(tmp_path))) == 6
 
 
-def test_a_dead_rank_ends_the_sweep(tmp_path: Path) -> None:
-    flags = ["--grid=mode=ar,ssd", *EMULATED, "--pair=8b/1b", "--rounds=5000", f"--out={tmp_path}"]
-    with start(2, "mpissd", "sweep", *flags) as job:
-        pid = job.rank(1)
-        time.sleep(2)
-        os.kill(pid, 9)
-        code, _, _ = job.finish()
-        assert code != 0
-        assert job.is_gone()
-    assert rows_in(tmp_path) == []
-
-
 def resident(pid: int) -> float:
     """MB."""
     fields = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()
@@ -202,10 +178,9 @@ def resident(pid: int) -> float:
 
 
 @needs_linux
-@pytest.mark.parametrize("repeats", [4, pytest.param(40, marks=pytest.mark.long)])
-def test_memory_does_not_grow_with_the_number_of_configurations(
-    repeats: int, tmp_path: Path
-) -> None:
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_number_of_configurations(tmp_path: Path) -> None:
+    repeats = 40
     grid = "mode=ar,sd,ssd; lookahead=2,4; alpha=.6,.8; batch_size=1,2"
     told = [f"--grid={grid}", *NULL, f"--repeats={repeats}", f"--out={tmp_path}"]
     with start(2, "mpissd", "sweep", *told) as job, ThreadPoolExecutor(1) as pool:
@@ -237,5 +212,5 @@ def test_a_dry_run_lists_the_plan(tmp_path: Path) -> None:
     lines = out.splitlines()
     assert code == 0 and len(lines) == 4, err
     assert "mode=ar" in lines[0] and "FAILS: " in lines[1] and "FAILS" not in lines[2]
-    assert lines[3].startswith("3 configurations x 3 repeats = 9 measurements on T=1, D=1: about")
+    assert lines[3].startswith("3 configurations x 3 repeats = 9 measurements on T=1, D=1")
     assert not (tmp_path / "none").exists()

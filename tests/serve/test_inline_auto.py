@@ -15,9 +15,10 @@ from mpissd.common.config import parse_flags
 from mpissd.common.rounds import Control
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.target import RoundResult
-from mpissd.lab.load.virtual import server
-from mpissd.lab.load.virtual.loop import VirtualLoop
-from mpissd.lab.load.virtual.server import Arrival, simulate
+from mpissd.lab.load import simulated as server
+from mpissd.lab.load.simulated import Asked as Arrival
+from mpissd.lab.load.simulated import simulate
+from mpissd.lab.load.virtual_loop import VirtualLoop
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
 RECORDING = "results/recordings/smollm2-chat.npz"

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
-from mpissd.common.rounds import Source
 from mpissd.engine import Decoder
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import resolve
-from mpissd.lab.load.virtual import server
-from mpissd.lab.load.virtual.loop import VirtualLoop, costs_of
-from mpissd.lab.load.virtual.outcomes import outcomes_of
-from mpissd.lab.load.virtual.server import Arrival, simulate
+from mpissd.lab.load import simulated as server
+from mpissd.lab.load.simulated import Asked as Arrival
+from mpissd.lab.load.simulated import simulate
+from mpissd.lab.load.virtual_loop import VirtualLoop, costs_of, outcomes_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.simulation import sampled
@@ -217,9 +216,8 @@ def test_a_recording_gives_the_outcomes_of_a_replay() -> None:
     for name in range(3):
         mine, emitted, hit = outcomes_of(job, name), 0, False
         for k, found in rows[rows[:, 1] == name][:, [3, 6]].tolist():
-            source = Source.CACHE if hit else Source.JIT
-            assert (mine.accepted(emitted, 4, source), hit) == (k, bool(found)), (name, emitted)
-            hit = mine.hits(emitted, k, 4, (3,) * 5)
+            assert (mine.accepted(emitted, 4, hit), hit) == (k, bool(found)), (name, emitted)
+            hit = mine.hits(emitted, k, 3, k == 4)
             emitted += k + 1
     done = simulate(replace(told, device="h200"), 1, [Arrival(0.0, 10, 60)] * 3)
     assert sum(one.hits for one in done.requests) > 0

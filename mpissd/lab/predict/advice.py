@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from mpissd.common.config import RunConfig
@@ -17,94 +17,16 @@ from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.spec.hits import hit_law_of
-from mpissd.lab.predict.places import Survey
-from mpissd.lab.predict.search import Choice
+from mpissd.lab.predict.advisor import Advice, ExtraGpu
+from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.imposed import imposed_hits, price_of
+from mpissd.lab.predict.places import Survey, job_of
+from mpissd.lab.predict.search import Choice, Placement
+from mpissd.lab.predict.uses import Gain, Use, frontier, gain_of
 
-# Errors of predictions for an H200: 2.9% (median), 9.0% (p95); see docs/predictions.md.
+# Errors of predictions for an H200: 2.8% (median), 8.5% (p95); see docs/predictions.md.
 ERROR = 0.05
 _LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
-
-
-@dataclass(frozen=True)
-class ExtraGpu:
-    """The gains of SSD over other uses of the GPU that its draft occupies.
-
-    ssd: the best SSD, on N = T + D GPUs. without: the best other use of N − 1 GPUs. otherwise: the
-    best other use of N GPUs (a larger T, or SD's draft). replicas_tok_per_s: the rate of as many
-    copies of one use as N GPUs hold, each with a batch of its own. A field is None if there is no
-    such use, or if not all that would fit could be judged.
-    """
-
-    ssd: Choice
-    without: Choice | None
-    otherwise: Choice | None
-    replicas_tok_per_s: float | None
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether any of its choices rests on derived instead of measured times."""
-        return any(use and use.derived for use in (self.ssd, self.without, self.otherwise))
-
-    @property
-    def gain(self) -> float | None:
-        """SSD's tok/s over the best use's on one GPU less."""
-        return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
-
-    @property
-    def gain_per_gpu(self) -> float | None:
-        """The ratio of `gain`, with both sides in tok/s per GPU."""
-        if self.without is None:
-            return None
-        return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
-
-    @property
-    def gain_at_equal_gpus(self) -> float | None:
-        """SSD's tok/s over the best other use's on as many GPUs, for one batch."""
-        return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
-
-    @property
-    def gain_over_replicas(self) -> float | None:
-        """SSD's tok/s over another use's, in as many copies as the GPUs hold."""
-        rival = self.replicas_tok_per_s
-        return None if rival is None else self.ssd.tok_per_s / rival
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The advice of `plan`; each choice records whether its times are derived.
-
-    best: the choice with the most tok/s on at most the given GPUs, among those that could be
-    judged. judged: the fastest choice of each mode, T and D. missing: uses that would fit but could
-    not be judged (plan's unjudged). by_method: the best of AR, SD inline, SD and SSD. alternatives:
-    the next two choices of best's mode, with another T or K. rival: the best other use of best's
-    GPUs (rivals.py), None if one is missing. break_even_alpha: for the best choice that drafts;
-    break_even_p_hit: for the best SSD; each against the other uses of its GPUs (see breakeven).
-    """
-
-    best: Choice
-    judged: tuple[Choice, ...]
-    missing: tuple[Family, ...]
-    by_method: tuple[Choice, ...]
-    alternatives: tuple[Choice, ...]
-    rival: Choice | None
-    break_even_alpha: float | None
-    break_even_p_hit: float | None
-    extra_gpu: ExtraGpu | None
-    num_evaluated: int
-
-    @property
-    def to_probe(self) -> tuple[Choice, ...]:
-        """Those of the two fastest uses and of best's rival whose times are derived.
-
-        If there are any, `plan` gives no command to run.
-        """
-        deciding = *self.judged[:2], self.rival
-        return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
-
-    @property
-    def gain(self) -> float | None:
-        """The ratio best / rival in tok/s; None without a rival."""
-        return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
 
 
 def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
@@ -128,7 +50,7 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 def _hits(run: RunConfig) -> str:
     """Returns the hit model of a plan, and whether it was given or the pair of its measurement."""
-    if any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law)):
+    if any(v is not None for v in (run.p_hit, run.hit_law)):
         return f"given {hit_law_of(run, 1).label}"
     if run.laws:
         return "of the same file"
@@ -272,18 +194,78 @@ def to_dict(advice: Advice, survey: Survey) -> dict[str, Any]:
     best is null if a use that would fit could not be judged.
     """
     extra = advice.extra_gpu
-    gains = ("gain", "gain_per_gpu", "gain_at_equal_gpus", "gain_over_replicas")
+    gains = ("gain", "gain_per_gpu", "gain_at_equal_gpus")
     return {
         "best": None if advice.missing else asdict(advice.best),
         "judged": [asdict(choice) for choice in advice.judged],
         "unjudged": [{**asdict(f), "why": survey.unjudged[f]} for f in advice.missing],
         "too_large": [asdict(family) for family in survey.too_large],
-        "by_method": [asdict(choice) for choice in advice.by_method],
-        "alternatives": [asdict(choice) for choice in advice.alternatives],
         "probe_first": [asdict(Family.of(choice)) for choice in advice.to_probe],
         "gain": advice.gain,
         "break_even_alpha": advice.break_even_alpha,
         "break_even_p_hit": advice.break_even_p_hit,
         "extra_gpu": None if extra is None else {name: getattr(extra, name) for name in gains},
-        "num_evaluated": advice.num_evaluated,
     }
+
+
+def most_lines(use: Use | None, gpus: int) -> list[str]:
+    """Returns the line that names the most tok/s of N GPUs; none without a use, or of one GPU."""
+    if use is None or gpus == 1:
+        return []
+    targets, mark = use.targets * use.copies, " (derived)" * bool(use.choice.derived)
+    each = f", {use.tok_per_s / targets:.1f} for each of {targets} targets" * (targets > 1)
+    return [f"most tok/s of all {gpus_text(gpus)}: {use}, {use.tok_per_s:.1f} tok/s{each}{mark}"]
+
+
+def pool_lines(uses: Sequence[Use], gpus: int) -> list[str]:
+    """Returns the lines of a plan; none without a pool."""
+    if not any(use.is_pool for use in uses):
+        return []
+    best = frontier(uses)
+    batch = best[0].choice.batch_size
+    each = f"{batch} sequence{'s' * (batch > 1)}"
+    text = [
+        f"equal copies on {gpus} GPUs, {each} a target, all that no other beats in both, from the "
+        "most tok/s to the earliest tokens:"
+    ]
+    text += [_use_line(use, gpus) for use in best]
+    gains = [gain_of(use, uses) for use in best if use.is_pool]
+    if not gains:
+        return [*text, "no pool is among them: a draft that targets share does not pay here"]
+    return text + [_gain_line(gain) for gain in gains]
+
+
+def _use_line(use: Use, gpus: int) -> str:
+    choice = use.choice
+    how = "" if choice.mode == "ar" else f"  K={choice.lookahead}"
+    if choice.fan_out is not None:
+        how += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead}"
+    idle = gpus - use.gpus
+    rate = f"{use.tok_per_s:9.1f} tok/s {use.tok_per_s / gpus:8.1f} a GPU"
+    wait = f"  ({idle} idle)" * bool(idle)
+    return f"  {use!s:22}{rate} {use.token_s * 1e3:7.2f} ms a token{how}{wait}"
+
+
+def _gain_line(gain: Gain) -> str:
+    parts = []
+    if gain.in_time is not None:
+        ratio = gain_text(gain.pool.tok_per_s / gain.in_time.tok_per_s)
+        parts.append(f"the most with tokens no later, {gain.in_time}: {ratio}")
+    if gain.most is not None and gain.most is not gain.in_time:
+        ratio = gain_text(gain.pool.tok_per_s / gain.most.tok_per_s)
+        later = gain.most.token_s / gain.pool.token_s
+        parts.append(f"the most, {gain.most}, {later:.2f}× later: {ratio}")
+    if gain.each is not None and gain.each is not gain.in_time:
+        ratio = gain_text(gain.pool.tok_per_s / gain.each.tok_per_s)
+        parts.append(f"a draft each, {gain.each}: {ratio}")
+    mark = " (derived)" * gain.is_derived
+    return f"{gain.pool} over {'; over '.join(parts)}{mark}"
+
+
+def price_line(config: RunConfig, ssd: Choice | None, places: Sequence[Placement]) -> str:
+    """Returns the line on the price of an imposed p_hit at the best SSD; "" if none is imposed."""
+    if ssd is None or config.p_hit is None:
+        return ""
+    place = next(place for place in places if place.tp == ssd.tp)
+    host = place.host(ssd.method, HostCosts())
+    return price_of(imposed_hits(job_of(config, ssd), place.device, host), ssd.tok_per_s)

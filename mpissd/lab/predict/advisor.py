@@ -1,47 +1,135 @@
 """Finds which mode, T, D, K, fan-out and backup to run on given GPUs, and the gain of one more GPU.
 
-`plan` searches the closed model coarsely, then finely around the best few; a test compares it with
+`plan` searches the simulation coarsely, then finely around the best few; a test compares it with
 the exhaustive search of FULL. All results come from costs and imposed models:
 
     profile = load_profile("h100")
-    places = places.placements(config, profile, gpus=4)
+    places = places.survey(config, profile, gpus=4).placements
     advice = plan(config, HostCosts(), places, gpus=4)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family, Others, other_uses
-from mpissd.lab.predict.advice import Advice, ExtraGpu
-from mpissd.lab.predict.breakeven import break_even_alpha, break_even_p_hit
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.laws import MOST_LOOKAHEAD, Laws
 from mpissd.lab.predict.search import (
     COARSE,
     FULL,
     ROUGH,
     Choice,
-    Group,
+    Laws,
     Placement,
+    Scales,
     Space,
-    ar_choice,
-    cells_of,
-    lookup_groups,
-    sd_groups,
-    ssd_groups,
+    candidates,
+    ssd_choices,
 )
 
 _FEW = 8  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _FINALISTS = 4  # choices of each use that are simulated for more rounds
-_USES = ("ssd", "without", "otherwise")  # fields of an ExtraGpu that hold choices
+
+
+@dataclass(frozen=True)
+class ExtraGpu:
+    """The gains of SSD over other uses of the GPU that its draft occupies.
+
+    ssd: the best SSD, on N = T + D GPUs. without: the best other use of N − 1 GPUs. otherwise: the
+    best other use of N GPUs (a larger T, or SD's draft). A field is None if there is no such use,
+    or if not all that would fit could be judged.
+    """
+
+    ssd: Choice
+    without: Choice | None
+    otherwise: Choice | None
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether any of its choices rests on derived instead of measured times."""
+        return any(use and use.derived for use in (self.ssd, self.without, self.otherwise))
+
+    @property
+    def gain(self) -> float | None:
+        """SSD's tok/s over the best use's on one GPU less."""
+        return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
+
+    @property
+    def gain_per_gpu(self) -> float | None:
+        """The ratio of `gain`, with both sides in tok/s per GPU."""
+        if self.without is None:
+            return None
+        return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
+
+    @property
+    def gain_at_equal_gpus(self) -> float | None:
+        """SSD's tok/s over the best other use's on as many GPUs, for one batch."""
+        return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The advice of `plan`; each choice records whether its times are derived.
+
+    judged: the fastest choice of each mode, T and D, fastest first. missing: uses that would fit
+    but could not be judged (plan's unjudged). break_even_alpha: for the best choice that drafts;
+    break_even_p_hit: for the best SSD; each against the other uses of its GPUs (Scales).
+    """
+
+    judged: tuple[Choice, ...]
+    missing: tuple[Family, ...] = ()
+    break_even_alpha: float | None = None
+    break_even_p_hit: float | None = None
+
+    @property
+    def best(self) -> Choice:
+        """The choice with the most tok/s among those that could be judged."""
+        return self.judged[0]
+
+    @property
+    def by_method(self) -> tuple[Choice, ...]:
+        """The best of AR, SD inline, a lookup, SD and SSD."""
+        return tuple(firsts(self.judged, lambda c: c.method))
+
+    def first(self, *modes: str) -> Choice | None:
+        """Returns the fastest choice in one of these modes; None if there is none."""
+        return next((c for c in self.judged if c.mode in modes), None)
+
+    def others(self, mode: str, gpus: int) -> Others[Choice]:
+        """Returns the uses of this many GPUs in other modes."""
+        return other_uses(mode, gpus, self.judged, self.missing)
+
+    @property
+    def rival(self) -> Choice | None:
+        """The best other use of best's GPUs (rivals.py); None if any use is missing."""
+        return None if self.missing else self.others(self.best.mode, self.best.gpus).best
+
+    @property
+    def gain(self) -> float | None:
+        """The ratio best / rival in tok/s; None without a rival."""
+        return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
+
+    @property
+    def extra_gpu(self) -> ExtraGpu | None:
+        """The gains of the best SSD; None without SSD."""
+        ssd = self.first("ssd")
+        if ssd is None:
+            return None
+        return ExtraGpu(ssd, *(self.others("ssd", ssd.gpus - less).best for less in (1, 0)))
+
+    @property
+    def to_probe(self) -> tuple[Choice, ...]:
+        """Those of the two fastest uses and of best's rival whose times are derived.
+
+        If there are any, `plan` gives no command to run.
+        """
+        deciding = *self.judged[:2], self.rival
+        return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
 
 
 def plan(
@@ -59,150 +147,48 @@ def plan(
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
-    laws = Laws.of(config)
-    search = Search(laws, config.batch_size, host, gpus)
-    choices = search.run(places, COARSE if config.batch_size <= _FEW else ROUGH)
+    scales, batch = Scales(Laws.of(config), host, places), config.batch_size
+    space = COARSE if batch <= _FEW else ROUGH
+    every = (c for p in places for c in candidates(p, scales.laws, batch, gpus, space))
+    choices = scales.weigh(every, quick=True)
     for around in (_fan_outs, _policies):
         leaders = [c for c in by_speed(choices) if c.mode == "ssd"][:_REFINED]
-        for tp, space in dict.fromkeys(step for leader in leaders for step in around(leader)):
-            choices += search.ssd(next(p for p in places if p.tp == tp), space)
-    choices = _finalists(choices, search, places)
-    ranking = Ranked(by_speed(choices), tuple(sorted(unjudged)))
-    return _labelled(_advice(ranking, laws, host, places, search.num_evaluated), places)
+        steps = dict.fromkeys(step for leader in leaders for step in around(leader))
+        finer = (
+            choice
+            for tp, space in steps
+            for choice in ssd_choices(scales.place(tp), scales.laws, batch, gpus, space)
+        )
+        choices += scales.weigh(finer, quick=True)
+    ranked = by_speed(scales.weigh(_finalists(choices)))
+    judged = (replace(c, derived=scales.place(c.tp).label(c)) for c in firsts(ranked, Family.of))
+    return _with_break_evens(Advice(tuple(judged), tuple(sorted(unjudged))), scales)
 
 
-def _finalists(
-    choices: Iterable[Choice], search: Search, places: Sequence[Placement]
-) -> list[Choice]:
-    """Returns the fastest choices of each use, one a K, simulated anew for more rounds."""
-    place_of, counts = {place.tp: place for place in places}, Counter[Family]()
-    finalists = list[Choice]()
-    for choice in _firsts(by_speed(choices), lambda c: (Family.of(c), c.lookahead)):
+def _finalists(choices: Iterable[Choice]) -> list[Choice]:
+    """Returns the fastest choices of each use, one a K."""
+    counts, finalists = Counter[Family](), list[Choice]()
+    for choice in firsts(by_speed(choices), lambda c: (Family.of(c), c.lookahead)):
         counts[Family.of(choice)] += 1
         if counts[Family.of(choice)] <= _FINALISTS:
-            finalists.append(search.measured_again(choice, place_of[choice.tp]))
+            finalists.append(choice)
     return finalists
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """The choices of a search, fastest first, and the uses that could not be judged."""
-
-    choices: Sequence[Choice]
-    missing: tuple[Family, ...]
-
-    def others(self, mode: str, gpus: int) -> Others[Choice]:
-        """Returns the uses of this many GPUs in other modes."""
-        return other_uses(mode, gpus, self.choices, self.missing)
-
-    def first(self, *modes: str) -> Choice | None:
-        """Returns the fastest choice in one of these modes; None if there is none."""
-        return next((c for c in self.choices if c.mode in modes), None)
-
-
-def _advice(
-    ranked: Ranked,
-    laws: Laws,
-    host: HostCosts,
-    places: Sequence[Placement],
-    num_evaluated: int,
-) -> Advice:
-    """Derives the advice from ranked choices."""
-    best = ranked.choices[0]
-    same = [choice for choice in ranked.choices if choice.mode == best.mode]
-    drafting, ssd = ranked.first("sd", "ssd"), ranked.first("ssd")
+def _with_break_evens(advice: Advice, scales: Scales) -> Advice:
+    """Adds the break-even rates whose rivals are all judged."""
+    drafting, ssd = advice.first("sd", "ssd"), advice.first("ssd")
     alpha = p_hit = None
     if drafting is not None:
-        mode, gpus = drafting.mode, drafting.gpus
-        rivals = [c for c in ranked.choices if c.mode != mode and c.gpus <= gpus]
-        if not ranked.others(mode, gpus).missing:
-            alpha = break_even_alpha(drafting, rivals, laws, host, places)
+        mode, gpus = drafting.method[0], drafting.gpus
+        rivals = [c for c in advice.judged if c.mode != mode and c.gpus <= gpus]
+        if not advice.others(mode, gpus).missing:
+            alpha = scales.break_even_alpha(drafting, rivals)
     if ssd is not None:
-        others = ranked.others("ssd", ssd.gpus)
+        others = advice.others("ssd", ssd.gpus)
         if not others.missing:
-            p_hit = break_even_p_hit(ssd, others.best, laws, host, places)
-    return Advice(
-        best=best,
-        judged=tuple(_firsts(ranked.choices, Family.of)),
-        missing=ranked.missing,
-        by_method=tuple(_firsts(ranked.choices, lambda c: (c.mode, c.num_drafts > 0))),
-        alternatives=tuple(_firsts(same, lambda c: (c.tp, c.lookahead))[1:3]),
-        rival=None if ranked.missing else ranked.others(best.mode, best.gpus).best,
-        break_even_alpha=alpha,
-        break_even_p_hit=p_hit,
-        extra_gpu=None if ssd is None else _extra_gpu(ssd, ranked),
-        num_evaluated=num_evaluated,
-    )
-
-
-def _labelled(advice: Advice, places: Sequence[Placement]) -> Advice:
-    """Returns the advice, each of its choices labelled with the source of derived times."""
-    labels = {place.tp: cache(place.label) for place in places}
-
-    def labelled(value: Any) -> Any:
-        if isinstance(value, Choice):
-            return replace(value, derived=labels[value.tp](value))
-        if isinstance(value, tuple):
-            return tuple(map(labelled, value))
-        if isinstance(value, ExtraGpu):
-            return replace(value, **{name: labelled(getattr(value, name)) for name in _USES})
-        return value
-
-    return replace(advice, **{f.name: labelled(getattr(advice, f.name)) for f in fields(advice)})
-
-
-@dataclass
-class Search:
-    laws: Laws
-    batch: int
-    host: HostCosts
-    gpus: int
-    num_evaluated: int = 0
-
-    def run(self, places: Iterable[Placement], space: Space) -> list[Choice]:
-        """Returns the fastest choice of each group of configurations, on every placement that fits.
-
-        AR has one configuration a placement; SD, lookups and SSD have a group for each K.
-        """
-        choices = []
-        for place in places:
-            if place.tp > self.gpus:
-                continue
-            if place.judges(("ar", 0)):
-                choices.append(ar_choice(place, self.batch, self.host))
-            choices += self.sd(place)
-            choices += self.lookups(place)
-            choices += self.ssd(place, space)
-        return choices
-
-    def sd(self, place: Placement) -> list[Choice]:
-        """Returns the fastest SD choice of each K, inline and on a draft rank."""
-        lookaheads = range(1, MOST_LOOKAHEAD + 1)
-        return self._bests(sd_groups(place, self.laws, self.batch, lookaheads))
-
-    def lookups(self, place: Placement) -> list[Choice]:
-        """Returns the fastest lookup of each K."""
-        lookaheads = range(1, MOST_LOOKAHEAD + 1)
-        return self._bests(lookup_groups(place, self.laws, self.batch, lookaheads))
-
-    def measured_again(self, choice: Choice, place: Placement) -> Choice:
-        """Returns a choice with rates of eight times as many simulated rounds."""
-        if choice.mode == "ar":
-            return choice
-        cells = cells_of(choice, self.laws)
-        return Group(choice.method, place, cells, (choice.fan_out,)).best(self.host)
-
-    def ssd(self, place: Placement, space: Space) -> list[Choice]:
-        """Returns the fastest SSD choice of each group of configurations in the space."""
-        return self._bests(ssd_groups(place, self.laws, self.batch, space))
-
-    def _bests(self, groups: Iterator[Group]) -> list[Choice]:
-        choices = []
-        for group in groups:
-            if group.place.tp + group.method[1] <= self.gpus:
-                self.num_evaluated += len(group.cells)
-                choices.append(group.best(self.host))
-        return choices
+            p_hit = scales.break_even_p_hit(ssd, others.best)
+    return replace(advice, break_even_alpha=alpha, break_even_p_hit=p_hit)
 
 
 def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
@@ -224,21 +210,9 @@ def by_speed(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
 
-def _firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
+def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
     """Returns the first choice of each kind, in order; kind maps a choice to its kind."""
     first: dict[Hashable, Choice] = {}
     for choice in choices:
         first.setdefault(kind(choice), choice)
     return list(first.values())
-
-
-def _extra_gpu(ssd: Choice, ranked: Ranked) -> ExtraGpu:
-    count = ssd.gpus
-    without, otherwise = (ranked.others("ssd", gpus) for gpus in (count - 1, count))
-    copies = [(count // c.gpus) * c.tok_per_s for c in otherwise.judged]
-    return ExtraGpu(
-        ssd=ssd,
-        without=without.best,
-        otherwise=otherwise.best,
-        replicas_tok_per_s=None if otherwise.missing else max(copies, default=None),
-    )

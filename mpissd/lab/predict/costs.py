@@ -94,9 +94,19 @@ class HostCosts:
         return self.lead_send + self.lead_commit
 
     @property
+    def send_s(self) -> float:
+        """Seconds from the outcome on the lead until its message is at the draft."""
+        return self.lead_send + self.link
+
+    @property
     def draft_s(self) -> float:
-        """Seconds of drafting on the lead, without draft steps; no message is sent."""
+        """Seconds of drafting, without draft steps and messages."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
+
+    @property
+    def inline_s(self) -> float:
+        """Seconds of drafting on the lead, without draft steps; no message is sent."""
+        return self.draft_s + self.draft_record
 
     @property
     def reply_s(self) -> float:
@@ -151,18 +161,19 @@ class RowTable:
         rows = sorted(points)
         return cls(tuple(rows), tuple(float(points[n]) for n in rows))
 
-    def in_job(self, most_rows: int) -> RowTable:
-        """Returns the table that holds in a job whose largest forward has `most_rows` rows."""
-        return self.few if self.few is not None and most_rows <= self.few_rows else self
+    def __call__(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
+        """Returns seconds for row counts of any shape.
 
-    def __call__(self, rows: ArrayLike) -> Floats:
-        """Returns seconds for row counts of any shape."""
+        most_rows: the rows of their jobs' largest forward, which selects the table (None: this).
+        """
         wanted = np.asarray(rows, np.float64)
         times = np.interp(wanted, self.rows, self.seconds)
         if len(self.rows) > 1:
             run = self.rows[-1] - self.rows[-2]
             slope = max(0.0, self.seconds[-1] - self.seconds[-2]) / run
             times = times + slope * np.maximum(wanted - self.rows[-1], 0)
+        if self.few is not None and most_rows is not None:
+            times = np.where(np.asarray(most_rows) <= self.few_rows, self.few(rows), times)
         return np.asarray(times, np.float64)
 
 
@@ -179,35 +190,30 @@ class DeviceCosts:
         """Returns the seconds of target forwards with these row counts."""
         return self.verify(rows)
 
-    def draft_s(self, rows: ArrayLike) -> Floats:
+    def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
         """Returns the seconds of draft forwards (growth or backup) with these row counts.
 
-        Raises ConfigError if there is no draft.
+        most_rows: as RowTable takes it. Raises ConfigError if there is no draft.
         """
         if self.draft is None:
             raise ConfigError("these device costs have no draft: allowed: mode=ar")
-        return self.draft(rows)
+        return self.draft(rows, most_rows)
 
-    def glue_s(self, rows: ArrayLike, candidates: ArrayLike) -> Floats:
+    def glue_s(
+        self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
+    ) -> Floats:
         """Returns the seconds of draft forwards that read `candidates` of each of these rows.
 
-        One of the two is a number. Between measured numbers of candidates time goes in straight
-        lines. Raises ConfigError if there is no draft.
+        Between measured numbers of candidates time goes in straight lines. most_rows: as RowTable
+        takes it. Raises ConfigError if there is no draft.
         """
         if not self.lists:
-            return self.draft_s(rows)
+            return self.draft_s(rows, most_rows)
         known = [k for k, _ in self.lists]
-        times = np.array([table(rows) for _, table in self.lists])
-        place = np.interp(np.asarray(candidates), known, np.arange(len(known)))
-        left = np.minimum(place.astype(np.int64), max(0, len(known) - 2))
-        right = np.minimum(left + 1, len(known) - 1)
-        return np.asarray(times[left] + (place - left) * (times[right] - times[left]), np.float64)
-
-    def in_job(self, verify_rows: int, draft_rows: int) -> DeviceCosts:
-        """Returns the costs that hold in a job whose largest forwards have so many rows."""
-        draft = None if self.draft is None else self.draft.in_job(draft_rows)
-        lists = tuple((k, table.in_job(draft_rows)) for k, table in self.lists)
-        return DeviceCosts(self.verify.in_job(verify_rows), draft, lists)
+        times = np.array([table(rows, most_rows) for _, table in self.lists])
+        place = np.interp(np.asarray(candidates, np.float64), known, np.arange(len(known)))
+        weights = np.maximum(0.0, 1.0 - np.abs(np.arange(len(known)) - place[..., None]))
+        return np.asarray((np.moveaxis(times, 0, -1) * weights).sum(axis=-1), np.float64)
 
     @classmethod
     def from_points(

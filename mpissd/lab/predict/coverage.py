@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.presets import PAIRS
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.lab.predict.costs import DeviceCosts
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
@@ -58,38 +56,3 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
         if len(values) == 1:
             said[name] = values.pop()
     return said
-
-
-def check_job(name: str, job: Job, measured: Job, device: DeviceCosts) -> None:
-    """Raises ConfigError if a job's own profile does not cover the wanted job.
-
-    name: the profile's, for the message. measured: the job as it ran.
-    """
-    drafted = measured if job.draft else job
-    pairs = (
-        ("tp", job.tp, measured.tp),
-        ("target", job.target.name, measured.target.name),
-        ("fuse, lm_head, context", job.options, measured.options),
-        ("batch_size", job.config.batch_size, measured.config.batch_size),
-        ("draft_device", job.config.draft_device, drafted.config.draft_device),
-    )
-    for what, asked, known in pairs:
-        if asked != known:
-            raise ConfigError(f"profile {name!r} covers {what}={known}, not {asked}")
-    if job.draft is None:
-        return
-    if measured.draft is None or device.draft is None:
-        raise ConfigError(f"profile {name!r} covers no draft: allowed: mode=ar")
-    if job.draft != measured.draft or job.inline != measured.inline:
-        raise ConfigError(f"profile {name!r} covers the draft {measured.draft.name} as it ran")
-    if job.fan_out and not measured.fan_out:
-        raise ConfigError(f"profile {name!r} is of a run that grew nothing: allowed: mode=ar, sd")
-    for what, rows, table in (
-        ("target", job.target_buckets(), device.verify),
-        ("draft", job.draft_buckets(), device.draft),
-    ):
-        if rows[-1] > table.rows[-1]:
-            raise ConfigError(
-                f"profile {name!r} covers {what} forwards of at most {table.rows[-1]} rows, "
-                f"not {rows[-1]}"
-            )

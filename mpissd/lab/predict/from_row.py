@@ -1,15 +1,12 @@
 """Predicts a row's rate from the profile of another job: the mean under the imposed models.
 
-`predict` and `plan` give a user such predictions. They use neither the row's draws nor its own
-job's profile. `forecast_row` takes a device's profile, `forecast_from_run` the profile of another
-run. `Forecast.error` is the row's error relative to the forecast.
+`plan` gives a user such predictions. They use neither the row's draws nor its own job's profile.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -17,10 +14,9 @@ from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.coverage import check_device, check_job
+from mpissd.lab.predict.coverage import check_device
 from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.jobfile import JobFile
 from mpissd.lab.predict.label import all_derived_from, derived_from
 from mpissd.lab.predict.row import is_predictable
 from mpissd.lab.predict.simulation import expected
@@ -53,10 +49,6 @@ class Forecast:
     reason: str | None = None
     derived: bool = False
 
-    def error(self, row: Row) -> float | None:
-        """Returns measured / forecast - 1; None without a forecast."""
-        return None if self.tok_per_s is None else float(row.tok_per_s) / self.tok_per_s - 1
-
 
 def forecast_row(
     row: Row,
@@ -84,33 +76,6 @@ def forecast_row(
         return Forecast(reason=str(error))
     label = (all_derived_from if host is None else derived_from)(profile, drafts, job)
     return Forecast(rate, derived=label is not None)
-
-
-def forecast_from_run(row: Row, name: str, run: JobFile) -> Forecast:
-    """Predicts a row's rate from the profile and host costs that another run measured of itself.
-
-    name: of the run's file, for reasons. The run must be of the row's device; the file does not say
-    its device.
-    """
-    if Path(name).stem == row.run_id:
-        return Forecast(reason="the profile is of their own job")
-    try:
-        job = job_of_row(row)
-        if run.backend != row.backend or not _covers(name, run, job):
-            raise ConfigError("the profile does not cover their configuration")
-        return Forecast(_mean(job, run.device, run.host))
-    except ConfigError as error:
-        return Forecast(reason=str(error))
-
-
-def _covers(name: str, run: JobFile, job: Job) -> bool:
-    config = RunConfig(**{**run.config, "dry_run": True, "world_size": None})
-    measured = resolve(config, run.tp, backend=run.backend, memory_bytes=None)
-    try:
-        check_job(name, job, measured, run.device)
-    except ConfigError:
-        return False
-    return True
 
 
 def _mean(job: Job, device: DeviceCosts, host: HostCosts) -> float:
@@ -144,9 +109,9 @@ def config_of_row(row: Row) -> RunConfig:
         flags["draft"] = None
     else:
         flags |= {name: row.get(name) for name in _DRAFTED}
-    for name in ("fan_out", "fan_out_miss"):
-        if row.get(name):
-            flags[name] = "list:" + ",".join(map(str, row[name]))
+    lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
+    if lists:
+        flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
     if row.forward == "transformer":  # whose mean context the run's length decides
         flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
     said = {name: value for name, value in flags.items() if value is not None}

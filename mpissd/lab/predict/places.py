@@ -21,8 +21,7 @@ from mpissd.lab.predict.coverage import check_device
 from mpissd.lab.predict.derive import DERIVED, with_derived
 from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry, with_hosts
 from mpissd.lab.predict.label import all_derived_from
-from mpissd.lab.predict.laws import MOST_LOOKAHEAD, cut_law
-from mpissd.lab.predict.search import LOOKUP, Choice, Placement
+from mpissd.lab.predict.search import LOOKUP, MOST_LOOKAHEAD, Choice, Placement, cut_law
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
@@ -39,11 +38,6 @@ class Survey:
     placements: tuple[Placement, ...]
     unjudged: Mapping[Family, str]
     too_large: tuple[Family, ...] = ()
-
-
-def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Returns the placements that a survey finds."""
-    return list(survey(config, profile, gpus).placements)
 
 
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
@@ -156,7 +150,7 @@ def _most_rows(config: RunConfig, profile: Profile, tp: int) -> int:
     for shard, options in ((target, job.options), (draft, job.draft_options)):
         curve = known.tables.forward(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
         if curve is None:
-            pair = f"--target={job.full_target.name} --draft={draft.shape.name}"
+            pair = f"--target={job.target.name} --draft={draft.shape.name}"
             raise ConfigError(
                 f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
                 f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"

@@ -1,25 +1,24 @@
 """The one model of a round: an event simulation of the loops of `decode` [THEORY, "one round"].
 
-Many configurations (cells) advance at once, each as several independent chains of rounds. The
-events of a round, in the order in which the loops add up their durations:
+Many configurations advance at once, each as several independent chains of rounds. The events of a
+round, in the order in which the loops add up their durations:
 
     sent    the draft starts SPECULATION r                       (THEORY: R)
     keys    sent + glue + keys                                   (K: the cache can answer)
     asked   sent + link + verification + lead's work + link      (a: OUTCOME r is at the draft)
     seen    the first poll >= asked; polls come between growth steps, which are never cut short (Q)
 
-`expect` returns the long-run means of cells, which `plan` searches; `replay` predicts a run from
-its own draws, and `follow` from the outcomes that it had. Shapes: [G, R] for G cells and R chains,
-[G, R, b] for their sequences.
+`expect` returns long-run means, which `plan` searches; all configurations read the same draws, and
+equal ones have equal means. `replay` predicts a run from its own draws, and `follow` from the
+outcomes that it had. Shapes: [G, R] for G configurations and R chains, [G, R, b] for sequences.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +27,8 @@ from numpy.typing import NDArray
 
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
-from mpissd.engine.job import Job, buckets
+from mpissd.engine.job import Job
+from mpissd.engine.spec.hits import HitLaw
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 
 Ints = NDArray[np.int64]
@@ -36,76 +36,228 @@ Mask = NDArray[np.bool_]
 
 _LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
 _BURN_IN = 8  # first rounds of a chain, which do not count
-_WITHOUT_GROWTH = 1, 8  # the same, and the rounds that count, if no round depends on another
-_FEW_CELLS = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
-_MANY_CELLS = 64, 16, 16  # the same; cells share draws, so that few suffice
-_MANY = 4  # cells from which on these numbers hold
+_SETTLED = 4  # rounds after which rounds without growth are all equal
+_PRECISE = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
+_QUICK = 64, 16, 16  # the same, to rank many configurations
+_AT_ONCE = 1 << 17  # sequences of all configurations that are simulated at once, to stay in caches
+# Properties of HostCosts, in a Grid's order.
+_HOST = "ask_s lead_s send_s link reply_s inline_s draft_record nap patience".split()
 _FOLD = 4096  # rounds stored as separate arrays take twelve times the memory of one array
 
 
 @dataclass(frozen=True)
-class Cells:
-    """G configurations with one draft model and equal K, b and place of the draft.
+class Config:
+    """What the simulation reads of a configuration. AR has K = 0.
 
-    branches: ΣF, 0 in SD. p_hits: P(hit | k accepted) if not all, or all, served tokens were
-    accepted. hazards: acceptance rates of cached and JIT tokens. *_miss: after a prefix that a
-    backup drafted. AR has K = 0.
+    hazards: acceptance rates of cached and JIT tokens, K of them; hazards_fast: of looked-up ones.
+    fan_out, fan_out_miss: F_0..F_K after a hit and after a backup; empty if nothing grows.
+    target_rows, draft_rows: the row counts that are compiled besides powers of two.
     """
 
     lookahead: int
     batch_size: int
     inline: bool
-    hazards: Floats  # [G, K]
-    hazards_fast: Floats  # [G, K]
-    p_hits: Floats  # [G, 2, K+1]
-    p_hits_miss: Floats  # [G, 2, K+1]
-    branches: Ints  # [G]
-    branches_miss: Ints  # [G]
-    candidates: Ints  # [G], ids that a glue reads out of each row
-    backup_lookahead: Ints  # [G]
-    fast: Mask  # [G]
-
-    def __len__(self) -> int:
-        return len(self.branches)
-
-    @property
-    def draft_rows(self) -> Ints:
-        """Rows of the largest draft forward, [G]: the glue's (scoring), or all branches'."""
-        lanes = np.maximum(self.branches, self.branches_miss)
-        return np.asarray(self.batch_size * np.maximum(self.lookahead + 1, lanes), np.int64)
+    hazards: tuple[float, ...]
+    hazards_fast: tuple[float, ...]
+    fan_out: tuple[int, ...]
+    fan_out_miss: tuple[int, ...]
+    hit_law: HitLaw
+    backup_lookahead: int
+    fast: bool
+    target_rows: tuple[int, ...]
+    draft_rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, job: Job) -> Cells:
-        """Makes the one configuration of a job."""
-        nothing = (0,) * (job.lookahead + 1)
-        fan_out, fan_out_miss = job.fan_out or nothing, job.fan_out_miss or nothing
-        hazards = hazards_fast = np.zeros((1, 0))
-        chance = np.zeros((2, 1))
-        if job.lookahead:
-            chance = job.hit_law.hit_probabilities(job.fan_outs.widest)
-            hazards, hazards_fast = (
-                np.array([job.acceptance[source].hazards]) for source in (Source.CACHE, Source.FAST)
-            )
+    def of(cls, job: Job) -> Config:
+        """Makes the configuration of a job."""
+        laws = job.acceptance
+        cached, fast = (
+            tuple(laws[source].hazards) if job.lookahead else ()
+            for source in (Source.CACHE, Source.FAST)
+        )
+        rows = job.config.batch_size, job.verify_rows, *(job.prefill_rows,) * bool(job.prefill_rows)
         return cls(
             lookahead=job.lookahead,
             batch_size=job.config.batch_size,
             inline=job.inline,
-            hazards=hazards,
-            hazards_fast=hazards_fast,
-            p_hits=chance[None, :, fan_out],
-            p_hits_miss=chance[None, :, fan_out_miss],
-            branches=np.array([sum(fan_out)]),
-            branches_miss=np.array([sum(fan_out_miss)]),
-            candidates=np.array([job.widest + 1]),
-            backup_lookahead=np.array([job.backup_lookahead]),
-            fast=np.array([job.config.backup == "fast"]),
+            hazards=cached,
+            hazards_fast=fast,
+            fan_out=tuple(job.fan_out),
+            fan_out_miss=tuple(job.fan_out_miss),
+            hit_law=job.hit_law,
+            backup_lookahead=job.backup_lookahead,
+            fast=job.config.backup == "fast",
+            target_rows=rows,
+            draft_rows=() if job.draft is None else (*rows, job.group_lanes),
         )
 
-    def take(self, chosen: Ints) -> Cells:
-        """Returns the configurations with indices `chosen`, in that order."""
-        kept = {"lookahead", "batch_size", "inline"}
-        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in kept}
-        return Cells(self.lookahead, self.batch_size, self.inline, **arrays)
+    @property
+    def widest(self) -> int:
+        """The most candidates of a row."""
+        return max((*self.fan_out, *self.fan_out_miss), default=0)
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest forward."""
+        return max(*self.target_rows, *self.draft_rows, 1)
+
+    def hit_chances(self) -> Floats:
+        """Returns P(hit | k), [source, end, K+1]: after a backup or a hit; whether k is all."""
+        lists = (self.fan_out_miss, self.fan_out)
+        if not self.fan_out:
+            return np.zeros((2, 2, self.lookahead + 1))
+        table = _chances(self.hit_law, self.widest)
+        return np.stack([table[:, list(fans)] for fans in lists])
+
+
+@lru_cache(maxsize=1024)
+def _chances(law: HitLaw, widest: int) -> Floats:
+    return law.hit_probabilities(widest)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """G configurations of one batch size with the durations of their rounds, in seconds.
+
+    Tables are indexed by the numbers of live sequences and of hits among them: [G, L, b+1] with L =
+    b+1, or L = 1 if all sequences live on. most_steps: K where branches grow, 0 elsewhere. lanes_s:
+    a draft step of 0..b sequences, [G, b+1].
+    """
+
+    batch_size: int
+    lookahead: Ints  # [G], and so on
+    backup_lookahead: Ints
+    fast: Mask
+    inline: Mask  # or without a draft
+    hazards: Floats  # [G, K], 0 beyond a configuration's own K
+    hazards_fast: Floats
+    p_hit: Floats  # [G, 2, 2, K+1], Config.hit_chances
+    verify_s: Floats
+    keys_s: Floats
+    step_s: Floats
+    most_steps: Ints
+    lanes_s: Floats
+    host: Floats  # [G, 9], of _HOST
+
+    def __len__(self) -> int:
+        return len(self.lookahead)
+
+    @classmethod
+    def of(
+        cls,
+        configs: Sequence[Config],
+        device: DeviceCosts,
+        host: HostCosts,
+        *,
+        ends: bool = False,
+    ) -> Grid:
+        """Makes the grid of configurations on the same devices and hosts.
+
+        ends: whether sequences may end before others of their batch.
+        """
+        batch = configs[0].batch_size
+        lookahead, backup = (
+            np.array([getattr(c, name) for c in configs], np.int64)
+            for name in ("lookahead", "backup_lookahead")
+        )
+        live = np.arange(batch + 1)[:, None] if ends else np.full((1, 1), batch)
+        won = np.minimum(np.arange(batch + 1), live)  # [L, b+1]
+        missed = live - won
+        k, served = lookahead[:, None, None], backup[:, None, None]
+        compiled = _rows_of([c.target_rows for c in configs])
+        rows = won * (k + 1) + missed * (served + 1)
+        shape = rows.shape
+        verify_s = device.verify(padded(rows, compiled), compiled.max(axis=1)[:, None, None])
+        keys_s, step_s, most = np.zeros(shape), np.ones(shape), np.zeros(shape, np.int64)
+        lanes_s = np.zeros((len(configs), batch + 1))
+        if lookahead.any() and device.draft is not None:
+            compiled = _rows_of([c.draft_rows for c in configs])
+            largest = compiled.max(axis=1)[:, None, None]
+            counts = np.broadcast_to(np.arange(batch + 1), (len(configs), 1, batch + 1))
+            lanes_s = device.draft_s(padded(counts, compiled), largest)[:, 0] + host.step
+            after_hit, after_miss = (
+                np.array([sum(getattr(c, name)) for c in configs])[:, None, None]
+                for name in ("fan_out", "fan_out_miss")
+            )
+            lanes = won * after_hit + missed * after_miss
+            step_s = device.draft_s(padded(np.maximum(lanes, 1), compiled), largest) + host.step
+            candidates = np.array([c.widest + 1 for c in configs])[:, None, None]
+            glue_rows = padded(live * (k + 1) + 0 * won, compiled)
+            glue_s = device.glue_s(glue_rows, candidates, largest) + host.glue
+            keys_s = np.where(lanes > 0, glue_s + host.keys + host.keys_lane * lanes, 0.0)
+            most = np.where(lanes > 0, k, 0)
+        width = int(lookahead.max())
+        hosts = np.tile([getattr(host, name) for name in _HOST], (len(configs), 1))
+        hosts[lookahead == 0, _HOST.index("inline_s")] = 0.0
+        return cls(
+            batch_size=batch,
+            lookahead=lookahead,
+            backup_lookahead=backup,
+            fast=np.array([c.fast for c in configs]),
+            inline=np.array([c.inline for c in configs]) | (lookahead == 0),
+            hazards=_padded([c.hazards for c in configs], width),
+            hazards_fast=_padded([c.hazards_fast for c in configs], width),
+            p_hit=_padded([c.hit_chances() for c in configs], width + 1),
+            verify_s=verify_s,
+            keys_s=keys_s,
+            step_s=step_s,
+            most_steps=most,
+            lanes_s=lanes_s,
+            host=hosts,
+        )
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid]) -> Grid:
+        """Returns one grid of all configurations, in order; all have one batch size."""
+        width = max(grid.hazards.shape[1] for grid in grids)
+        arrays: dict[str, Any] = {}
+        for field in fields(cls)[1:]:
+            parts = [getattr(grid, field.name) for grid in grids]
+            if field.name in ("hazards", "hazards_fast", "p_hit"):
+                longest = width + (field.name == "p_hit")
+                parts = [_padded(part, longest) for part in parts]
+            arrays[field.name] = np.concatenate(parts)
+        return cls(grids[0].batch_size, **arrays)
+
+    def take(self, chosen: Any) -> Grid:
+        """Returns the configurations with these indices, in that order."""
+        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self)[1:]}
+        return Grid(self.batch_size, **arrays)
+
+    @property
+    def grows(self) -> Mask:
+        """Which configurations grow branches, [G]."""
+        return np.asarray(self.most_steps.any(axis=(1, 2)))
+
+
+def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
+    """Returns the row counts of configurations as one array, [G, n]; short lists repeat one."""
+    longest = max(map(len, lists))
+    return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
+
+
+def _padded(parts: Iterable[Any], width: int) -> Floats:
+    """Returns arrays as one, [G, …, width], with zeros after the last of each."""
+    arrays = [np.asarray(part, np.float64) for part in parts]
+    out = np.zeros((len(arrays), *arrays[0].shape[:-1], width))
+    for row, array in zip(out, arrays, strict=True):
+        row[..., : array.shape[-1]] = array
+    return out
+
+
+def padded(rows: Ints, compiled: Ints) -> Ints:
+    """Returns the smallest compiled row count that holds each of `rows` [G, …] (job.buckets).
+
+    compiled: [G, n], those besides the powers of two below the largest.
+    """
+    rows = np.asarray(rows)
+    columns = compiled.T.reshape(compiled.shape[1], -1, *(1,) * (rows.ndim - 1))
+    powers = 2 ** np.ceil(np.log2(np.maximum(rows, 1))).astype(np.int64)
+    largest = columns.max(axis=0)
+    held = np.where(powers < largest, powers, largest)
+    for column in columns:
+        held = np.where((column >= rows) & (column < held), column, held)
+    return np.asarray(np.maximum(held, rows), np.int64)
 
 
 class Draws(ABC):
@@ -136,48 +288,56 @@ class Draws(ABC):
         return live
 
 
+class NoHits(Draws):
+    """Rounds whose durations do not depend on what is accepted."""
+
+    chains = 1
+
+    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
+        return np.zeros_like(num_draft)
+
+    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
+        return np.zeros_like(hit)
+
+
 class LawDraws(Draws):
-    """Fresh draws from the imposed models of cells; all cells read the same draws.
+    """Fresh draws from the imposed models; all configurations read the same uniforms.
 
     The draws of a sequence are spread evenly over the chains of a round (one in each R-th of [0,
     1)), so that means come out with less noise than from independent draws.
     """
 
-    def __init__(self, cells: Cells, chains: int, seed: int = 0) -> None:
-        self.chains, self._cells, self._seed, self._number = chains, cells, seed, 0
-        same = len(cells) > 0 and all(
-            (rates == rates[0]).all() for rates in (cells.hazards, cells.hazards_fast)
-        )
-        rows = slice(0, 1) if same else slice(None)
-        self._reached, self._reached_fast = (
-            np.cumprod(rates[rows], axis=1, dtype=np.float64)
-            for rates in (cells.hazards, cells.hazards_fast)
-        )
-        chance = np.stack([cells.p_hits_miss, cells.p_hits], axis=1)  # [G, source, end, K+1]
-        self._chance, self._first = chance.ravel(), np.arange(len(cells))[:, None, None] * 4
+    def __init__(self, grid: Grid, chains: int, seed: int = 0) -> None:
+        self.chains, self._batch, self._seed, self._number = chains, grid.batch_size, seed, 0
+        self._fast = grid.fast[:, None, None]
+        self._reached, self._kind = _distinct(grid.hazards)
+        self._reached_fast, self._kind_fast = _distinct(grid.hazards_fast)
+        self._p_hit, self._width = grid.p_hit.ravel(), grid.p_hit.shape[-1]
+        self._first = np.arange(len(grid))[:, None, None] * 4 * self._width
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
         uniform = self._spread()[None, :, :, None]
-
-        def leading(reached: NDArray[np.floating[Any]]) -> Ints:
-            """Returns k without a limit: how many i have P(k >= i) above the draw."""
-            return np.asarray((uniform < reached[:, None, None, :]).sum(axis=3), np.int64)
-
-        free = leading(self._reached)
-        fast = self._cells.fast
-        if fast.any():
-            other = leading(self._reached_fast)
-            free = np.where(hit | ~fast[:, None, None], free, other)
-        return np.minimum(free, num_draft)
+        free = (uniform < self._reached).sum(axis=3)[self._kind]
+        if self._fast.any():
+            other = (uniform < self._reached_fast).sum(axis=3)[self._kind_fast]
+            free = np.where(hit | ~self._fast, free, other)
+        return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        at = (self._first + 2 * hit + end) * (self._cells.lookahead + 1) + accepted
-        return np.asarray(self._spread() < self._chance[at])
+        at = self._first + (2 * hit + end) * self._width + accepted
+        return np.asarray(self._spread() < self._p_hit[at])
 
     def _spread(self) -> Floats:
         """Returns the next uniforms, [R, b]."""
         self._number += 1
-        return _spread(self.chains, self._cells.batch_size, self._seed, self._number)
+        return _spread(self.chains, self._batch, self._seed, self._number)
+
+
+def _distinct(hazards: Floats) -> tuple[Floats, Ints]:
+    """Returns P(k >= i) of the distinct rows, [n, 1, 1, K], and which of them each row is, [G]."""
+    rows, kind = np.unique(hazards, axis=0, return_inverse=True)
+    reached = np.cumprod(rows, axis=1, dtype=np.float64)
+    return reached[:, None, None, :], np.asarray(kind.reshape(-1), np.int64)
 
 
 @lru_cache(maxsize=512)
@@ -189,7 +349,7 @@ def _spread(chains: int, batch: int, seed: int, number: int) -> Floats:
 
 
 class ReplayDraws(Draws):
-    """The draws of one run (one cell, one chain): the same seed, sequences and positions."""
+    """The draws of one run (one configuration, one chain): its seed, sequences and positions."""
 
     chains = 1
 
@@ -234,30 +394,24 @@ class ReplayDraws(Draws):
 
 
 class RecordedDraws(Draws):
-    """A run's recorded outcomes, round by round.
+    """A run's recorded outcomes, round by round: the rows of RoundRecords.sequences, [n, 8].
 
     A round's sequences are identified only by their place in it; times depend on no more.
     """
 
-    def __init__(self, job: Job, sequences: NDArray[np.int64], *, apart: bool = False) -> None:
-        """Takes the rows of RoundRecords.sequences, [n, 8].
+    chains = 1
 
-        apart: each sequence of a run with b = 1 becomes a chain of its own, in the order of their
-        ids, so that all of them are followed at once.
-        """
-        batch = job.config.batch_size
-        assert not apart or batch == 1, batch
-        rounds, chain, place = _apart(sequences) if apart else _together(sequences)
-        self.chains, self.num_rounds = int(chain.max()) + 1, int(rounds.max()) + 1
-        shape = self.num_rounds + 1, 1, self.chains, batch  # and an empty round after the last one
-        at = rounds, np.zeros_like(chain), chain, place
-        self._live: Mask = np.zeros(shape, np.bool_)
-        self._hit: Mask = np.zeros(shape, np.bool_)
+    def __init__(self, job: Job, sequences: NDArray[np.int64]) -> None:
+        rounds = sequences[:, 0]
+        place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
+        self.num_rounds, self._number = int(rounds.max()) + 1, 0
+        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # and an empty round at the end
+        self._live, self._hit = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
         self._accepted, self._bonus = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        at = rounds, 0, 0, place
         self._live[at] = True
         self._accepted[at], self._bonus[at] = sequences[:, 3], sequences[:, 4]
         self._hit[at] = sequences[:, 6] > 0
-        self._number = 0
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
         return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
@@ -274,76 +428,55 @@ class RecordedDraws(Draws):
         return np.asarray(self._live[number])
 
 
-def _together(sequences: NDArray[np.int64]) -> tuple[Ints, Ints, Ints]:
-    """Returns (round, chain 0, place in the round) of each row."""
-    rounds = sequences[:, 0]
-    place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
-    return rounds, np.zeros_like(rounds), place
-
-
-def _apart(sequences: NDArray[np.int64]) -> tuple[Ints, Ints, Ints]:
-    """Returns (round since the sequence began, its chain, place 0) of each row."""
-    first, chain = np.unique(sequences[:, 1], return_index=True, return_inverse=True)[1:]
-    chain = chain.reshape(-1)
-    return sequences[:, 0] - sequences[first[chain], 0], chain, np.zeros_like(chain)
-
-
 class Rounds:
     """The clocks and sequences of all chains between two rounds.
 
-    held: the row counts that the draft computes (None: any), as a job's buckets are; the device's
-    kernels are those that the cells' own row counts select.
+    num_tokens: tokens after which a sequence ends (None: it lives on).
     """
 
-    def __init__(
-        self,
-        cells: Cells,
-        device: DeviceCosts,
-        host: HostCosts,
-        draws: Draws,
-        held: Sequence[int] | None = None,
-        num_tokens: int | None = None,
-    ) -> None:
-        self.cells, self.host = cells, host
-        self._device, self._draws, self._held = device, draws, held
-        self._num_tokens = num_tokens
-        lookahead, batch = cells.lookahead, cells.batch_size
-        shape = len(cells), draws.chains, batch
-        full = batch * (lookahead + 1)
-        rows = in_buckets(buckets(batch, full), np.arange(full + 1))
-        self.verify_s = device.verify_s(rows)
-        self.glue_s, self.lanes_s = np.zeros((len(cells), batch + 1)), np.zeros(batch + 1)
-        if lookahead and device.draft is not None:
-            live = np.arange(batch + 1)
-            own = buckets(batch, full) if held is None else held
-            self.lanes_s = device.draft_s(in_buckets(own, live)) + host.step
-            glues = in_buckets(own, live * (lookahead + 1))
-            known = {n: device.glue_s(glues, n) for n in {*cells.candidates.tolist()}}
-            self.glue_s = np.array([known[n] for n in cells.candidates.tolist()]) + host.glue
-        self._cell = np.arange(len(cells))[:, None]
+    def __init__(self, grid: Grid, draws: Draws, num_tokens: int | None = None) -> None:
+        self._grid, self._draws, self._num_tokens = grid, draws, num_tokens
+        hosts = grid.host.T[:, :, None]  # each [G, 1]
+        self._ask_s, self._lead_s, self._send_s, self._link_s, self._reply_s = hosts[:5]
+        self._inline_s, self._record_s, self._nap_s, self._patience_s = hosts[5:]
+        count, batch = len(grid), grid.batch_size
+        shape = count, draws.chains, batch
+        self._ends = grid.verify_s.shape[1] > 1
+        self._first = np.arange(count)[:, None] * grid.verify_s[0].size
+        self._lane = np.arange(count)[:, None] * (batch + 1)
         self.live: Mask = np.ones(shape, np.bool_)
         self._fresh = True  # before the first outcome; the first round is a forced miss
         self._hit: Mask = np.zeros(shape, np.bool_)  # whether outcome r-1 is a key of the cache
         self._emitted = np.zeros(shape, np.int64)
         self._clock = np.zeros(shape[:2])  # the time at which the lead has outcome r-1
-        # A run's warm-up has run full rounds on throw-away sequences before the first round.
-        self._sent = np.full(shape[:2], -host.lead_s - host.link - self.verify_s[-1])
-        self._growing = np.full(shape[:2], batch)  # sequences that grow since `_sent`
-        self._lanes = np.broadcast_to(batch * cells.branches[:, None], shape[:2])
+        # A run's warm-up has run full rounds of hits on throw-away sequences before the first.
+        full = np.full(shape[:2], batch)
+        self._grown = self._place(full, full)  # of the answer whose branches grow
+        self._sent = -self._lead_s - self._link_s - grid.verify_s.ravel()[self._grown]
+
+    def _place(self, live: Ints, won: Ints) -> Ints:
+        """Returns indices into the flattened tables of durations, [G, R]."""
+        offset = live * (self._grid.batch_size + 1) if self._ends else 0
+        return np.asarray(self._first + won + offset, np.int64)
 
     def advance(self, number: int) -> dict[str, NDArray[Any]]:
         """Simulates OUTCOME r-1 → SPECULATION r → verification → outcome r; returns its fields."""
+        grid = self._grid
         self.live = self._draws.live(number, self.live)
         hit = self._hit & self.live
-        seen, num_draft, steps = self._answer(hit)
-        rows = np.where(self.live, num_draft + 1, 0).sum(axis=2)
-        over = seen + self.verify_s[rows] + self.host.lead_s
+        won, live = hit.sum(axis=2), self.live.sum(axis=2)
+        place = self._place(live, won)
+        ready = self._clock + self._ask_s
+        seen, steps = self._answer(ready, won, live, place)
+        num_draft = np.where(
+            hit, grid.lookahead[:, None, None], grid.backup_lookahead[:, None, None]
+        )
+        over = seen + grid.verify_s.ravel()[place] + self._lead_s
         accepted = self._draws.accepted(hit, num_draft)
         bonus = self._draws.bonus(accepted)
         fresh, self._fresh = self._fresh, False
         self._hit = self._draws.hits(hit, accepted, accepted == num_draft)
         round_s = np.where(self.live.any(axis=2), over - self._clock, 0.0)
-        wait_s = seen - self._clock - self.host.ask_s
         self._clock = over
         return {
             "live": self.live,
@@ -353,7 +486,7 @@ class Rounds:
             "accepted": accepted,
             "bonus": bonus,
             "steps": steps,
-            "wait_s": wait_s,
+            "wait_s": seen - ready,
             "round_s": round_s,
             "tokens": self._commit(accepted),
         }
@@ -367,40 +500,38 @@ class Rounds:
             self.live = self._emitted < self._num_tokens
         return np.asarray(count.sum(axis=2), np.int64)
 
-    def _answer(self, hit: Mask) -> tuple[Floats, Ints, Ints]:
-        """Returns (when the lead has SPECULATION r, its tokens k' [G, R, b], growth steps)."""
-        cells, host = self.cells, self.host
-        ready = self._clock + host.ask_s
+    def _answer(self, ready: Floats, won: Ints, live: Ints, place: Ints) -> tuple[Floats, Ints]:
+        """Returns (when the lead has SPECULATION r, growth steps by the time it was asked)."""
+        inline = self._grid.inline[:, None]
         steps = np.zeros(ready.shape, np.int64)
-        if cells.lookahead == 0:
-            return ready, np.zeros(hit.shape, np.int64), steps
-        won, live = hit.sum(axis=2), self.live.sum(axis=2)
-        if cells.inline:
-            seen = ready + self._drafting_s(won, live, steps) + host.draft_s + host.draft_record
-            return seen, self._num_draft(hit), steps
-        noticed, steps = self._poll(self._clock + host.lead_send + host.link)
-        self._sent = noticed + self._drafting_s(won, live, steps) + host.reply_s
-        self._growing = live
-        self._lanes = won * cells.branches[:, None] + (live - won) * cells.branches_miss[:, None]
-        arrived = self._sent + host.link
-        arrived = arrived + found_after_s(arrived - ready, host)
-        return np.maximum(ready, arrived), self._num_draft(hit), steps
+        if inline.all():
+            return ready + self._drafting_s(won, live, steps) + self._inline_s, steps
+        noticed, steps = self._poll(self._clock + self._send_s)
+        drafting_s = self._drafting_s(won, live, steps)
+        self._sent, self._grown = noticed + drafting_s + self._reply_s, place
+        arrived = self._sent + self._link_s
+        seen = np.maximum(ready, arrived + self._found_after_s(arrived - ready))
+        if inline.any():
+            seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
+        return seen, steps
 
     def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
         """Returns (when the draft sees the outcome, growth steps taken by then), each [G, R]."""
-        host, lanes, free = self.host, self._lanes, self._sent
-        steps = np.zeros(asked.shape, np.int64)
-        if self.cells.branches.any() or self.cells.branches_miss.any():
-            rows = np.maximum(lanes, 1)
-            if self._held is not None:
-                rows = np.asarray(self._held)[np.searchsorted(self._held, rows)]
-            grows, step_s = lanes > 0, self._device.draft_s(rows) + host.step
-            keys = self.glue_s[self._cell, self._growing] + host.keys + host.keys_lane * lanes
-            free = free + np.where(grows, keys, 0.0)
-            steps = np.where(grows, steps_seen(asked - free, step_s, self.cells.lookahead), 0)
-            free = free + np.where(grows, steps * step_s, 0.0)
-        free = free + host.draft_record
-        return np.maximum(free, asked + found_after_s(asked - free, host)), steps
+        grid, grown = self._grid, self._grown
+        step_s, free = grid.step_s.ravel()[grown], self._sent + grid.keys_s.ravel()[grown]
+        steps = steps_seen(asked - free, step_s, grid.most_steps.ravel()[grown])
+        free = free + steps * step_s + self._record_s
+        return np.maximum(free, asked + self._found_after_s(asked - free)), steps
+
+    def _found_after_s(self, waited: Floats) -> Floats:
+        """Returns the delay from a message's arrival until a rank that waited so long finds it.
+
+        A rank that begins to wait after the arrival (waited ≤ 0) finds it at once: 0.
+        """
+        if not self._nap_s.any():
+            return np.zeros(1)
+        napped = (waited > self._patience_s) & (waited > 0)
+        return np.where(napped, self._nap_s, 0.0)
 
     def _drafting_s(self, won: Ints, live: Ints, steps: Ints) -> Floats:
         """Returns the seconds of draft steps between an outcome and its answer, [G, R].
@@ -408,47 +539,29 @@ class Rounds:
         Hits are finished and misses drafted in shared forwards: one carries all that are still
         short of tokens, then the group that needs more steps goes on.
         """
-        cells, lanes_s = self.cells, self.lanes_s
+        grid, lanes_s = self._grid, self._grid.lanes_s.ravel()
         missed = live - won
-        finish = np.where(won > 0, cells.lookahead - steps, 0)
-        most = np.where(cells.fast, 0, cells.backup_lookahead)[:, None]
-        backup = np.where(missed > 0, most, 0)
-        shared = np.minimum(finish, backup)
-        apart = (finish - shared) * lanes_s[won] + (backup - shared) * lanes_s[missed]
-        return np.asarray(shared * lanes_s[live] + apart, np.float64)
-
-    def _num_draft(self, hit: Mask) -> Ints:
-        """Returns k' of every sequence: K for hits, K_b for misses."""
-        return np.where(hit, self.cells.lookahead, self.cells.backup_lookahead[:, None, None])
+        finish = np.where(won > 0, grid.lookahead[:, None] - steps, 0)
+        backup = np.where(grid.fast, 0, grid.backup_lookahead)[:, None] * (missed > 0)
+        shared, lane = np.minimum(finish, backup), self._lane
+        apart = (finish - shared) * lanes_s[lane + won] + (backup - shared) * lanes_s[lane + missed]
+        return np.asarray(shared * lanes_s[lane + live] + apart, np.float64)
 
 
-def in_buckets(held: Sequence[int], rows: Ints) -> Ints:
-    """Returns the smallest bucket that holds each row count."""
-    return np.array([held[bisect.bisect_left(held, n)] for n in rows.tolist()], np.int64)
-
-
-def steps_seen(waited: Floats, step_s: Floats, lookahead: int) -> Ints:
+def steps_seen(waited: Floats, step_s: Floats, most: Ints) -> Ints:
     """Returns the growth steps taken when an outcome is seen that arrives `waited` s after growth
     began.
 
-    A step that has begun is finished; K steps end the growth.
+    A step that has begun is finished; `most` steps end the growth.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.ceil(np.where(waited > 0, waited / step_s, 0.0))
-    return np.asarray(np.minimum(steps, lookahead), np.int64)
-
-
-def found_after_s(waited: Floats, host: HostCosts) -> Floats:
-    """Returns the delay from a message's arrival until a rank that has `waited` seconds finds it.
-
-    A rank that begins to wait after the arrival (waited ≤ 0) finds it at once: 0.
-    """
-    return np.where(waited > host.patience, host.nap, 0.0) * (waited > 0)
+    return np.asarray(np.minimum(steps, most), np.int64)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Long-run means of cells, [G]; tokens and times are of all b sequences together."""
+    """Long-run means of configurations, [G]; tokens and times are of all b sequences together."""
 
     tok_per_s: Floats
     round_s: Floats
@@ -459,63 +572,55 @@ class Expected:
 
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
     """Returns the means of one job, [1]."""
-    return expect(Cells.of(job), device, host)
+    return expect(Grid.of([Config.of(job)], device, host))
 
 
-def expect_ar(batch: int, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Returns AR's round of b rows, [1]; nothing in it is random."""
-    round_s = host.ask_s + host.lead_s + device.verify.in_job(batch)([batch])
-    tokens, none = np.full(1, float(batch)), np.zeros(1)
-    return Expected(_rate(tokens, round_s), round_s, tokens, none, none)
+def expect(grid: Grid, *, quick: bool = False) -> Expected:
+    """Returns the means of every configuration, which do not depend on the others in the grid.
 
-
-def expect(
-    cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool = False
-) -> Expected:
-    """Returns the means of every cell, with the kernels that its own row counts select.
-
-    At b = 1 few cells are simulated for 8,192 rounds each, many for 1,024 unless `precise`.
+    At b = 1 they are of 8,192 rounds that grow branches (quick: of 1,024). Without growth all
+    rounds last as long, and the means are exact.
     """
-    if not cells.lookahead:
-        return expect_ar(cells.batch_size, device, host)
-    widths = cells.batch_size * (cells.lookahead + 1)
-    if device.draft is None or device.draft.few is None:
-        known = replace(device, verify=device.verify.in_job(widths))
-        return _expect(cells, known, host, precise=precise)
-    is_few = cells.draft_rows <= device.draft.few_rows
-    columns = {f.name: np.zeros(len(cells)) for f in fields(Expected)}
-    for chosen in (np.flatnonzero(is_few), np.flatnonzero(~is_few)):
+    columns = {f.name: np.zeros(len(grid)) for f in fields(Expected)}
+    grows, (sequences, least, _) = grid.grows, _QUICK if quick else _PRECISE
+    at_once = max(1, _AT_ONCE // max(sequences, least * grid.batch_size))
+    growing, alone = np.flatnonzero(grows), np.flatnonzero(~grows)
+    parts = [growing[n : n + at_once] for n in range(0, len(growing), at_once)]
+    for chosen in (*parts, alone):
         if len(chosen):
-            part = cells.take(chosen)
-            known = device.in_job(widths, int(part.draft_rows.max()))
-            for name, values in vars(_expect(part, known, host, precise=precise)).items():
+            means = _simulated if len(chosen) and grows[chosen[0]] else _exact
+            for name, values in means(grid.take(chosen), quick).items():
                 columns[name][chosen] = values
+    with np.errstate(divide="ignore"):  # inf if a round takes no time
+        columns["tok_per_s"] = columns["tokens"] / columns["round_s"]
     return Expected(**columns)
 
 
-def _expect(cells: Cells, device: DeviceCosts, host: HostCosts, *, precise: bool) -> Expected:
-    """Returns the means of cells whose forwards use one kernel."""
-    few = precise or len(cells) < _MANY
-    sequences, least, num_rounds = _FEW_CELLS if few else _MANY_CELLS
-    chains, skipped = max(least, sequences // cells.batch_size), _BURN_IN
-    if not (cells.branches.any() or cells.branches_miss.any()):
-        skipped, num_rounds = _WITHOUT_GROWTH
-    rounds = Rounds(cells, device, host, LawDraws(cells, chains))
-    sums = {name: np.zeros(len(cells)) for name in ("tokens", "round_s", "hit", "wait_s")}
-    for number in range(skipped + num_rounds):
+def _simulated(grid: Grid, quick: bool) -> dict[str, Floats]:
+    sequences, least, num_rounds = _QUICK if quick else _PRECISE
+    chains = max(least, sequences // grid.batch_size)
+    rounds = Rounds(grid, LawDraws(grid, chains))
+    sums = {name: np.zeros(len(grid)) for name in ("tokens", "round_s", "hit", "wait_s")}
+    for number in range(_BURN_IN + num_rounds):
         of_round = rounds.advance(number)
-        if number >= skipped:
+        if number >= _BURN_IN:
             for name, total in sums.items():
-                total += of_round[name].reshape(len(cells), -1).sum(axis=1)
-    count = chains * num_rounds
-    tokens, round_s, hits, wait_s = (total / count for total in sums.values())
-    return Expected(_rate(tokens, round_s), round_s, tokens, hits / cells.batch_size, wait_s)
+                total += of_round[name].reshape(len(grid), -1).sum(axis=1)
+    means = {name: total / (chains * num_rounds) for name, total in sums.items()}
+    means["hit_rate"] = means.pop("hit") / grid.batch_size
+    return means
 
 
-def _rate(tokens: Floats, round_s: Floats) -> Floats:
-    """Returns tok/s; inf if a round takes no time."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(tokens / round_s, np.float64)
+def _exact(grid: Grid, quick: bool) -> dict[str, Floats]:
+    """Returns the means of rounds that grow nothing, of which only the tokens are random."""
+    rounds = Rounds(grid, NoHits())
+    for number in range(_SETTLED):
+        of_round = rounds.advance(number)
+    served = np.arange(grid.hazards.shape[1]) < grid.backup_lookahead[:, None]
+    hazards = np.where(grid.fast[:, None], grid.hazards_fast, grid.hazards)
+    tokens = 1 + np.cumprod(np.where(served, hazards, 0.0), axis=1).sum(axis=1)
+    times = {name: of_round[name][:, 0] for name in ("round_s", "wait_s")}
+    return {"tokens": grid.batch_size * tokens, "hit_rate": np.zeros(len(grid)), **times}
 
 
 @dataclass(frozen=True)
@@ -566,11 +671,6 @@ class Prediction:
         return spread * math.sqrt(self.num_rounds / num_rounds)
 
     @property
-    def tok_per_s_error(self) -> float:
-        """Standard error of tok_per_s, from the spread of the chains; nan for one chain."""
-        return self.tok_per_s_noise(self.num_rounds) / math.sqrt(self.round_s.shape[1])
-
-    @property
     def hit_rate(self) -> float | None:
         """The share of outcomes that were keys, without forced misses; None if no key was asked
         for."""
@@ -580,21 +680,17 @@ class Prediction:
         return float((self.hit & self.counted).sum() / asked)
 
     @property
-    def acceptance_length(self) -> float:
-        """Mean tokens of a sequence and round, including the bonus token."""
-        return float(self.accepted[self.live].mean() + 1)
-
-    @property
-    def exposed_s(self) -> float:
-        """The lead's mean wait for its speculation in a round."""
-        return float(self.wait_s.mean())
-
-    @property
-    def T_p(self) -> float | None:
-        """Growth time over verification time [THEORY: (G − R)/t_T]."""
-        if self.t_growth_s is None or not self.t_target_s:
-            return None
-        return self.t_growth_s / self.t_target_s
+    def times(self) -> dict[str, Any]:
+        """The keys of a row that are the job's, whatever was drawn; None without such a part."""
+        target, draft, growth = self.t_target_s, self.t_draft_s, self.t_growth_s
+        return {
+            "t_target_s": target,
+            "t_draft_s": draft,
+            "t_growth_s": growth,
+            "T_SD": draft / target if draft is not None and target else None,
+            "T_p": growth / target if growth is not None and target else None,
+            "exposed_us": float(self.wait_s.mean()) * 1e6,
+        }
 
     def round_us(self) -> dict[str, float | int]:
         """Returns {mean, p50, p90, p99, n} of all chains' round durations in µs, as in a result
@@ -604,13 +700,13 @@ class Prediction:
         mean = float(us.mean())
         return {"mean": mean, "p50": float(p50), "p90": float(p90), "p99": float(p99), "n": us.size}
 
-    def sequences(self, chain: int = 0) -> NDArray[np.int64]:
-        """Returns one chain's rows as RoundRecords.sequences() has them, [n, 8].
+    def sequences(self) -> NDArray[np.int64]:
+        """The first chain's rows as RoundRecords.sequences() has them, [n, 8].
 
         The columns are round, id, epoch, k, t*, source, hit and num_draft.
         """
-        rounds, ids = np.nonzero(self.live[:, chain])
-        chosen = rounds, np.full_like(ids, chain), ids
+        rounds, ids = np.nonzero(self.live[:, 0])
+        chosen = rounds, 0, ids
         hit = self.hit[chosen]
         source = np.where(hit, int(Source.CACHE), int(self.backup))
         columns: list[Any] = [rounds, ids, np.zeros_like(ids)]
@@ -628,24 +724,18 @@ def replay(
     """Predicts the run itself: the same seed gives the same k, t* and hits."""
     limit = num_rounds or job.config.max_rounds or job.config.num_tokens
     assert limit is not None, "neither rounds nor tokens end this run"
+    grid = Grid.of([Config.of(job)], device, host, ends=True)
     draws = ReplayDraws(job, limit, seed)
-    return simulate(job, device, host, draws, limit, num_tokens=job.config.num_tokens)
+    return _kept(job, grid, draws, limit, num_tokens=job.config.num_tokens)
 
 
 def follow(
-    job: Job,
-    device: DeviceCosts,
-    host: HostCosts,
-    sequences: NDArray[np.int64],
-    *,
-    apart: bool = False,
+    job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]
 ) -> Prediction:
-    """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences).
-
-    apart: as RecordedDraws takes it.
-    """
-    draws = RecordedDraws(job, sequences, apart=apart)
-    return simulate(job, device, host, draws, draws.num_rounds)
+    """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences)."""
+    draws = RecordedDraws(job, sequences)
+    grid = Grid.of([Config.of(job)], device, host, ends=True)
+    return _kept(job, grid, draws, draws.num_rounds)
 
 
 def sampled(
@@ -658,26 +748,21 @@ def sampled(
     seed: int = 0,
 ) -> Prediction:
     """Returns fresh rounds under the job's imposed models, to estimate the luck of a run."""
-    draws = LawDraws(Cells.of(job), chains, seed)
-    return simulate(job, device, host, draws, num_rounds, burn_in=_BURN_IN)
+    grid = Grid.of([Config.of(job)], device, host)
+    return _kept(job, grid, LawDraws(grid, chains, seed), num_rounds, burn_in=_BURN_IN)
 
 
-def simulate(
+def _kept(
     job: Job,
-    device: DeviceCosts,
-    host: HostCosts,
+    grid: Grid,
     draws: Draws,
     num_rounds: int,
     *,
     burn_in: int = 0,
     num_tokens: int | None = None,
 ) -> Prediction:
-    """Simulates one job for every chain of `draws`, and keeps its rounds.
-
-    burn_in: first rounds that are not reported. num_tokens: tokens after which a sequence ends.
-    """
-    held = None if job.draft is None else job.draft_buckets()
-    rounds = Rounds(Cells.of(job), device, host, draws, held, num_tokens)
+    """Simulates one job for every chain of `draws`, and keeps its rounds after the first ones."""
+    rounds = Rounds(grid, draws, num_tokens)
     recent: list[dict[str, NDArray[Any]]] = []
     folded: list[dict[str, NDArray[Any]]] = []
     for number in range(burn_in + num_rounds):
@@ -690,19 +775,13 @@ def simulate(
         if not rounds.live.any():
             break
     folded += [_stacked(recent, np.array)] if recent else []
-    branches, grows = job.config.batch_size * job.fan_outs.branches, job.fan_outs.branches > 0
-    drafts_s = job.lookahead * float(rounds.lanes_s[-1])
-    growth_s = None
-    if grows and held is not None:
-        step_s = float(device.draft_s(in_buckets(held, np.array([branches])))[0]) + host.step
-        keys_s = host.keys + host.keys_lane * branches
-        growth_s = float(rounds.glue_s[0, -1]) + keys_s + job.lookahead * step_s
+    growth_s = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
     return Prediction(
         **_stacked(folded, np.concatenate),
         backup=Source[job.config.backup.upper()] if job.lookahead else Source.NONE,
-        t_target_s=float(rounds.verify_s[-1]),
-        t_draft_s=drafts_s if job.lookahead else None,
-        t_growth_s=growth_s,
+        t_target_s=float(grid.verify_s[0, -1, -1]),
+        t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
+        t_growth_s=growth_s if grid.grows[0] else None,
     )
 
 

@@ -1,1 +1,1 @@
-"""Sweeps: read a grid, order its configurations, predict their duration, and rank methods."""
+"""Sweeps: read a grid, order its configurations, measure them, and rank methods."""

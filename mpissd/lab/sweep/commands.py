@@ -11,7 +11,6 @@ from mpissd.engine.job import resolve_unopened
 from mpissd.engine.job.checks import check_draft_device
 from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.sweep.configs import SweepConfig
-from mpissd.lab.sweep.forecast import duration_text, predicted_s
 from mpissd.lab.sweep.grid import read_grid
 from mpissd.lab.sweep.plan import Plan, Point, make_plan
 
@@ -69,16 +68,14 @@ def why_not(point: Point, tp: int) -> str | None:
 
 
 def list_plan(config: SweepConfig) -> None:
-    """Prints the configurations of a sweep and an estimate of how long they will take."""
+    """Prints the configurations of a sweep, and why some cannot be measured."""
     plan = planned(config)
     tp = _tp(config, plan)
     for number, point in enumerate(plan.points, 1):
         reason = why_not(point, tp)
         print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))
-    seconds = predicted_s(plan, tp, config.run.backend)
     print(
         f"{len(plan.points)} configurations x {plan.repeats} repeats = "
-        f"{len(plan.points) * plan.repeats} measurements on T={tp}, D={plan.num_drafts}: "
-        f"about {duration_text(seconds)}",
+        f"{len(plan.points) * plan.repeats} measurements on T={tp}, D={plan.num_drafts}",
         flush=True,
     )

@@ -8,11 +8,14 @@ run.
 
 from __future__ import annotations
 
+import json
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, GateError
@@ -24,12 +27,13 @@ from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Machine, opened_machine
 from mpissd.engine.workload.text.workload import check_prompts
+from mpissd.lab.measure.card import open_bar
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.commands import planned
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.lab.sweep.locks import Claims
-from mpissd.lab.sweep.plan import Plan, Task
-from mpissd.lab.sweep.progress import Progress, print_end, print_sweep_card
+from mpissd.lab.sweep.plan import Plan, Point, Task
+from mpissd.lab.tables.best import compare_methods, render, to_dict
 
 
 @dataclass(frozen=True)
@@ -69,39 +73,30 @@ class Sweep:
         self._is_lead = machine.topology.is_lead
         self._out = Path(config.run.out)
         self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
-        self._jobs = {
-            point.digest: self._resolve(point.config, point.error) for point in plan.points
-        }
-        refused = {n: self._prompts_refused(job) for n, job in self._jobs.items() if self._is_lead}
-        told = {digest: failure for digest, failure in refused.items() if failure is not None}
-        self._jobs.update(machine.topology.world.bcast(told))
+        self._jobs = {point.digest: self._resolve(point) for point in plan.points}
+        # Only the lead reads prompts, so its refusals hold for all ranks.
+        self._jobs.update(machine.topology.world.bcast(
+            {n: job for n, job in self._jobs.items() if isinstance(job, Failure)}
+        ))  # fmt: skip
         machine.divide(plan.drafts)
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
 
-    def _resolve(self, config: Any, error: str | None) -> Job | Failure:
-        if config is None:
-            return Failure(str(error), ConfigError.exit_code)
+    def _resolve(self, point: Point) -> Job | Failure:
+        if point.config is None:
+            return Failure(str(point.error), ConfigError.exit_code)
         try:
-            return self._machine.resolve(config)
-        except ConfigError as refused:
-            return Failure(str(refused), refused.exit_code)
-
-    @staticmethod
-    def _prompts_refused(job: Job | Failure) -> Failure | None:
-        """Returns why the prompts of a text job cannot be answered; for the lead, which reads."""
-        try:
-            if isinstance(job, Job):
+            job = self._machine.resolve(point.config)
+            if self._is_lead:
                 check_prompts(job)
+            return job
         except ConfigError as refused:
             return Failure(str(refused), refused.exit_code)
-        return None
 
     def run(self) -> int:
         """Measures the tasks without a row, in the plan's order; returns the exit code."""
-        with ExitStack() as stack:
-            survey = None
-            if self._is_lead:
-                survey = self._survey(stack.enter_context(closing(Claims(self._out))))
+        claims = closing(Claims(self._out)) if self._is_lead else nullcontext()
+        with claims as mine:
+            survey = None if mine is None else self._survey(mine)
             return self._measure(self._machine.topology.world.bcast(survey))
 
     def _survey(self, claims: Claims) -> Survey:
@@ -118,19 +113,25 @@ class Sweep:
         """Measures the tasks of the survey in the plan's order; returns the exit code."""
         tasks = list(self._plan.tasks())
         todo = [task for task in tasks if self._digest(task) in survey.todo]
+        bar = None
         if self._is_lead:
-            known = len(tasks) - len(todo) - survey.elsewhere
-            counts = len(todo), known, survey.elsewhere
-            print_sweep_card(self._machine, self._plan, self._id, *counts)
+            self._print_card(len(todo), len(tasks) - len(todo) - survey.elsewhere, survey.elsewhere)
+            if (when := self._config.run.progress) != "off":
+                lines_s = 2.0 if when == "on" else 10.0
+                bar = open_bar(len(todo), "run", lines_s=lines_s, leave=True)
         codes, began = [], time.monotonic()
-        with Progress(self._config.run.progress, len(todo), self._is_lead) as progress:
+        with nullcontext() if bar is None else closing(bar):
             for task in todo:
                 result = self._one(task)
                 codes.append(result.exit_code if isinstance(result, Failure) else 0)
                 if self._is_lead:
-                    self._tell(task, result, progress)
+                    line = self._record(task, result)
+                    with nullcontext() if bar is None else tqdm.external_write_mode():
+                        print(line, flush=True)
+                if bar is not None:
+                    bar.update(1)
         if self._is_lead:
-            self._conclude(tasks, codes, survey, time.monotonic() - began)
+            self._print_end(tasks, codes, survey, time.monotonic() - began)
         return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
 
     def _digest(self, task: Task) -> str:
@@ -145,18 +146,15 @@ class Sweep:
         exit_codes: dict[str, int] = {}
         if not self._config.retry:
             for row in read_rows(self._out / "failed.jsonl"):
-                exit_codes[str(row.get("task"))] = int(
-                    row.get("exit_code") or ConfigError.exit_code
-                )
-            exit_codes |= dict.fromkeys(self._rows_of("flagged.jsonl"), GateError.exit_code)
-        return exit_codes | dict.fromkeys(self._rows_of("runs.jsonl"), 0)
+                code = int(row.get("exit_code") or ConfigError.exit_code)
+                exit_codes[str(row.get("task"))] = code
+            exit_codes |= dict.fromkeys(self._rows("flagged.jsonl"), GateError.exit_code)
+        return exit_codes | dict.fromkeys(self._rows("runs.jsonl"), 0)
 
-    def _rows_of(self, name: str) -> list[str]:
-        """Returns the names of the tasks that have a row in this file of OUT."""
-        return [row.sweep["task"] for row in self._rows_in(name) if row.sweep]
-
-    def _rows_in(self, name: str) -> list[Row]:
-        return [Row.from_dict(line) for line in read_rows(self._out / name)]
+    def _rows(self, name: str) -> dict[str, Row]:
+        """Returns {task: row} of a file of OUT."""
+        rows = [Row.from_dict(line) for line in read_rows(self._out / name)]
+        return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: Task) -> Row | Failure | None:
         """Measures one task; returns its row (None on ranks other than the lead) or its failure."""
@@ -168,43 +166,77 @@ class Sweep:
         session = self._machine.session(job)
         if session is None:  # this configuration does not use this rank
             return None
-        label = {
-            "id": self._id,
-            "task": self._digest(task),
-            "repeat": task.repeat,
-            "flags": dict(task.point.flags),
-        }
         try:
-            row = measure(session, label)
+            row = measure(session, {"id": self._id, **self._named(task)})
         except Refused as refused:
             session.resources.close()
             return Failure(str(refused), refused.exit_code)
         session.resources.close()
         return row
 
-    def _tell(self, task: Task, result: Row | Failure | None, progress: Progress) -> None:
-        """Prints the outcome of a task and records a failure in failed.jsonl; on the lead."""
+    def _named(self, task: Task) -> dict[str, Any]:
+        """Returns a task's name, repeat and flags, as rows and failed.jsonl have them."""
+        flags = dict(task.point.flags)
+        return {"task": self._digest(task), "repeat": task.repeat, "flags": flags}
+
+    def _record(self, task: Task, result: Row | Failure | None) -> str:
+        """Writes a failure to failed.jsonl; returns a line on the task's outcome. On the lead."""
+        name = f"{task.point}  #{task.repeat + 1}"
         if not isinstance(result, Failure):
             assert result is not None, "a lead without a row"
-            progress.row(task, result)
-            return
-        is_flagged = result.exit_code == GateError.exit_code  # its row is in flagged.jsonl already
-        if not is_flagged:
-            failed = {
-                "task": self._digest(task),
-                "repeat": task.repeat,
-                "flags": dict(task.point.flags),
-                "error": result.error,
-                "exit_code": result.exit_code,
-                "sweep": self._id,
-            }
-            append_row(self._out / "failed.jsonl", failed)
-        progress.failure(task, result.error)
+            rate, each = result.tok_per_s, result.tok_per_s_per_gpu
+            return f"{rate:>10.1f} tok/s {each:>9.1f} a GPU  {name}"
+        if result.exit_code != GateError.exit_code:  # else its row is in flagged.jsonl already
+            failed = {"error": result.error, "exit_code": result.exit_code, "sweep": self._id}
+            append_row(self._out / "failed.jsonl", {**self._named(task), **failed})
+        return f"    FAILED  {name}: {result.error}"
 
-    def _conclude(
+    def _print_card(self, todo: int, known: int, elsewhere: int) -> None:
+        """Prints which sweep runs on which machine, and how many measurements are left (stdout).
+
+        known: measurements that exist already. elsewhere: measurements that another job is making.
+        """
+        machine, plan = self._machine, self._plan
+        there = f", {known} there already" if known else ""
+        if elsewhere:
+            there += f", {elsewhere} left to another job that is to measure them"
+        lines = [
+            ("sweep", f"{self._id}: {len(plan.points)} configurations x {plan.repeats}{there}"),
+            ("", f"{todo} to measure"),
+            ("backend", f"{machine.backend.name} ({machine.backend.dtype_name})"),
+        ]
+        hosts = zip(machine.topology.hosts, machine.infos, strict=True)
+        for rank, (host, info) in enumerate(hosts):
+            role = "draft" if rank >= machine.topology.tp else "lead" if rank == 0 else "target"
+            lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+        print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
+
+    def _print_end(
         self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float
     ) -> None:
-        """Prints which configurations were best among all rows of this plan; on the lead."""
-        mine = {self._digest(task) for task in tasks}
-        rows = [row for row in self._rows_in("runs.jsonl") if (row.sweep or {}).get("task") in mine]
-        print_end(self._id, rows, codes, seconds, len(survey.earlier), survey.elsewhere)
+        """Prints the best methods of all rows of this plan, then a JSON object as the last line."""
+        names, earlier, elsewhere = map(self._digest, tasks), survey.earlier, survey.elsewhere
+        known = self._rows("runs.jsonl")
+        rows = [known[name] for name in names if name in known]
+        comparisons = compare_methods(rows)
+        done, failed = codes.count(0), sum(code != 0 for code in codes)
+        if comparisons:
+            print(f"\n{render(comparisons)}\n")
+        rate = 60 * done / seconds if done and seconds > 0 else None
+        at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
+        before = f", {len(earlier)} before (--retry measures them again)" if earlier else ""
+        others = f"; {elsewhere} left to another job" if elsewhere else ""
+        there = f"{len(rows)} rows of this sweep are there"
+        print(f"{done} measured{at}; {failed} failed{before}{others}; {there}")
+        summary = {
+            "sweep": self._id,
+            "measured": done,
+            "failed": failed,
+            "failed_before": len(earlier),
+            "left_to_others": elsewhere,
+            "rows": len(rows),
+            "seconds": round(seconds, 3),
+            "per_minute": None if rate is None else round(rate, 1),
+            "best": [to_dict(comparison) for comparison in comparisons],
+        }
+        print(json.dumps(summary), flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
-from mpissd.common.row import READABLE, Row
+from mpissd.common.row import READABLE, Row, flat
 from mpissd.lab.tables.pair import siblings
 
 Paths = Iterable[str | Path]
@@ -27,15 +27,29 @@ def load_rows(paths: Paths) -> list[Row]:
     one run id on two different rows.
     """
     rows: dict[str, Row] = {}
-    for path in _run_files(paths):
-        for number, line in enumerate(_read(path).split("\n"), 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            row = Row.from_dict(_parse(where, line))
-            if rows.setdefault(str(row.get("run_id", line)), row) != row:
-                raise ConfigError(f"{where}: run_id {row.run_id!r} is that of another row, too")
+    for where, line in (found for path in _run_files(paths) for found in read_lines(path)):
+        if isinstance(line, ConfigError):
+            raise line
+        row = Row.from_dict(line)
+        if rows.setdefault(str(row.get("run_id", where)), row) != row:
+            raise ConfigError(f"{where}: run_id {row.run_id!r} is that of another row, too")
     return list(rows.values())
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]:
+    """Yields (FILE:LINE, the object of a line, flat) of a .jsonl file; an error for a bad line."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        yield str(path), ConfigError(f"{path}: cannot be read: {error.strerror}")
+        return
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        if line.strip():
+            try:
+                yield where, flat(_parse(where, line))
+            except ConfigError as error:
+                yield where, error
 
 
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
@@ -51,7 +65,7 @@ def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]
     """
     profiles: dict[str, dict[str, Any]] = {}
     for run_id, path in _kept(paths, rows, "profiles/{}.json"):
-        profiles[run_id] = _parse(str(path), _read(path), (1,))
+        profiles[run_id] = _parse(str(path), path.read_bytes(), (1,))
         forward_times(str(path), profiles[run_id])
     return profiles
 
@@ -94,29 +108,18 @@ def _run_files(paths: Paths) -> Iterator[Path]:
         yield from sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]
 
 
-def _read(path: Path) -> str:
-    data = b""
+def _parse(where: str, line: bytes, schemas: Sequence[int] = READABLE) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
-        return data.decode()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        value = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text") from error
-
-
-def _parse(where: str, text: str, schemas: Sequence[int] = READABLE) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
+        raise ConfigError(f"{where}: not UTF-8 text") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: cut off, or no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a {type(value).__name__}: allowed: a JSON object")
     if value.get("schema") not in schemas:
-        raise ConfigError(
-            f"{where}: schema {value.get('schema')!r}: allowed: {' or '.join(map(str, schemas))}"
-        )
+        allowed = " or ".join(map(str, schemas))
+        raise ConfigError(f"{where}: schema {value.get('schema')!r}: allowed: {allowed}")
     return value
 
 

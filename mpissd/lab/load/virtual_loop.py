@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,10 +16,13 @@ from mpissd.engine.decode.goodput import warm_sizes
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job, fine_buckets
-from mpissd.lab.load.virtual.outcomes import Outcomes, outcomes_of
+from mpissd.engine.workload.replay.recording import Recorded
+from mpissd.engine.workload.replay.workload import ReplayWorkload
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
+from mpissd.lab.predict.pool import Outcomes, bucket
 
 _MOST_ROWS = 512  # of a forward over only a prompt
+_POSITIONS = 4096  # after which the draws of a sequence begin again
 
 
 def costs_of(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
@@ -30,12 +32,46 @@ def costs_of(job: Job, profile: Profile, drafts: Profile) -> DeviceCosts:
     return replace(costs, verify=forwards(profile, job.target_shard, rows, batch, job.options))
 
 
+class RecordedOutcomes:
+    """The outcomes of one prompt of a recording, as Outcomes has them; after its end it repeats."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._tokens, self._end = recorded.tokens.tolist(), recorded.end
+        self._rollout, self._top = recorded.rollout.tolist(), recorded.top.tolist()
+
+    def accepted(self, position: int, drafted: int, hit: bool) -> int:
+        """Returns how many of `drafted` tokens the target accepts."""
+        at, k = position % self._end, 0
+        rollout, true = self._rollout[at], self._tokens[at:]
+        while k < drafted and rollout[k] == true[k]:
+            k += 1
+        return k
+
+    def hits(self, position: int, k: int, kept: int, end: bool) -> bool:
+        """Returns whether the draft keeps the bonus token after k accepted ones."""
+        at = position % self._end
+        if at + k >= self._end:  # the recording has no draft tokens there
+            return False
+        left_out = None if end else self._rollout[at][k]
+        candidates = [token for token in self._top[at + k] if token != left_out]
+        return self._tokens[at + k] in candidates[:kept]
+
+
+def outcomes_of(job: Job, request_id: int) -> Outcomes | RecordedOutcomes:
+    """Returns the outcomes of a request: of prompt request_id of a recording, or drawn."""
+    workload = job.workload
+    if isinstance(workload, ReplayWorkload):
+        every = workload.recording.sequences
+        return RecordedOutcomes(every[request_id % len(every)])
+    return Outcomes(job, request_id, _POSITIONS, job.config.seed)
+
+
 @dataclass
 class _Sequence:
     """A live sequence: tokens emitted, and whether the draft has the branch of its outcome."""
 
     request: Request
-    outcomes: Outcomes
+    outcomes: Outcomes | RecordedOutcomes
     left: int  # tokens of the prompt that are not stored
     emitted: int  # before a preemption, too
     hit: bool = False
@@ -80,7 +116,7 @@ class VirtualLoop:
 
     def forward_s(self, rows: int) -> float:
         """Returns the seconds of the target's forward of so many rows."""
-        return self._verify_s(_bucket(self.buckets, rows))
+        return self._verify_s(bucket(self.buckets, rows))
 
     @property
     def live_ids(self) -> list[int]:
@@ -227,7 +263,7 @@ class VirtualLoop:
     def _draft_s(self, rows: int) -> float:
         if not rows:
             return 0.0
-        return self._drafts_s(_bucket(self._lanes, rows)) + self._host.step
+        return self._drafts_s(bucket(self._lanes, rows)) + self._host.step
 
     def _outcome(self, lookahead: int) -> tuple[Speculation, Outcome]:
         """Draws the round's accepted tokens, and which outcomes will hit."""
@@ -240,16 +276,12 @@ class VirtualLoop:
             drafted = 0 if one.behind else lookahead
             if drafted:
                 served.rows[n, :3] = source, one.hit, drafted
-            k = one.outcomes.accepted(one.emitted, drafted, source) if drafted else 0
+            k = one.outcomes.accepted(one.emitted, drafted, one.hit) if drafted else 0
             one.behind += self._catches_up and not drafted
             rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
-            fan_out = fans.behind(source)
-            one.hit = grows and one.outcomes.hits(one.emitted, k, lookahead, fan_out)
+            one.hit = False
+            if grows:
+                kept = fans.behind(source)[k]
+                one.hit = one.outcomes.hits(one.emitted, k, kept, k == lookahead)
             one.emitted += k + 1
         return served, Outcome(0, rows)
-
-
-def _bucket(buckets: Sequence[int], rows: int) -> int:
-    """Returns the smallest bucket that holds `rows`, or `rows` beyond the largest one."""
-    at = bisect_left(buckets, rows)
-    return buckets[at] if at < len(buckets) else rows

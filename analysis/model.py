@@ -1,0 +1,219 @@
+"""What measured times lead to expect: closed formulas (mpissd/common/theory.py), probed forwards,
+and the branches that an imposed hit rate would cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from analysis.select import Case, where
+from mpissd.common.config import RunConfig
+from mpissd.common.real_pairs import DEFAULT, least_uniform
+from mpissd.common.rivals import between
+from mpissd.common.theory import expected_tokens, speedup_sd, speedup_ssd
+
+_LOOKED_UP = float(RunConfig.acceptance_fast.removeprefix("alpha:"))
+_MOST_K = 16
+_MOST_BRANCHES = 4096
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of a case on tp target GPUs, from its rows at one batch size.
+
+    ar: a round of AR; ar_wide: one on tp + 1 GPUs. verify: a verification; verify_wide: one on
+    tp + 1 GPUs, from SD inline's rows, or else scaled like a round of AR. step: a draft step; grow:
+    a step over all branches. host: the time of an SD round beyond verification and drafting.
+    is_expected: whether ar_wide was not measured, and is interpolated in 1/T between tp and the
+    next measured T; with none beyond, it is tp/(tp + 1). Verification and draft step hardly depend
+    on K (reading weights bounds both), so one value of each is used for every K.
+    """
+
+    tp: int
+    ar: float
+    ar_wide: float
+    verify_wide: float
+    is_expected: bool
+    verify: float
+    step: float
+    grow: float
+    host: float
+
+    @classmethod
+    def of(cls, case: Case, batch_size: int = 1) -> Times | None:
+        """Computes the times from a case's rows; None without AR, or without SD and SSD at one
+        alpha and K."""
+        ar, wide = (case.ar_on(case.tp + extra, batch_size) for extra in (0, 1))
+        sd = case.method("SD", batch_size=batch_size).dropna(subset=["step_s"])
+        ssd = case.method("SSD", batch_size=batch_size).dropna(subset=["t_growth_s"])
+        cells = (set(zip(r["alpha"], r["lookahead"], strict=True)) for r in (sd, ssd))
+        if ar is None or not set.intersection(*cells):
+            return None
+        growth = ssd["t_growth_s"] / (ssd["lookahead"] + 1)  # One glue forward and K steps.
+        verify, ar_s = float(sd["t_target_s"].median()), float(ar["round_s"])
+        ar_wide = _ar_beyond(case, ar_s) if wide is None else float(wide["round_s"])
+        inline = where(case.wide, batch_size=batch_size, gpus=case.tp + 1, method="SD inline")
+        inline_s = inline["t_target_s"].median()
+        return cls(
+            tp=case.tp,
+            ar=ar_s,
+            ar_wide=ar_wide,
+            verify_wide=verify * ar_wide / ar_s if math.isnan(inline_s) else float(inline_s),
+            is_expected=wide is None,
+            verify=verify,
+            step=float(sd["step_s"].median()),
+            grow=float(growth.median()),
+            host=float((sd["round_s"] - sd["t_target_s"] - sd["t_draft_s"]).median()),
+        )
+
+    def drafting(self, factor: float) -> Times:
+        """Returns the times with a draft device whose steps take `factor` times as long."""
+        return replace(self, step=self.step * factor, grow=self.grow * factor)
+
+    def sd(self, alpha: float, lookahead: int) -> float:
+        """Returns the gain of SD over AR on the same target GPUs."""
+        tokens = expected_tokens(alpha, lookahead)
+        return speedup_sd(tokens, self._verify, lookahead * self.step / self.ar)
+
+    def ssd(self, alpha: float, lookahead: int, p_hit: float, batch_size: int = 1) -> float:
+        """Returns the gain of SSD over AR on the same target GPUs, with backup jit."""
+        tokens = expected_tokens(alpha, lookahead)
+        return speedup_ssd(
+            p_hit,
+            tokens,
+            tokens,
+            verify_ratio=self._verify,
+            t_growth=(self.grow * (lookahead + 1) + self.host) / self.ar,
+            t_backup=lookahead * self.step / self.ar,
+            batch_size=batch_size,
+        )
+
+    def best_sd(self, alpha: float) -> float:
+        """Returns the gain of SD at its best K."""
+        return max(self.sd(alpha, k) for k in range(1, _MOST_K + 1))
+
+    def best_sd_wide(self, alpha: float) -> float:
+        """Returns the gain of SD inline on tp + 1 GPUs at its best K."""
+        return replace(self, verify=self.verify_wide).best_sd(alpha)
+
+    def best_ssd(self, alpha: float, p_hit: float) -> float:
+        """Returns the gain of SSD at its best K."""
+        return max(self.ssd(alpha, k, p_hit) for k in range(1, _MOST_K + 1))
+
+    def best_other(self, alpha: float) -> float:
+        """Returns the gain of the best other use of tp + 1 GPUs, a lookup's among them."""
+        return max(self.lookup_wide, self.best_sd(alpha), self.best_sd_wide(alpha))
+
+    @property
+    def lookup_wide(self) -> float:
+        """The gain of a lookup of the default acceptance on tp + 1 GPUs; AR's is smaller."""
+        return expected_tokens(_LOOKED_UP, 8) * self.ar / (self.verify_wide + self.host)
+
+    @property
+    def _verify(self) -> float:
+        return (self.verify + self.host) / self.ar
+
+
+def _ar_beyond(case: Case, ar_s: float) -> float:
+    """Returns what to expect of a round of AR on tp + 1 GPUs, of which there are no rows."""
+    rows = where(case.beyond, mode="ar", batch_size=1)
+    if rows.empty:
+        return ar_s * case.tp / (case.tp + 1)
+    far = int(rows["tp"].min())
+    far_s = float(where(rows, tp=far)["round_s"].median())
+    return between(case.tp + 1, (case.tp, ar_s), (far, far_s))
+
+
+def over_batch(
+    times: Times, alpha: float, lookahead: int, p_hit: float, b: int, rho: float
+) -> float:
+    """Returns the gain of SSD over SD at batch size b; SD's round is one in which all miss.
+
+    With probability rho all hit or miss together, else independently: P(all hit) is
+    rho·h + (1 − rho)·h^b.
+    """
+    all_hit = rho * p_hit + (1 - rho) * p_hit**b
+    return times.ssd(alpha, lookahead, all_hit ** (1 / b), b) / times.sd(alpha, lookahead)
+
+
+def price(case: Case, ssd: pd.DataFrame) -> str:
+    """Returns a caption's text on the branches that the default hit model would need for each
+    imposed p_hit; "" without imposed hits."""
+    rates = sorted(ssd.loc[ssd["p_hit"] > 0, "p_hit"].unique())
+    if not rates:
+        return ""
+    first = ssd.iloc[0]
+    rows = int(first["lookahead"]) + 1
+    hazards = [float(first["alpha"])] * (rows - 1)
+    needed = {h: least_uniform(float(h), hazards, DEFAULT, _MOST_BRANCHES // rows) for h in rates}
+    needs = [f"{rows * least} for {h:g}" for h, least in needed.items() if least is not None]
+    never = [f"{h:g}" for h, least in needed.items() if least is None]
+    needs += [f"no number does for {', '.join(never)}"] * bool(never)
+    run = f"{first['branch_budget']:.0f}"
+    return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(needs)}"
+
+
+Profile = Mapping[str, Any]
+
+
+class Key(NamedTuple):
+    """Identifies a probed forward: a model on one of T ranks, and how it is issued."""
+
+    model: str
+    tp: int
+    fuse: bool
+    lm_head: bool
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A probed forward: a rank's weights, seconds by rows, and their relative interquartile
+    range."""
+
+    params: int
+    seconds: dict[int, float]
+    spread: dict[int, float]
+
+
+def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
+    """Returns every probed forward, of the newest probe that has it.
+
+    Each row count uses the kernel of a job of so many rows: an entry with `most_rows` counts up to
+    that number. All kernels of a forward are from one probe.
+    """
+    merged: dict[Key, Forward] = {}
+    for profile in _newest(profiles):
+        here: dict[Key, Forward] = {}
+        entries = profile["tables"].get("forwards", ())
+        for entry in sorted(entries, key=lambda e: -(e.get("most_rows") or math.inf)):
+            name = Key(*(entry.get(field) for field in Key._fields))
+            one = here.setdefault(name, Forward(int(entry["params"]), {}, {}))
+            most, spread = entry.get("most_rows") or math.inf, entry.get("spread") or {}
+            for rows in (int(m) for m in entry["seconds"] if int(m) <= most):
+                one.seconds[rows] = float(entry["seconds"][str(rows)])
+                one.spread[rows] = float(spread.get(str(rows), 0.0))
+        merged = {**here, **merged}
+    return merged
+
+
+def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[Profile]:
+    """Yields the entries of a table; of entries with equal identities only the newest."""
+    seen = set()
+    for profile in _newest(profiles):
+        for entry in profile["tables"].get(name, ()):
+            if (known := tuple(entry[i] for i in identity)) not in seen:
+                seen.add(known)
+                yield entry
+
+
+def _newest(profiles: Iterable[Profile]) -> list[Profile]:
+    """Returns the profiles by the time of their probe, newest first; those without one last."""
+    started = "started_at"
+    return sorted(
+        profiles, key=lambda p: str((p.get("provenance") or {}).get(started) or ""), reverse=True
+    )

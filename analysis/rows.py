@@ -1,0 +1,286 @@
+"""Reads everything that figures are drawn from: result rows as one frame, pools, profiles.
+
+The frame has a line for each measured row: the row itself in column `row`, its keys (docs/row.md),
+and what figures group by:
+
+method       AR, SD, SD inline (no draft GPU of its own), SSD
+gpus         world_size: the draft's are counted
+alpha        of acceptance model alpha:…, else NaN      p_hit  of hit model p_hit:…, else NaN
+policy       uniform:F or geometric:B (any other list of budget B), "" unless SSD
+per_gpu      tok_per_s / gpus              per_sequence  tok_per_s / batch_size
+low, high    95% interval of tok_per_s (mpissd/common/rates.py); both equal it if a row has none
+round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
+backup_cut   whether a miss is drafted shorter than K
+other_draft  the drafts' device if it is another than the lead's
+real_…       tok_per_s that an SSD row would give with a real pair's hits (real_pairs.py)
+step_s       t_draft_s / lookahead: one sequential draft step
+folder, commit    where the row's file is, and what wrote it
+
+A line that cannot be read is left out with a note: file, line and reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rates import NORMAL_Z, Rate
+from mpissd.common.real_pairs import BESIDE, under_real_pairs
+from mpissd.common.row import KEYS, RETIRED, Row
+from mpissd.lab.tables.best import fan_out_text
+from mpissd.lab.tables.load import read_lines
+
+Line = dict[str, Any]
+REAL = tuple(f"real_{name}" for name in BESIDE)
+NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
+_POOL_NEEDS = ("device_name", "pair", "mode", "tp", "batch_size", "targets", "gpus", "tok_per_s")
+_DEFAULTS: Line = {  # None for the other keys
+    **dict.fromkeys(("num_drafts", "lookahead", "context", "seed"), 0),
+    **dict.fromkeys(("lm_head", "fuse", "graph", "inline_draft"), False),
+    **dict.fromkeys(("all_reduce", "dtype", "backend"), ""),
+    "workload": "gemm",
+    "batch_size": 1,
+}
+
+_NUMBERS = (
+    "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
+    "prediction_error expected_tok_per_s branch_budget tok_per_s temperature divergence "
+    "round_s forward_s all_reduce_s wait_s other_s step_s"
+).split()
+_POOLS = (
+    "device_name backend pair acceptance hit_law method tp batch_size targets gpus lookahead "
+    "tok_per_s per_gpu token_ms hit_rate theory folder"
+).split()
+
+
+class NothingLeft(ConfigError):
+    """Raised if there is no row that a figure could be drawn from; names what is needed."""
+
+
+class Notes:
+    """A set of lines in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, None] = {}
+
+    def add(self, line: str) -> None:
+        """Adds a line, unless it is there already."""
+        self._lines[line] = None
+
+    def left_out(self, count: int, what: str, why: str) -> None:
+        """Adds "left out N rows …" if N is not 0."""
+        if count:
+            self.add(f"left out {count} row{'s' if count > 1 else ''} {what}: {why}")
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All lines."""
+        return tuple(self._lines)
+
+
+def no_pools() -> pd.DataFrame:
+    """Returns a frame of pools without lines."""
+    return pd.DataFrame(columns=_POOLS)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Result rows, one a line, and probed profiles, with notes on what was left out.
+
+    pools: one sized use a line (results/pools): tok/s over the GPUs of a draft's `targets` and the
+    draft, `token_ms` a token of a sequence, `theory` the same by queueing theory.
+    """
+
+    rows: pd.DataFrame
+    profiles: tuple[Line, ...] = ()
+    notes: Notes = field(default_factory=Notes)
+    pools: pd.DataFrame = field(default_factory=no_pools)
+
+    def with_rows(self, rows: pd.DataFrame) -> Data:
+        """Returns the same data with other rows."""
+        return replace(self, rows=rows)
+
+
+def load(paths: Iterable[str | Path]) -> Data:
+    """Reads all runs*.jsonl, pools*.jsonl and profiles/*.json below folders, and files of runs.
+
+    Raises ConfigError if a path does not exist, NothingLeft if no row can be used.
+    """
+    notes, places = Notes(), [Path(path) for path in paths]
+    rows: dict[str, Line] = {}
+    pools: list[Line] = []
+    for path in places:
+        if not _exists(path):
+            raise ConfigError(f"results {str(path)!r}: no such file or folder")
+        is_folder = path.is_dir()
+        for file in sorted(path.rglob("runs*.jsonl")) if is_folder else [path]:
+            for where, line in _completed(file, complete, notes):
+                kept = rows.setdefault(str(line["run_id"]), line)
+                if kept is not line and repr(dict(kept["row"])) != repr(dict(line["row"])):
+                    run_id = line["run_id"]
+                    notes.add(f"{where}: left out: run_id {run_id!r} is that of another row, too")
+        for file in sorted(path.rglob("pools*.jsonl")) if is_folder else ():
+            pools += [line for _, line in _completed(file, _pool, notes)]
+    if not rows and not pools:
+        why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
+        raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
+    sized = pd.DataFrame(pools, columns=_POOLS).astype({"device_name": object})
+    return Data(tidy(rows.values()), tuple(_profiles(places, notes)), notes, sized)
+
+
+def tidy(lines: Iterable[Line]) -> pd.DataFrame:
+    """Makes a frame of complete lines; it has all columns also without a line."""
+    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS, *REAL))
+    every = [{**names, **line} for line in lines]
+    frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
+    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in (*_NUMBERS, *REAL)}
+    return frame.assign(**{name: of.astype(float) for name, of in numbers.items()}).copy()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # The name cannot be that of a file.
+        return False
+
+
+def _completed(
+    file: Path, make: Callable[[Mapping[str, Any], Path], Line], notes: Notes
+) -> Iterable[tuple[str, Line]]:
+    """Yields (FILE:LINE, columns) of a file's usable lines, and notes the others."""
+    schemas: dict[str, int] = {}
+    for where, line in read_lines(file):
+        try:
+            if isinstance(line, ConfigError):
+                raise line
+            yield where, make(line, file.parent)
+        except (ConfigError, ValueError) as error:
+            text = str(error)
+            if (schema := re.search(r"schema (\S+): allowed: .*", text)) is None:
+                notes.add(f"{text}: left out" if where in text else f"{where}: left out: {text}")
+            else:
+                schemas[schema[0]] = schemas.get(schema[0], 0) + 1
+    for schema_text, count in schemas.items():
+        notes.left_out(count, f"of {file}", schema_text)
+
+
+def _profiles(places: Iterable[Path], notes: Notes) -> Iterable[Line]:
+    """Yields the probed device profiles, which are those with tables."""
+    for file in (file for place in places for file in sorted(place.rglob("profiles/*.json"))):
+        try:
+            profile = json.loads(file.read_text())
+        except (OSError, ValueError, RecursionError):
+            notes.add(f"{file}: left out: cut off, or no JSON object")
+            continue
+        is_device = isinstance(profile, dict) and profile.get("kind") == "device"
+        if is_device and isinstance(profile.get("tables"), dict):
+            yield profile
+
+
+def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
+    """Returns a row's columns, with defaults for keys that the line lacks.
+
+    Raises ValueError if a needed key is missing, or its value is none that a row has.
+    """
+    if missing := [name for name in NEEDED if line.get(name) is None]:
+        raise ValueError(f"it has no {missing[0]}")
+    row = Row.from_dict({**_DEFAULTS, **line})
+    try:
+        if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
+            raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
+        known = {**dict.fromkeys((*KEYS, *RETIRED)), **row}
+        return {**known, **_derived(row), "row": row, "folder": str(folder)}
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        raise ValueError(f"not as a row's values are: {error!r}") from error
+
+
+def _derived(row: Row) -> Line:
+    rate, gpus = float(row.tok_per_s), int(row.world_size)
+    low, high = _interval(row)
+    if not 0 < low <= high < math.inf:
+        raise ValueError(f"{rate} tok/s with an interval of {low:g} to {high:g}")
+    drafts = bool(row.t_draft_s and row.lookahead)
+    return {
+        "method": "SD inline" if row.mode == "sd" and not row.num_drafts else row.mode.upper(),
+        "gpus": gpus,
+        "alpha": _number(row.acceptance, "alpha"),
+        "p_hit": _number(row.hit_law, "p_hit"),
+        "policy": _policy(row),
+        "per_gpu": rate / gpus,
+        "per_sequence": rate / int(row.batch_size),
+        "low": low,
+        "high": high,
+        "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
+        "backup_cut": row.backup_lookahead not in (None, row.lookahead),
+        "other_draft": row.other_draft_device,
+        "commit": str((row.provenance or {}).get("commit") or ""),
+        **_parts(row),
+        **under_real_pairs(row),
+    }
+
+
+def _interval(row: Row) -> tuple[float, float]:
+    """Returns the 95% interval of a row's tok/s, of its draws and rounds."""
+    try:
+        own = Rate.of_row(row)
+    except ConfigError:  # short, or without what an interval is of
+        return float(row.tok_per_s), float(row.tok_per_s)
+    half = math.exp(NORMAL_Z * math.sqrt(own.variance))
+    return own.value / half, own.value * half
+
+
+def _number(text: str | None, name: str) -> float:
+    """Returns the number of a model `name:number`, or NaN for another model."""
+    match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
+    return float(match[1]) if match else float("nan")
+
+
+def _policy(row: Row) -> str:
+    if row.mode != "ssd" or not row.fan_out:
+        return ""
+    flags = [word.split("=", 1)[1] for word in row.command if word.startswith("--fan_out=")]
+    given = ((row.sweep or {}).get("flags") or {}).get("fan_out") or "".join(flags[-1:])
+    is_geometric = str(given).startswith("geometric")
+    return f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
+
+
+def _parts(row: Row) -> Line:
+    """Returns mean seconds of the lead's round: forward, all-reduces, the wait for the draft, the
+    rest."""
+    mean = row.round_us.get("mean")
+    device, lead = row.device_us or {}, (row.phases_us or {}).get("lead") or {}
+    forward, wait = device.get("forward"), lead.get("draft_wait")
+    if mean is None or forward is None or wait is None:
+        return {"round_s": None if mean is None else mean / 1e6}
+    reduce = device.get("all_reduce") or 0.0
+    other = max(0.0, mean - forward - reduce - wait)
+    names = ("round_s", "forward_s", "all_reduce_s", "wait_s", "other_s")
+    values = (mean, forward, reduce, wait, other)
+    return {name: value / 1e6 for name, value in zip(names, values, strict=True)}
+
+
+def _pool(line: Mapping[str, Any], folder: Path) -> Line:
+    """Returns the columns of a sized pool; raises ValueError for one that cannot be drawn."""
+    if missing := [name for name in _POOL_NEEDS if line.get(name) is None]:
+        raise ValueError(f"it has no {missing[0]}")
+    try:
+        theory, gpus, rate = line.get("theory_tok_per_s"), line["gpus"], line["tok_per_s"]
+        return {
+            **{name: line.get(name) for name in _POOLS},
+            "backend": "emulated",
+            "method": "SD inline" if line["mode"] == "sd" else str(line["mode"]).upper(),
+            "per_gpu": rate / gpus,
+            "token_ms": 1e3 * line["targets"] * line["batch_size"] / rate,
+            "theory": None if theory is None else theory / gpus,
+            "folder": str(folder),
+        }
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"not as a pool's values are: {error!r}") from error

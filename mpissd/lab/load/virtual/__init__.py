@@ -1,1 +1,0 @@
-"""A server in virtual time: the real driver, scheduler and controller over modelled rounds."""

@@ -1,0 +1,131 @@
+"""What is read: a bad line is left out with one note, and the rest is drawn; which probe counts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.model import Key, forwards, tables
+from analysis.rows import NothingLeft, load
+from analysis.select import machines, on_machine
+from mpissd.common.errors import ConfigError
+
+FIXTURE = Path(__file__).parent / "fixture"
+LINES = (FIXTURE / "runs.jsonl").read_text().splitlines()
+H100 = "NVIDIA H100 80GB SXM (emulated)"
+BARE = {"model": "m", "tp": 1, "fuse": True, "lm_head": False, "kv_tokens": 0, "params": 10}
+
+
+def write(folder: Path, *lines: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def changed(line: str, **values: Any) -> str:
+    return json.dumps({**json.loads(line), **values})
+
+
+@pytest.mark.parametrize(
+    ("bad", "note"),
+    [
+        (LINES[3][:200], "{folder}/runs.jsonl:2: cut off"),
+        ("[1, 2]", "{folder}/runs.jsonl:2: a list: allowed: a JSON object"),
+        (changed(LINES[3], schema=9), "left out 1 row of {folder}/runs.jsonl: schema 9: allowed"),
+        (changed(LINES[3], tok_per_s=None), "{folder}/runs.jsonl:2: left out: it has no tok_per_s"),
+        *(
+            (changed(LINES[40], **{key: value}), "{folder}/runs.jsonl:2: left out: ")
+            for key, value in (
+                ("tok_per_s", "fast"),
+                ("tok_per_s", 0),
+                ("tok_per_s", float("nan")),
+                ("world_size", 0),
+                ("round_us", [1, 2]),
+                ("batch_size", 0),
+                ("phases_us", 7),
+                ("provenance", "none"),
+                ("fan_out", 3),
+            )
+        ),
+    ],
+)
+def test_a_bad_line_costs_one_note(tmp_path: Path, bad: str, note: str) -> None:
+    data = load([write(tmp_path, LINES[0], bad, "", LINES[1])])
+    assert len(data.rows) == 2
+    (found,) = data.notes.lines
+    assert found.startswith(note.format(folder=tmp_path)), found
+
+
+def test_a_row_twice_counts_once_and_two_rows_of_one_id_are_noted(tmp_path: Path) -> None:
+    write(tmp_path / "a", LINES[0])
+    write(tmp_path / "b", LINES[0])
+    assert len(load([tmp_path]).rows) == 1 and load([tmp_path]).notes.lines == ()
+    write(tmp_path / "b", changed(LINES[0], tok_per_s=1.0))
+    data = load([tmp_path])
+    assert list(data.rows["tok_per_s"]) != [1.0]
+    (note,) = data.notes.lines
+    assert "run_id 'ar-000' is that of another row" in note
+
+
+def test_a_broken_profile_costs_one_note(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURE, tmp_path / "set")
+    path = tmp_path / "set/profiles/h200-70b-1b-T2D1.json"
+    path.write_text(path.read_text()[:500])
+    data = load([tmp_path])
+    assert data.profiles == ()
+    assert data.notes.lines == (f"{path}: left out: cut off, or no JSON object",)
+
+
+def test_nothing_left(tmp_path: Path) -> None:
+    with pytest.raises(NothingLeft, match=r"no row is left: .*runs\.jsonl:1: cut off"):
+        load([write(tmp_path / "cut", "{")])
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        load([tmp_path / "nowhere"])
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(NothingLeft, match=r"no runs\*\.jsonl there"):
+        load([tmp_path / "bare"])
+
+
+def test_a_figure_is_of_one_machine_and_measured_ones_come_first(tmp_path: Path) -> None:
+    names = ["null device (emulated)"] * 5 + ["NVIDIA H200"]
+    others = [changed(x, device_name=n, run_id=f"r{n}{i}")
+              for i, (x, n) in enumerate(zip(LINES, names, strict=False))]  # fmt: skip
+    data = load([write(tmp_path, *LINES, *others)])
+    assert machines(data.rows) == ["NVIDIA H200", H100]
+    here = on_machine(data, H100)
+    assert set(here.rows["device_name"]) == {H100} and len(here.rows) == len(LINES)
+    assert "left out 1 row of NVIDIA H200: a figure shows one machine, here " + H100 in (
+        here.notes.lines
+    )
+    with pytest.raises(ConfigError, match=r"unknown device 'V100': .*allowed: NVIDIA"):
+        on_machine(data, "V100")
+
+
+def profile(started: str | None, *entries: dict[str, Any], reduces: float = 1.0) -> dict[str, Any]:
+    about = {"provenance": {"started_at": started}} if started else {}
+    all_reduces = [{"name": "nccl", "ranks": 2, "graph": True, "seconds": {"8192": reduces}}]
+    return {**about, "tables": {"forwards": list(entries), "all_reduces": all_reduces}}
+
+
+def test_each_row_count_has_the_kernel_that_its_jobs_run() -> None:
+    chain = {**BARE, "kernel": "chain", "most_rows": 8, "seconds": {"1": 1.0, "8": 2.0}}
+    cublas = {**BARE, "kernel": "cublas", "most_rows": None, "seconds": {"1": 3, "8": 4, "64": 5}}
+    for entries in ((chain, cublas), (cublas, chain)):
+        (found,) = forwards([profile("2026", *entries)]).values()
+        assert found.seconds == {1: 1.0, 8: 2.0, 64: 5.0} and found.params == 10
+
+
+def test_the_newest_probe_counts_and_an_lm_head_is_another_forward() -> None:
+    old = profile(None, {**BARE, "seconds": {"1": 9, "2": 9}}, reduces=9.0)
+    head = profile("2026-02", {**BARE, "lm_head": True, "seconds": {"1": 7}}, reduces=2.0)
+    new = profile("2026-01", {**BARE, "seconds": {"1": 3}, "spread": {"1": 0.1}})
+    found = forwards([old, new, head])
+    bare = found[Key("m", 1, True, False, 0)]
+    assert bare.seconds == {1: 3.0} and bare.spread == {1: 0.1}
+    assert found[Key("m", 1, True, True, 0)].seconds == {1: 7.0}
+    (reduce,) = tables([old, new, head], "all_reduces", "name", "ranks", "graph")
+    assert reduce["seconds"] == {"8192": 2.0}
