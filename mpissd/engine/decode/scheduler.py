@@ -270,8 +270,8 @@ class Scheduler:
         if reason is not None:
             del self._running[task.request_id]
             self._leaving.append(task.request_id)
-        told = None if logprobs is None else logprobs[:kept]
-        return Emitted(task, list(tokens[:kept]), sources[:kept], told, reason)
+        shown = None if logprobs is None else logprobs[:kept]
+        return Emitted(task, list(tokens[:kept]), sources[:kept], shown, reason)
 
 
 def _kept(task: Task, tokens: Sequence[int]) -> tuple[int, str | None]:
