@@ -119,21 +119,18 @@ def test_a_plan_is_a_line_that_runs(capfd: pytest.CaptureFixture[str]) -> None:
 RATES = ".95,.9,.7,.4,.2,.1,.05,.02,.01,.01,.01,.01,.01,.01,.01,.01,.01,.01"
 
 
-@pytest.mark.parametrize("kind", ["rates", "marginal"])
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--gpus=1",),
-        ("--gpus=2",),
         ("--gpus=2", "--p_hit=0.7"),
         ("--gpus=2", "--acceptance_fast=rates:.2,.1,.1,.1,.1,.1,.1,.1,.1,.1"),
         ("--gpus=2", "--batch_size=16", "--fuse", "--lm_head", "--context=128"),
     ],
 )
 def test_a_list_of_rates_is_cut_to_the_k_that_is_run(
-    kind: str, flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--profile=a100-80", f"--acceptance={kind}:{RATES}", *flags]) == 0
+    assert main(["plan", "--profile=a100-80", f"--acceptance=rates:{RATES}", *flags]) == 0
     out, _ = capfd.readouterr()
     ranks, config = run_line(out)
     best = json.loads(out.splitlines()[-1])["best"]
@@ -208,11 +205,8 @@ def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -
     assert said(capfd, "plan", SEVENTY, "--target=70b", "--mode=ar", "--tp=4")["tok_per_s"] > 80
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.8])
-def test_a_plan_lists_every_use_that_it_judged(
-    alpha: float, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--profile=h200", "--pair=8b/1b", f"--alpha={alpha}"]) == 0
+def test_a_plan_lists_every_use_that_it_judged(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.5"]) == 0
     out, _ = capfd.readouterr()
     found = json.loads(out.splitlines()[-1])
     names = ["AR T=1", "AR T=2", "SD inline T=1", "SD inline T=2", "SD T=1 D=1", "SSD T=1 D=1"]
@@ -241,7 +235,6 @@ CHAT = str(Path(__file__).resolve().parents[2] / "results/recordings/smollm2.law
     [
         # It was "run it", of SD inline and SSD; measured, AR T=2 is the fastest for 16 chats.
         (("--forward=transformer", f"--laws={CHAT}", "--batch_size=16"), ("sd", 2, 0)),
-        (("--forward=transformer", f"--laws={CHAT}"), ("ssd", 1, 1)),
         # It was "SSD 1.267x the best other use of 3", SD inline T=2 with an idle GPU.
         (("--pair=70b/1b", "--gpus=3", "--alpha=.8"), ("sd", 3, 0)),
     ],
@@ -291,8 +284,6 @@ def test_a_use_that_cannot_be_judged_is_said_first_and_nothing_is_best(
     ("flags", "message"),
     [
         ((EIGHT, "--pair=70b/1b"), "doesn't cover llama-3.1-70b T="),
-        ((EIGHT, "--pair=8b/0.6b"), "doesn't cover qwen3-0.6b T=1"),
-        ((EIGHT, "--pair=8b/1b", "--nofuse"), "doesn't cover llama-3.1-8b T=1: it has measured"),
         ((EIGHT, "--lm_head"), "doesn't cover llama-3.1-8b T=1 fuse lm_head"),
         ((EIGHT, "--context=64"), "doesn't cover llama-3.1-8b T=1 fuse kv_tokens=64"),
         ((SEVENTY, "--pair=70b/1b"), "doesn't cover llama-3."),
@@ -312,11 +303,9 @@ def test_a_pair_that_was_not_probed_is_refused(
 
 
 def test_rates_alone_model_any_pair(capfd: pytest.CaptureFixture[str]) -> None:
-    for pair in ("8b/0.6b", "32b/0.6b", "66b/125m"):
-        flags = "--profile=h200", f"--pair={pair}", "--lm_head"
-        assert said(capfd, "plan", "--mode=ssd", *flags)["tok_per_s"] > 0
-        assert main(["plan", *flags, "--gpus=2"]) == 0
-        capfd.readouterr()
+    flags = "--profile=h200", "--pair=66b/125m", "--lm_head"
+    assert said(capfd, "plan", "--mode=ssd", *flags)["tok_per_s"] > 0
+    assert main(["plan", *flags, "--gpus=2"]) == 0
 
 
 def test_a_model_of_the_same_name_and_other_weights_is_refused(

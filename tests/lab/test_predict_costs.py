@@ -88,13 +88,6 @@ def test_a_profile_s_forwards_are_the_emulated_backend_s(
         assert float(costs.draft_s(rows)) == single and float(costs.glue_s(rows, k)) == lists
 
 
-def test_ar_has_no_draft() -> None:
-    job = resolve(RunConfig(mode="ar", pair="8b/1b"), 1, backend="emulated", memory_bytes=None)
-    costs = DeviceCosts.from_profile(load_profile("h100"), job)
-    with pytest.raises(ConfigError, match="no draft"):
-        costs.draft_s(1)
-
-
 def test_a_glue_takes_straight_lines_over_its_candidates() -> None:
     device = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {1: {1: 2.0}, 5: {1: 4.0, 9: 12.0}})
     assert device.glue_s(1, 3) == 3.0 and device.glue_s(5, 3) == 5.0
