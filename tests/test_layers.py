@@ -41,7 +41,6 @@ LAYERS = {
     "mpissd.lab.measure": 9,
     "mpissd.lab.probe": 10,
     "mpissd.lab.chat": 10,
-    "mpissd.lab.terminal": 7,
     "mpissd.lab.load": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.learn": 7,

@@ -28,7 +28,7 @@ from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import Choice, cut_law
 from mpissd.lab.tables import load_rows
 
-_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+_HITS = ("p_hit", "hit_law")
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:

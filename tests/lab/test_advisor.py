@@ -61,7 +61,7 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
     if rnd.random() < 0.3:
         flags["p_hit"] = rnd.uniform(0.1, 0.99)
     else:
-        flags |= {"hit_a": rnd.uniform(0.3, 1), "hit_r": rnd.uniform(0.4, 1.8)}
+        flags["hit_law"] = f"power:A={rnd.uniform(0.3, 1)},r={rnd.uniform(0.4, 1.8)}"
     config, gpus = RunConfig(**flags), rnd.randint(1, 3)
     profile = load_profile(rnd.choice(["h100", "h200", "a100-80"]))
     scale = rnd.uniform(0, 2)
@@ -231,7 +231,7 @@ def test_flags_name_what_was_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [{"hit_a": 0.9, "hit_r": 0.7}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
+    "law", [{"hit_law": "power:A=.9,r=.7"}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
 )
 @pytest.mark.parametrize("way", [("jit", 6), ("fast", 1)])
 @pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])

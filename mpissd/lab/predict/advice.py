@@ -35,7 +35,7 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
     A second line marks a profile from a datasheet.
     """
     law = hit_law_of(run, 1).label
-    if any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law)):
+    if any(v is not None for v in (run.p_hit, run.hit_law)):
         hits = f"given {law}"
     else:
         hits = "of the same file" if run.laws else f"as {DEFAULT_SOURCE} ({law})"

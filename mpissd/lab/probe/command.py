@@ -267,7 +267,7 @@ class Prober:
         session, config = self._session, self._job.config
         if self._topology.is_draft or self._topology.tp == 1:
             return
-        comm, aware = self._topology.group, config.cuda_aware_mpi
+        comm, aware = self._topology.group, config.all_reduce == "mpi"
         with ExitStack() as opened:
             groups, refused = open_groups(
                 session.group, session.backend, comm, session.waiter, cuda_aware=aware
@@ -291,7 +291,7 @@ class Prober:
         session, config = self._session, self._job.config
         source = "measured: host MPI" if session.backend.info.kind == "emulated" else self._source
         link = LinkProbe(session.backend, pair, session.waiter, self.checks, source)
-        curves, refused = link.measure(cuda_aware=config.cuda_aware_mpi)
+        curves, refused = link.measure(cuda_aware=config.all_reduce == "mpi")
         if self._topology.is_lead:
             self.tables["links"] += curves
             self.notes += refused
