@@ -16,7 +16,7 @@ from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict.advice import ERROR, gain_text, heading, render
 from mpissd.lab.predict.advisor import Advice, plan
 from mpissd.lab.predict.costs import HostCosts
@@ -25,7 +25,7 @@ from mpissd.lab.predict.label import derived_from
 from mpissd.lab.predict.places import job_of, runnable, survey
 from mpissd.lab.predict.search import Choice
 
-DEFAULT = resolve_hit_law(None, None, None).label
+DEFAULT = named_hit_law("smollm2").label
 
 PROBED = str(Path(__file__).resolve().parents[2] / "results/h200-probe/profiles/8b-1b-T1D0.json")
 H200 = load_profile("h200")
