@@ -42,7 +42,6 @@ _QUICK = 64, 16, 16  # the same, to rank many configurations
 _AT_ONCE = 1 << 17  # sequences of all configurations that are simulated at once, to stay in caches
 # Properties of HostCosts, in a Grid's order.
 _HOST = "ask_s lead_s send_s link reply_s inline_s draft_record nap patience".split()
-_FOLD = 4096  # rounds stored as separate arrays take twelve times the memory of one array
 
 
 @dataclass(frozen=True)
@@ -348,49 +347,74 @@ def _spread(chains: int, batch: int, seed: int, number: int) -> Floats:
     return np.asarray((order + random.random((chains, batch))) / chains)
 
 
+class Outcomes:
+    """The accepted tokens and hits of one sequence under a job's imposed models, by position.
+
+    They are those of a run with the same seed and sequence id; after num_positions they repeat.
+    counts [2, n]: tokens that a round accepts from a position on, if a (backup, cached branch)
+    drafted K. ranks [2, n]: of a bonus token among the draft's candidates, after (a rejection, all
+    served tokens were accepted).
+    """
+
+    def __init__(self, job: Job, sequence: int, num_positions: int, seed: int) -> None:
+        lookahead, law = job.lookahead, job.hit_law
+        self.counts = np.zeros((2, num_positions), np.int64)
+        coins = np.array(uniforms(seed, Purpose.ACCEPT, sequence, 0, num_positions + lookahead))
+        for source in (Source.NONE, Source.CACHE) if lookahead else ():
+            drafter = source or Source[job.config.backup.upper()]
+            hazards = np.array(job.acceptance[drafter].hazards)
+            ahead = np.lib.stride_tricks.sliding_window_view(coins, lookahead)[:num_positions]
+            kept = np.logical_and.accumulate(ahead < hazards, axis=1)
+            self.counts[int(source == Source.CACHE)] = kept.sum(axis=1)
+        uniform = np.array(uniforms(seed, Purpose.RANK, sequence, 0, num_positions))
+        self.ranks = np.array([law.ranks(uniform, end) for end in (False, True)], np.int64)
+        self._num_positions = num_positions
+        self._counts, self._ranks = self.counts.tolist(), self.ranks.tolist()
+
+    def accepted(self, position: int, drafted: int, hit: bool) -> int:
+        """Returns how many of `drafted` tokens are accepted, by whether a cached branch drafted
+        them."""
+        return int(min(self._counts[hit][position % self._num_positions], drafted))
+
+    def hits(self, position: int, k: int, kept: int, end: bool) -> bool:
+        """Returns whether the bonus token after k accepted ones is among `kept` candidates.
+
+        end: whether all served tokens were accepted.
+        """
+        return bool(self._ranks[end][(position + k) % self._num_positions] <= kept)
+
+
 class ReplayDraws(Draws):
     """The draws of one run (one configuration, one chain): its seed, sequences and positions."""
 
     chains = 1
 
     def __init__(self, job: Job, num_rounds: int, seed: int | None = None) -> None:
-        seed = job.config.seed if seed is None else seed
-        lookahead, batch = job.lookahead, job.config.batch_size
+        seed, batch = job.config.seed if seed is None else seed, job.config.batch_size
         # A sequence starts with length 1 and grows by at most K+1 a round.
-        count = 2 + (num_rounds + 1) * (lookahead + 1)
-
-        def table(purpose: Purpose) -> Floats:
-            return np.array([uniforms(seed, purpose, s, 0, count) for s in range(batch)])
-
-        self._true = (table(Purpose.TOKEN) * job.target.vocab_size).astype(np.int64)
-        self._coins = table(Purpose.ACCEPT)
-        uniform, law = table(Purpose.RANK), job.hit_law
-        self._ranks = np.array([law.ranks(uniform, end) for end in law.ends])
-        nothing = (0,) * (lookahead + 1)
+        count = 2 + (num_rounds + 1) * (job.lookahead + 1)
+        every = [Outcomes(job, sequence, count, seed) for sequence in range(batch)]
+        self._counts = np.array([one.counts for one in every])  # [b, 2, n]
+        self._ranks = np.array([one.ranks for one in every])
+        tokens = np.array([uniforms(seed, Purpose.TOKEN, s, 0, count) for s in range(batch)])
+        self._true = (tokens * job.target.vocab_size).astype(np.int64)
+        nothing = (0,) * (job.lookahead + 1)
         self._lists = np.array([job.fan_out_miss or nothing, job.fan_out or nothing])
-        backup = Source[job.config.backup.upper()] if lookahead else Source.NONE
-        sources = (backup, Source.CACHE) if lookahead else ()
-        self._hazards = np.array([job.acceptance[source].hazards for source in sources])
-        self._ahead, self._rows = np.arange(lookahead), np.arange(batch)
-        self._length = np.ones((1, 1, batch), np.int64)
+        self._rows, self._length = np.arange(batch), np.ones((1, 1, batch), np.int64)
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
         """Returns the leading i <= k' with U(accept) < a_i, by their drafter's acceptance rates."""
-        if not len(self._ahead):
-            return np.zeros_like(num_draft)
-        coins = self._coins[self._rows[:, None], self._length[..., None] + self._ahead]
-        good = coins < self._hazards[hit.astype(np.int64)]
-        good &= self._ahead < num_draft[..., None]
-        return np.asarray(np.logical_and.accumulate(good, axis=-1).sum(axis=-1), np.int64)
+        free = self._counts[self._rows, hit.astype(np.int64), self._length]
+        return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def bonus(self, accepted: Ints) -> Ints:
         return np.asarray(self._true[self._rows, self._length + accepted])
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        law, at = np.minimum(end, len(self._ranks) - 1), self._length + accepted
+        at = self._length + accepted
         kept = self._lists[hit.astype(np.int64), accepted]
         self._length = at + 1
-        return np.asarray(self._ranks[law, self._rows, at] <= kept)
+        return np.asarray(self._ranks[self._rows, end.astype(np.int64), at] <= kept)
 
 
 class RecordedDraws(Draws):
@@ -763,27 +787,25 @@ def _kept(
 ) -> Prediction:
     """Simulates one job for every chain of `draws`, and keeps its rounds after the first ones."""
     rounds = Rounds(grid, draws, num_tokens)
-    recent: list[dict[str, NDArray[Any]]] = []
-    folded: list[dict[str, NDArray[Any]]] = []
+    kept: dict[str, NDArray[Any]] = {}
+    count = 0
     for number in range(burn_in + num_rounds):
         of_round = rounds.advance(number)
-        if number >= burn_in:
-            recent.append({name: value[0] for name, value in of_round.items()})
-        if len(recent) == _FOLD:
-            folded.append(_stacked(recent, np.array))
-            recent = []
+        if number < burn_in:
+            continue
+        if not kept:  # one array each: rounds of their own would take twelve times the memory
+            first = {name: value[0] for name, value in of_round.items()}
+            kept = {n: np.empty((num_rounds, *v.shape), v.dtype) for n, v in first.items()}
+        for name, value in of_round.items():
+            kept[name][count] = value[0]
+        count += 1
         if not rounds.live.any():
             break
-    folded += [_stacked(recent, np.array)] if recent else []
     growth_s = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
     return Prediction(
-        **_stacked(folded, np.concatenate),
+        **{name: values[:count] for name, values in kept.items()},
         backup=Source[job.config.backup.upper()] if job.lookahead else Source.NONE,
         t_target_s=float(grid.verify_s[0, -1, -1]),
         t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
         t_growth_s=growth_s if grid.grows[0] else None,
     )
-
-
-def _stacked(parts: Sequence[dict[str, NDArray[Any]]], how: Any) -> dict[str, Any]:
-    return {name: how([part[name] for part in parts]) for name in parts[0]}
