@@ -18,6 +18,7 @@ from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
 from mpissd.lab.predict.advisor import by_speed, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.grid import Config
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.places import device_costs, survey
 from mpissd.lab.predict.search import (
@@ -30,7 +31,7 @@ from mpissd.lab.predict.search import (
     config_of,
     fan_outs,
 )
-from mpissd.lab.predict.simulation import Config, expected
+from mpissd.lab.predict.simulation import expected
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,

@@ -21,7 +21,8 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.simulation import padded, steps_seen
+from mpissd.lab.predict.grid import padded
+from mpissd.lab.predict.simulation import steps_seen
 
 Points = st.dictionaries(st.integers(1, 500), st.floats(0, 1), min_size=1, max_size=6)
 

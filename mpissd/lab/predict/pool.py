@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, buckets
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.lab.predict.simulation import Outcomes
+from mpissd.lab.predict.draws import Outcomes
 
 _BURN_IN = 8  # rounds a target before those that count
 _FRESH = 1 << 28  # first sequence of fresh draws; no request of a run has such a large id
