@@ -342,7 +342,7 @@ class Row(Origin, Mapping[str, Any]):
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
     prediction_error: float | None = key(
         "tok_per_s / predicted_tok_per_s − 1: error (a) of docs/predictions.md. It is not what a "
-        "prediction without the run would err by: that is (c), which `predict --rows` prints"
+        "prediction without the run would err by: that is (c), which `plan --rows` prints"
     )
     expected_tok_per_s: float | None = key(
         "long-run mean under the laws, from the same times; error (b) is tok_per_s / "

@@ -2,23 +2,20 @@
 
 clocks               three comparisons of all ranks' clocks
 deaf --mode=… …      a run whose last rank hears outcomes of its own
-slow --mode=… …      a run whose device claims that forwards took twice their time
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 
 from mpi4py import MPI
 
 from mpissd import __main__
 from mpissd.common import rounds
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.backend.emulated_backend import ModelledProgram
 from mpissd.engine.comm.topology import open_topology
-from mpissd.lab.measure.clock import compare_clocks
+from mpissd.lab.measure.tracing import compare_clocks
 
 
 def clocks() -> None:
@@ -26,7 +23,7 @@ def clocks() -> None:
     waiter = topology.waiter(30.0)
     every = [compare_clocks(MPI.COMM_WORLD, waiter) for _ in range(3)]
     if topology.is_lead:
-        print(json.dumps([[asdict(reading) for reading in found or ()] for found in every]))
+        print(json.dumps(every))
 
 
 def deaf(flags: list[str]) -> int:
@@ -35,15 +32,9 @@ def deaf(flags: list[str]) -> int:
     return __main__.main(["run", *flags])
 
 
-def slow(flags: list[str]) -> int:
-    last = ModelledProgram.elapsed_s
-    ModelledProgram.elapsed_s = lambda self: 2 * last(self)  # type: ignore[method-assign]
-    return __main__.main(["run", *flags])
-
-
 if __name__ == "__main__":
     sharpen_sleep()
     if sys.argv[1] == "clocks":
         clocks()
     else:
-        sys.exit({"deaf": deaf, "slow": slow}[sys.argv[1]](sys.argv[2:]))
+        sys.exit(deaf(sys.argv[2:]))

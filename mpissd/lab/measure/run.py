@@ -41,7 +41,7 @@ from mpissd.lab.measure.learning import ended, teach
 from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
-from mpissd.lab.measure.tracing import Span, Tracing
+from mpissd.lab.measure.tracing import Span, compare_clocks, write_trace
 from mpissd.lab.show import NOBODY, Audience, shown
 
 _INSTANT_S = 5e-6
@@ -112,7 +112,10 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     drafters = [rank.drafter(worker) for worker in rank.drafts]
     drafter = drafters[0] if drafters else None
     rank.prepare()
-    tracing = None if config.trace is None else Tracing(session)
+    clocks = None
+    if config.trace is not None:
+        session.barrier()  # all ranks arrive first, because a question waits for its answer
+        clocks = compare_clocks(session.topology.world, session.waiter)
     if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
@@ -142,8 +145,8 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
         except GateError as loss:
             error = loss
     agree(world, error)
-    if tracing is not None:
-        tracing.write(rank, drafter, span, str(config.trace))
+    if config.trace is not None:
+        write_trace(rank, drafter, span, clocks, config.trace)
     return row
 
 

@@ -49,10 +49,6 @@ class Forecast:
     reason: str | None = None
     derived: bool = False
 
-    def error(self, row: Row) -> float | None:
-        """Returns measured / forecast - 1; None without a forecast."""
-        return None if self.tok_per_s is None else float(row.tok_per_s) / self.tok_per_s - 1
-
 
 def forecast_row(
     row: Row,

@@ -40,11 +40,6 @@ class Survey:
     too_large: tuple[Family, ...] = ()
 
 
-def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Returns the placements that a survey finds."""
-    return list(survey(config, profile, gpus).placements)
-
-
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every T that the model can be divided into and that fits in the profile's memory.
 
