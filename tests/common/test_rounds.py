@@ -130,14 +130,6 @@ def test_an_outcome_of_other_sequences_is_refused_and_changes_nothing(
     assert batch.lengths.tolist() == [5, 2]
 
 
-def test_a_full_batch_takes_one_in_for_one_that_leaves() -> None:
-    batch = Batch(1)
-    assert batch.apply(Outcome.admission(-1, [Request(4, 40)])) == [(0, Request(4, 40))]
-    taken = batch.apply(outcome(0, (4, 0, RELEASE, 2, 7), (4, 1, ADMIT, 0, 41)))
-    assert taken == [(0, Request(4, 41, 1))]  # the same id, another epoch, from its prompt on
-    assert state(batch) == [[4], [1], [0], [1], [41]]
-
-
 @given(st.data(), st.integers(0, 4), st.integers(1, 4))
 def test_what_the_target_verifies(data: st.DataObject, lookahead: int, size: int) -> None:
     drafts = st.lists(st.integers(0, 99), max_size=lookahead)
@@ -148,9 +140,3 @@ def test_what_the_target_verifies(data: st.DataObject, lookahead: int, size: int
     verified = verify_rows(last, found)
     assert verified.dtype == np.int32 and verified.tolist() == flat
     assert found.num_rows == len(flat)
-
-
-def test_an_admission_asks_for_a_speculation_and_a_release_does_not() -> None:
-    rows = outcome(0, (1, 0, COMMIT, 0, 5), (2, 0, RELEASE, 0, 5), (3, 0, ADMIT, 0, 5))
-    assert rows.num_live == 2
-    assert Outcome.admission(-1, []).rows.shape == (0, Outcome.WIDTH)
