@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from mpissd.common.errors import FaultError
 from mpissd.common.wait import Waiter
-
-
-def after(polls: int) -> tuple[Callable[[], bool], list[int]]:
-    """A test that is true from its n-th call on, and the calls so far."""
-    calls = [0]
-
-    def test() -> bool:
-        calls[0] += 1
-        return calls[0] > polls
-
-    return test, calls
-
-
-@pytest.mark.parametrize("spin", [True, False])
-@pytest.mark.parametrize("polls", [0, 1, 5, 200])
-def test_a_wait_ends_with_its_test(spin: bool, polls: int) -> None:
-    test, calls = after(polls)
-    Waiter(60.0, spin).until(test, "peer")
-    assert calls[0] == polls + 1  # and does not ask again
 
 
 @pytest.mark.parametrize("spin", [True, False])
