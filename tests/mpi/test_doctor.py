@@ -103,8 +103,13 @@ def test_where_the_doctor_says_ok_a_run_works(
     assert run(tp + drafts, *flags, f"--out={tmp_path}/a/b") == 0
 
 
-def test_a_learner_is_examined_by_what_its_interpreter_has(tmp_path: Path) -> None:
-    env = {"MPISSD_LEARNER_PYTHON": program(tmp_path, "python", "#!/bin/sh\necho torch\n")}
+def test_a_learner_needs_pytorch(tmp_path: Path) -> None:
+    lacks = (
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+    )
+    env = shim(tmp_path, sitecustomize=lacks)
     pair = tiny_pair(tmp_path / "pair")
     flags = ["--mode=sd", "--workload=text", "--prompt_ids=1,2", "--learners=1", "--backend=numpy"]
     flags += [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={tmp_path}/out"]
