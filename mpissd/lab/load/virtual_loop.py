@@ -19,7 +19,8 @@ from mpissd.engine.job import Job, fine_buckets
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.lab.predict.pool import Outcomes, bucket
+from mpissd.lab.predict.draws import Outcomes
+from mpissd.lab.predict.pool import bucket
 
 _MOST_ROWS = 512  # of a forward over only a prompt
 _POSITIONS = 4096  # after which the draws of a sequence begin again
