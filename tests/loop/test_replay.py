@@ -150,9 +150,9 @@ def defined(
         keys = {}
         fan_out = policy.fan_outs.behind(source)
         for k in range(len(served) + 1):
-            behind = [*tokens, *served[:k]]
-            left = [t for t in ranked(laws.draft, behind) if t not in served[k : k + 1]]
-            keys |= {(k, t): [*behind, t] for t in left[: fan_out[k]]}
+            after = [*tokens, *served[:k]]
+            left = [t for t in ranked(laws.draft, after) if t not in served[k : k + 1]]
+            keys |= {(k, t): [*after, t] for t in left[: fan_out[k]]}
         k = 0
         while k < len(served) and served[k] == greedy(laws.target, [*tokens, *served[:k]], 1)[0]:
             k += 1
