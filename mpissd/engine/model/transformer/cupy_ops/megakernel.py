@@ -272,7 +272,7 @@ def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True)
 class MegakernelCache(Cache):
-    """A cache with what the kernel `whole` needs: see Megakernel.
+    """A cache with the counters and tables of the kernel `whole`.
 
     counters: uint32, set to 0 by the first norm of a forward. tables: on the device, by rows.
     """
