@@ -158,7 +158,7 @@ class CupyOps(Ops):
         self._products.multiply(x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
-        """Sums in rank order: by the group's own kernel if it does so, or by gathering and adding."""
+        """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
         part = delta[:rows]
         if group.name == "oneshot":
             group.all_reduce(part)
