@@ -114,7 +114,7 @@ def test_a_copy_that_changes_bytes_is_found() -> None:
 def test_bandwidths_launch_and_the_largest_product() -> None:
     device, checks = probe(Small())
     found = device.bandwidths(1 << 20)
-    assert found["read_bytes_per_s"] > 1e8 and found["copy_bytes_per_s"] > 1e8
+    assert found["read_bytes_per_s"] > 1e8
     empty = device.launch()
     assert empty["host_s"] > 0 and empty["device_s"] >= 0
     what, rate = device.square()
@@ -131,7 +131,7 @@ def test_an_emulated_device_gives_what_its_profile_says() -> None:
     wanted = size / profile.read_bytes_per_s + profile.product_overhead_s
     assert told["seconds"]["1"] == pytest.approx(wanted, rel=0.03)  # a launch in 64 products
     assert device.launch()["device_s"] == profile.launch_s
-    assert device.copies() == [] and device.bandwidths(1)["copy_bytes_per_s"] is None
+    assert device.copies() == []
     assert device.square()[1] == pytest.approx(profile.peak_flops_per_s, rel=0.03)
     nothing, _ = probe(EmulatedBackend(load_profile("null")))
     assert nothing.square()[1] is None

@@ -60,13 +60,11 @@ class DeviceProbe:
         self._real = backend.info.kind != "emulated"
 
     def bandwidths(self, num_bytes: int) -> dict[str, Any]:
-        """Measures read and copy bandwidth over a buffer of num_bytes, a rank's weights; None:
-        unknown."""
+        """Measures the read bandwidth over num_bytes, a rank's weights; None: unknown."""
         return {
             "bytes": num_bytes,
             "from": self._source,
             "read_bytes_per_s": self._backend.read_bandwidth(num_bytes),
-            "copy_bytes_per_s": self._backend.copy_bandwidth(num_bytes),
         }
 
     def products(self, shapes: Sequence[tuple[int, int]], read_rate: float | None) -> list[Entry]:

@@ -71,8 +71,8 @@ def print_seats(seats: Sequence[Mapping[str, Any]]) -> None:
 def _bandwidths(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
     for entry in entries:
         size = f"{entry['bytes'] / 1e6:.1f} MB"
-        rates = f"read {_rate(entry['read_bytes_per_s'])}   copy {_rate(entry['copy_bytes_per_s'])}"
-        yield f"rank {entry['rank']}", f"{rates}   over {size}"
+        rate = f"read {_rate(entry['read_bytes_per_s'])}"
+        yield f"rank {entry['rank']}", f"{rate}   over {size}"
 
 
 def _products(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
