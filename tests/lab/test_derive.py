@@ -12,8 +12,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
-from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.profile_tables import Curve
+from mpissd.engine.backend.profile import Curve, Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan

@@ -10,8 +10,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.base import ForwardKey
-from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.profile_tables import Curve, Forward, HostEntry, Tables
+from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, Tables, load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan

@@ -20,14 +20,13 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.profile_tables import Tables
+from mpissd.engine.backend.profile import Profile, Tables, load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.cache import RowPlaces
-from mpissd.engine.workload.placement import timed_places
+from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered, derived_from
 from mpissd.lab.predict.derive import with_derived

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.presets import resolve_model
-from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
 from tests.mpi.harness import needs_mpi, start
@@ -84,12 +84,6 @@ def test_every_table_is_measured(numpy: Any) -> None:
         assert heading in out
 
 
-def test_a_probe_tells_the_time_of_its_stages(numpy: Any) -> None:
-    _, data = numpy()
-    assert min(data["stage_seconds"].values()) >= 0
-    assert set(data["stage_seconds"]) >= {"products", "forwards", "all_reduces", "links"}
-
-
 def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
     _, data = numpy()
     file = tmp_path / "tiny.json"
@@ -108,10 +102,7 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("np_", "tp", "flags", "counts"),
     [  # products, forwards, all-reduces, links
-        pytest.param(1, 1, ("--mode=ar",), (6, 1, 0, 0), marks=pytest.mark.long),
-        (2, 2, ("--mode=ar",), (7, 1, 1, 0)),
         (1, 1, ("--mode=sd", "--num_drafts=0"), (12, 2, 0, 0)),
-        pytest.param(2, 1, ("--mode=sd",), (12, 2, 0, 2), marks=pytest.mark.long),
         (3, 2, ("--mode=ssd", "--fuse", "--lm_head", "--context=64"), (15, 2, 1, 2)),
     ],
 )
@@ -138,54 +129,6 @@ def test_roles_of_an_emulated_machine(
     assert again.forward_s(cost) == truth.forward_s(cost)
 
 
-def two_kernels(folder: Path) -> Path:
-    """A device whose jobs of at most 8 rows take 1 ms a forward, and others 2 ms."""
-    forwards = [
-        {
-            **vars(Shard(resolve_model(model)).key(1, ForwardOptions())),
-            "params": Shard(resolve_model(model)).num_params(ForwardOptions()),
-            "kernel": kernel,
-            "most_rows": most,
-            "from": "defined: for this test",
-            "seconds": {"1": seconds},
-        }
-        for model in ("toy-target", "toy-draft")
-        for kernel, most, seconds in (("chain", 8, 1e-3), ("cublas", None, 2e-3))
-    ]
-    data = json.loads(known_profiles()["null"].read_text())
-    file = folder / "two.json"
-    file.write_text(json.dumps({**data, "tables": {"forwards": forwards}}))
-    return file
-
-
-def test_each_kernel_that_a_job_may_run_is_probed(tmp_path: Path) -> None:
-    flags = ("--backend=emulated", f"--device={two_kernels(tmp_path)}", "--pair=toy")
-    code, out, err = probe(2, *flags, "--mode=sd", folder=tmp_path)
-    assert code == 0, err[-2000:]
-    data = json.loads(Path(told(out)["profile"]).read_text())
-    found = data["tables"]["forwards"]
-    assert [(e["model"], e["most_rows"]) for e in found] == [
-        (model, most) for model in ("toy-target", "toy-draft") for most in (8, None)
-    ]
-    for entry in found:
-        assert set(entry["seconds"].values()) == {1e-3 if entry["most_rows"] else 2e-3}
-        assert entry["kernel"] == "modelled"
-    assert "toy-target T=1 by modelled, jobs of at most 8 rows" in out
-
-
-@pytest.mark.parametrize(("lookahead", "seconds"), [(7, 1e-3), (8, 2e-3)])
-def test_a_run_takes_the_kernel_of_its_largest_forward(
-    lookahead: int, seconds: float, tmp_path: Path
-) -> None:
-    flags = ("--backend=emulated", f"--device={two_kernels(tmp_path)}", "--pair=toy")
-    flags = (*flags, "--mode=sd", f"--lookahead={lookahead}", "--rounds=5")
-    with start(2, "mpissd", "run", *flags, f"--out={tmp_path}") as job:
-        code, out, err = job.finish()
-    assert code == 0, err[-2000:]
-    row = told(out)
-    assert row["t_target_s"] == seconds and row["t_draft_s"] >= lookahead * seconds
-
-
 def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
     _, data = numpy()
     ways = [(e["mode"], e["num_drafts"], e["batch_size"]) for e in data["host"]]
@@ -196,15 +139,6 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
         assert costs.lead_sample > 0 and costs.step >= 0
         assert entry["job_forwards"]["verify"][str(5 * entry["batch_size"])] > 0
     assert data["stage_seconds"]["hosts"] > 0
-
-
-def test_a_null_device_can_be_probed(tmp_path: Path) -> None:
-    flags = ("--backend=emulated", "--device=null", "--pair=toy")
-    code, out, err = probe(3, *flags, folder=tmp_path)
-    assert code == 0, err[-2000:]
-    profile = load_profile(told(out)["profile"])
-    cost = Shard(resolve_model("toy-target"), 2).cost(8, 1, 2, ForwardOptions())
-    assert profile.forward_s(cost) == profile.all_reduce_s(2, 10**6) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -222,13 +156,6 @@ def test_wrong_data_end_the_job_and_save_nothing(
     lines = [line for line in err.splitlines() if line.startswith("mpissd")]
     assert code == 3 and len(lines) == 1 and said in lines[0]
     assert "{" not in out and not list((tmp_path / "profiles").iterdir())
-
-
-@pytest.mark.parametrize("name", ["--name=a/b", "--name=.."])
-def test_a_name_that_is_no_file_name(name: str, tmp_path: Path) -> None:
-    code, out, err = probe(2, "--backend=emulated", "--device=null", name, folder=tmp_path / "out")
-    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
-    assert code == 2 and out == "" and len(lines) == 1 and "name=" in lines[0]
 
 
 def _break(what: str) -> None:

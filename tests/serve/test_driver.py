@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -11,15 +10,11 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.decode import upkeep
-from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
-from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Serving
-from mpissd.engine.workload.steps import Steps
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
 from mpissd.serve.ranks import warm
@@ -86,7 +81,7 @@ def config(pair: TinyPair, **flags: object) -> RunConfig:
 def served(
     loops: Loops,
     mail: Script,
-    times: RowTimes | None = None,
+    times: ForwardTimes | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
 ) -> Driver:
@@ -120,7 +115,7 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
         return decoder.tokens[0][:count]
 
 
-class ThreeRows(RowTimes):
+class ThreeRows(ForwardTimes):
     """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
 
     def __init__(self) -> None:
@@ -199,7 +194,7 @@ def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
 
 def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> None:
     many = text_config(pair, lookahead=K, batch_size=8, mode="ssd")
-    times = RowTimes()
+    times = ForwardTimes()
     with Loops(*in_one_process(many, Serving(kv_tokens=64))) as loops:
         room = room_of(loops)
         assert room.pages < 8
@@ -214,7 +209,7 @@ class Wild(Goodput):
     """Takes any way, K = 0 in most rounds."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(K, [None, 1], RowTimes())
+        super().__init__(K, [None, 1], ForwardTimes())
         self.dice, self.ways = random.Random(seed), set[Way]()
 
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
@@ -227,33 +222,6 @@ class Wild(Goodput):
     @property
     def is_trying(self) -> bool:
         return True  # it chooses before each round
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_resting_and_catching_up_at_any_time_change_no_token(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """The draft rests at once here, while others join, leave and store prompts."""
-    parts, store = list[bool](), Drafter.store_part
-
-    def stored(self: Drafter) -> Steps[None]:
-        parts.append(True)
-        yield from store(self)
-
-    monkeypatch.setattr(upkeep, "_SHARE", 1.0)
-    monkeypatch.setattr(Drafter, "store_part", stored)
-    dice = random.Random(seed)
-    asked = [(dice.randrange(60), n, prompt, 90) for n, prompt in enumerate(prompts(20, seed))]
-    mail = Script(*((at, Submit(*one)) for at, *one in asked), (30, Cancel(4)))
-    goodput = Wild(seed)
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail, ThreeRows(), goodput=goodput)
-    assert all_returned(loops)
-    tokens = mail.tokens()
-    for _, n, prompt, count in asked:
-        whole = alone(pair, prompt, count)
-        assert tokens.get(n, []) == (whole if n != 4 else whole[: len(tokens.get(n, []))])
-    assert len(parts) > 3 and len(goodput.ways) > 5
 
 
 @pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
@@ -334,7 +302,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
     assert len(mail.ends()) == 1 + isinstance(second, Submit)
 
 
-class FewRows(RowTimes):
+class FewRows(ForwardTimes):
     """Lets a draft catch up with twenty tokens a round."""
 
     def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
@@ -345,7 +313,7 @@ class Planned(Goodput):
     """Drafts in the rounds that it is told."""
 
     def __init__(self, drafts: Callable[[int], bool]) -> None:
-        super().__init__(K, [None], RowTimes())
+        super().__init__(K, [None], ForwardTimes())
         self.drafts, self.rounds = drafts, 0
 
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
@@ -358,45 +326,6 @@ class Planned(Goodput):
         return True  # it chooses before each round
 
 
-@pytest.mark.parametrize("case", ["drafting breaks off", "a long prompt joins behind the rest"])
-def test_what_a_draft_lacks_behind_a_rest_is_never_stored_all_at_once(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    stored, rounds, fill = list[int](), list[Way](), Drafter._fill
-    store, begin = Drafter.store_part, {"drafting breaks off": 110}.get(case, 45)
-
-    def filled(
-        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
-    ) -> Steps[int]:
-        count = yield from fill(self, rows, spare, most)
-        if len(rounds) >= begin:
-            stored.append(count)
-        return count
-
-    def slow(self: Drafter) -> Steps[None]:
-        yield from store(self)
-        time.sleep(0.05)  # as long as a round, so that little is caught up in each
-
-    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
-        rounds.append(way)
-
-    monkeypatch.setattr(Drafter, "_fill", filled)
-    monkeypatch.setattr(Goodput, "observe", observe)
-    first, second, *_ = prompts(3, seed=5)
-    if case == "drafting breaks off":
-        monkeypatch.setattr(Drafter, "store_part", slow)
-        asked = [(0, Submit(n, prompt, 190)) for n, prompt in enumerate(prompts(3, seed=5))]
-        goodput = Planned(lambda n: begin < n <= begin + 4)
-    else:
-        monkeypatch.setattr(upkeep, "_SHARE", 1.0)  # rests at once
-        asked = [(0, Submit(0, first, 190)), (1, Submit(1, second, 190))]
-        asked.append((8, Submit(2, (first * 20)[:200], 30)))
-        goodput = Planned(lambda n: n > begin)
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, Script(*asked), ThreeRows(), goodput=goodput)
-    assert sum(stored) > 60 and max(stored) <= upkeep.PART
-
-
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     pair: TinyPair, mode: str
@@ -404,7 +333,7 @@ def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     prompt = [5, 6, 7]
     asked = Submit(0, prompt, 60, mode=mode), Submit(1, prompt, 60)
     mail = Script((0, asked[0]), (200, asked[1]))
-    goodput = Goodput(K, [None, 1], RowTimes())
+    goodput = Goodput(K, [None, 1], ForwardTimes())
     with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
         served(loops, mail, goodput=goodput)
     assert mail.tokens()[0] == mail.tokens()[1] == alone(pair, prompt, 60)

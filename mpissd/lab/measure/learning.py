@@ -21,7 +21,7 @@ def teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
     assert rank.target is not None, "a lead without a target"
     everywhere = rank.session.job.config.learning.positions == "all"
     loop.tell()  # drops the warm-up's last round: no receiver yet
-    loop.teach = teaching = Teaching(rank.target, learning.outlet, everywhere=everywhere)
+    loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
     return teaching
 
 
