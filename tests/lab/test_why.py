@@ -7,12 +7,12 @@ import copy
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import SCHEMA, Row
+from mpissd.common.row import Row
 from mpissd.lab.predict.why import gaps
 
 # Rows as `run` writes them on an emulated H100, 8B/1B, K = 4; only what `gaps` reads.
 SD = Row.from_dict({
-    "schema": SCHEMA, "mode": "sd", "backend": "emulated", "tp": 1, "num_drafts": 1,
+    "schema": 1, "mode": "sd", "backend": "emulated", "tp": 1, "num_drafts": 1,
     "inline_draft": False, "fuse": False, "graph": False, "on_late": None, "hit_rate": None,
     "round_us": {"mean": 11217.0, "p50": 11183.3, "n": 200},
     "phases_us": {

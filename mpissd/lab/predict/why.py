@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import SCHEMA, Row
+from mpissd.common.row import READABLE, Row
 
 _NEEDED = ("mode", "round_us", "phases_us", "floor_us", "t_target_s", "inline_draft")
 _CLOSES = {
@@ -41,8 +41,8 @@ def gaps(row: Row, count: int = 3) -> list[Gap]:
 
     Raises ConfigError for a row of another schema, or without a key that every row has.
     """
-    if row.schema != SCHEMA:
-        raise ConfigError(f"result of schema {row.schema!r}: this version reads {SCHEMA}")
+    if row.schema not in READABLE:
+        raise ConfigError(f"result of schema {row.schema!r}: this version reads {READABLE}")
     if missing := [key for key in _NEEDED if key not in row]:
         raise ConfigError(f"result row: no {missing[0]!r}: allowed: a row that `run` wrote")
     round_us = (row.round_us or {}).get("mean")
