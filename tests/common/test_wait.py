@@ -19,16 +19,6 @@ def test_a_deadline_ends_a_wait_and_names_what_did_not_come(spin: bool) -> None:
 
 
 @pytest.mark.parametrize("spin", [True, False])
-def test_a_sleep_lasts_until_its_end_and_sleeps(spin: bool) -> None:
-    waiter = Waiter(60.0, spin)
-    for span in (0.0, 1e-5, 1e-3, 0.1):
-        before, end = time.thread_time(), time.perf_counter() + span
-        waiter.sleep_until(end)
-        assert time.perf_counter() >= end
-    assert time.thread_time() - before < 0.05  # of the last one's 0.1 s
-
-
-@pytest.mark.parametrize("spin", [True, False])
 def test_a_long_wait_asks_whether_it_is_in_vain(spin: bool) -> None:
     """As NCCL's asynchronous errors: nobody comes, long before the deadline."""
     waiter, asked = Waiter(60.0, spin), []
