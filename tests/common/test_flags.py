@@ -1,4 +1,4 @@
-"""The flags of every command, held against their own declarations; and the values that a run's flags imply."""
+"""The flags of every command, held against their own declarations; the values that they imply."""
 
 from __future__ import annotations
 
