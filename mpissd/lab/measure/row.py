@@ -115,7 +115,6 @@ def _options(session: Session) -> dict[str, Any]:
         "backup": config.backup if job.draft else None,  # SD drafts only with its backup
         "backup_lookahead": job.backup_lookahead if job.draft else None,
         "num_layers": job.target.num_layers,
-        "full_num_layers": job.full_target.num_layers,
         "seed": config.seed,
         "stop_token": config.stop_token,
     }

@@ -14,7 +14,7 @@ from mpissd.lab.measure.reports import Measured
 
 
 def device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's keys from t_target_s to t_target_full_depth_s."""
+    """Returns the row's keys from t_target_s to cache_bytes."""
     job, records = session.job, measured.lead.records
     full = records.num_rows() == job.verify_rows
     t_target = median(np.asarray(records.t_target_s)[full])
@@ -33,7 +33,6 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
         "floor_fraction": round(floor_s / t_target, 4) if timed and floor_s and t_target else None,
         **floor,
         "cache_bytes": session.backend.info.cache_bytes,
-        "t_target_full_depth_s": _full_depth(session, t_target),
     }
 
 
@@ -75,14 +74,6 @@ def rates(profile: JobProfile) -> dict[str, float | None]:
         "read_bytes_per_s": profile.read_bytes_per_s,
         "peak_flops_per_s": profile.peak_flops_per_s,
     }
-
-
-def _full_depth(session: Session, t_target: float | None) -> float | None:
-    """Returns the forward's seconds scaled to all layers; None if no layers were left out."""
-    job = session.job
-    if t_target is None or job.target.num_layers == job.full_target.num_layers:
-        return None
-    return t_target * job.full_target.num_layers / job.target.num_layers
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
