@@ -33,7 +33,6 @@ from mpissd.lab.predict.coverage import check_device, covered
 from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.label import derived_from
 from mpissd.lab.predict.row import predict_row
-from mpissd.lab.probe.device import product_shapes
 from mpissd.lab.probe.group import TRANSFORMER_ROWS, GroupProbe, contexts
 from mpissd.lab.probe.sample import Checks
 from tests.datasheet import DATASHEET
@@ -164,17 +163,16 @@ def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], list[Any
     group = GroupProbe(backend, MPI.COMM_SELF, Waiter(30.0, spin=False), checks, "measured: here")
     rows, model = [1, 2, 5, 24], found.workload.target_model
     parts = found.target_shard, replace(found.options, context=2000), rows, [1, 8], model
-    return *group.transformer(SoloGroup(found.tp), *parts), checks
+    return group.transformer(SoloGroup(found.tp), *parts), checks
 
 
 def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it() -> None:
     h200 = load_profile(DATASHEET)
     found = job(mode="ar", draft=None, target="8b", context=1500, batch_size=4, rounds=20)
-    forwards, launch, _ = probed(EmulatedBackend(h200), found)
+    forwards, _ = probed(EmulatedBackend(h200), found)
     assert [(e["kv_tokens"] // e["sequences"], e["sequences"]) for e in forwards] == [
         (context, batch) for batch in (1, 8) for context in contexts(2000)
     ]
-    assert launch[0]["what"] == "forward of transformer llama-3.1-8b T=1 context=64 b=1, modelled"
     profile = replace(h200, tables=Tables.parse({"forwards": json.loads(json.dumps(forwards))}))
     for rows in (1, 2, 5, 12):
         cost = found.target_shard.cost(rows, 4, 2, found.options)
@@ -189,19 +187,16 @@ def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it
 
 def test_a_probe_on_a_processor_names_the_kernel_and_finds_no_wrong_data() -> None:
     found = job(backend="numpy", mode="ar", draft=None, rounds=1)
-    forwards, launch, checks = probed(NumpyBackend(), found)
+    forwards, checks = probed(NumpyBackend(), found)
     assert checks.error() is None
-    assert {e["kernel"] for e in forwards} == {"numba"} and launch[0]["host_s"] > 0
+    assert {e["kernel"] for e in forwards} == {"numba"}
     assert all(s > 0 for e in forwards for s in e["seconds"].values())
-    long, short = forwards[3]["seconds"]["24"], forwards[0]["seconds"]["24"]
-    assert long > short  # 24 rows that attend 2,000 tokens, and 64
-    assert product_shapes(found.target_shard, found.options) == []
 
 
 def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
     found = job(mode="ar", draft=None, target="8b", rounds=1)
     backend = EmulatedBackend(replace(load_profile("h200"), memory_bytes=18 * 10**9))
-    forwards, _, _ = probed(backend, found)
+    forwards, _ = probed(backend, found)
     contexts_of = {(e["sequences"], e["kv_tokens"] // e["sequences"]) for e in forwards}
     assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500), (1, 1000), (8, 1000)}
 

@@ -225,10 +225,6 @@ class Backend(ABC):
         unknown."""
 
     @abstractmethod
-    def copy_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures bytes a second, read plus written, of a copy on the device; None if unknown."""
-
-    @abstractmethod
     def peak_flops(self) -> float | None:
         """Measures the flop a second of a large square product; None if unknown.
 

@@ -214,9 +214,6 @@ class CupyBackend(Backend):
     def read_bandwidth(self, num_bytes: int) -> float | None:
         return cupy_rates.read_bandwidth(self, num_bytes)
 
-    def copy_bandwidth(self, num_bytes: int) -> float | None:
-        return cupy_rates.copy_bandwidth(self, num_bytes)
-
     def peak_flops(self) -> float | None:
         return cupy_rates.peak_flops(self)
 
