@@ -10,8 +10,8 @@ import pytest
 from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.lab.measure.card import print_summary
-from mpissd.lab.measure.learning import shares_gpu_of
 from mpissd.lab.measure.reports import Measured
+from mpissd.lab.measure.row import shares_gpu_of
 from tests.common.clean_row import Line, Rounds, judge, make
 
 INFOS = [DeviceInfo("a GPU", "gpu", uuid=f"GPU-{name}") for name in "ab"]

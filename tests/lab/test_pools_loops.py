@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpissd.lab.pools.durations import Pool
+from mpissd.lab.pools.simulation import replay
 
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.backend.profile import load_profile
@@ -26,8 +28,6 @@ from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.workload.gemm import DraftStream, TokenStream
-from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.simulation import replay
 from mpissd.lab.predict.costs import HostCosts
 from tests.lab import test_predict_loops as loops
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from mpissd.lab.pools.queueing import Shared, SharedDraft, closed_network, shared_draft
 
 from mpissd.common.errors import ConfigError
-from mpissd.lab.pools.queueing import Shared, SharedDraft, closed_network, shared_draft
 
 
 def chain(away_s: float, turns: float, frame_s: Sequence[float]) -> np.ndarray:

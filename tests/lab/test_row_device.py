@@ -18,7 +18,8 @@ from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.lab.measure import calibrate, row_times
+from mpissd.lab.measure import calibrate
+from mpissd.lab.measure.row import device_means
 
 WAITER = Waiter(30.0, spin=False)
 
@@ -29,7 +30,7 @@ def means(rounds_s: float | None, calibrated_s: float | None) -> dict[str, float
     records = [6e-3, 6e-3, 8e-3, 8e-3]
     lead = SimpleNamespace(records=Records(records), ledger=ledger, all_reduce_s=rounds_s)
     measured = SimpleNamespace(lead=lead, profile=SimpleNamespace(all_reduce_s=calibrated_s))
-    found: dict[str, float | None] = row_times.device_means(measured)
+    found: dict[str, float | None] = device_means(measured)
     return found
 
 

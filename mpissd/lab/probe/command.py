@@ -117,7 +117,6 @@ class Prober:
         fitted = fit(job, backend.itemsize, tables, self.peak, memory, self._source)
         print_table(tables, notes, self.host, places)
         name = name or profile_name(job, backend.info)
-        mpi_library = str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
         data = {
             "name": name,
             "device_name": backend.info.name.removesuffix(" (emulated)"),
@@ -129,7 +128,7 @@ class Prober:
             "topology": places,
             "not_measured": notes,
             "stage_seconds": seconds,
-            "provenance": provenance(session.infos, session.topology.hosts, mpi_library),
+            "provenance": provenance(session.infos, session.topology.hosts),
         }
         path = save_profile(job.config.out, name, data)
         covers = list(dict.fromkeys(f"{e['model']} T={e['tp']}" for e in tables["forwards"]))
