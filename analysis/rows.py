@@ -34,7 +34,7 @@ import pandas as pd
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import NORMAL_Z, Rate
 from mpissd.common.real_pairs import BESIDE, under_real_pairs
-from mpissd.common.row import KEYS, Row
+from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text
 from mpissd.lab.tables.load import read_lines
 
@@ -49,7 +49,7 @@ _DEFAULTS: Line = {  # None for the other keys
     "workload": "gemm",
     "batch_size": 1,
 }
-_RETIRED = ("draft_lookup",)  # a key of older rows that a figure shows
+
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
     "prediction_error expected_tok_per_s branch_budget tok_per_s temperature divergence "
@@ -138,7 +138,7 @@ def load(paths: Iterable[str | Path]) -> Data:
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:
     """Makes a frame of complete lines; it has all columns also without a line."""
-    names = dict.fromkeys(("row", *KEYS, *_RETIRED, *_NUMBERS, *REAL))
+    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS, *REAL))
     every = [{**names, **line} for line in lines]
     frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
     numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in (*_NUMBERS, *REAL)}
@@ -196,7 +196,7 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
     try:
         if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
             raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
-        known = {**dict.fromkeys((*KEYS, *_RETIRED)), **row}
+        known = {**dict.fromkeys((*KEYS, *RETIRED)), **row}
         return {**known, **_derived(row), "row": row, "folder": str(folder)}
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error

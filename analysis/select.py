@@ -355,7 +355,7 @@ def claim_of(case: Case, ssd: pd.DataFrame) -> Claim | None:
 def best_a_gpu(claim: Claim) -> Comparison | None:
     """Returns SSD's gain a GPU over the other use with most tok/s a GPU."""
     use = max(claim.others, key=lambda use: use.per_gpu)
-    over = claim.ssd.cell.over(use.cell)
+    over = claim.ssd.over(use)
     return None if over is None else over.scaled(use.family.gpus / claim.gpus)
 
 
@@ -363,6 +363,6 @@ def over_strongest(claim: Claim) -> Comparison | None:
     """Returns SSD's gain over the fastest other use, measured on any visit or expected."""
     fastest = claim.others[0]
     rates = [one.rate for one in claim.unknown if one.rate is not None]
-    over = claim.ssd.cell.over(fastest.cell)
+    over = claim.ssd.over(fastest)
     share = fastest.tok_per_s / max([fastest.tok_per_s, *rates])
     return None if over is None else over.scaled(share)

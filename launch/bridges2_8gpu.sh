@@ -21,7 +21,7 @@ run $((tp + 1)) "${qwen[@]}" --mode=ssd --fan_out=geometric:24
 llama=(--fuse --pair=70b/1b --lookahead=7)
 run 8 "${llama[@]}" --mode=ar
 run 8 "${llama[@]}" --mode=sd --num_drafts=0
-scaled=("${llama[@]}" --num_layers="${NUM_LAYERS:-64}")
+scaled=(--fuse --pair="70b@${NUM_LAYERS:-64}L/1b" --lookahead=7)
 run "$tp" "${scaled[@]}" --mode=ar
 run $((tp + 1)) "${scaled[@]}" --mode=sd
 run $((tp + 1)) "${scaled[@]}" --mode=ssd --fan_out=geometric:24

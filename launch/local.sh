@@ -16,5 +16,5 @@ shift
 [ ! -t 1 ] || { MPISSD_TERMINAL=$(uname -n):$(tty <&3) && export MPISSD_TERMINAL; } 3>&1
 
 # A mistake in the flags costs one line here, instead of one from each rank and mpirun's comments.
-"$PYTHON" -m mpissd "$command" --dry_run --world_size="$np" "$@" </dev/null >/dev/null
+"$PYTHON" -m mpissd "$command" --dry_run="$np" "$@" </dev/null >/dev/null
 exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd "$command" "$@" </dev/null

@@ -261,7 +261,7 @@ class Runner:
         flags.append(f"--out={out}")
         if self._is_dry:
             python = os.environ.get("PYTHON", sys.executable)
-            dry = [python, "-m", "mpissd", command, "--dry_run", f"--world_size={ranks}"]
+            dry = [python, "-m", "mpissd", command, f"--dry_run={ranks}"]
             return [*dry, *flags], environment
         environment["COMMAND"] = command
         return [str(ROOT / "launch" / "local.sh"), str(ranks), *flags], environment

@@ -108,10 +108,9 @@ def differences(rig: Rig, context: int, rows: int) -> Iterator[tuple[str, float]
         ops.begin(stack.cache, rows)
         ops.embed(stack.weights.table, stack.buffers.tokens, stack.buffers.hidden, rows)
         first = stack.weights.layers[0].attention_norm
-        ops._norm(stack.buffers.hidden, None, first, stack.buffers.x, rows, stack.cache.counters)  # type: ignore[attr-defined]
+        ops.norm(stack.buffers.hidden, None, first, stack.buffers.x, rows, stack.cache.counters)
         if count:
-            norm = ops._first_norm  # type: ignore[attr-defined]
-            megakernel.launch(stack.weights, stack.buffers, stack.cache, rows, norm, count)
+            megakernel.launch(stack.weights, stack.buffers, stack.cache, rows, count)
         return tensors(rig, layer, context, rows)
 
     layers = rig.checkpoint.config.shape.num_layers

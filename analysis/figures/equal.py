@@ -16,7 +16,8 @@ from analysis.style import Poster, caption, look, need, note, parity
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import tps_of, widest
-from mpissd.lab.tables.claims import Claim, MeasuredUse, claims, tables_of
+from mpissd.lab.tables.best import Use
+from mpissd.lab.tables.claims import Claim, claims, tables_of
 
 _WIDTH = 10.0  # Inches; README shows the figure 700 pixels wide, where its text must stay readable.
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
@@ -78,7 +79,7 @@ def _label(claim: Claim) -> str:
     return f"{pair} on {claim.gpus} GPUs, {head} LM head"
 
 
-def _uses(claim: Claim) -> list[MeasuredUse]:
+def _uses(claim: Claim) -> list[Use]:
     """Returns SSD, and of each other mode the use on most target ranks that was measured."""
     wanted = widest(claim.gpus, tps_of(str(claim.setting["target"]), claim.gpus))
     others = sorted(claim.others, key=lambda use: (use.family in wanted, use.tp))
@@ -97,14 +98,14 @@ def _splits(panel: Sequence[Claim]) -> str:
 
 
 def _rates(poster: Poster, ax: Axes, panel: Sequence[Claim]) -> None:
-    lines: dict[str, list[tuple[float, MeasuredUse]]] = {}
+    lines: dict[str, list[tuple[float, Use]]] = {}
     for claim in panel:
         for use in _uses(claim):
             lines.setdefault(use.family.name, []).append((_alpha(claim), use))
     for name, points in lines.items():
         alphas, uses = zip(*points, strict=True)
-        values, low, high = zip(*(of_seeds(use.cell.rows) for use in uses), strict=True)
-        also = {"K": [use.cell.lookahead for use in uses]}
+        values, low, high = zip(*(of_seeds(use.rows) for use in uses), strict=True)
+        also = {"K": [use.lookahead for use in uses]}
         style = {**look(name), "zorder": 5 if name == "SSD" else 3}
         poster.line(ax, name, alphas, values, low=low, high=high, also=also, **style)
     expected_lines(poster, ax, [(_alpha(claim), claim) for claim in panel])
@@ -134,7 +135,7 @@ def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     """Returns the caption of the rows that were drawn."""
     panels = list(shown)
     uses = [use for panel in panels for c in panel for use in (*_uses(c), c.other) if use]
-    drawn = {row["run_id"] for use in uses for row in use.cell.rows}
+    drawn = {row["run_id"] for use in uses for row in use.rows}
     laws = "; ".join(
         f"{_label(panel[0])}: hits {panel[0].hit_law}{', assumed' * panel[0].is_assumed}"
         for panel in panels

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpissd.cli.configs import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import flags_of, said
+from mpissd.common.flags import said
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
@@ -24,12 +24,11 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.places import runnable, survey
-from mpissd.lab.predict.recorded import predict_replay
 from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import Choice, cut_law
 from mpissd.lab.tables import load_rows
 
-_HITS = ("p_hit", "hit_a", "hit_r", "hit_law")
+_HITS = ("p_hit", "hit_law")
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -48,9 +47,8 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
         return _judge(config, config.rows)
     if "mode" in given:
         return _predict(config, given)
-    extra = sorted((given & flags_of(RunConfig).keys()) - set(PLANNED))
-    if extra:
-        value = getattr(config.run, extra[0])
+    if extra := sorted(given - set(PLANNED) - {"profile", "gpus"}):
+        value = getattr(config, extra[0], None) or getattr(config.run, extra[0])
         raise ConfigError(f"{extra[0]}={value} without mode: allowed: with mode, for a prediction")
     return _advise(config, given)
 
@@ -68,12 +66,8 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     )
     check_device(profile, job, drafts)
     device, host = DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job)
-    if groups > 1:
-        row = predict_pool(job, groups, profile, host)
-    elif run.workload == "replay":
-        row = predict_replay(job, device, host)
-    else:
-        row = predict_row(job, device, host)
+    shared = predict_pool(job, groups, profile, host) if groups > 1 else None
+    row = shared or predict_row(job, device, host)
     rate, rounds = row["tok_per_s"], row["round_us"]
     mean = row.get("expected_tok_per_s")
     known = "" if mean is None else f"   (the laws' mean: {mean:.1f})"

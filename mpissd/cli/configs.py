@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, contained, flag, flags_of, integer, words
-from mpissd.common.schedules import SCHEDULES
 
 _ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
 
@@ -35,8 +34,6 @@ PLANNED = (  # flags of a run that apply to every configuration that `plan` weig
     "acceptance",
     "acceptance_fast",
     "p_hit",
-    "hit_a",
-    "hit_r",
     "hit_law",
     "laws",
     "lookup",
@@ -85,10 +82,6 @@ class PlanConfig(Checked):
             raise ConfigError(f"host={self.host} without rows: allowed: with rows")
         if self.run.groups > 1 and self.rows is not None:
             raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
-        if self.run.schedule is not None:
-            name = self.run.schedule
-            flags = " ".join(f"{name}={text}" for name, text in SCHEDULES[name].items())
-            raise ConfigError(f"schedule={name} with plan: allowed: its flags, {flags}")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Compares two configurations: a speedup with its 95% interval, and the level of its evidence.
 
 Rows are compared within one *visit*: the same commit on the same GPUs, begun within half a day.
-Machines drift by 1.3 to 3.6% from visit to visit, which no interval contains. Rows that share no
-visit are compared too, but the result is labelled "few visits" and claims nothing.
+Machines drift from visit to visit, by 1.3 to 3.6% in our rows, which no interval contains; DRIFT
+bounds it. Rows that share no visit are compared too, but the result is labelled "few visits" and
+claims nothing.
 
 The first of three levels that the rows allow is used, and the result names it (How):
 
@@ -54,6 +55,7 @@ SEVERAL = 3  # The number of seeds from which level "seeds" applies.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
 FEW_VISITS = "few visits: the two sides share no machine and commit"
+DRIFT = 0.04  # The most by which one use's medians differ between visits.
 _VISIT_S = 12 * 3600  # Two runs of one visit begin within so many seconds.
 _LEAST_SHARE = 0.5  # Both runs must have emitted at least this share of the longer run's tokens.
 _LAW = "workload acceptance seed temperature vocab order divergence prompt_tokens recording".split()

@@ -1,9 +1,9 @@
-"""The configuration of a run: its flags in groups, and the refusals that concern several of them.
+"""The configuration of a run: its flags in groups, each declared once.
 
 A group is a dataclass whose fields are the flags: default, parser with bounds, and help. The
-command line, its help, the axes of a grid and the digest derive from these fields, so a flag is
-added in one place. A flag's group decides how a sweep treats it: MachineFlags and OutputFlags hold
-for a whole job. mpissd.common.workloads names the flags that only some workloads read.
+command line, its help, the axes of a grid, the digest and the refusals derive from these fields, so
+a flag is added in one place. A flag's group decides how a sweep treats it: MachineFlags and
+OutputFlags hold for a whole job.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpissd.common.default_flags import with_measured, with_text
 from mpissd.common.errors import ConfigError
@@ -23,13 +24,15 @@ from mpissd.common.flags import (
     flag,
     flags_of,
     integer,
+    mapped,
+    mapping,
     number,
     parse_into,
+    ranks_or_switch,
     switch,
     words,
 )
-from mpissd.common.schedules import SCHEDULES
-from mpissd.common.workloads import parse_name, refused_flags
+from mpissd.common.workloads import parse_name, readers
 
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
@@ -41,12 +44,15 @@ _ANSWER_TOKENS = 256
 class MethodFlags(Checked):
     """Flags of the method: how tokens are drafted and served."""
 
-    mode: str = flag("ssd", choice("ar", "sd", "ssd"), "decoding mode: ar, sd or ssd")
-    schedule: str | None = flag(
-        None,
-        choice(*SCHEDULES),
-        f"named combination of flags to set: {', '.join(SCHEDULES)}",
-        in_digest=False,  # the flags that it sets are in the digest
+    mode: str = flag(
+        "ssd",
+        choice("ar", "sd", "ssd"),
+        "decoding mode: ar, sd or ssd",
+        needs={
+            "ar": "num_drafts=0",
+            "sd": "lookahead>0",
+            "ssd": "lookahead>0 num_drafts=1",
+        },
     )
     num_drafts: int | None = flag(
         None,
@@ -60,13 +66,7 @@ class MethodFlags(Checked):
     fan_out: str = flag(
         "uniform:3",
         words,
-        "branches kept: uniform:F, geometric:B, or list:F0,…,FK (ssd)",
-        modes=GROWING,
-    )
-    fan_out_miss: str | None = flag(
-        None,
-        words,
-        "as fan_out, after a miss, which a backup drafted (default: fan_out)",
+        "branches kept: uniform:F, geometric:B or list:F0,…,FK; A/B: B after a miss (ssd)",
         modes=GROWING,
     )
     backup: str = flag(
@@ -91,15 +91,13 @@ class MethodFlags(Checked):
         """Whether only prompt lookup drafts, without a draft model (sd with backup=fast)."""
         return self.mode == "sd" and self.backup == "fast"
 
+    def effective(self, name: str) -> Any:
+        """Returns the value of a flag, with the default that the mode gives it."""
+        return self.drafts if name == "num_drafts" else super().effective(name)
+
     def check(self) -> None:
-        """Refuses methods that the flags contradict; raises ConfigError."""
+        """Refuses a backup that drafts more than K tokens; raises ConfigError."""
         super().check()
-        if self.mode != "ar" and self.lookahead < 1:
-            raise ConfigError(f"lookahead=0 with mode={self.mode}: allowed: a whole number >= 1")
-        if self.mode == "ssd" and self.num_drafts == 0:
-            raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)")
-        if self.mode == "ar" and self.num_drafts:
-            raise ConfigError(f"num_drafts={self.num_drafts} with mode=ar: allowed: 0")
         if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
             raise ConfigError(
                 f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
@@ -111,12 +109,15 @@ class ModelFlags(Checked):
     """Flags of the target and draft models, and of their forwards."""
 
     pair: str | None = flag(
-        None, words, "models: toy, 8b/1b, 70b/1b or TARGET/DRAFT (default: the largest that fits)"
+        None,
+        words,
+        "models: toy, 8b/1b, 70b/1b or TARGET/DRAFT (default: the largest that fits)",
+        needs="target=None draft=None",
     )
     target: str | None = flag(
         None, words, "target model: preset, config.json or gen:layers=…,hidden=…,ffn=…"
     )
-    draft: str | None = flag(None, words, "draft model, named as the target is")
+    draft: str | None = flag(None, words, "draft model, named as the target is", needs="target")
     forward: str | None = flag(
         None,
         choice(*FORWARDS),
@@ -131,15 +132,6 @@ class ModelFlags(Checked):
     context: int = flag(
         0, integer(0), "tokens of KV cache that each forward reads, as attention would"
     )
-    num_layers: int | None = flag(
-        None, integer(1), "layers of the target that run; the row labels it as depth-scaled"
-    )
-
-    def check(self) -> None:
-        """Refuses --pair together with --target or --draft."""
-        super().check()
-        if self.pair is not None and (self.target or self.draft):
-            raise ConfigError("pair and target/draft say the same thing: give one")
 
 
 @dataclass(frozen=True)
@@ -150,6 +142,7 @@ class WorkloadFlags(Checked):
         "gemm",
         parse_name,
         "what decides tokens: imposed laws (gemm), sampled models, or a recording",
+        needs={"text": "forward=None|transformer"},
     )
     batch_size: int = flag(1, integer(1, 4096), "number b of sequences that decode together")
     alpha: float | None = flag(
@@ -157,34 +150,37 @@ class WorkloadFlags(Checked):
         number(0, 1),
         "probability with which each draft token is accepted",
         modes=DRAFTING,
+        workloads="gemm",
+        needs="acceptance=None",
     )
     acceptance: str | None = flag(
         None,
         words,
         "acceptance law: alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE",
         modes=DRAFTING,
+        workloads="gemm",
     )
     acceptance_fast: str = flag(
-        "alpha:0.3", words, "acceptance law of the tokens that --backup=fast drafts", modes=DRAFTING
+        "alpha:0.3",
+        words,
+        "acceptance law of the tokens that --backup=fast drafts",
+        modes=DRAFTING,
+        workloads="gemm",
     )
     p_hit: float | None = flag(
         None,
         number(0, 1),
         "cache-hit rate to impose on each sequence (ssd)",
         modes=GROWING,
+        workloads="gemm",
+        needs="hit_law=None",
     )
-    hit_a: float | None = flag(
-        None,
-        number(0),
-        "parameter A of the hit law miss(F) = A·F^-r (ssd)",
-        modes=GROWING,
-    )
-    hit_r: float | None = flag(None, number(0), "parameter r of the hit law (ssd)", modes=GROWING)
     hit_law: str | None = flag(
         None,
         words,
         "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
         modes=GROWING,
+        workloads="gemm",
         in_digest="said",
     )
     laws: str | None = flag(
@@ -192,6 +188,7 @@ class WorkloadFlags(Checked):
         words,
         "file of `mpissd pair`: a real pair's acceptance and hits (text, replay: of its fan-outs)",
         modes=DRAFTING,
+        workloads="gemm text replay",
         in_digest="said",
     )
     lookup: str = flag(
@@ -199,70 +196,106 @@ class WorkloadFlags(Checked):
         choice("prompt", "suffix"),
         "how --backup=fast finds what to copy: prompt lookup, or a suffix automaton",
         modes=DRAFTING,
+        workloads="gemm text replay",
         in_digest="said",
     )
     temperature: float = flag(
-        0.0, number(0), "sampling temperature of both models (markov, text); 0 is greedy"
+        0.0,
+        number(0),
+        "sampling temperature of both models (markov, text); 0 is greedy",
+        workloads="markov text",
     )
     vocab: int | None = flag(
-        None, integer(2, 50000), "vocabulary size of both models (markov; default 64)"
+        None,
+        integer(2, 50000),
+        "vocabulary size of both models (markov; default 64)",
+        workloads="markov",
     )
     order: int | None = flag(
-        None, integer(1, 3), "number of tokens that the next one depends on (markov; default 2)"
+        None,
+        integer(1, 3),
+        "number of tokens that the next one depends on (markov; default 2)",
+        workloads="markov",
     )
     divergence: float | None = flag(
         None,
         number(0, 1),
         "distance of the draft from the target: 0 equal, 1 independent (markov; default 0.2)",
         modes=DRAFTING,
+        workloads="markov",
     )
     saguaro_c: float | None = flag(
         None,
         number(0, 1),
-        "factor C of Saguaro sampling (markov, ssd; default 1: plain sampling)",
+        "factor C of Saguaro sampling (ssd; default 1: plain sampling)",
         modes=GROWING,
+        workloads="markov text",
+        needs="mode=ssd temperature>0",
+        neutral=1.0,
     )
     prompt_tokens: int | None = flag(
-        None, integer(1, 1 << 20), "tokens of each prompt (markov; default 1)"
+        None,
+        integer(1, 1 << 20),
+        "tokens of each prompt (markov; default 1)",
+        workloads="markov",
     )
     stop_token: int | None = flag(
         None,
         integer(0),
         "token that ends a sequence (markov; text: in addition to the model's own)",
+        workloads="markov text",
     )
     prompt: str | None = flag(
-        None, words, "user message that the model answers (text)", in_digest="said"
+        None,
+        words,
+        "user message that the model answers (text)",
+        workloads="text",
+        needs="prompts=None prompt_ids=None",
+        in_digest="said",
     )
     prompts: str | None = flag(
         None,
         words,
         'file of prompts, lines of {"prompt": "…"} or {"messages": […]} (text)',
+        workloads="text",
+        needs="prompt_ids=None",
         in_digest="said",
     )
     prompt_ids: str | None = flag(
         None,
         words,
         "prompts as token ids: 1,2,3;4,5 are two prompts (text)",
+        workloads="text",
         in_digest="said",
     )
     chat_template: bool = flag(
-        True, switch, "put a prompt into the model's chat template (text)", in_digest="said"
+        True,
+        switch,
+        "put a prompt into the model's chat template (text)",
+        workloads="text",
+        in_digest="said",
     )
     top_p: float = flag(
         1.0,
         number(0, 1),
         "sample only from the likeliest tokens whose probabilities reach this sum (text)",
+        workloads="text",
+        needs="temperature>0",
         in_digest="said",
     )
     stop: str | None = flag(
         None,
         words,
         'text that ends an answer: a string, or a JSON list of strings, ["\\n\\n","###"] (text)',
+        workloads="text",
         in_digest="said",
     )
-
     recording: str | None = flag(
-        None, words, "file of `mpissd pair` that decides the tokens (replay)", in_digest="said"
+        None,
+        words,
+        "file of `mpissd pair` that decides the tokens (replay)",
+        workloads="replay",
+        in_digest="said",
     )
 
     @property
@@ -295,22 +328,13 @@ class WorkloadFlags(Checked):
         return tuple(found)
 
     def check(self) -> None:
-        """Refuses two sources of one thing, text that is no UTF-8, and values out of range."""
+        """Refuses text that is no UTF-8, and values out of range; raises ConfigError."""
         super().check()
-        if self.alpha is not None and self.acceptance is not None:
-            raise ConfigError("alpha and acceptance say the same thing: give one")
-        names = [n for n in ("prompt", "prompts", "prompt_ids") if getattr(self, n) is not None]
-        if len(names) > 1:
-            raise ConfigError(f"{' and '.join(names)} say the same thing: give one")
         for name, text in (("prompt", self.prompt or ""), ("stop", "".join(self.stop_strings))):
             if any("\ud800" <= c <= "\udfff" for c in text):  # Python's form of undecodable bytes
                 raise ConfigError(f"{name}: is no UTF-8 text")
         if self.top_p == 0:
             raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
-        if self.top_p < 1 and self.temperature == 0:
-            raise ConfigError(
-                f"top_p={self.top_p:g} with temperature=0: allowed: a temperature above 0"
-            )
         vocab = self.vocab or DEFAULT_VOCAB  # text compares with the tokenizer's
         if self.workload != "text" and self.stop_token is not None and self.stop_token >= vocab:
             raise ConfigError(f"stop_token={self.stop_token}: allowed: 0..{vocab - 1}")
@@ -336,20 +360,22 @@ class MachineFlags(Checked):
         integer(1, MOST_GROUPS),
         "number G of target groups that share the draft; T = (world size - D) / G",
         modes=DRAFTING,
+        needs="num_drafts=1 on_draft_loss=abort trace=None show=False",
         in_digest="said",
     )
     all_reduce: str = flag(
         "auto",
         choice("auto", "oneshot", "nccl", "mpi", "staged"),
-        "how the target ranks sum their partial results",
+        "how the target ranks sum their partial results (mpi on GPUs: by a CUDA-aware MPI)",
     )
-    cuda_aware_mpi: bool = flag(False, switch, "let MPI read GPU memory (tried in a child first)")
     graph: bool = flag(True, switch, "replay forwards as CUDA graphs (cupy)")
     deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")
     on_draft_loss: str = flag(
         "abort",
         choice("abort", "ar"),
         "what to do if the draft rank dies: abort, or go on as ar",
+        # Verifying samples needs the distributions of the lost draft.
+        needs="num_drafts=1 temperature=0.0 trace=None",
         in_digest=False,
     )
 
@@ -376,50 +402,48 @@ class MeasurementFlags(Checked):
 
 
 @dataclass(frozen=True)
+class Learning(Checked):
+    """The values of --learn.
+
+    positions: of a verification that are learned from: all, or where a draft was rejected. rate:
+    the learning rate. batch: sequences of a step. steps: for each finished sequence, which is seen
+    batch · steps times. publish_s: shortest time between two versions of the draft. device: where
+    it computes; cuda: the GPU of its place on the host, or the last one.
+    """
+
+    positions: str = flag("all", choice("rejected", "all"), "positions that are learned from")
+    rate: float = flag(3e-5, number(0, 1), "learning rate")
+    batch: int = flag(4, integer(1), "sequences of a step")
+    steps: float = flag(1.0, number(0.01), "steps for each finished sequence")
+    publish_s: float = flag(10.0, number(0), "shortest time between two versions, in seconds")
+    device: str = flag("auto", choice("auto", "cuda", "cpu"), "where it computes")
+
+
+@dataclass(frozen=True)
 class LearnerFlags(Checked):
-    """Flags of learner ranks: their number, sources and methods."""
+    """Flags of learner ranks: their number, and how they train."""
 
     learners: int = flag(
         0,
         integer(0, 1),
         "number L of learner ranks, the last ones, which train the draft while it drafts (text)",
         modes=DRAFTING,
+        needs="workload=text num_drafts=1 on_draft_loss=abort groups=1",
         in_digest="said",
     )
-    learn_from: str = flag(
-        "all",
-        choice("rejected", "all"),
-        "positions that a learner learns from: where a draft was rejected, or all verified ones",
+    learn: str | None = flag(
+        None,
+        mapping(Learning),
+        "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
+        "device=auto|cuda|cpu",
         modes=DRAFTING,
         in_digest="said",
     )
-    learn_rate: float = flag(
-        3e-5, number(0, 1), "learning rate of a learner", modes=DRAFTING, in_digest="said"
-    )
-    learn_batch: int = flag(
-        4, integer(1), "sequences of a learner's step", modes=DRAFTING, in_digest="said"
-    )
-    learn_steps: float = flag(
-        1.0,
-        number(0.01),
-        "steps for each finished sequence, which is seen learn_batch · learn_steps times",
-        modes=DRAFTING,
-        in_digest="said",
-    )
-    publish_s: float = flag(
-        10.0,
-        number(0),
-        "shortest time between two versions of the draft, in seconds",
-        modes=DRAFTING,
-        in_digest="said",
-    )
-    learn_device: str = flag(
-        "auto",
-        choice("auto", "cuda", "cpu"),
-        "where a learner computes; cuda: the GPU of its place on the host, or the last one",
-        modes=DRAFTING,
-        in_digest="said",
-    )
+
+    @property
+    def learning(self) -> Learning:
+        """The values of --learn, with their defaults."""
+        return mapped(Learning, self.learn, "learn")
 
 
 @dataclass(frozen=True)
@@ -437,18 +461,23 @@ class OutputFlags(Checked):
         in_digest=False,
     )
     show: bool = flag(
-        False, switch, "print the answer, each token by what drafted it (text)", in_digest=False
+        False,
+        switch,
+        "print the answer, each token by what drafted it (text)",
+        workloads="text",
+        in_digest=False,
     )
-    dry_run: bool = flag(False, switch, "check the flags and stop, without MPI", in_digest=False)
-    world_size: int | None = flag(
-        None, integer(1), "number of ranks to check for, with dry_run", in_digest=False
+    dry_run: bool | int = flag(
+        False,
+        ranks_or_switch,
+        "check the flags and stop, without MPI; =N: for N ranks",
+        in_digest=False,
     )
 
-    def check(self) -> None:
-        """Refuses --world_size without --dry_run: the launcher gives the number of ranks."""
-        super().check()
-        if self.world_size is not None and not self.dry_run:
-            raise ConfigError("world_size: only with dry_run; mpirun -np says it otherwise")
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that --dry_run=N checks for; None: unknown."""
+        return None if isinstance(self.dry_run, bool) else self.dry_run
 
 
 @dataclass(frozen=True)
@@ -496,67 +525,20 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return self.rounds if self.is_text else super().max_rounds
 
     def check(self) -> None:
-        """Refuses combinations of flags of different groups; raises ConfigError."""
+        """Refuses flags of other workloads, and a draft or target that misses the other."""
         super().check()
-        self._check_models()
-        for name, readers in refused_flags(self.workload):  # they would change nothing
-            value = getattr(self, name)
-            if value != flags_of(RunConfig)[name].default:
+        for name, field in flags_of(RunConfig).items():
+            value, allowed = getattr(self, name), readers(name, field.metadata["workloads"])
+            if value != field.default and self.workload not in allowed:  # it would change nothing
                 raise ConfigError(
                     f"{name}={value} with workload={self.workload}: allowed: "
-                    f"workload={' or '.join(readers)}"
+                    f"workload={' or '.join(allowed)}"
                 )
-        damped = self.saguaro_c is not None and self.saguaro_c < 1
-        if damped and (self.mode != "ssd" or self.temperature == 0):
-            at = f"mode={self.mode}, temperature={self.temperature:g}"
-            raise ConfigError(
-                f"saguaro_c={self.saguaro_c} with {at}: allowed: 1, or mode=ssd and a "
-                "temperature above 0"
-            )
-        self._check_ranks()
-
-    def _check_models(self) -> None:
-        """Refuses text from matrix products, and one model of a pair if both are needed."""
-        if self.is_text and self.forward == "gemm":
-            raise ConfigError("forward=gemm with workload=text: allowed: transformer")
-        needs_draft = self.mode != "ar" and not (self.is_lookup and self.draft is None)
-        if (self.target is None) != (self.draft is None) and needs_draft:
-            missing, there = ("draft", "target") if self.draft is None else ("target", "draft")
-            raise ConfigError(f"{missing}: needed beside {there} with mode={self.mode}")
-        if self.draft is not None and self.target is None:
-            raise ConfigError("target: needed beside draft")
-
-    def _check_ranks(self) -> None:
-        """Refuses groups, learners and the loss of a draft if another flag rules them out."""
-        if self.groups > 1:
-            if not self.drafts:
-                at = f"mode={self.mode}, num_drafts={self.drafts}"
-                raise ConfigError(f"groups={self.groups} with {at}: allowed: 1, or a draft rank")
-            if self.on_draft_loss == "ar":
-                raise ConfigError(f"groups={self.groups} with on_draft_loss=ar: allowed: abort")
-            for name in ("trace", "show"):
-                if getattr(self, name):
-                    raise ConfigError(f"{name} with groups={self.groups}: allowed: groups=1")
-        if self.learners:
-            needed = (
-                ("workload", self.workload, "text"),
-                ("num_drafts", self.drafts, 1),
-                ("on_draft_loss", self.on_draft_loss, "abort"),
-                ("groups", self.groups, 1),
-            )
-            for name, value, wanted in needed:
-                if value != wanted:
-                    raise ConfigError(f"learners=1 with {name}={value}: allowed: {name}={wanted}")
-            if self.is_lookup:
-                raise ConfigError("learners=1 with backup=fast in sd: allowed: a draft model")
-        if self.on_draft_loss == "ar":
-            if self.drafts != 1:
-                raise ConfigError(f"on_draft_loss=ar with num_drafts={self.drafts}: allowed: 1")
-            if self.temperature > 0:  # verifying samples needs the lost draft's distributions
-                at = f"temperature={self.temperature:g}"
-                raise ConfigError(f"on_draft_loss=ar with {at}: allowed: temperature=0")
-            if self.trace:
-                raise ConfigError("trace with on_draft_loss=ar: allowed: on_draft_loss=abort")
+        needs_draft = self.mode != "ar" and not self.is_lookup
+        if self.target is not None and self.draft is None and needs_draft:
+            raise ConfigError(f"target={self.target} without draft: allowed: both, or mode=ar")
+        if self.learners and self.is_lookup:
+            raise ConfigError("learners=1 with backup=fast in sd: allowed: a draft model")
 
     @property
     def digest(self) -> str:
@@ -566,12 +548,18 @@ class RunConfig(  # a dataclass lists the fields of its last base first
             for name, field in flags_of(RunConfig).items()
             if _is_in_digest(field.metadata["in_digest"], getattr(self, name) != field.default)
         }
-        text = json.dumps(named | _RETIRED, sort_keys=True)
+        hit, _, miss = self.fan_out.partition("/")
+        lists = {"fan_out": hit, "fan_out_miss": miss or None} if miss else {}
+        text = json.dumps(_RETIRED | named | lists, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # Retired flags at their only value, so that a configuration keeps the digest of its older rows.
-_RETIRED = {"on_late": "finish"}
+_RETIRED: dict[str, Any] = {
+    "on_late": "finish",
+    **dict.fromkeys(("fan_out_miss", "hit_a", "hit_r", "num_layers")),
+    "cuda_aware_mpi": False,
+}
 
 
 def _is_in_digest(in_digest: bool | str, is_said: bool) -> bool:

@@ -34,13 +34,13 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
     """Adds K and fan-out at which SmolLM2's SSD was fastest on two cores, if a CPU runs its text
-    and the flags give none of K, fan-out and schedule.
+    and the flags give neither K nor fan-out.
 
     The pair is known by its draft and its target's shape, whatever file the target is in.
     """
     given = dict(flags)
     is_ssd = given.get("workload") == "text" and given.get("mode", "ssd") == "ssd"
-    if is_ssd and "schedule" not in given and _runs_on_cpu(given.get("backend", "auto")):
+    if is_ssd and _runs_on_cpu(given.get("backend", "auto")):
         given = {**(_ON_TWO_CORES if _is_measured(given) else {}), **given}
     return given
 

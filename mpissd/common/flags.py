@@ -1,25 +1,26 @@
 """Flags as text: each is a dataclass field with its parser, bounds and help.
 
 A configuration is a frozen dataclass of such fields, checked whenever one is made (`Checked`);
-`parse_into` makes one from flags. A command's configuration may contain another one (`contained`),
-whose flags are then the command's too.
+`parse_into` makes one from flags. A field also declares what the flag needs of other flags, and
+which workloads read it: contradictions are refused from these declarations. A command's
+configuration may contain another one (`contained`), whose flags are then the command's too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.schedules import with_schedule
 
 Parse = Callable[[str, str], Any]
 Config = TypeVar("Config", bound="Checked")
 MODES = ("ar", "sd", "ssd")
 DRAFTING = ("sd", "ssd")  # The modes with a draft.
+ANY = "any value"
 GROWING = ("ssd",)  # The mode that fills a speculation cache.
 
 
@@ -74,11 +75,76 @@ def switch(name: str, text: str) -> bool:
     return values[text.lower()]
 
 
+def ranks_or_switch(name: str, text: str) -> bool | int:
+    """Parses a switch, or a number of ranks in its place."""
+    if text.isdecimal() and text != "0":
+        return int(integer(1)(name, text))
+    return switch(name, text)
+
+
 def words(name: str, text: str) -> str:
     """Returns the text unchanged; raises ConfigError for a flag without a value."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text
+
+
+def mapping(kind: type[Checked]) -> Parse:
+    """Checks name=value pairs, separated by commas, against a configuration's flags.
+
+    The value stays text, to be printed, saved and hashed as it was given; `mapped` reads it.
+    """
+
+    def parse(name: str, text: str) -> str:
+        mapped(kind, words(name, text), name)
+        return text
+
+    return parse
+
+
+def mapped(kind: type[Config], text: str | None, name: str) -> Config:
+    """Returns the configuration that a flag's name=value pairs make; raises ConfigError."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    if bad := [key for key, is_said, _ in pairs if not is_said]:
+        raise ConfigError(f"{name}={text}: {bad[0]!r}: allowed: {name}=name=value,name=value")
+    try:
+        return parse_into(kind, {key.strip(): value.strip() for key, _, value in pairs})
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition on another flag: `mode=sd|ssd` (one of these values), `temperature>0`, or
+    `target` (it is given)."""
+
+    name: str
+    allowed: str
+
+    @classmethod
+    def parse(cls, text: str) -> Need:
+        """Reads a condition; it is made of names and values without spaces."""
+        name, is_equal, values = text.partition("=")
+        if is_equal:
+            return cls(name, values)
+        name, is_above, bound = text.partition(">")
+        return cls(name, f">{bound}" if is_above else "")
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether a value meets the condition."""
+        if not self.allowed:
+            return value is not None
+        if self.allowed.startswith(">"):
+            return bool(value > float(self.allowed[1:]))
+        return str(value) in self.allowed.split("|")
+
+    def __str__(self) -> str:
+        """Returns what is allowed, for a message."""
+        if self.allowed.startswith(">"):
+            return f"{self.name} above {self.allowed[1:]}"
+        if not self.allowed:
+            return f"with {self.name}"
+        return "one of them" if self.allowed == "None" else f"{self.name}={self.allowed}"
 
 
 def flag(
@@ -87,17 +153,33 @@ def flag(
     text: str,
     *,
     modes: Collection[str] = MODES,
+    workloads: str = "",
+    needs: str | Mapping[Any, str] = "",
+    neutral: Any = None,
     in_digest: bool | str = True,
 ) -> Any:
     """Makes a dataclass field that is a flag.
 
     text: its help. modes: the modes in which the flag has an effect; in other modes a sweep
-    measures one value of it. in_digest: whether its value is part of a configuration's digest;
-    "said": only if it differs from the default, which a new flag needs, so that older rows keep
-    their digests.
+    measures one value of it. workloads: those that read it ("": all); others refuse it. needs: what
+    other flags have to be (Need), separated by spaces, if the value is neither the default nor
+    `neutral`; as a mapping, for each value. in_digest: whether its value is part of a
+    configuration's digest; "said": only if it differs from the default, which a new flag needs, so
+    that older rows keep their digests.
     """
-    known = {"parse": parse, "help": text, "modes": modes}
-    return field(default=default, metadata={**known, "in_digest": in_digest})
+    of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
+    return field(
+        default=default,
+        metadata={
+            "parse": parse,
+            "help": text,
+            "modes": modes,
+            "workloads": tuple(workloads.split()),
+            "needs": {v: tuple(map(Need.parse, each.split())) for v, each in of_value.items()},
+            "neutral": (default, neutral),
+            "in_digest": in_digest,
+        },
+    )
 
 
 def contained(
@@ -147,19 +229,39 @@ class Checked:
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError for a value that its flag does not take.
+        """Raises ConfigError for a value that its flag does not take, or other flags rule out.
 
-        Subclasses call this first, and then refuse combinations of values.
+        Subclasses call this first, and then refuse what no declaration states.
         """
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if "parse" in f.metadata and value != f.default:
                 f.metadata["parse"](f.name, str(value))
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            for need in self._needs_of(f):
+                other = self.effective(need.name)
+                if not need.holds(other):
+                    raise ConfigError(
+                        f"{f.name}={getattr(self, f.name)} with {need.name}={other}: "
+                        f"allowed: {need}"
+                    )
+
+    def _needs_of(self, f: dataclasses.Field[Any]) -> Iterator[Need]:
+        """Yields the conditions that a flag's value sets."""
+        value, needs = getattr(self, f.name), f.metadata.get("needs", {})
+        if ANY in needs and value not in f.metadata["neutral"]:
+            yield from needs[ANY]
+        elif value != ANY:
+            yield from needs.get(value, ())
+
+    def effective(self, name: str) -> Any:
+        """Returns the value of a flag, with the default that other flags give it."""
+        return getattr(self, name)
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
         """Returns flags together with the flags that they imply; all values are text."""
-        return with_schedule(flags)
+        return dict(flags)
 
 
 def without(arguments: Sequence[str], name: str) -> list[str]:

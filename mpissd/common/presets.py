@@ -152,11 +152,6 @@ def _find(text: str) -> Path:
     return found
 
 
-def scaled_name(text: str, num_layers: int) -> str:
-    """Returns the name of the first `num_layers` layers of a model."""
-    return f"{SCALED.sub('', text.strip())}@{num_layers}L"
-
-
 def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
     """Returns the shapes of (target, draft) of a pair; raises ConfigError as split_pair does."""
     target, draft = split_pair(text)

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, flag, flags_of, integer
-from mpissd.common.workloads import refused_flags
+from mpissd.common.workloads import readers
 
 _PR_SET_PDEATHSIG = 1
 _MEASURED = (
-    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run world_size "
+    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run "
     "out progress on_draft_loss num_drafts groups chat_template workload"
 ).split()
-_OF_OTHERS = [name for name, _ in refused_flags("text")]
 # The flags of a run that are about models, methods and sampling.
-ANSWERING = frozenset(flags_of(RunConfig)).difference(_MEASURED, _OF_OTHERS)
+ANSWERING = frozenset(
+    name
+    for name, known in flags_of(RunConfig).items()
+    if name not in _MEASURED and "text" in readers(name, known.metadata["workloads"])
+)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ U = TypeVar("U", bound=Use)
 class Family:
     """Key of the uses that share mode, T and D and differ in K.
 
-    mode: ar, sd, ssd, or one of LOOKUPS (SD whose drafts are looked up).
+    mode: ar, sd, ssd, or a kind of lookup (SD whose drafts are looked up), such as those of
+    LOOKUPS.
     """
 
     mode: str
@@ -68,7 +69,7 @@ class Family:
     @property
     def name(self) -> str:
         """The name without T and D: AR, SD inline, lookup, SD."""
-        if self.mode in LOOKUPS:
+        if self.mode not in ("ar", "sd", "ssd"):
             return self.mode
         return self.mode.upper() + " inline" * (self.mode == "sd" and not self.num_drafts)
 

@@ -23,6 +23,7 @@ from typing import Any
 SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
+RETIRED = ("schedule", "ledger_overhead", "draft_lookup")  # keys of older rows alone
 Means = Mapping[str, float]
 
 
@@ -94,9 +95,6 @@ class Row(Origin, Mapping[str, Any]):
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")
     mode: str = key("ar, sd or ssd")
-    schedule: str | None = setting(
-        "value of `--schedule` ([schedules.md](schedules.md)); null without it"
-    )
     workload: str = key(
         "gemm (outcomes are imposed), markov (tokens are sampled), replay (of a recording) or text"
     )
@@ -344,7 +342,7 @@ class Row(Origin, Mapping[str, Any]):
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
     prediction_error: float | None = key(
         "tok_per_s / predicted_tok_per_s − 1: error (a) of docs/predictions.md. It is not what a "
-        "prediction without the run would err by: that is (c), which `predict --rows` prints"
+        "prediction without the run would err by: that is (c), which `plan --rows` prints"
     )
     expected_tok_per_s: float | None = key(
         "long-run mean under the laws, from the same times; error (b) is tok_per_s / "
@@ -416,6 +414,12 @@ class Row(Origin, Mapping[str, Any]):
             is_set = name in FIELDS and FIELDS[name].metadata["is_set"]
             (line.setdefault(CONFIGURATION, {}) if is_set else line)[name] = value
         return line
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a key that only older rows have; None in a row without it."""
+        if name in RETIRED:
+            return self.extra.get(name)
+        raise AttributeError(f"a row has no {name!r}")
 
     def __getitem__(self, name: str) -> Any:
         if name in FIELDS and name not in self.absent:

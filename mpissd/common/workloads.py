@@ -1,4 +1,4 @@
-"""The names of the workloads: where each one is defined, and the flags that it reads.
+"""The names of the workloads, and where each one is defined.
 
 A workload is a class (engine/workload/base.Workload) that is imported when a job asks for it.
 `register` adds one; its name is then a value of --workload.
@@ -6,6 +6,7 @@ A workload is a class (engine/workload/base.Workload) that is imported when a jo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mpissd.common.errors import unknown
@@ -13,8 +14,7 @@ from mpissd.common.errors import unknown
 
 @dataclass(frozen=True)
 class Known:
-    """A registered workload: `where` is "module:class", `flags` are those specific to some
-    workloads."""
+    """A registered workload: "module:class", and the flags of other workloads that it reads."""
 
     where: str
     flags: frozenset[str]
@@ -26,8 +26,8 @@ _KNOWN: dict[str, Known] = {}
 def register(name: str, where: str, flags: str = "") -> None:
     """Adds a workload; raises ValueError if the name is taken.
 
-    where: "module:class" of the Workload. flags: the flags that it reads and other workloads may
-    not, separated by spaces; a flag that no workload names may be given with every workload.
+    where: "module:class" of the Workload. flags: the flags of some workloads (`workloads` in
+    mpissd.common.config) that it reads too, separated by spaces.
     """
     if name in _KNOWN:
         raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name].where}")
@@ -48,29 +48,14 @@ def parse_name(flag: str, text: str) -> str:
     return text
 
 
-def refused_flags(name: str) -> list[tuple[str, list[str]]]:
-    """Returns each flag that this workload does not read, with the workloads that do."""
-    foreign = frozenset().union(*(entry.flags for entry in _KNOWN.values())) - known(name).flags
-    return [
-        (flag, sorted(other for other, entry in _KNOWN.items() if flag in entry.flags))
-        for flag in sorted(foreign)
-    ]
+def readers(flag: str, declared: Collection[str]) -> list[str]:
+    """Returns the workloads that read a flag: those that its field declares (none: every one), and
+    registered ones that name it."""
+    others = (name for name, entry in _KNOWN.items() if flag in entry.flags)
+    return sorted({*declared, *others} if declared else _KNOWN)
 
 
-register(
-    "gemm",
-    "mpissd.engine.workload.gemm:GemmWorkload",
-    "alpha acceptance acceptance_fast p_hit hit_a hit_r hit_law laws lookup",
-)
-register(
-    "markov",
-    "mpissd.engine.workload.markov:MarkovWorkload",
-    "temperature vocab order divergence saguaro_c prompt_tokens stop_token",
-)
-register(
-    "text",
-    "mpissd.engine.workload.text.workload:TextWorkload",
-    "temperature top_p saguaro_c stop_token prompt prompts prompt_ids chat_template stop show "
-    "lookup laws",
-)
-register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload", "recording lookup laws")
+register("gemm", "mpissd.engine.workload.gemm:GemmWorkload")
+register("markov", "mpissd.engine.workload.markov:MarkovWorkload")
+register("text", "mpissd.engine.workload.text.workload:TextWorkload")
+register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload")

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import MODES
 from mpissd.common.ranks import end_with_parent
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
-from mpissd.lab.terminal import Meter, Painter, Terminal, legend, open_terminal
+from mpissd.lab.show import Meter, Painter, columns_of, legend, open_terminal
 from mpissd.serve.config import KEY_VARIABLE, ChatConfig
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Chat:
         http: httpx.Client,
         config: ChatConfig,
         about: Mapping[str, Any],
-        terminal: Terminal | None,
+        terminal: TextIO | None,
     ) -> None:
         """about: the server's description of itself."""
         self._http, self._config, self._terminal = http, config, terminal
@@ -68,8 +68,8 @@ class Chat:
         draft = f", drafts by {about['draft']}" if about["draft"] else ""
         ranks = f"T={about['tp']}" + (f", D={about['num_drafts']}" if about["num_drafts"] else "")
         self.say(f"{model}{draft}; {ranks} on {about['backend']}; /help lists the commands")
-        if colours := legend(colours=self._colours):
-            self.say(f"{colours}\n")
+        if self._colours:
+            self.say(f"{legend()}\n")
 
     def take(self, line: str) -> bool:
         """Executes the person's line; returns False if the line ends the chat."""
@@ -143,7 +143,7 @@ class Chat:
             "top_p": run.top_p,
             "stop": list(run.stop_strings),
         }
-        columns = self._terminal.columns if self._terminal else _NO_WRAP
+        columns = columns_of(self._terminal) if self._terminal else _NO_WRAP
         painter = Painter(sys.stdout.write, columns, colours=self._colours)
         meter, ended, said = Meter(has_cache=self.mode == "ssd"), "stopped", list[str]()
         self._prompt = ""

@@ -1,24 +1,234 @@
-"""Shows the answer to the first prompt while a run decodes it: on a terminal at once, in a pipe
-when it is complete."""
+"""An answer on the terminal while it arrives: words wrapped, tokens coloured by their origin,
+numbers in the right margin.
+
+`shown` follows the first answer of a run; `chat` paints those of a server. A word is written when
+it is complete, so that the terminal's cursor only moves forward.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple, TextIO
+from unicodedata import category, combining, east_asian_width
 
 import numpy as np
 
+from mpissd.engine.comm.topology import launcher_size
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.text.answers import sources_of
 from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.workload import TextWorkload
-from mpissd.lab.terminal import Meter, Painter, Piece, harmless, legend, open_terminal
 
+Piece = tuple[str, str]  # a text, and the source of its token
+
+VARIABLE = "MPISSD_TERMINAL"
 WATCHED = 0  # the request id whose text is shown
+MARGIN = 38
+COLOURS = {"cache": "32", "jit": "33", "fast": "33", "bonus": "0"}  # SGR codes
+_LEGEND = (("cache", "speculation cache"), ("jit", "drafted in time"), ("bonus", "target's own"))
+_LEAST_COLUMNS = 72  # narrower terminals have no margin
+_DEFAULT_COLUMNS = 80
+_TAB = "    "
+# Unicode UAX #9: LRE, RLE, PDF, LRO, RLO, and the isolates LRI, RLI, FSI, PDI.
+_DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+@contextmanager
+def open_terminal() -> Iterator[TextIO | None]:
+    """Yields the user's terminal, or None, for example for a pipe.
+
+    mpirun holds a rank's output back until a line is complete. Scripts in launch/ therefore name
+    the terminal in MPISSD_TERMINAL (host:/dev/pts/N), and a lead on that host opens it.
+    """
+    if launcher_size() is None and sys.stdout.isatty():  # mpirun gives ranks a pty of its own
+        yield sys.stdout
+        return
+    host, _, path = os.environ.get(VARIABLE, "").partition(":")
+    try:
+        is_here = bool(path) and host == os.uname().nodename
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY) if is_here else None
+    except OSError:
+        descriptor = None
+    if descriptor is None:
+        yield None
+        return
+    with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+        yield file if file.isatty() else None
+
+
+def columns_of(terminal: TextIO) -> int:
+    """Returns a terminal's current width."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or _DEFAULT_COLUMNS
+    except OSError:
+        return _DEFAULT_COLUMNS
+
+
+@dataclass
+class Meter:
+    """The counts of one answer, and its times in seconds.
+
+    has_cache: whether rounds look up a speculation cache (ssd); the first round cannot hit.
+    """
+
+    has_cache: bool = False
+    clock: Callable[[], float] = perf_counter
+    num_tokens: int = 0
+    num_rounds: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+    first_s: float = 0.0  # from the start to the first tokens
+    _first_tokens: int = 0
+    _start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    def count(self, num_tokens: int, num_rounds: int, hits: int) -> None:
+        """Takes the counts so far."""
+        self.seconds = self.clock() - self._start
+        if not self.num_rounds:
+            self.first_s, self._first_tokens = self.seconds, num_tokens
+        self.num_tokens, self.num_rounds, self.hits = num_tokens, num_rounds, hits
+
+    @property
+    def tok_per_s(self) -> float | None:
+        """Tokens a second after the first ones, which wait for the prompt; None before."""
+        later_s = self.seconds - self.first_s
+        return (self.num_tokens - self._first_tokens) / later_s if later_s > 0 else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the lookups that hit; None without lookups."""
+        return self.hits / (self.num_rounds - 1) if self.has_cache and self.num_rounds > 1 else None
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Mean tokens a round; 0 before the first."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    def short(self) -> str:
+        """Returns the numbers in at most MARGIN characters."""
+        rate, speed = self.hit_rate, self.tok_per_s
+        parts = [
+            f"{self.tokens_a_round:.2f} tok/round",
+            "" if rate is None else f"{rate:4.0%} hits",
+            "" if speed is None else f"{speed:3.0f} tok/s",
+        ]
+        return " · ".join(filter(None, parts))
+
+    def long(self) -> str:
+        """Returns the numbers as a sentence."""
+        rate, speed = self.hit_rate, self.tok_per_s
+        parts = [
+            f"{self.num_tokens} tokens in {self.num_rounds} rounds",
+            f"{self.tokens_a_round:.2f} a round",
+            "" if rate is None else f"hit rate {rate:.2f}",
+            "" if speed is None else f"{speed:.1f} tok/s",
+            f"first token after {self.first_s:.2f} s",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+def legend() -> str:
+    """Returns one line that explains the colours."""
+    return "   ".join(f"\x1b[{COLOURS[source]}m■ {text}\x1b[0m" for source, text in _LEGEND)
+
+
+def width_of(character: str) -> int:
+    """Returns the number of terminal columns of a character: 0, 1 or 2."""
+    if combining(character) or category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if east_asian_width(character) in "WF" else 1
+
+
+def harmless(text: str) -> str:
+    """Replaces control characters and overrides of the writing direction.
+
+    Otherwise an answer could steer the terminal, or reorder the text on it.
+    """
+    text = text.replace("\r\n", "\n").replace("\t", _TAB)
+    return "".join("\ufffd" if c != "\n" and _steers(c) else c for c in text)
+
+
+def _steers(character: str) -> bool:
+    return category(character) == "Cc" or character in _DIRECTIONS
+
+
+class Painter:
+    """Writes one answer to a terminal of so many columns.
+
+    write: takes text for the terminal. colours: whether tokens are coloured, and numbers shown.
+    """
+
+    def __init__(self, write: Callable[[str], object], columns: int, *, colours: bool) -> None:
+        self._write, self._colours = write, colours
+        self._has_margin = colours and columns >= _LEAST_COLUMNS
+        self._width = columns - MARGIN - 3 if self._has_margin else max(20, columns - 1)
+        self._column = 0
+        self._word: list[Piece] = []  # characters of the word that is not complete
+        self._margin, self._colour = "", "0"
+
+    def add(self, pieces: Iterable[Piece], margin: str = "") -> None:
+        """Writes the complete words of one round's tokens, and the numbers of the line's margin."""
+        self._margin = margin
+        text = "".join(
+            self._put(character, source)
+            for piece, source in pieces
+            for character in harmless(piece)
+        )
+        self._write(text + self._numbers())
+
+    def end(self) -> None:
+        """Writes the last word, and ends its line."""
+        self._write(self._end_of_word() + self._end_of_line())
+
+    def _put(self, character: str, source: str) -> str:
+        """Takes a character; returns what can be written now."""
+        if character == "\n":
+            return self._end_of_word() + self._end_of_line()
+        if character == " ":
+            space = self._end_of_word()
+            return space + (self._painted(" ", source) if self._column < self._width else "")
+        word = ""
+        if sum(width_of(c) for c, _ in self._word) + width_of(character) > self._width:
+            word = self._end_of_word()  # longer than a line: it is broken
+        self._word.append((character, source))
+        return word + (self._end_of_word() if width_of(character) == 2 else "")
+
+    def _end_of_word(self) -> str:
+        """Returns the word, on a new line if this one has no room for it."""
+        word, self._word = self._word, []
+        room = self._width - self._column
+        line = self._end_of_line() if sum(width_of(c) for c, _ in word) > room else ""
+        return line + "".join(self._painted(*piece) for piece in word)
+
+    def _painted(self, character: str, source: str) -> str:
+        self._column += width_of(character)
+        return self._coloured(COLOURS.get(source, "0") if self._colours else "0") + character
+
+    def _coloured(self, colour: str) -> str:
+        change, self._colour = colour != self._colour, colour
+        return f"\x1b[{colour}m" if change else ""
+
+    def _numbers(self) -> str:
+        """Returns the numbers of this line's margin; the cursor stays where it is."""
+        if not (self._has_margin and self._margin and self._column):
+            return ""
+        text = self._margin[:MARGIN].rjust(MARGIN)
+        at, back = self._width + 3, self._column + 1
+        return f"{self._coloured('0')}\x1b[{at}G\x1b[2m{text}\x1b[0m\x1b[{back}G"
+
+    def _end_of_line(self) -> str:
+        text = f"{self._numbers()}{self._coloured('0')}\n"
+        self._column = 0
+        return text
 
 
 class Show:
@@ -38,7 +248,6 @@ class Show:
         speculation cache (ssd). limit: of the answer, in tokens.
         """
         self._text, self._write, self._left = text, write, limit
-        self._tokens = self._rounds = self._hits = 0
         self.is_over = False
         self.meter = Meter(has_cache)
 
@@ -58,12 +267,11 @@ class Show:
             if self._text.ended is not None:
                 break
             pieces.append((self._text.push(token), source))
-        self._tokens += len(pieces)
-        self._hits += bool(drafted.hit[row]) and self._rounds > 0
-        self._rounds += 1
-        self.meter.count(self._tokens, self._rounds, self._hits)
+        meter = self.meter
+        hits = meter.hits + (bool(drafted.hit[row]) and meter.num_rounds > 0)
+        meter.count(meter.num_tokens + len(pieces), meter.num_rounds + 1, hits)
         self.is_over = self._text.ended is not None or self._left == 0
-        self._write([piece for piece in pieces if piece[0]], self.meter.short())
+        self._write([piece for piece in pieces if piece[0]], meter.short())
 
     def end(self) -> None:
         """Shows the text that is still held back."""
@@ -83,7 +291,8 @@ NOBODY = Audience(None, False)
 
 @contextmanager
 def shown(workload: Workload) -> Iterator[Audience]:
-    """Shows the first answer of a run inside the block, if its tokens are text."""
+    """Shows the first answer of a run inside the block, if its tokens are text: on a terminal at
+    once, in a pipe when it is complete."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield NOBODY
         return
@@ -92,24 +301,24 @@ def shown(workload: Workload) -> Iterator[Audience]:
     kept: list[str] = []
     with open_terminal() as terminal:
         colours = terminal is not None and config.show and "NO_COLOR" not in os.environ
-        painter = None
-        if terminal is not None:
-            painter = Painter(terminal.write, terminal.columns, colours=colours)
-            terminal.write(f"\n{legend(colours=True)}\n\n" if colours else "\n")
+        output = terminal or sys.stdout
+        painter = Painter(output.write, columns_of(output), colours=colours)
 
         def write(pieces: Sequence[Piece], margin: str) -> None:
-            if painter is not None:
-                painter.add(pieces, margin)
-            else:
+            if terminal is None:
                 kept.extend(piece for piece, _ in pieces)
+            else:
+                painter.add(pieces, margin)
+                terminal.flush()
 
+        if terminal is not None:
+            terminal.write(f"\n{legend()}\n\n" if colours else "\n")
         show = Show(text, write, has_cache=config.mode == "ssd", limit=config.token_limit)
         yield Audience(show.take, terminal is not None)
         show.end()
-        numbers = f"\n{show.meter.long()}\n" if config.show else ""
-        if terminal is not None and painter is not None:
-            painter.end()
-            terminal.write(f"{numbers}\n")
+        if terminal is None:
+            output.write(f"\n{harmless(''.join(kept))}\n")
         else:
-            sys.stdout.write(f"\n{harmless(''.join(kept))}\n{numbers}\n")
-            sys.stdout.flush()
+            painter.end()
+        output.write(f"\n{show.meter.long()}\n\n" if config.show else "\n")
+        output.flush()

@@ -125,7 +125,7 @@ def _device(task: Task) -> str:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if task.device == "cpu" or not gpus:
-        assert task.device != "cuda", "learn_device=cuda: PyTorch finds no GPU"
+        assert task.device != "cuda", "device=cuda of --learn: PyTorch finds no GPU"
         return "cpu"
     return f"cuda:{min(task.local_rank, gpus - 1)}"
 

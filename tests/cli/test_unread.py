@@ -21,7 +21,7 @@ RESULTS = "results/h200-limit"
     [
         ("mpissd", "--help"),
         ("mpissd", "plan", "--profile=h200"),
-        ("mpissd", "predict", "--profile=h200", "--rounds=20"),
+        ("mpissd", "plan", "--mode=sd", "--profile=h200", "--rounds=20"),
         ("mpissd", "compare", RESULTS, "--show=tables"),
         ("mpissd", "sweep", "--grid=mode=sd", "--dry_run", "--backend=emulated", "--world_size=2"),
         ("analysis", "--help"),

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from mpissd.common import guard, process
+from mpissd.common import process
 from tests.needs import missing, needs, needs_linux
 
 pytestmark = needs_linux
@@ -79,15 +79,6 @@ def test_what_a_rank_says_of_its_end_may_be_long_and_odd(text: str) -> None:
     lines = [line for line in said.splitlines() if line.startswith("mpissd")]
     assert len(lines) == 1 and lines[0].startswith("mpissd: rank 1 (")
     assert " failed in rounds: ValueError: " in lines[0] and "warden.py" not in said
-
-
-def test_nobody_is_watched_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, everybody would look dead."""
-    monkeypatch.setattr(guard, "_guard", None)
-    monkeypatch.setattr(process, "stat", lambda pid: None)
-    monkeypatch.setattr(guard, "_connect", lambda: pytest.fail("joined"))
-    guard.join(0, 2, deadline_s=1.0)
-    assert guard._guard is None
 
 
 ALONE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

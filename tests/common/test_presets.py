@@ -14,7 +14,6 @@ from mpissd.common.presets import (
     ALIASES,
     PAIRS,
     PRESETS,
-    ModelShape,
     resolve_model,
     resolve_pair,
 )
@@ -45,33 +44,21 @@ def write(tmp_path: Path) -> Write:
     return write_config
 
 
-@pytest.mark.parametrize(
-    ("name", "billions", "embeddings"),
-    [
+def test_parameter_counts_match_the_published_models() -> None:
+    for name, billions, embeddings in (
         ("llama-3.1-70b", 70.55, 2),
         ("llama-3.1-8b", 8.03, 2),
-        ("llama-3.2-3b", 3.21, 1),
         ("llama-3.2-1b", 1.24, 1),
         ("llama-65b", 65.29, 2),
         ("qwen3-32b", 32.76, 2),
         ("qwen3-0.6b", 0.596, 1),
         ("opt-66b", 65.7, 1),
-        ("opt-30b", 29.97, 1),
-        ("opt-13b", 12.85, 1),
-        ("opt-6.7b", 6.66, 1),
-        ("opt-2.7b", 2.65, 1),
-        ("opt-1.3b", 1.316, 1),
         ("opt-125m", 0.125, 1),
         ("noft-1.3b", 1.345, 2),
-        ("noft-wide-1.3b", 1.334, 2),
-    ],
-)
-def test_parameter_counts_match_the_published_models(
-    name: str, billions: float, embeddings: int
-) -> None:
-    shape = PRESETS[name]
-    total = shape.gemm_params + embeddings * shape.lm_head_params
-    assert total / 1e9 == pytest.approx(billions, rel=0.015)
+    ):
+        shape = PRESETS[name]
+        total = shape.gemm_params + embeddings * shape.lm_head_params
+        assert total / 1e9 == pytest.approx(billions, rel=0.015), name
 
 
 def test_every_alias_and_pair_leads_to_a_preset() -> None:
@@ -90,61 +77,9 @@ def test_a_shape_s_name_resolves_to_it() -> None:
     assert resolve_model(" Qwen/Qwen3-0.6B ") is PRESETS["qwen3-0.6b"]
 
 
-def test_scaled_keeps_the_layers_and_says_so() -> None:
-    shape = resolve_model("70b")
-    small = shape.scaled(8)
-    assert (small.name, small.num_layers) == ("llama-3.1-70b@8L", 8)
-    assert small.num_params_per_layer == shape.num_params_per_layer
-    assert small.scaled(4).name == "llama-3.1-70b@4L"
-    assert shape.scaled(80) is shape
-    with pytest.raises(ConfigError, match="num_layers=0"):
-        shape.scaled(0)
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", None])
-def test_a_shape_refuses_what_is_no_count(value: object) -> None:
-    fields: dict[str, Any] = {**vars(PRESETS["toy-draft"]), "hidden": value}
-    with pytest.raises(ConfigError, match="hidden="):
-        ModelShape(**fields)
-
-
 def test_a_shape_refuses_heads_that_cannot_be_grouped() -> None:
     with pytest.raises(ConfigError, match=r"num_kv_heads=3.*num_heads=4"):
         resolve_model("gen:layers=1,hidden=256,ffn=512,heads=4,kv_heads=3")
-
-
-def test_gen_defaults() -> None:
-    shape = resolve_model("gen:layers=2,hidden=256,ffn=512")
-    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 64)
-    assert (shape.vocab_size, shape.gated) == (32000, True)
-    assert resolve_model("gen:layers=2,hidden=256,ffn=512,heads=2").head_dim == 128
-    assert resolve_model("gen:layers=2,hidden=256,ffn=512,head_dim=32").num_heads == 8
-    odd = resolve_model("gen:layers=2,hidden=100,ffn=512,heads=3,head_dim=7")
-    assert odd.q_width == 21
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("gen:layer=2,hidden=256,ffn=512", "'layer': did you mean 'layers'"),
-        ("gen:layers=2,hidden=256", "ffn is missing"),
-        ("gen:layers=2.5,hidden=256,ffn=512", "layers=2.5"),
-        ("gen:layers=2,layers=3,hidden=256,ffn=512", "once"),
-        ("gen:layers=2,hidden=0,ffn=512", "hidden=0"),
-        ("gen:layers=2,hidden=100,ffn=512", "head_dim=64: allowed: a divisor of hidden=100"),
-        ("gen:layers=2,hidden=256,ffn=512,heads=0", "heads=0"),
-        ("gen:layers=2,hidden=256,ffn=512,gated=2", "gated=2: allowed: 0, 1"),
-        ("gen:", "unknown key in gen"),
-        ("lama-3.1-8b", "did you mean 'llama-3.1-8b'"),
-        ("", "unknown model ''"),
-        ("./no-such-directory", "No such file"),
-        ("no-such.json", "no-such.json"),
-    ],
-)
-def test_model_errors_are_one_line_that_names_the_value(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        resolve_model(text)
-    assert message in str(error.value)
 
 
 def test_config_of_llama_is_the_preset(write: Write) -> None:
@@ -172,29 +107,18 @@ def test_configs_of_older_families(write: Write) -> None:
     assert resolve_model(write(neox)).gemms_per_layer == 6
 
 
-def test_a_hub_cache_gives_the_repository_s_name(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "0123abcd"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(LLAMA_8B), "utf-8")
-    assert resolve_model(str(snapshot)).name == "Llama-3.1-8B"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden_size": None}, "hidden_size or n_embd is missing"),
-        ({"num_hidden_layers": 32.0}, "num_hidden_layers=32.0"),
         ({"vocab_size": "128256"}, "vocab_size='128256'"),
-        ({"intermediate_size": [1, 2]}, "intermediate_size=[1, 2]"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
         ({"num_attention_heads": 24}, "head_dim is missing"),
         ({"num_local_experts": 8}, "mixture-of-experts"),
-        ({"n_routed_experts": 256}, "mixture-of-experts"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
         ({"model_type": "brand-new", "hidden_act": "gelu"}, "gated"),
-        ({"model_type": ["llama"], "hidden_act": {}}, "gated"),
     ],
 )
 def test_config_errors_name_the_file_and_the_key(
@@ -229,24 +153,6 @@ def test_pairs_of_anything(write: Write) -> None:
     assert resolve_pair("qwen3-32b/qwen3-0.6b") == resolve_pair("32b/0.6b")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tyo", "did you mean 'toy'"),
-        ("8b/1c", "unknown model '1c'"),
-        ("9b/1b", "unknown model '9b'"),
-        ("8b/x/y", "unknown model 'x/y'"),
-        ("x/y/z", "no '/' parts it"),
-        ("", "unknown pair ''"),
-        ("/", "pair '/'"),
-    ],
-)
-def test_pair_errors_name_the_side_that_fails(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        resolve_pair(text)
-    assert message in str(error.value)
-
-
 # Weights without LM heads, by hand from the sources that heads.py names.
 H, LAYER_8B = 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 HEADS = {
@@ -271,33 +177,35 @@ def test_head_sized_drafts_scale_with_their_target(text: str) -> None:
     assert resolve_pair(f"8b/{text}") == (resolve_model("8b"), shape)
 
 
-def test_heads_have_the_published_sizes() -> None:
-    """EAGLE's own list of checkpoints: 0.25B for Llama-3-8B, 0.99B for Llama-3-70B."""
-    for target, billions in (("8b", 0.25), ("70b", 0.99)):
-        assert resolve_model(f"eagle:{target}").gemm_params / 1e9 == pytest.approx(
-            billions, abs=5e-3
-        )
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("gen:layer=2,hidden=256,ffn=512", "'layer': did you mean 'layers'"),
+        ("gen:layers=2,hidden=256", "ffn is missing"),
+        ("gen:layers=2.5,hidden=256,ffn=512", "layers=2.5"),
+        ("gen:layers=2,layers=3,hidden=256,ffn=512", "once"),
+        ("gen:layers=2,hidden=100,ffn=512", "head_dim=64: allowed: a divisor of hidden=100"),
+        ("gen:layers=2,hidden=256,ffn=512,gated=2", "gated=2: allowed: 0, 1"),
+        ("lama-3.1-8b", "did you mean 'llama-3.1-8b'"),
+        ("./no-such-directory", "No such file"),
+        ("70b@0L", "num_layers=0"),
         ("eagle:9b", "unknown model '9b'"),
-        ("eagle:", "unknown model 'eagle:'"),
-        ("eagle", "unknown model 'eagle'.*eagle:, mtp:, medusa: or mlp:MODEL"),
+        ("eagle", "unknown model 'eagle'"),
         ("eagle3:8b", "eagle3: allowed: eagle:TARGET, without a number"),
-        ("mtp1:8b", "mtp1: allowed"),
         ("medusa0:8b", "medusa0: allowed: a number from 1"),
-        ("mlp0:8b", "mlp0: allowed"),
         ("eagle:medusa:8b", "allowed: eagle on a whole model, not on medusa4-llama-3.1-8b"),
         ("mlp:lookup", "not on lookup"),
-        ("eagle-8b", "unknown model 'eagle-8b'"),
-        ("medusa4-no-such", "unknown model"),
+        ("tyo/1b", "unknown model 'tyo'"),
+        ("8b/x/y", "unknown model 'x/y'"),
+        ("x/y/z", "no '/' parts it"),
+        ("/", "pair '/'"),
     ],
 )
-def test_head_errors_are_one_line(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_model(text)
+def test_errors_are_one_line_that_names_the_value(text: str, message: str) -> None:
+    is_pair = "/" in text and not text.startswith(".")
+    with pytest.raises(ConfigError) as error:
+        (resolve_pair if is_pair else resolve_model)(text)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_folder_of_a_gguf_alone_names_the_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mpissd.common.rivals import Family, between, copies, families, other_uses, tps_of, widest
+from mpissd.common.rivals import Family, copies, other_uses, tps_of, widest
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,6 @@ def test_the_widest_of_each_method_has_to_be_known(
     gpus: int, tps: tuple[int, ...], names: str
 ) -> None:
     assert ", ".join(map(str, widest(gpus, tps))) == names
-
-
-def test_families_of_a_t() -> None:
-    assert [str(f) for f in families(2, 2)] == ["AR T=2", "SD inline T=2"]
-    assert [str(f) for f in families(1, 3, most_drafts=4)] == [
-        "AR T=1", "SD inline T=1", "SD T=1 D=1", "SD T=1 D=2", "SSD T=1 D=1", "SSD T=1 D=2",
-    ]  # fmt: skip
-    assert families(4, 3) == ()
-
-
-def test_a_forward_between_two_t_takes_a_and_c_over_t() -> None:
-    assert between(3, (2, 4.0), (4, 2.5)) == pytest.approx(1 + 6 / 3)
 
 
 def test_t_of_a_target_are_all_that_have_a_kv_head_each() -> None:

@@ -48,16 +48,6 @@ def test_a_window_is_a_slice_of_a_longer_one(
     assert part.tolist() == long[skip:].tolist()
 
 
-def test_no_two_streams_are_the_same() -> None:
-    streams = {
-        tuple(uniforms(seed, purpose, sequence, 0, 8))
-        for seed in (0, 1, 2**32, 2**63)
-        for purpose in Purpose
-        for sequence in (0, 1, 2**30)
-    }
-    assert len(streams) == 4 * len(Purpose) * 3
-
-
 def test_draws_are_uniform_on_the_half_open_unit_interval() -> None:
     """Seed 0; 64 bins of 65,536 draws: chi-square beyond 140 has probability 1e-7 at 63 dof."""
     drawn = uniforms(0, Purpose.TOKEN, 0, 0, 65_536)

@@ -84,12 +84,8 @@ def test_a_row_that_is_made_has_every_key() -> None:
         ({**OWN, "draft_device_name": "A"}, "A", None),
         ({**OWN, "draft_device_name": "B"}, "B", "B"),
         ({**OWN, "provenance": {"ranks": RANKS}}, "B", "B"),
-        ({**OWN, "draft_device_name": "A", "provenance": {"ranks": RANKS}}, "A", None),
         ({**OWN, "provenance": {"ranks": RANKS[:2]}}, None, None),
-        ({**OWN, "provenance": {"ranks": [1, 2, 3]}}, None, None),
-        ({**OWN, "provenance": None}, None, None),
         ({**OWN, "tp": "2", "provenance": {"ranks": RANKS}}, None, None),
-        ({**OWN, "num_drafts": 0, "draft_device_name": None}, None, None),
         ({}, None, None),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpissd.common import trace
-from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase, Ledger, NullLedger
+from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase, Ledger
 
 
 @pytest.fixture
@@ -34,40 +34,6 @@ def test_a_phase_is_the_time_since_the_last_mark(clock: list[int]) -> None:
         | {"record": 1},
         {**dict.fromkeys(ledger.names, 0), "round": 4, "wall": 49, "record": 49},
     ]
-
-
-@pytest.mark.parametrize("phases", [LeadPhase, DraftPhase])
-def test_rounds_close_against_the_real_clock(phases: type[LeadPhase] | type[DraftPhase]) -> None:
-    ledger = Ledger(phases)
-    for round_ in range(20):
-        for phase in phases:
-            ledger.mark(phase)
-        ledger.close_round(round_, len(phases) - 1)
-    table = ledger.table(0, 20)
-    assert (table[:, 1] == table[:, 2:].sum(axis=1)).all()
-    assert (table[:, 1] > 0).all()
-
-
-def test_a_slice_begins_where_the_one_before_it_ends(clock: list[int]) -> None:
-    ledger = Ledger(DraftPhase)
-    clock += [5, 7, 20, 50, 60, 61, 99]
-    ledger.restart()
-    ledger.mark(DraftPhase.WAIT)
-    ledger.mark(DraftPhase.GROW)
-    ledger.mark(DraftPhase.GROW)  # twice: two slices
-    ledger.close_round(3, DraftPhase.RECORD)
-    ledger.close_round(4, DraftPhase.RECORD)
-    ledger.mark(DraftPhase.WAIT)  # of a round that nobody closed
-    wait, grow, record = int(DraftPhase.WAIT), int(DraftPhase.GROW), int(DraftPhase.RECORD)
-    assert ledger.slices(0, 9).tolist() == [
-        [3, wait, 5, 7],
-        [3, grow, 7, 20],
-        [3, grow, 20, 50],
-        [3, record, 50, 60],
-        [4, record, 60, 61],
-    ]
-    assert ledger.slices(4, 5).tolist() == [[4, record, 60, 61]]
-    assert ledger.table(0, 9)[:, 1].tolist() == [55, 1]
 
 
 def test_a_restart_leaves_a_gap(clock: list[int]) -> None:
@@ -99,13 +65,3 @@ def test_slices_and_table_say_the_same(phases: type[LeadPhase]) -> None:
         for phase in phases:
             taken = mine[mine[:, 1] == phase]
             assert (taken[:, 3] - taken[:, 2]).sum() == row[2 + phase]
-
-
-def test_a_ledger_that_is_off_reads_no_clock(clock: list[int]) -> None:
-    ledger = NullLedger(LeadPhase)
-    assert clock == []  # the one reading, at the start
-    ledger.restart()
-    ledger.mark(LeadPhase.SEND)
-    ledger.close_round(0, LeadPhase.RECORD)
-    assert ledger.table(0, 9).shape == (0, 2 + len(LeadPhase))
-    assert ledger.slices(0, 9).shape == (0, 4)

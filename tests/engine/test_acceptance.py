@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import REAL_PAIRS
 from mpissd.engine.spec.acceptance import (
@@ -22,7 +23,7 @@ from mpissd.engine.spec.acceptance import (
     hazards_of_counts,
     resolve_acceptance,
 )
-from mpissd.engine.spec.hits import NEVER, HitLaw, named_hit_law, resolve_hit_law
+from mpissd.engine.spec.hits import NEVER, HitLaw, hit_law_of, named_hit_law
 
 SEED = 20260302
 
@@ -159,27 +160,27 @@ def test_count_accepted_against_a_loop(batch: int, lookahead: int, seed: int) ->
 
 
 def test_imposed_hits() -> None:
-    law = resolve_hit_law(0.7, None, None)
+    law = named_hit_law("p_hit:0.7")
     assert (law.rank(0.0), law.rank(0.699), law.rank(0.7)) == (1, 1, NEVER)
     assert (law.hit_probability(0), law.hit_probability(1), law.hit_probability(9)) == (0, 0.7, 0.7)
     assert law.label == "p_hit:0.7"
-    assert resolve_hit_law(0.0, None, None).rank(0.0) == NEVER
-    assert resolve_hit_law(1.0, None, None).rank(1 - 2**-53) == 1
+    assert named_hit_law("p_hit:0.0").rank(0.0) == NEVER
+    assert named_hit_law("p_hit:1.0").rank(1 - 2**-53) == 1
 
 
 def test_power_law_defaults_are_plausible() -> None:
-    law = resolve_hit_law(None, None, None)
+    law = hit_law_of(RunConfig(), 4)
     assert law == named_hit_law("smollm2") == named_hit_law(law.label)
+    assert hit_law_of(RunConfig(p_hit=0.5), 4) == named_hit_law("p_hit:0.5")
+    assert hit_law_of(RunConfig(hit_law="p_hit:.5"), 4) == named_hit_law("p_hit:0.5")
     assert 0.4 <= law.hit_probability(3) <= 0.8 < law.hit_probability(3, end=True)
     assert law.hit_probability(0) == 0 < law.hit_probability(1)
-    assert resolve_hit_law(None, 0.5, None) == HitLaw("power:A=0.5,r=1.0", None, 0.5, 1.0)
-    assert resolve_hit_law(None, None, 0.5) == HitLaw("power:A=0.75,r=0.5", None, 0.75, 0.5)
 
 
 def test_the_default_law_is_what_was_measured() -> None:
     """The numbers are those of the committed file of laws at K = 4, made from the recordings."""
     measured = named_hit_law("laws:results/recordings/smollm2.laws.json", 4)
-    assert resolve_hit_law(None, None, None) == measured
+    assert named_hit_law("smollm2") == measured
 
 
 def test_a_law_with_floors() -> None:
@@ -212,26 +213,20 @@ def test_one_rank_and_many_agree_and_stay_in_range(u: float, a: float, r: float)
 
 
 @pytest.mark.parametrize(
-    ("p_hit", "a", "r", "message"),
+    ("text", "message"),
     [
-        (1.1, None, None, "p_hit: 1.1: allowed: 0 to 1"),
-        (-0.1, None, None, "p_hit"),
-        (math.nan, None, None, "p_hit"),
-        (0.5, 0.5, None, "allowed: one law"),
-        (0.5, None, 1.0, "allowed: one law"),
-        (None, -1.0, None, "hit_a=-1.0"),
-        (None, math.nan, None, "hit_a=nan"),
-        (None, math.inf, None, "hit_a=inf"),
-        (None, None, 0.0, "hit_r=0.0"),
-        (None, None, -1.0, "hit_r=-1.0"),
-        (None, None, math.nan, "hit_r=nan"),
+        ("p_hit:1.1", "p_hit: 1.1: allowed: 0 to 1"),
+        ("p_hit:-0.1", "p_hit"),
+        ("p_hit:nan", "p_hit"),
+        ("power:A=-1,r=1", "hit_a=-1.0"),
+        ("power:A=nan,r=1", "hit_a=nan"),
+        ("power:A=.5,r=0", "hit_r=0.0"),
+        ("power:A=.5,r=nan", "hit_r=nan"),
     ],
 )
-def test_hit_law_errors(
-    p_hit: float | None, a: float | None, r: float | None, message: str
-) -> None:
+def test_hit_law_errors(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve_hit_law(p_hit, a, r)
+        named_hit_law(text)
     assert message in str(error.value)
 
 
@@ -241,7 +236,6 @@ def test_hit_law_errors(
 )
 def test_a_law_is_named_by_its_label(text: str) -> None:
     assert named_hit_law(text).label == text
-    assert resolve_hit_law(None, None, None, text) == named_hit_law(text)
 
 
 def test_a_law_of_two_ends() -> None:
@@ -254,7 +248,7 @@ def test_a_law_of_two_ends() -> None:
     ]  # fmt: skip
     assert law.rank(0.5) == 2 and law.rank(0.5, end=True) == 1
     single = named_hit_law("power:A=.8,r=1")
-    assert single == resolve_hit_law(None, 0.8, 1.0) and single.ends == (False,)
+    assert single == HitLaw("power:A=0.8,r=1.0", None, 0.8, 1.0) and single.ends == (False,)
 
 
 # Miss rates that were measured, F = 1, 2, 4, 8, 16: behind a rejection, behind all accepted.
@@ -284,10 +278,10 @@ def test_texts_that_name_no_law(text: str) -> None:
 
 def test_imposed_hits_need_a_candidate_for_every_outcome() -> None:
     with pytest.raises(ConfigError, match=r"p_hit=0\.5"):
-        resolve_hit_law(0.5, None, None).check_fan_out((3, 0, 2))
-    resolve_hit_law(0.5, None, None).check_fan_out((3, 1, 2))
-    resolve_hit_law(0.0, None, None).check_fan_out((3, 0, 2))
-    resolve_hit_law(None, None, None).check_fan_out((3, 0, 2))
+        named_hit_law("p_hit:0.5").check_fan_out((3, 0, 2))
+    named_hit_law("p_hit:0.5").check_fan_out((3, 1, 2))
+    named_hit_law("p_hit:0.0").check_fan_out((3, 0, 2))
+    named_hit_law("smollm2").check_fan_out((3, 0, 2))
 
 
 def test_a_result_row_is_a_histogram(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
         if row_tiles not in built:
             path = folder / f"chain_{row_tiles}.so"
             geometry = Geometry(row_tiles, 6, slots=3, ahead=3, flying=3)
-            macros = geometry.options[1:]
+            macros = [f"-D{name}={value}" for name, value in geometry.macros]
             includes = ["-I", str(ROOT / "mpissd/engine/backend/kernels")]
             source = str(ROOT / "tests/emulator/kernels.cpp")
             command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-w"]

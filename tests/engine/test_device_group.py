@@ -21,21 +21,21 @@ def test_a_shared_gpu_is_named_with_its_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "choice, seats, cuda_aware, expected",
+    "choice, seats, expected",
     [
-        ("auto", APART, False, "oneshot"),
-        ("auto", NO_NCCL, False, "oneshot"),
-        ("auto", OTHER_NODE, True, "nccl"),
-        ("auto", TOGETHER, False, "staged"),
-        ("oneshot", APART, False, "oneshot"),
-        ("nccl", APART, False, "nccl"),
-        ("staged", TOGETHER, False, "staged"),
-        ("mpi", APART, True, "device"),
-        ("device", NO_NCCL, True, "device"),
+        ("auto", APART, "oneshot"),
+        ("auto", NO_NCCL, "oneshot"),
+        ("auto", OTHER_NODE, "nccl"),
+        ("auto", TOGETHER, "staged"),
+        ("oneshot", APART, "oneshot"),
+        ("nccl", APART, "nccl"),
+        ("staged", TOGETHER, "staged"),
+        ("mpi", APART, "device"),
+        ("device", NO_NCCL, "device"),
     ],
 )
-def test_choices(choice: str, seats: list[GpuPlace], cuda_aware: bool, expected: str) -> None:
-    assert choose(choice, seats, cuda_aware=cuda_aware) == expected
+def test_choices(choice: str, seats: list[GpuPlace], expected: str) -> None:
+    assert choose(choice, seats) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,16 @@ def test_choices(choice: str, seats: list[GpuPlace], cuda_aware: bool, expected:
         ("oneshot", MANY, "9 ranks, at most 8; allowed: nccl"),
         ("nccl", TOGETHER, "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged, auto"),
         ("nccl", NO_NCCL, "no NCCL on rank 1; allowed: oneshot, staged, auto"),
-        ("mpi", APART, "only with --cuda_aware_mpi; allowed: oneshot, nccl, staged, auto"),
-        ("device", APART, "only with --cuda_aware_mpi"),
     ],
 )
 def test_refusals_take_one_line(choice: str, seats: list[GpuPlace], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose(choice, seats, cuda_aware=False)
+        choose(choice, seats)
 
 
 @pytest.mark.parametrize("seats, expected", [(APART, "nccl"), (NO_NCCL, "staged")])
 def test_auto_does_without_oneshot_where_it_failed(seats: list[GpuPlace], expected: str) -> None:
-    assert choose("auto", seats, cuda_aware=False, oneshot=False) == expected
+    assert choose("auto", seats, oneshot=False) == expected
 
 
 def test_cray_says_it_in_the_environment() -> None:

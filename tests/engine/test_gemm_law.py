@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpissd.common.rounds import Batch, Outcome, Request, Source
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import lanes_of
-from mpissd.engine.spec.hits import named_hit_law, resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from mpissd.engine.workload.gemm import DraftStream, TokenStream, leading
 from tests.oracle import Law
 
@@ -34,15 +34,14 @@ class Pair:
         rates: Sequence[float] = (),
         fast: float = 0.3,
         p_hit: float | None = None,
-        hit_a: float | None = None,
-        hit_r: float | None = None,
         hit_law: str | None = None,
     ) -> None:
         self.lookahead, self.fan_out = lookahead, tuple(fan_out)
         primary = tuple(rates) or (0.8,) * lookahead
         laws = dict.fromkeys((Source.CACHE, Source.JIT), AcceptanceLaw(primary, ""))
         laws[Source.FAST] = AcceptanceLaw((fast,) * lookahead, "")
-        hits = resolve_hit_law(p_hit, hit_a, hit_r, hit_law)
+        text = hit_law or ("smollm2" if p_hit is None else f"p_hit:{p_hit}")
+        hits = named_hit_law(text)
         hazards = {source: law.hazards for source, law in laws.items()}
         (a, end_a), (r, end_r), (floor, end_floor) = hits.powers(1, 1)
         both = (a, r, floor), (end_a, end_r, end_floor)

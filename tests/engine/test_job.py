@@ -31,7 +31,6 @@ def test_the_default_pair_is_the_largest_that_fits() -> None:
     assert name(80 * GB) == name(32 * GB) == "llama-3.1-8b"
     assert name(80 * GB, tp=2) == "llama-3.1-70b"
     assert name(10 * GB) == "toy-target"
-    assert name(30 * GB, num_layers=8) == "llama-3.1-70b@8L"
     assert job(1, "numpy", 150 * GB).target.name == "toy-target"
     with pytest.raises(ConfigError, match="tp=3: no built-in pair divides by 3"):
         name(150 * GB, tp=3)
@@ -57,9 +56,8 @@ def test_sd_keeps_no_candidates_and_ssd_does() -> None:
 
 def test_imposed_hits_leave_every_outcome_a_candidate() -> None:
     flags: dict[str, Any] = {"lookahead": 7, "fan_out": "geometric:12"}
-    assert 0 in job(**flags, hit_a=1.0).fan_out
+    assert 0 in job(**flags, hit_law="power:A=1,r=1").fan_out
     assert min(job(**flags, p_hit=0.9).fan_out) == 1
-    assert 0 in job(**flags, hit_a=1.0, hit_r=1.0).fan_out
     assert job(lookahead=1, fan_out="list:0,2", p_hit=0.0).fan_out == (0, 2)
     with pytest.raises(ConfigError, match="every F_k from 1"):
         job(lookahead=1, fan_out="list:0,2", p_hit=0.1)
@@ -84,7 +82,6 @@ def test_the_backup_drafts_k_unless_told() -> None:
     [
         (3, {"pair": "toy"}, "num_heads=8 is not divisible by tp=3; allowed for it: 1, 2, 4, 8"),
         (8, {"pair": "toy"}, "num_kv_heads=4 is not divisible by tp=8"),
-        (8, {"pair": "8b/1b", "num_layers": 0}, "num_layers=0"),
         (
             2,
             {"target": f"{TINY},vocab=9", "mode": "ar", "lm_head": True},

@@ -1,4 +1,4 @@
-"""Schedules: the flags they stand for, and what they run."""
+"""Drafts inline, lookups and head-sized drafts: what their flags resolve to, and what they run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.__main__ import main
-from mpissd.cli.configs import PredictConfig
-from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import parse_into
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
-from mpissd.common.schedules import SCHEDULES, with_schedule
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.speculator import InlineSpeculator
 from mpissd.engine.decode.target import TargetLoop
@@ -38,36 +35,15 @@ from tests.loop.harness import (
 from tests.mpi.harness import Together, needs_mpi
 
 VOCAB = 4096
+INLINE = ("--mode=sd", "--num_drafts=0")
 Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_draft
-
-
-# What the names stand for.
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_the_flags_that_it_names(name: str) -> None:
-    by_name = parse_flags({"schedule": name, "pair": "toy"})
-    by_hand = parse_flags({**SCHEDULES[name], "pair": "toy"})
-    assert by_name.schedule == name and by_hand.schedule is None
-    assert by_name.digest == by_hand.digest
-    assert parse_flags({"schedule": name, **SCHEDULES[name], "pair": "toy"}) == by_name
-
-
-def test_what_the_user_says_stands_beside_a_schedule() -> None:
-    config = parse_flags({"schedule": "lookup", "lookahead": "9", "m": "sd", "pair": "toy"})
-    assert (config.lookahead, config.mode, config.backup) == (9, "sd", "fast")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"schedule": "lokup"}, "unknown schedule 'lokup': did you mean 'lookup'"),
-        ({"schedule": "LOOKUP"}, "unknown schedule 'LOOKUP'"),
-        ({"schedule": "lookup", "mode": "ar"}, "mode=ar with schedule=lookup: allowed: sd"),
-        ({"schedule": "lookup", "backup": "jit"}, "backup=jit with schedule=lookup: allowed: fast"),
-        ({"schedule": "sd-inline", "num_drafts": "1"}, "num_drafts=1 with schedule=sd-inline"),
         ({"backup_lookahead": "0"}, "backup_lookahead=0: allowed: a whole number >= 1"),
-        ({"draft": "1b", "mode": "sd", "backup": "fast"}, "target: needed"),
+        ({"draft": "1b", "mode": "sd", "backup": "fast"}, "draft=1b with target=None"),
     ],
 )
 def test_contradictions_take_one_line(flags: dict[str, str], message: str) -> None:
@@ -77,20 +53,10 @@ def test_contradictions_take_one_line(flags: dict[str, str], message: str) -> No
 
 
 def test_the_command_line_refuses_before_mpi(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--schedule=lookup", "--mode=ar"], ["--schedule=sd-inline", "--pair=8b/mtp:9z"]):
+    for flags in (["--num_drafts=1", "--mode=ar"], [*INLINE, "--pair=8b/mtp:9z"]):
         assert main(["run", "--dry_run", *flags]) == 2
         told = capsys.readouterr().err
         assert told.startswith("mpissd: ") and told.count("\n") == 1
-
-
-def test_a_prediction_wants_the_flags_themselves() -> None:
-    """Which flags were said decides what a job's profile keeps."""
-    with pytest.raises(ConfigError, match="schedule=lookup with predict: allowed: its flags, mode"):
-        parse_into(PredictConfig, {"schedule": "lookup", "profile": "h100"})
-
-
-def test_no_schedule_adds_nothing() -> None:
-    assert with_schedule({"mode": "ar"}) == {"mode": "ar"}
 
 
 # What they resolve to.
@@ -102,12 +68,12 @@ def job(**flags: str) -> Job:
 
 
 def test_a_lookup_holds_no_draft() -> None:
-    for flags in ({"schedule": "lookup"}, {"mode": "sd", "backup": "fast"}):
-        found = job(**flags)
-        assert found.draft is LOOKUP and found.rank_bytes(2)[1] == 0
+    lookup = {"mode": "sd", "backup": "fast", "num_drafts": "0"}
+    found = job(**lookup)
+    assert found.draft is LOOKUP and found.rank_bytes(2)[1] == 0
     alone = job(mode="ar").rank_bytes(4)[0]
-    assert job(schedule="lookup").rank_bytes(4) == (alone, 0) and job(schedule="lookup").inline
-    config = parse_flags({"schedule": "lookup", "target": "8b"})  # needs no draft to be named
+    assert job(**lookup).rank_bytes(4) == (alone, 0) and found.inline
+    config = parse_flags({**lookup, "target": "8b"})  # needs no draft to be named
     assert resolve(config, 2, backend="emulated", memory_bytes=None).draft is LOOKUP
 
 
@@ -190,17 +156,17 @@ COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_ro
 
 
 WHOLE = [  # ranks, flags, the draft's name
-    (1, ("--schedule=sd-inline", "--pair=8b/1b"), "llama-3.2-1b"),
-    (1, ("--schedule=lookup", "--target=8b"), "lookup"),
-    (1, ("--schedule=sd-inline", "--pair=8b/eagle:8b", "--lm_head"), "eagle-llama-3.1-8b"),
-    (1, ("--schedule=sd-inline", "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
+    (1, (*INLINE, "--pair=8b/1b"), "llama-3.2-1b"),
+    (1, (*INLINE, "--backup=fast", "--target=8b"), "lookup"),
+    (1, (*INLINE, "--pair=8b/eagle:8b", "--lm_head"), "eagle-llama-3.1-8b"),
+    (1, (*INLINE, "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
 ]
 MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
 MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=2", "--batch_size=3")
-LOSSLESS = {"lookup": 1, "sd-inline": 1}  # ranks
+LOSSLESS = {"lookup": (*INLINE, "--backup=fast"), "inline": INLINE}
 RUNS = {" ".join(flags): (np_, (*COMMON, *flags)) for np_, flags, _ in WHOLE}
-RUNS |= {name: (np_, (*MARKOV, f"--schedule={name}")) for name, np_ in LOSSLESS.items()}
+RUNS |= {name: (1, (*MARKOV, *flags)) for name, flags in LOSSLESS.items()}
 RUNS["ar"] = (1, (*MARKOV, "--mode=ar"))
 
 
@@ -216,8 +182,7 @@ def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: st
     """It passes the gates, says what it was, and emits the tokens that every mode emits."""
     done = runs[" ".join(flags)]
     row = done.row
-    told = [flag.partition("=")[2] for flag in flags if flag.startswith("--schedule")]
-    assert row["schedule"] == (told[0] if told else None) and row["draft"] == draft
+    assert row["draft"] == draft
     first = uniforms(0, Purpose.TOKEN, 0, 1, 40) * 128256
     assert done.arrays["tokens"][:40].tolist() == [int(x) for x in first]
     is_lookup, is_heads = draft == "lookup", draft.startswith("medusa")
@@ -230,12 +195,8 @@ def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: st
 
 @needs_mpi[0]
 @needs_mpi[1]
-@pytest.mark.parametrize("schedule", LOSSLESS)
-def test_a_schedule_is_lossless_on_language_models(runs: Together, schedule: str) -> None:
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_draft_without_a_rank_is_lossless_on_language_models(runs: Together, name: str) -> None:
     """At temperature 0 it emits what AR emits."""
-    row = runs[schedule].row
+    row = runs[name].row
     assert row["token_digest"] == runs["ar"].row["token_digest"] and row["acceptance_length"] > 1
-
-
-def test_a_run_config_made_by_hand_needs_no_schedule() -> None:
-    assert RunConfig(mode="sd", backup="fast", target="8b").is_lookup

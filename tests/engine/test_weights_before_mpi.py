@@ -56,7 +56,13 @@ def test_pairs_that_cannot_run(tmp_path: Path) -> None:
     refused(
         3, target, target, told="tp=3 with forward=transformer: allowed: at most its 2 KV heads"
     )
-    refused(1, target, target, memory=1 << 30, told="the device has 1.1 GB: use --num_layers or")
+    refused(
+        1,
+        target,
+        target,
+        memory=1 << 30,
+        told="the device has 1.1 GB: use fewer layers (70b@8L) or",
+    )
     draft = model(tmp_path, "draft")
     (draft / "model.safetensors").write_bytes(b"short")
     refused(1, target, draft, told="model.safetensors' is damaged")

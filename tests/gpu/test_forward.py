@@ -111,8 +111,6 @@ def test_a_graph_replays_what_eager_runs(gpu: None) -> None:
 
     options = ForwardOptions(lm_head=True, top_k=3)
     graph, eager = (CupyBackend(0, graph=flag) for flag in (True, False))
-    if not graph.capture:
-        lack(f"graphs ({graph.no_capture_reason})")
     models = [stepper(b, "toy-target", options, [8]) for b in (graph, eager)]
     for seed in range(3):  # other tokens every time: a graph that had captured them would differ
         first, second = (forward(model, 8, seed) for model in models)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.wait import Waiter
-from mpissd.engine.backend.base import Cost, WeightPart
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.comm.group import SoloGroup
 from tests.gpu.agreement import relative_error, tolerance
 from tests.needs import lack
 
@@ -103,10 +100,11 @@ def test_packed_products(packing: Any, shape: tuple[int, int], rows: int) -> Non
     check_product(packing, rows, [whole(11, *shape)], start=0)
 
 
-@pytest.mark.parametrize("start", [1, 64])  # read and written element by element, or not
-def test_packed_products_of_column_views_and_fused_parts(packing: Any, start: int) -> None:
+def test_packed_products_of_column_views_and_fused_parts(packing: Any) -> None:
     parts = [WeightPart(key, 0, 512, 8, 8 + width, 512**-0.5) for key, width in ((1, 256), (2, 64))]
-    check_product(packing, 7, parts, start)
+    check_product(packing, 7, parts, start=64)
+    with pytest.raises(ConfigError, match="multiples of 8"):
+        check_product(packing, 7, parts, start=1)
 
 
 def test_a_packed_weight_is_the_same_weight(packing: Any) -> None:
@@ -116,14 +114,6 @@ def test_a_packed_weight_is_the_same_weight(packing: Any) -> None:
     assert weight.packed and np.array_equal(packing.to_host(weight), expected)
     packing.from_host(2 * expected, weight)
     assert np.array_equal(packing.to_host(weight), 2 * expected)
-
-
-def test_a_chain_that_is_wrong_is_refused(packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = packing.weight([whole(3, 320, 48)])  # a shape of its own: not checked yet
-    x, out = packing.activation(1, 320), packing.activation(1, 48)
-    monkeypatch.setattr("mpissd.engine.backend.cupy_chain.TOLERANCE", -1.0)
-    with pytest.raises(FaultError, match="1x320 @ 320x48: relative error"):
-        packing.matmul(x, weight, out)
 
 
 def check_product(backend: Any, rows: int, parts: list[WeightPart], start: int) -> None:
@@ -185,18 +175,9 @@ def test_a_read_reads_every_word_once(backend: Any, num_bytes: int) -> None:
         assert found == expected * passes % 2**32
 
 
-def test_read_bandwidth_is_physical(backend: Any) -> None:
-    rate = backend.read_bandwidth(4 * 10**9)
-    assert 1e11 < rate < 2e13, f"{rate:.3g} B/s"
-
-
-def test_the_peak_is_physical_and_bounded(backend: Any) -> None:
+def test_rates_are_physical(backend: Any) -> None:
     """A V100's tensor cores reach 1e14 flop/s, none today 1e16."""
-    backend.peak_flops()  # what is loaded lazily
-    start = time.perf_counter()
-    peak = backend.peak_flops()
-    assert 1e12 < peak < 1e16, f"{peak:.3g} flop/s"
-    assert time.perf_counter() - start < 1.0
+    assert 1e11 < backend.read_bandwidth(4 * 10**9) < 2e13 and 1e12 < backend.peak_flops() < 1e16
 
 
 def test_the_peak_of_a_full_device_is_unknown(
@@ -206,27 +187,6 @@ def test_the_peak_of_a_full_device_is_unknown(
 
     monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1 << 20, 80 << 30))
     assert backend.peak_flops() is None
-
-
-@pytest.mark.parametrize("capturable", [True, False])
-def test_a_chain_takes_as_long_as_its_links(backend: Any, capturable: bool) -> None:
-    """All-reduces that each read 256 MB: as long as the measured bandwidth says, within a half."""
-    from mpissd.lab.measure import calibrate
-
-    size, count = 1 << 28, 8
-    read = backend.read(size)
-
-    class Reading(SoloGroup):
-        def all_reduce(self, array: Any) -> None:
-            assert array.shape == (4, 64)
-            read()
-
-    group = Reading(2)
-    group.capturable = capturable
-    cost = Cost(4, 0, 0, 0, 0, count, 0, 2)
-    seconds = calibrate.chain_s(backend, group, 64, cost, Waiter(60.0, spin=True))
-    expected = count * size / backend.read_bandwidth(size)
-    assert 0.5 * expected < seconds < 1.5 * expected, f"{seconds:.3g} s, expected {expected:.3g}"
 
 
 def test_copies_through_page_locked_memory(backend: Any) -> None:
@@ -242,16 +202,6 @@ def test_copies_through_page_locked_memory(backend: Any) -> None:
     over = backend.fence()
     backend.synchronize()
     assert over() and (backend.to_host(array) == 2).all()
-
-
-def test_without_nvmath_products_are_cupys(gpu: None) -> None:
-    from mpissd.engine.backend.cupy_backend import CupyBackend
-
-    backend = CupyBackend(0)
-    backend._gemm = None
-    assert not backend.capture
-    check_product(backend, 3, [whole(11, 511, 1025)], start=1)
-    check_product(backend, 1, [whole(11, 64, 8)], start=0)
 
 
 def test_errors_name_the_value(backend: Any) -> None:

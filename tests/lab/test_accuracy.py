@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import pytest
 from mpissd.cli import arguments as cli
 from mpissd.cli import commands
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
+from mpissd.engine.backend.profile import device_kind, load_profile
+from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.accuracy import (
     BAR,
+    MEAN_BAR,
     Errors,
     decided,
     decisions,
@@ -23,13 +28,15 @@ from mpissd.lab.predict.accuracy import (
     profile_of_another_job,
     table,
 )
-from mpissd.lab.predict.from_row import Forecast
+from mpissd.lab.predict.from_row import Forecast, forecast_row
 from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 STUDY = RESULTS / "emulated-predictions"
 # Its rows ran under h200 as it was before kernels were told apart.
 DEVICES = f"{RESULTS / 'h200-probe/before.json'},{STUDY / 'h100.json'},a100-80,v100-32"
+
+PROFILES = {profile.kind: profile for profile in map(load_profile, DEVICES.split(","))}
 
 
 def errors(**changed: Any) -> Errors:
@@ -63,8 +70,7 @@ def test_the_bar_is_of_all_modes_and_t(size: float, verdict: str) -> None:
 def test_rows_without_a_forecast_are_counted_and_derived_ones_shown_apart() -> None:
     rows = load_rows([RESULTS / "h200-tables"])[:4]
     forecasts = [Forecast(100.0), Forecast(100.0, derived=True), *[Forecast(reason="old")] * 2]
-    told = iter(forecasts)
-    judged, left = errors_of(rows, lambda _: next(told))
+    judged, left = errors_of(rows, forecasts)
     assert [e.forwards for e in judged] == ["products", "products, derived"] and left == {"old": 2}
     assert judged[0].other == rows[0]["tok_per_s"] / 100 - 1
     assert "Without (c): 2 rows, old." in table(list(groups(judged)), left)
@@ -79,14 +85,14 @@ def test_a_decision_is_against_the_strongest_rival() -> None:
         like | {**same, "mode": mode, "tok_per_s": measured, "num_drafts": int(mode == "ssd")}
         for mode, (_, measured) in of.items()
     ]
-    made = decisions(rows, lambda row: Forecast(of[row.mode][0]))
+    made = decisions(rows, [Forecast(of[row.mode][0]) for row in rows])
     assert made[-1].regret == pytest.approx(130 / 125 - 1) and made[-1].sign is False
     assert "right in 0 of 1" in decided(made[-1:])
 
 
 def test_the_replay_and_the_mean_are_the_rows_own() -> None:
     rows = [row for row in load_rows([STUDY]) if row.on_late != "serve"]
-    found, left = errors_of(rows, profile_of_another_job(DEVICES, None))
+    found, left = errors_of(rows, map(profile_of_another_job(DEVICES, None), rows))
     assert len(found) == len(rows) == 159 and not left
     for row, error in zip(rows, found, strict=True):
         assert error.replay == row["prediction_error"] and error.luck == row["sampling_error"]
@@ -110,8 +116,8 @@ def test_what_lies_between_replay_and_mean_is_luck_and_no_more() -> None:
 
 
 def predict(capsys: pytest.CaptureFixture[str], **flags: str) -> tuple[str, dict[str, Any]]:
-    command = cli.parse(["predict", *(f"--{name}={value}" for name, value in flags.items())])
-    assert command is not None and commands.predict(command.config, command.given) == 0
+    command = cli.parse(["plan", *(f"--{name}={value}" for name, value in flags.items())])
+    assert command is not None and commands.plan(command.config, command.given) == 0
     *text, last = capsys.readouterr().out.splitlines()
     return "\n".join(text), json.loads(last)
 
@@ -129,20 +135,38 @@ def test_the_command_takes_rows_a_profile_and_a_host(capsys: pytest.CaptureFixtu
 
 
 def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> None:
-    """At every T; with it 60 rounds a row are too few for any predictor."""
-    another = profile_of_another_job(DEVICES, str(STUDY / "host.json"))
-    found, _ = errors_of(load_rows([STUDY]), another)
+    """With luck 60 rounds a row are too few for any predictor.
+
+    The run whose host costs are used had one target rank and one sequence: its lead samples in 42
+    µs, and at T = 4 with 2 to 8 sequences in 240. There the lead's phases are those that the other
+    mode's rows at T = 4 noted.
+    """
+    _, host = jobfile.load(str(STUDY / "host.json"))
+    rows = [row for row in load_rows([STUDY]) if row.on_late != "serve"]
+    noted = {
+        mode: [row.phases_us["lead"] for row in rows if (row.mode, row.tp) == (mode, 4)]
+        for mode in ("sd", "ssd")
+    }
+
+    def forecast(row: Row) -> Forecast:
+        costs = host
+        if row.tp == 4:
+            others = noted["sd" if row.mode == "ssd" else "ssd"]
+            names = ("send", "commit", "broadcast", "upload", "launch", "sample", "record")
+            means = {n: np.mean([lead.get(n, 0.0) for lead in others]) * 1e-6 for n in names}
+            costs = replace(host, **{f"lead_{name}": float(s) for name, s in means.items()})
+        return forecast_row(row, PROFILES[device_kind(row.device_name)], costs)
+
+    found, _ = errors_of(rows, map(forecast, rows))
     for group in groups(found):
         assert all(size <= most for size, most in zip(group["without_luck"], BAR, strict=True))
-        # SSD at T = 4 misses 3%: -3.2% once its rows of late hits were left out, -3.6% simulated.
-        most = 0.037 if (group["mode"], group["tp"]) == ("SSD", 4) else 0.03
-        assert abs(group["without_luck_signed"]) < most
+        assert abs(group["without_luck_signed"]) <= MEAN_BAR, group
 
 
 def test_the_host_s_own_row_is_no_other_job_s() -> None:
     run = sorted((RESULTS / "h200" / "profiles").glob("ssd-66*.json"))[0]
     rows = [row for row in load_rows([RESULTS / "h200"]) if row["mode"] == "ssd"]
-    _, left = errors_of(rows, profile_of_another_job("h200", str(run)))
+    _, left = errors_of(rows, map(profile_of_another_job("h200", str(run)), rows))
     assert left["the host costs are of their own job"] == 1
 
 
@@ -157,6 +181,6 @@ def test_the_host_s_own_row_is_no_other_job_s() -> None:
 )
 def test_what_cannot_be_judged_is_one_line(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        command = cli.parse(["predict", *(f"--{name}={value}" for name, value in flags.items())])
+        command = cli.parse(["plan", *(f"--{name}={value}" for name, value in flags.items())])
         assert command is not None
-        commands.predict(command.config, command.given)
+        commands.plan(command.config, command.given)

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
-from mpissd.lab.predict.laws import Laws, cut_law
 from scipy.optimize import brentq
 
 from mpissd.common import theory
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
-from mpissd.lab.predict.advisor import Search, by_speed, plan
+from mpissd.lab.predict.advisor import by_speed, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.places import device_costs, placements
-from mpissd.lab.predict.search import FULL, Choice, Placement, cells_of, fan_outs
-from mpissd.lab.predict.simulation import Cells, expected
+from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.places import device_costs, survey
+from mpissd.lab.predict.search import (
+    FULL,
+    Choice,
+    Laws,
+    Placement,
+    Scales,
+    candidates,
+    config_of,
+    cut_law,
+    fan_outs,
+)
+from mpissd.lab.predict.simulation import Config, expected
 
-MOST_WEIGHED = 6000  # of the 26,000 configurations of FULL on eight GPUs; half a second
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
     link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=4e-6, draft_assemble=21e-6,
     draft_send=7e-6, draft_record=4e-6, glue=5e-5, keys=6e-5, keys_lane=2e-7, step=5e-5, wake=6e-5,
 )  # fmt: skip
+
+
+def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
+    return list(survey(config, profile, gpus).placements)
 
 
 def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
@@ -41,7 +53,7 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
     """A machine, a pair, laws, a batch and a number of GPUs on which the pair fits."""
     flags: dict[str, Any] = {
         "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
-        "batch_size": rnd.choice([1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32]),
+        "batch_size": rnd.choice([1, 1, 2, 4]),
         "alpha": rnd.uniform(0.2, 0.98),
         "acceptance_fast": f"alpha:{rnd.uniform(0, 0.6):.2f}",
         "lm_head": rnd.random() < 0.3,
@@ -50,8 +62,8 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
     if rnd.random() < 0.3:
         flags["p_hit"] = rnd.uniform(0.1, 0.99)
     else:
-        flags |= {"hit_a": rnd.uniform(0.3, 1), "hit_r": rnd.uniform(0.4, 1.8)}
-    config, gpus = RunConfig(**flags), rnd.randint(1, 8)
+        flags["hit_law"] = f"power:A={rnd.uniform(0.3, 1)},r={rnd.uniform(0.4, 1.8)}"
+    config, gpus = RunConfig(**flags), rnd.randint(1, 3)
     profile = load_profile(rnd.choice(["h100", "h200", "a100-80"]))
     scale = rnd.uniform(0, 2)
     host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})
@@ -61,31 +73,21 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
         return random_cell(rnd)
 
 
-def shortfall(seed: int) -> tuple[float, int]:
-    """(1 − advised / exhaustive, configurations that the advice weighed) in one random cell."""
+def shortfall(seed: int) -> float:
+    """1 − advised / exhaustive in one random cell."""
     config, host, places, gpus = random_cell(random.Random(seed))
     found = plan(config, host, places, gpus)
-    every = Search(Laws.of(config), config.batch_size, host, gpus).run(places, FULL)
-    return 1 - found.best.tok_per_s / by_speed(every)[0].tok_per_s, found.num_evaluated
+    scales, batch = Scales(Laws.of(config), host, places), config.batch_size
+    every = (c for p in places for c in candidates(p, scales.laws, batch, gpus, FULL))
+    best = by_speed(scales.weigh(every, quick=True))[:20]
+    return 1 - found.best.tok_per_s / by_speed(scales.weigh(best))[0].tok_per_s
 
 
 @pytest.mark.slow
-def test_close_to_exhaustive_search_with_few_of_its_configurations() -> None:
-    """Within 2%; FULL is every K ≤ 16, uniform:1 … 10, fourteen budgets, every K_b, both backups
-    and both ways of being late, on every T that divides and fits."""
-    losses, weighed = np.array([shortfall(seed) for seed in range(6)]).T
-    assert losses.max() < 0.02
-    assert weighed.max() < MOST_WEIGHED
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("block", range(10))
-def test_close_to_exhaustive_search_in_500_cells(block: int) -> None:
-    """Fifty at a time: three quarters of a minute each."""
-    seeds = range(1000 + 50 * block, 1050 + 50 * block)
-    losses, weighed = np.array([shortfall(seed) for seed in seeds]).T
-    assert (losses < 0.02).mean() >= 0.95
-    assert weighed.max() < MOST_WEIGHED
+def test_close_to_exhaustive_search() -> None:
+    """Within 2% of every K ≤ 16, uniform:1 … 10, fourteen budgets, every K_b and both backups, on
+    every T that divides and fits."""
+    assert max(shortfall(seed) for seed in range(4)) < 0.02
 
 
 def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
@@ -103,9 +105,9 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
             memory_bytes=profile.memory_bytes,
         )  # fmt: skip
         device = DeviceCosts.from_profile(profile, job)
-        found = expected(job, device, HOST)
-        assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=0.05)
-        assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=0.05)
+        found = expected(job, device, host_of(profile, job))
+        assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=1e-9)
+        assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=1e-9)
 
 
 def test_one_gpu_holds_no_draft_rank() -> None:
@@ -144,10 +146,6 @@ def test_gains_of_the_extra_gpu_add_up() -> None:
     assert extra.ssd.gpus == 5 and extra.without.gpus == 4
     assert extra.gain is not None and extra.gain_per_gpu == pytest.approx(extra.gain * 4 / 5)
     assert extra.gain_at_equal_gpus is not None and extra.gain >= extra.gain_at_equal_gpus
-    # Five GPUs hold five copies of T = 1, two of T = 2, or one of T = 4.
-    assert extra.replicas_tok_per_s is not None
-    assert extra.replicas_tok_per_s >= extra.otherwise.tok_per_s
-    assert extra.gain_over_replicas == extra.ssd.tok_per_s / extra.replicas_tok_per_s
 
 
 def test_every_t_and_d_is_judged() -> None:
@@ -184,7 +182,7 @@ def test_break_even_alpha_is_theory_s_for_sd() -> None:
         k = drafting.lookahead
         cost = float(device.verify_s(k + 1)) + k * 0.3
         wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
-        assert found.break_even_alpha == pytest.approx(wanted, abs=0.01)
+        assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
         assert found.best.mode == ("ar" if alpha < wanted else "sd")
 
 
@@ -198,8 +196,8 @@ def test_break_even_p_hit_is_where_ssd_ties() -> None:
     tie = resolve(parse_flags({**flags, **ssd.flags()}), ssd.tp, backend="emulated",
                   memory_bytes=None)  # fmt: skip
     assert advice.rival is not None
-    found = expected(tie, place.device, HOST).tok_per_s[0]
-    assert found == pytest.approx(advice.rival.tok_per_s, rel=0.05)
+    found = expected(tie, place.device, place.host(ssd.method, HOST)).tok_per_s[0]
+    assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
 
 
 def test_a_list_of_rates_limits_k() -> None:
@@ -250,7 +248,7 @@ def test_flags_name_what_was_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [{"hit_a": 0.9, "hit_r": 0.7}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
+    "law", [{"hit_law": "power:A=.9,r=.7"}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
 )
 @pytest.mark.parametrize("way", [("jit", 6), ("jit", 2), ("fast", 6), ("fast", 1)])
 @pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])
@@ -263,11 +261,9 @@ def test_both_fan_outs_of_a_search_are_those_of_a_job(
     flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
     flags |= {name: str(value) for name, value in law.items()} | choice.flags()
     job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
-    found, known = cells_of(choice, Laws.of(config)), Cells.of(job)
+    assert config_of(choice, Laws.of(config)) == Config.of(job)
     alike = fan_out == "uniform:4" or way == ("jit", 6)
     assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
-    for field in fields(Cells):
-        assert np.array_equal(getattr(found, field.name), getattr(known, field.name)), field.name
 
 
 def test_a_law_is_cut_to_what_is_drafted() -> None:
@@ -275,12 +271,6 @@ def test_a_law_is_cut_to_what_is_drafted() -> None:
     assert cut_law("marginal:.9,.8,.7", 1) == "marginal:.9"
     for text in ("alpha:0.8", "0.8", "histogram:a,b.json"):
         assert cut_law(text, 1) == text
-
-
-@pytest.mark.parametrize(("batch", "most"), [(1, 3000), (8, 3000), (9, 1200), (256, 1000)])
-def test_large_batches_are_weighed_more_roughly(batch: int, most: int) -> None:
-    """Each of their configurations takes longer, with the sequences that may hit."""
-    assert most / 2 < advise(8, pair="70b/1b", batch_size=batch).num_evaluated < most
 
 
 def test_needs_a_machine() -> None:

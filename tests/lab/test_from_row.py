@@ -12,7 +12,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.from_row import forecast_from_run, forecast_row, job_of_row
+from mpissd.lab.predict.from_row import forecast_row, job_of_row
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables import load_rows
 
@@ -35,9 +35,7 @@ def test_a_row_says_its_whole_configuration(name: str) -> None:
         if not path.exists():
             continue
         checked += 1
-        profile = jobfile.load(str(path))
-        assert profile is not None
-        mean = float(expected(job_of_row(row), profile.device, profile.host).tok_per_s[0])
+        mean = float(expected(job_of_row(row), *jobfile.load(str(path))).tok_per_s[0])
         assert mean == pytest.approx(row["expected_tok_per_s"], rel=6e-3), row["run_id"]
     assert checked > 10
 
@@ -49,7 +47,6 @@ def test_a_forecast_needs_the_profile_alone() -> None:
     keys = ("round_us", "phases_us", "predicted_tok_per_s", "expected_tok_per_s", "t_target_s")
     assert forecast_row(row | dict.fromkeys(keys), load_profile("h200")) == found
     assert found.tok_per_s is not None and not found.derived
-    assert found.error(row) == pytest.approx(row["tok_per_s"] / found.tok_per_s - 1)
 
 
 def test_a_draft_on_another_device_needs_its_profile() -> None:
@@ -76,7 +73,7 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
 def test_what_has_no_forecast_says_why(name: str, wanted: dict[str, Any], reason: str) -> None:
     row = row_like(name, **wanted)
     found = forecast_row(row, load_profile("h100"))
-    assert found.tok_per_s is None and found.error(row) is None
+    assert found.tok_per_s is None
     assert reason in (found.reason or "")
 
 
@@ -104,17 +101,3 @@ def test_a_null_device_without_host_costs_takes_no_time() -> None:
     assert "takes no time" in (forecast_row(row, load_profile("null")).reason or "")
     costs = HostCosts(lead_sample=1e-5)
     assert forecast_row(row, load_profile("null"), costs).tok_per_s is not None
-
-
-def test_another_run_s_profile_predicts_what_it_covers() -> None:
-    """Its own row is no other job's; T, widths and backend have to be those that it measured."""
-    row = row_like("h200-tables/runs.jsonl", mode="sd", lookahead=8, inline_draft=False)
-    path = RESULTS / "h200-tables" / "profiles" / f"{row['run_id']}.json"
-    run = jobfile.load(str(path))
-    assert run is not None
-    assert "own job" in (forecast_from_run(row, str(path), run).reason or "")
-    found = forecast_from_run(row, "of-another-job.json", run)
-    assert found.tok_per_s == pytest.approx(row["expected_tok_per_s"], rel=6e-3)
-    for changed in ({"tp": 2}, {"lookahead": 9}, {"batch_size": 2}, {"backend": "emulated"}):
-        reason = forecast_from_run(row | changed, "of-another-job.json", run).reason
-        assert reason == "the profile does not cover their configuration"

@@ -166,11 +166,11 @@ def test_what_cannot_be_is_kept_with_its_reason() -> None:
     found = plan("mode=ssd,sd; lookahead=0,4; num_drafts=0,1")
     reasons = [point.error for point in found.points if point.config is None]
     assert reasons == [
-        "lookahead=0 with mode=ssd: allowed: a whole number >= 1",
-        "lookahead=0 with mode=ssd: allowed: a whole number >= 1",
-        "num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, inline)",
-        "lookahead=0 with mode=sd: allowed: a whole number >= 1",
-        "lookahead=0 with mode=sd: allowed: a whole number >= 1",
+        "mode=ssd with lookahead=0: allowed: lookahead above 0",
+        "mode=ssd with lookahead=0: allowed: lookahead above 0",
+        "mode=ssd with num_drafts=0: allowed: num_drafts=1",
+        "mode=sd with lookahead=0: allowed: lookahead above 0",
+        "mode=sd with lookahead=0: allowed: lookahead above 0",
     ]
     assert len({point.digest for point in found.points}) == len(found.points) == 8
 

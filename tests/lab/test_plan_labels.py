@@ -14,7 +14,7 @@ from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict.advice import Advice, render
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import HostCosts
@@ -23,7 +23,7 @@ from mpissd.lab.predict.label import derived_from
 from mpissd.lab.predict.places import job_of, runnable, survey
 from mpissd.lab.predict.search import Choice
 
-DEFAULT = resolve_hit_law(None, None, None).label
+DEFAULT = named_hit_law("smollm2").label
 
 PROBED = str(Path(__file__).resolve().parents[2] / "results/h200-probe/profiles/8b-1b-T1D0.json")
 H200 = load_profile("h200")
@@ -70,8 +70,7 @@ def test_a_choice_is_labelled_as_its_row_would_be(
     gpus: int, flags: dict[str, Any], derived: set[str]
 ) -> None:
     config, advice = advise(gpus, **flags)
-    both = (*advice.judged, *advice.alternatives)
-    choices = [choice for choice in both if runnable(config, choice.tp) == config]
+    choices = [choice for choice in advice.judged if runnable(config, choice.tp) == config]
     for choice in choices:
         found = forecast_row(row_of(config, choice), H200)
         assert found.reason is None and found.derived == (choice.derived is not None), choice
@@ -87,7 +86,7 @@ def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
     extra = advice.extra_gpu
     assert extra is not None and extra.is_derived == bool(advice.to_probe) == (context > 0)
     assert advice.rival is not None
-    half = replace(advice, best=replace(advice.best, derived=None))
+    half = replace(advice, judged=(replace(advice.best, derived=None), *advice.judged[1:]))
     assert bool(half.to_probe) == (context > 0)  # by its rival
 
 

@@ -1,4 +1,4 @@
-"""Pools: the simulation against the recurrence and the theory, and what `plan` says of them.
+"""Pools: the simulation against the recurrence, and what `plan` says of them.
 
 Statistical tests fix their seeds and allow five standard errors: false-alarm rate 6e-7 each.
 """
@@ -13,11 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpissd.lab.pools.advice import frontier, gain_of
-from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.search import Use, sizes
-from mpissd.lab.pools.simulation import simulate
-from mpissd.lab.pools.theory import by_queueing
 
 from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
@@ -25,8 +20,10 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.pool import Pool, simulate
 from mpissd.lab.predict.search import Choice
-from mpissd.lab.predict.simulation import sampled
+from mpissd.lab.predict.simulation import expected
+from mpissd.lab.predict.uses import Use, frontier, gain_of, sizes
 
 H200 = load_profile("h200")
 
@@ -55,14 +52,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("device", ["h200", "a100-80"])
+@pytest.mark.parametrize("device", ["h200"])
 def test_one_target_is_a_draft_of_its_own(device: str, flags: dict[str, Any]) -> None:
     pool = pool_of(1, device, **flags)
     alone = DeviceCosts.from_profile(load_profile(device), pool.job)
-    mean = sampled(pool.job, alone, pool.host, chains=128)
-    rates = [simulate(pool, 200, seed).tok_per_s for seed in range(20)]
-    error = float(np.hypot(np.std(rates, ddof=1) / np.sqrt(20), mean.tok_per_s_error))
-    assert abs(np.mean(rates) - mean.tok_per_s) < 5 * error
+    mean = float(expected(pool.job, alone, pool.host).tok_per_s[0])
+    rates = [simulate(pool, 200, seed).tok_per_s for seed in range(12)]
+    error = float(np.std(rates, ddof=1) / np.sqrt(12)) + 0.002 * mean  # its own, and the mean's
+    assert abs(np.mean(rates) - mean) < 5 * error
 
 
 def test_a_seed_decides_everything() -> None:
@@ -94,40 +91,15 @@ def test_a_frame_in_flight_is_all_that_a_complete_hit_waits_for() -> None:
 
 def test_more_targets_make_their_drafts_slower_and_a_gpu_worth_more_up_to_a_point() -> None:
     flags: dict[str, Any] = {"pair": "70b/1b", "lookahead": 8, "fan_out": "uniform:3"}
-    found = {n: simulate(pool_of(n, tp=2, **flags), 3000 // n) for n in (1, 4, 16, 64)}
+    found = {n: simulate(pool_of(n, tp=2, **flags), 1600 // n) for n in (1, 4, 16, 64)}
     waits = [each.wait_s for each in found.values()]
     assert waits == sorted(waits)
     per_gpu = {n: each.tok_per_s / (2 * n + 1) for n, each in found.items()}
     assert per_gpu[1] < per_gpu[4] > per_gpu[64]
 
 
-@pytest.mark.parametrize("targets", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"lookahead": 4, "fan_out": "geometric:20", "backup_lookahead": 2},
-        {"lookahead": 3, "fan_out": "uniform:3"},
-        {"lookahead": 3, "fan_out": "uniform:3", "batch_size": 4, "backup": "fast"},
-        {"pair": "70b/1b", "tp": 2, "lookahead": 8, "fan_out": "uniform:3"},
-        {"mode": "sd", "lookahead": 4},
-    ],
-)
-@pytest.mark.parametrize("device", ["h200", "h100"])
-def test_theory_and_simulation_are_within_a_tenth(
-    device: str, flags: dict[str, Any], targets: int
-) -> None:
-    pool = pool_of(targets, device, **flags)
-    simulated, sized = simulate(pool, 16000 // targets, 7), by_queueing(pool)
-    assert sized.tok_per_s == pytest.approx(simulated.tok_per_s, rel=0.1)
-
-
-def test_a_thousand_targets_are_simulated() -> None:
-    found = simulate(pool_of(1000, pair="70b/1b", tp=4, lookahead=4, fan_out="uniform:1"), 20)
-    assert found.seats > 100 and 0 < found.busy <= 1
-
-
 def use(tok_per_s: float, token_s: float, targets: int = 1, mode: str = "sd", tp: int = 1) -> Use:
-    choice = Choice(mode, tp, 1, 1, 4, None, "jit", 4, "finish", tok_per_s / targets, 1.0, None)
+    choice = Choice(mode, tp, 1, 1, 4, None, "jit", 4, tok_per_s / targets, 1.0, None)
     return Use(choice, targets, 1, tok_per_s, token_s, None)
 
 
@@ -170,7 +142,7 @@ def test_plan_knows_pools(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = (line for line in lines if line.startswith("   run the pool "))
     ranks = int(re.findall(r"-np (\d+)", command)[0])
     words = shlex.split(command.partition(" mpissd ")[2])
-    assert main([*words, "--backend=emulated", "--dry_run", f"--world_size={ranks}"]) == 0
+    assert main([*words, "--backend=emulated", f"--dry_run={ranks}"]) == 0
     assert ranks <= 5 and "--groups=" in command
 
 
@@ -183,7 +155,7 @@ def test_plan_for_two_gpus_has_no_pool(capsys: pytest.CaptureFixture[str]) -> No
 
 def predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     common = ("--profile=h200", "--pair=8b/1b", "--mode=ssd", "--num_drafts=1", "--alpha=.8")
-    assert main(["predict", *common, "--rounds=200", *flags]) == 0
+    assert main(["plan", *common, "--rounds=200", *flags]) == 0
     row: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return row
 
@@ -193,20 +165,19 @@ def test_predict_takes_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert alone["tok_per_s"] < pool["tok_per_s"] < 4 * alone["tok_per_s"]
     assert pool["tok_per_s_per_gpu"] == pytest.approx(pool["tok_per_s"] / 5)
     assert pool["round_us"]["n"] == 800 and pool["groups"] == 4
-    for mean in ("expected_tok_per_s", "theory_tok_per_s"):
-        assert pool[mean] == pytest.approx(pool["tok_per_s"], rel=0.1)
+    assert pool["expected_tok_per_s"] == pytest.approx(pool["tok_per_s"], rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--num_tokens=100",), "and rounds"),
+        (("--mode=ssd", "--num_tokens=100"), "and rounds"),
         (("--rows=results",), "groups=3 with rows"),
     ],
 )
 def test_predict_refuses_groups_without_a_recurrence(
     capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], why: str
 ) -> None:
-    words = ["--profile=h200", "--pair=8b/1b", "--mode=ssd", "--groups=3", *flags]
-    assert main(["predict", *words]) == 2
+    words = ["--profile=h200", "--pair=8b/1b", "--groups=3", *flags]
+    assert main(["plan", *words]) == 2
     assert why in capsys.readouterr().err

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.group import SoloGroup
@@ -22,7 +21,7 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.simulation import in_buckets, steps_seen
+from mpissd.lab.predict.simulation import padded, steps_seen
 
 Points = st.dictionaries(st.integers(1, 500), st.floats(0, 1), min_size=1, max_size=6)
 
@@ -57,8 +56,8 @@ def test_a_table_refuses_what_is_none(rows: tuple[int, ...], seconds: tuple[floa
         RowTable(rows, seconds)
 
 
-@pytest.mark.parametrize("device", ["h100", "h200", "a100-80", "v100-32", "null"])
-@pytest.mark.parametrize(("tp", "drafts"), [(1, 0), (2, 1), (4, 1)])
+@pytest.mark.parametrize("device", ["h200", "v100-32"])
+@pytest.mark.parametrize(("tp", "drafts"), [(1, 0), (4, 1)])
 @pytest.mark.parametrize("options", [{}, {"lm_head": True, "context": 4096, "fuse": True}])
 def test_a_profile_s_forwards_are_the_emulated_backend_s(
     device: str, tp: int, drafts: int, options: dict[str, int]
@@ -99,8 +98,7 @@ def test_ar_has_no_draft() -> None:
 def test_a_glue_takes_straight_lines_over_its_candidates() -> None:
     device = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {1: {1: 2.0}, 5: {1: 4.0, 9: 12.0}})
     assert device.glue_s(1, 3) == 3.0 and device.glue_s(5, 3) == 5.0
-    assert device.glue_s(1, np.array([1, 5, 9])).tolist() == [2.0, 4.0, 4.0]
-    assert device.glue_s(np.array([1, 9]), 5).tolist() == [4.0, 12.0]
+    assert device.glue_s(np.array([1, 1, 1, 9]), [1, 5, 9, 5]).tolist() == [2.0, 4.0, 4.0, 12.0]
     assert device.draft_s(1) == 2.0
     assert DeviceCosts.from_points({1: 1.0}, {1: 2.0}).glue_s(1, 7) == 2.0
     one = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {4: {1: 2.5}})
@@ -141,18 +139,6 @@ def test_bad_costs_are_one_line() -> None:
             DeviceCosts.from_dict(bad)
 
 
-def test_every_phase_that_costs_the_host_has_a_field() -> None:
-    """All but prefill: sequences with prompts decide by their own logits and are not predicted."""
-    names = {field.name for field in dataclasses.fields(HostCosts)}
-    waits = {"draft_wait": "link", "device_wait": "wake"}
-    lead = {phase.name.lower() for phase in LeadPhase} - {"prefill"}
-    assert {waits.get(name, f"lead_{name}") for name in lead} <= names
-    mixed = {"wait": "draft_read", "speculate": "draft_assemble"}
-    mixed |= {"glue": "glue", "keys": "keys", "grow": "step", "trunk": "link"}
-    draft = {phase.name.lower() for phase in DraftPhase} - {"prefill"}
-    assert {mixed.get(name, f"draft_{name}") for name in draft} <= names
-
-
 @pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 7), (3, 4), (6, 2), (8, 3)])
 def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
     mode = "ssd" if lookahead else "ar"
@@ -164,7 +150,7 @@ def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
     )  # fmt: skip
     rows = np.arange(1, job.verify_rows + 1)
     expected = [stepper.bucket(n) for n in rows.tolist()]
-    assert in_buckets(job.target_buckets(), rows).tolist() == expected
+    assert padded(rows[None], np.array([[batch, job.verify_rows]])).tolist() == [expected]
 
 
 def test_polls_stand_between_whole_steps() -> None:

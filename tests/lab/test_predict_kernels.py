@@ -17,7 +17,7 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import derived_from, entry_of, host_of
-from mpissd.lab.predict.places import device_costs, placements
+from mpissd.lab.predict.places import device_costs, survey
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import Placement
 from mpissd.lab.predict.simulation import expected
@@ -53,7 +53,7 @@ def job(**flags: Any) -> Job:
 
 def measured(config: RunConfig, profile: Profile) -> list[Placement]:
     """Where forwards were measured: at T = 1."""
-    return [place for place in placements(config, profile, 2) if place.tp == 1]
+    return [place for place in survey(config, profile, 2).placements if place.tp == 1]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("fan_out", ["uniform:2", "geometric:32", "geometric:33", "uniform:10"])
-@pytest.mark.parametrize("lookahead", [3, 8, 12])
+@pytest.mark.parametrize("fan_out", ["geometric:32", "geometric:33"])
+@pytest.mark.parametrize("lookahead", [3, 12])
 def test_a_plan_expects_of_a_configuration_what_predict_expects(
     lookahead: int, fan_out: str, batch: int
 ) -> None:
@@ -95,14 +95,14 @@ def test_a_plan_s_choices_are_what_predict_says_of_them() -> None:
     """Cells of one group may run two kernels: each has its own times."""
     config = RunConfig(pair="8b/1b", alpha=0.9)
     advice = plan(config, FREE, measured(config, PROFILE), 2)
-    for choice in (*advice.by_method, *advice.alternatives):
+    for choice in advice.judged:
         flags = {**choice.flags(), "lookahead": choice.lookahead, "num_drafts": choice.num_drafts}
         if "backup_lookahead" in flags:
             flags["backup_lookahead"] = choice.backup_lookahead
         one = job(**{**flags, "alpha": 0.9}) if choice.mode != "ar" else job(mode="ar")
         own = DeviceCosts.from_profile(PROFILE, one)
         rate = float(expected(one, own, FREE).tok_per_s[0])
-        assert choice.tok_per_s == pytest.approx(rate, rel=0.01), choice
+        assert choice.tok_per_s == pytest.approx(rate, rel=1e-9), choice
 
 
 def entry(mode: str, drafts: int, sample: float, **changes: Any) -> HostEntry:

@@ -147,7 +147,7 @@ def test_a_profile_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
         (job(), "NVIDIA-H200-llama-3.1-8b-T1D0-fuse"),
         (job(2, mode="sd", fuse=False), "NVIDIA-H200-llama-3.1-8b-llama-3.2-1b-T2D1"),
         (
-            job(lm_head=True, context=512, batch_size=3, num_layers=4),
+            job(lm_head=True, context=512, batch_size=3, pair="8b@4L/1b"),
             "NVIDIA-H200-llama-3.1-8b@4L-T1D0-fuse-head-ctx512x3",
         ),
     ],

@@ -5,7 +5,6 @@ Statistical tests fix their seeds and allow five standard errors: false-alarm ra
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from mpissd.common.records import outcome_digest
 from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.simulation import expected, follow, replay, sampled
 from tests.lab.test_predict_loops import check, make_job
@@ -24,22 +22,17 @@ HOST = HostCosts(lead_sample=6e-5, link=4e-5, draft_read=4e-5, step=4e-5, keys=6
 
 CASES: dict[str, dict[str, Any]] = {
     "ar": {"mode": "ar"},
-    "ar, batch": {"mode": "ar", "batch_size": 3},
     "sd": {"mode": "sd", "lookahead": 5},
-    "sd, batch": {"mode": "sd", "lookahead": 3, "batch_size": 3},
     "sd, short drafts": {"mode": "sd", "lookahead": 6, "backup_lookahead": 2},
     "sd, fast": {"mode": "sd", "lookahead": 4, "backup": "fast"},
     "sd, inline": {"mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 2},
     "ssd, late": {"mode": "ssd", "lookahead": 4},
-    "ssd, in time": {"mode": "ssd", "lookahead": 2},
     "ssd, very late": {"mode": "ssd", "lookahead": 7},
     "ssd, batch": {"mode": "ssd", "lookahead": 5, "batch_size": 5, "fan_out": "geometric:24"},
-    "ssd, short backup": {"mode": "ssd", "lookahead": 7, "batch_size": 3, "backup_lookahead": 3},
     "ssd, fast, short": {
         "mode": "ssd", "lookahead": 6, "batch_size": 4, "backup": "fast",
         "backup_lookahead": 2, "fan_out": "uniform:6",
     },
-    "ssd, imposed": {"mode": "ssd", "lookahead": 5, "p_hit": 0.8, "batch_size": 2},
     "ssd, hits of a real pair": {
         "mode": "ssd", "lookahead": 5, "hit_law": "smollm2-chat", "batch_size": 3,
         "fan_out": "geometric:30", "backup_lookahead": 3,
@@ -54,7 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
     "ssd, tokens, crowd": {
         "mode": "ssd", "lookahead": 5, "batch_size": 6, "num_tokens": 50, "fan_out": "uniform:2",
     },
-    "sd, tokens": {"mode": "sd", "lookahead": 4, "batch_size": 5, "num_tokens": 40},
 }  # fmt: skip
 
 
@@ -63,7 +55,7 @@ def test_predicts_what_the_loops_do(flags: dict[str, Any]) -> None:
     check(make_job(**flags))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_predicts_random_configurations(seed: int) -> None:
     rnd = random.Random(seed)
     lookahead = rnd.randint(1, 9)
@@ -146,23 +138,7 @@ def test_equal_decisions_in_every_mode_that_finishes() -> None:
     assert len(digests) == 1
 
 
-def test_draws_need_only_the_laws() -> None:
-    """Hit rate and acceptance length of the law's chains: within 5 standard errors of the laws."""
-    job = make_job(mode="ssd", lookahead=4, alpha=0.6, p_hit=0.7)
-    device = DeviceCosts.from_profile(load_profile("h100"), job)
-    found = sampled(job, device, HostCosts(), chains=200, num_rounds=100)
-    mean = sum(0.6**i for i in range(5))
-    spread = found.accepted.std() / np.sqrt(found.accepted.size)
-    assert abs(found.acceptance_length - mean) < 5 * spread
-    assert found.hit_rate is not None
-    assert abs(found.hit_rate - 0.7) < 5 * np.sqrt(0.21 / found.hit.size)
-
-
-def _with(job: Job, **flags: Any) -> Job:
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, **flags))
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "served" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_given_its_outcomes_a_run_takes_as_long(name: str) -> None:
     """Whatever decided them: the outcomes of a replay, as a run's records."""
     job = make_job(**{"num_tokens": 60, "seed": 3, **CASES[name]})

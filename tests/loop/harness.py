@@ -36,7 +36,7 @@ from mpissd.engine.decode.speculator import (
 from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
 from mpissd.engine.workload.workers import TargetWorker
 from tests.oracle import Law
@@ -160,7 +160,7 @@ class Rig:
         self.target_forwards, self.draft_forwards = CountingForwards(), CountingForwards()
         self.shape = LinkShape(3, s.batch, s.K)
         laws = {source: AcceptanceLaw(rates, "") for source, rates in s.hazards().items()}
-        hit_law = resolve_hit_law(s.p_hit, None, None, None if s.p_hit is not None else ASSUMED_LAW)
+        hit_law = named_hit_law(ASSUMED_LAW if s.p_hit is None else f"p_hit:{s.p_hit}")
         stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, max((1, *s.fans)))
         fan_outs = FanOuts(s.fans, s.fans)
         policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens)

@@ -55,10 +55,10 @@ SD, SSD = {"mode": "sd"}, {"mode": "ssd"}
 COVERING: list[dict[str, Any]] = [
     {**SSD, "lookahead": 3, "fan_out": "uniform:3", "batch_size": 1},
     {**SSD, "lookahead": 8, "fan_out": "geometric:16", "batch_size": 3, "backup": "fast"},
-    {**SSD, "lookahead": 1, "fan_out": "list:2,5", "batch_size": 6, "fan_out_miss": "list:0,1"},
+    {**SSD, "lookahead": 1, "fan_out": "list:2,5/list:0,1", "batch_size": 6},
     {**SSD, "lookahead": 5, "fan_out": "uniform:8", "batch_size": 2, "backup_lookahead": 2},
     {**SSD, "lookahead": 3, "fan_out": "list:1,0,4,2", "batch_size": 6, "backup_lookahead": 1},
-    {**SSD, "lookahead": 5, "fan_out": "geometric:9", "batch_size": 3, "fan_out_miss": "uniform:1"},
+    {**SSD, "lookahead": 5, "fan_out": "geometric:9/uniform:1", "batch_size": 3},
     {**SD, "lookahead": 5, "batch_size": 1, "backup": "fast", "backup_lookahead": 3},
     {**SD, "lookahead": 8, "batch_size": 6},
     {**SD, "lookahead": 3, "batch_size": 2, "num_drafts": 0},

@@ -25,10 +25,8 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.comm.topology import Refused, agree, open_topology
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from tests.transformer_rig import FAMILIES, Rig, dice_tokens
 
 WAITER = Waiter(60.0, spin=False)
 SHAPE = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)
@@ -67,21 +65,6 @@ def group(world: MPI.Intracomm) -> None:
     np.testing.assert_allclose(
         best.max(axis=0), whole.candidates.by_k[2].values[:ROWS, 0], rtol=2e-4, atol=2e-5
     )
-
-
-def transformer(world: MPI.Intracomm) -> None:
-    """Rows of uneven shards are themselves alone, bit by bit, and equal on every rank."""
-    config, tokens = FAMILIES["llama3"], dice_tokens(1, 30)
-    rig = Rig(config, group=open_group(NumpyBackend(), world, "auto", WAITER), top_k=4)
-    together = np.concatenate([rig.trunk(0, n, tokens[n : n + 6]) for n in range(0, 30, 6)])
-    best = merged(*rig.stack.read(rig.max_rows))
-    assert np.array_equal(rig.one_by_one(1, tokens), together)
-    whole = Rig(config, top_k=4)
-    wanted = whole.one_by_one(0, tokens)
-    found = np.concatenate(world.allgather(together), 1)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-    order = np.argsort(-found[-6:], axis=1, kind="stable")[:, :4]
-    assert np.array_equal(best.ids[0], order)
 
 
 def missing_rank(world: MPI.Intracomm) -> None:
@@ -187,44 +170,57 @@ def refused(world: MPI.Intracomm) -> None:
 
 
 def topology(world: MPI.Intracomm) -> None:
-    """Targets first, then drafts; a world that is too small is refused on every rank."""
-    found = open_topology(1)
-    assert (found.tp, found.num_drafts) == (world.size - 1, 1)
-    assert found.is_lead == (world.rank == 0)
-    assert found.is_draft == (world.rank == world.size - 1)
-    assert found.group.size == (1 if found.is_draft else world.size - 1)
-    assert found.local_rank == world.rank and len(found.hosts) == world.size
+    """Targets first, then drafts; each group has a communicator and a lead of its own."""
+    for groups in (1, 2):
+        found, tp = open_topology(1, groups), (world.size - 1) // groups
+        assert (found.tp, found.groups, found.num_drafts) == (tp, groups, 1)
+        assert found.is_lead == (world.rank == 0)
+        assert found.is_draft == (world.rank == world.size - 1 == found.first_draft)
+        assert found.leads_group == (not found.is_draft and world.rank % tp == 0)
+        assert found.group.size == (1 if found.is_draft else tp)
+        assert found.group_index == world.rank // tp
+        assert found.local_rank == world.rank and len(found.hosts) == world.size
     with pytest.raises(ConfigError, match="too small"):
         open_topology(world.size)
 
 
-def target_groups(world: MPI.Intracomm) -> None:
-    """Groups of equal size, then drafts; each group has a communicator and a lead of its own."""
-    found = open_topology(1, groups=2)
-    tp = (world.size - 1) // 2
-    assert (found.tp, found.groups, found.num_drafts) == (tp, 2, 1)
-    assert found.first_draft == world.size - 1
-    assert found.is_draft == (world.rank == world.size - 1)
-    assert found.is_lead == (world.rank == 0)
-    assert found.leads_group == (world.rank in (0, tp))
-    assert found.group.size == (1 if found.is_draft else tp)
-    assert found.group_index == world.rank // tp
-    together = found.group.allgather(world.rank)
-    assert together == [r for r in range(world.size) if r // tp == world.rank // tp]
+def memory(world: MPI.Intracomm) -> None:
+    """Messages of every kind, many times: no request and no buffer stays behind."""
+    shape, rounds = LinkShape(0, 1, 2, vocab=50, prompt_tokens=40), 4000
+    request = Request(0, 7, 0, (3,) * 39 + (7,))
+    row, used = np.full(50, 0.02, np.float32), []
+    lead = lead_end(world, world.size - 1, shape, WAITER) if world.rank == 0 else None
+    draft = draft_end(world, 0, shape, WAITER) if world.rank == world.size - 1 else None
+    for round_ in range(rounds):
+        if lead is not None:
+            lead.send_outcome(Outcome.admission(round_ - 1, [request]))
+            lead.speculation(round_, 1)
+            lead.proposals(round_, 2)
+        if draft is not None:
+            outcome, _ = draft.outcome(round_ - 1)
+            assert outcome.prompts[0, 0] == request
+            draft.send_speculation(Speculation.empty(round_, 1, 2, sampled=True))
+            draft.send_proposals(round_, [row, row])
+        if round_ in (rounds // 10, rounds - 1):
+            used.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    world.Barrier()
+    for end in (lead, draft):
+        if end is not None:
+            end.close()
+    assert used[1] - used[0] < 1 << 20, used
 
 
 CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
     check.__name__: check
     for check in (
         group,
-        transformer,
         missing_rank,
         plans,
         long_plans,
         link,
         refused,
         topology,
-        target_groups,
+        memory,
     )
 }
 

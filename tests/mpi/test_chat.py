@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.lab.terminal import harmless
+from mpissd.lab.show import harmless
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.text import tiny
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession

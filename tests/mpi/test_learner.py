@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -16,8 +15,6 @@ from mpissd.common.records import token_digest
 from mpissd.engine import Decoder
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING
 from mpissd.engine.model.transformer.versions import packed
-from tests.loop.markov_rig import joint_law
-from tests.loop.swap_rig import LENGTH, PROMPT, between, deviation, drawing
 from tests.mpi.harness import DIRECT, Job, Started, needs_mpi
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -26,12 +23,13 @@ PROMPTS = ";".join(f"{n % 7},{3 * n % 97},5" for n in range(12))
 JOB = "run --backend=numpy --workload=text --warmup_rounds=2 --deadline_s=60 --progress=off "
 JOB += "--context=128"
 LONG = ["--num_tokens=60", "--lookahead=3"]
-LEARNING = ["--learners=1", "--publish_s=0", *LONG]
+REJECTED = "--learn=publish_s=0,positions=rejected"
+LEARNING = ["--learners=1", "--learn=publish_s=0", *LONG]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    """A pair with one embedding; beside it three versions of the draft, the last is the target."""
+    """A pair with one embedding, and three versions of its draft, the last of them the target."""
     made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3)
     target, draft = (load_file(f / "model.safetensors") for f in (made.target, made.draft))
     save_file({**draft, EMBEDDING: target[EMBEDDING]}, made.draft / "model.safetensors")
@@ -50,20 +48,17 @@ def launched(
     tmp_path: Path,
     num_ranks: int,
     *flags: str,
-    trainer: str | None = None,
-    prompts: str = PROMPTS,
+    trainer: str,
 ) -> Job:
     """A job; trainer: the kind of fake_trainer that stands for the learner's."""
-    env = {}
-    if trainer is not None:
-        python = tmp_path / "python"
-        told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
-        python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exit 0\nexec {shlex.join(told)}\n')
-        python.chmod(0o755)
-        env["MPISSD_LEARNER_PYTHON"] = str(python)
+    python = tmp_path / "python"
+    told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exit 0\nexec {shlex.join(told)}\n')
+    python.chmod(0o755)
+    env = {"MPISSD_LEARNER_PYTHON": str(python)}
     folder = tmp_path / "out"
     models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
-    told = [*JOB.split(), f"--prompt_ids={prompts}", *models, *flags]
+    told = [*JOB.split(), f"--prompt_ids={PROMPTS}", *models, *flags]
     command = ["mpirun", str(num_ranks), "mpissd", *told]
     with Started(["bash", "-c", DIRECT, *command], env) as job:
         return Job(*job.finish(), folder)
@@ -82,122 +77,45 @@ def alone(pair: TinyPair) -> str:
         return token_digest(decoder.records.token_arrays(), 60)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "flags"),
-    [
-        (3, ["--mode=sd"]),
-        (3, ["--mode=ssd", "--fan_out=uniform:2", "--batch_size=3", "--learn_from=rejected"]),
-        (4, ["--mode=ssd", "--fan_out=uniform:2"]),
-    ],
-    ids=["sd", "ssd-b3", "ssd-T2"],
-)
 def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
-    pair: TinyPair, alone: str, tmp_path: Path, num_ranks: int, flags: list[str]
+    pair: TinyPair, alone: str, tmp_path: Path
 ) -> None:
-    done = launched(pair, tmp_path, num_ranks, *flags, *LEARNING, trainer="versions")
+    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn=publish_s=0,positions=rejected"]
+    done = launched(pair, tmp_path, 4, *flags, *LEARNING, trainer="versions")
     row = done.row
     assert row["token_digest"] == alone
-    assert (row["world_size"], row["learners"], row["learner_state"]) == (num_ranks, 1, "learning")
-    assert f"rank {num_ranks - 1}  learner  trains the draft" in done.out
-    assert " learner  learning: " in done.out
-    assert row["tok_per_s_per_gpu"] == pytest.approx(row["tok_per_s"] / num_ranks, abs=1e-2)
+    assert (row["world_size"], row["learners"], row["learner_state"]) == (4, 1, "learning")
+    assert "rank 3  learner  trains the draft" in done.out
+    assert row["tok_per_s_per_gpu"] == pytest.approx(row["tok_per_s"] / 4, abs=1e-2)
     swaps = [swap["version"] for swap in row["learner"]["swaps"]]
     assert row["draft_versions"] == len(swaps) >= 2 and swaps == sorted(set(swaps))
     by_version = row["acceptance_by_version"]
     assert by_version[0]["version"] == 0
     assert {one["version"] for one in by_version} <= {0, *swaps}
-    same = [one for one in by_version if one["version"] % 3 == 0 and one["version"]]
-    if num_ranks == 3:  # every third version is the target itself; several ranks round otherwise
-        assert all(one["accepted"] == one["drafted"] for one in same)
     assert not row["learner"]["refused_versions"]
     cost = row["learner"]["cost"]
-    most = 3 * (97 * 4 + 400)  # of a batch of three, rejected rows alone
-    assert cost["us_per_round"] > 0 and cost["bytes_per_round"] > 0
-    assert "--learn_from=rejected" not in flags or cost["bytes_per_round"] < most
+    assert 0 < cost["bytes_per_round"] < 97 * 4 + 400  # of rejected rows only
 
 
 @pytest.mark.parametrize(
-    ("trainer", "state"),
-    [("silent", "starting"), ("deaf", "silent"), ("dying", "lost"), ("wild", "learning")],
+    ("trainer", "state"), [("deaf", "silent"), ("dying", "lost"), ("huge", "learning")]
 )
 def test_a_learner_that_fails_costs_nothing_but_learning(
     pair: TinyPair, alone: str, tmp_path: Path, trainer: str, state: str
 ) -> None:
     row = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, trainer=trainer).row
     assert row["token_digest"] == alone and row["learner_state"] == state
-    assert row["draft_versions"] == 0 and len(row["acceptance_by_version"]) == 1
-    cost = row["learner"]["cost"]
     if trainer == "deaf":  # it hangs: its last state is not the one that it ended in
         assert row["learner"]["last_state"] == "starting" and row["learner"]["unheard_s"] > 0
     if trainer == "dying":  # nobody listens: a few lessons are under way, and no more are made
-        assert cost["dropped_rounds"] > 0 and cost["bytes_per_round"] > 0
-    if trainer == "wild":
-        assert all("is not finite" in told for told in row["learner"]["refused_versions"])
-        assert row["learner"]["refused_versions"]
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    """A pair of V = 4 with versions of its draft, one of which moves away from the target."""
-    made = tiny_pair(
-        tmp_path_factory.mktemp("drawn"), vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5
-    )
-    for number, share in enumerate((0.9, -0.7, 0.3)):
-        (made.target.parent / f"{number}.version").write_bytes(packed(between(made, share)))
-    return made
-
-
-@pytest.mark.parametrize("trainer", ["versions", "huge"])
-def test_sampled_answers_between_ranks_have_the_target_s_law(
-    drawn: TinyPair, tmp_path: Path, trainer: str
-) -> None:
-    """By χ² over the first three tokens: also where what is learned overflows, and is left."""
-    count, base = 2000, drawing(drawn, 1)[0]
-    flags = ["--learners=1", "--publish_s=0", "--mode=ssd", "--fan_out=uniform:2", "--seed=5"]
-    flags += ["--temperature=1", "--top_p=0.9", "--batch_size=20", "--lookahead=2"]
-    prompts = ";".join([",".join(map(str, PROMPT))] * count)
-    told = [*flags, f"--num_tokens={LENGTH}"]
-    done = launched(drawn, tmp_path, 3, *told, trainer=trainer, prompts=prompts)
-    row, refused = done.row, done.row["learner"]["refused_versions"]
-    lines = (done.folder / "text" / f"{row['run_id']}.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["tokens"] for line in lines]
-    assert len(texts) == count and row["draft_versions"] >= (2 if trainer == "versions" else 1)
-    if trainer == "versions":
-        assert not refused
+        assert row["learner"]["cost"]["dropped_rounds"] > 0
+    if trainer == "huge":  # what it learned overflows: the draft goes back to its own weights
+        assert 1 <= row["draft_versions"] <= 3 and row["acceptance_by_version"][0]["accepted"] > 0
+        assert "a logit is not finite" in row["learner"]["refused_versions"][0]
     else:
-        assert len(refused) <= 3 and all("a logit is not finite" in why for why in refused)
-        assert f"; the draft refused {len(refused)}, first version " in done.out
-        own = row["acceptance_by_version"][0]
-        assert own["version"] == 0 and own["rounds"] > row["draft_versions"]
-    law = joint_law(base, PROMPT, LENGTH)
-    distance = deviation(law, texts)
-    print(f"{trainer}: {row['draft_versions']} swaps, {distance:.1f} standard deviations")
-    assert distance < 5
-
-
-def test_weights_that_overflow_cost_nothing_but_learning(
-    pair: TinyPair, alone: str, tmp_path: Path
-) -> None:
-    row = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, trainer="huge").row
-    assert row["token_digest"] == alone and 1 <= row["draft_versions"] <= 3
-    assert "a logit is not finite" in row["learner"]["refused_versions"][0]
-    assert row["acceptance_by_version"][0]["accepted"] > 0
+        assert row["draft_versions"] == 0 and len(row["acceptance_by_version"]) == 1
 
 
 def test_a_job_that_is_refused_ends_its_learner(pair: TinyPair, tmp_path: Path) -> None:
-    done = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, "--backend=cupy", trainer="silent")
+    done = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, "--backend=cupy", trainer="dying")
     assert done.code != 0 and len(done.lines) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--mode=ar"], "learners=1 with num_drafts=0"),
-        (["--mode=sd", "--backup=fast"], "learners=1 with backup=fast"),
-    ],
-)
-def test_a_learner_without_one_draft_is_refused(
-    pair: TinyPair, tmp_path: Path, flags: list[str], told: str
-) -> None:
-    done = launched(pair, tmp_path, 4, *LEARNING, *flags)
-    assert done.code == 2 and told in done.lines[0]

@@ -49,8 +49,9 @@ GEMM: dict[str, tuple[int, tuple[str, ...], Scenario]] = {
     "ssd-all-hit": (2, (*NULL, "--p_hit=1"), replace(TOY, p_hit=1.0)),
 }
 MESSAGES = {"ar": 0, "ar-T2": 1, "inline-T2": 1, "ssd": 2, "sd-T2": 3, "ssd-T2": 3}
-OPTIONS = ("--fuse", "--lm_head", "--context=64", "--num_layers=2", "--fan_out=geometric:9")
-H100 = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--num_layers=2", "--rounds=5")
+OPTIONS = ("--fuse", "--lm_head", "--context=64", "--fan_out=geometric:9")
+OPTIONS += ("--pair=toy-target@2L/toy-draft",)
+H100 = ("--backend=emulated", "--device=h100", "--pair=8b@2L/1b", "--rounds=5")
 H100 += ("--warmup_rounds=1", "--lookahead=3", "--p_hit=1")
 
 # Distributions of a table: at temperature 0 the tokens are the target's own.
@@ -60,9 +61,9 @@ SHAPES = (
 PAIR = Pair(temperature=0.0, vocab=12, order=2, prompt_tokens=3, seed=4, divergence=0.35)
 TABLE = [*SHAPES.split(), *"--backend=emulated --device=null --warmup_rounds=2".split()]
 MARKOV = "--workload=markov --seed=4 --vocab=12 --order=2 --prompt_tokens=3".split()
-NATURAL = "--divergence=0.35 --lookahead=3 --fan_out=list:1,1,1,2 --fan_out_miss=list:2,0,1,1"
+NATURAL = "--divergence=0.35 --lookahead=3 --fan_out=list:1,1,1,2/list:2,0,1,1"
 STOP, LIMIT = 7, 24
-STOPPED = [*TABLE, *MARKOV, *NATURAL.split(), f"--num_tokens={LIMIT}", f"--stop_token={STOP}"]
+ENDS = [f"--num_tokens={LIMIT}", f"--stop_token={STOP}"]
 DRAWN = [*TABLE, *MARKOV, "--temperature=0.8", "--batch_size=4", "--rounds=30"]
 
 # Text of a pair whose target has five KV heads, so that two and three ranks have unequal shares;
@@ -116,10 +117,10 @@ def runs(recordings: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) 
         "v100 draft": (3, (*H100, "--draft_device=v100-32")),
         "groups": (3, (*NULL, "--batch_size=1", "--groups=2")),
         "groups T=2": (5, (*NUMPY, "--batch_size=1", "--groups=2")),
-        "markov": (3, [*STOPPED, "--batch_size=5"]),
+        "markov": (3, [*TABLE, *MARKOV, *NATURAL.split(), *ENDS, "--batch_size=5"]),
         "markov sd": (2, [*DRAWN, "--mode=sd", *NATURAL.split()]),
         "markov ssd": (3, [*DRAWN, *NATURAL.split()]),
-        "recorded": (3, [*STOPPED, *T2]),
+        "recorded": (3, [*TABLE, *MARKOV, "--divergence=0.35", *ENDS, *T2]),
         "replayed": (3, [*replay, *T2]),
         "nine prompts": (2, [*nine, "--batch_size=4"]),
         **{name: (np_, [*text, *flags]) for name, (np_, flags) in {**TEXTS, **DRAWS}.items()},
@@ -133,11 +134,11 @@ def test_the_row_keeps_its_contract_and_follows_from_the_raw_rounds(
 ) -> None:
     done, (np_, _, scenario) = runs[name], GEMM[name]
     row, arrays = done.row, done.arrays
-    assert done.err == "" and done.saved == [row] and tuple(row) == KEYS
+    assert done.err == "" and done.saved == [row] and row.keys() == set(KEYS)
     json.loads(done.out.splitlines()[-1], parse_constant=pytest.fail)  # no NaN, no infinity
     assert [path.stem for path in (done.folder / "rounds").iterdir()] == [row["run_id"]]
     assert violations(Row.from_dict(row), arrays) == []
-    assert (row["schema"], row["mode"], row["workload"]) == (1, scenario.mode, "gemm")
+    assert (row["schema"], row["mode"], row["workload"]) == (2, scenario.mode, "gemm")
     assert row["world_size"] == np_ == row["tp"] + row["num_drafts"]
     assert (row["lookahead"], row["seed"], row["batch_size"]) == (scenario.K, 3, 2)
     assert row["fan_out"] == (list(scenario.fans) or None)
@@ -157,6 +158,9 @@ def test_the_row_keeps_its_contract_and_follows_from_the_raw_rounds(
     assert row["wall_s"] == pytest.approx(arrays["round_s"].sum(), rel=1e-3, abs=1e-5)
     assert row["tok_per_s"] == pytest.approx(row["num_tokens"] / row["wall_s"], rel=1e-3)
     assert row["tok_per_s_per_gpu"] == pytest.approx(row["tok_per_s"] / np_, abs=1e-2)
+    parts = row["device_us"]
+    assert sum(parts.values()) == pytest.approx(row["round_us"]["mean"], abs=0.1)
+    assert (parts["all_reduce"] > 0) == (name.endswith("T2"))
     ledger = arrays["lead_ledger_ns"]
     assert (ledger[:, 1] == ledger[:, 2:].sum(axis=1)).all() and len(ledger) == 20
     phases = sum(row["phases_us"]["lead"].values())
@@ -175,20 +179,6 @@ def test_equal_decisions_have_equal_digests(runs: Together) -> None:
 def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -> None:
     assert {name: runs[name].row["messages_per_round"] for name in MESSAGES} == MESSAGES
     assert runs["ar"].row["bytes_per_round"] == 0 < runs["ssd"].row["bytes_per_round"]
-
-
-@pytest.mark.parametrize("name", ["inline-T2", "ssd-T2"])
-def test_a_job_s_profile_predicts_the_number_in_its_row(
-    runs: Together, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    done = runs[name]
-    profile = done.folder / "profiles" / f"{done.row['run_id']}.json"
-    assert main(["predict", f"--profile={profile}"]) == 0
-    predicted = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert predicted["tok_per_s"] == done.row["predicted_tok_per_s"] > 0
-    assert predicted["outcome_digest"] == done.row["outcome_digest"]
-    error = done.row["tok_per_s"] / predicted["tok_per_s"] - 1
-    assert done.row["prediction_error"] == pytest.approx(error, abs=1e-4)
 
 
 def test_a_row_can_be_read_again(runs: Together, capfd: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +217,15 @@ def test_emulated_forwards_last_what_their_profiles_say(runs: Together) -> None:
     step = Shard(resolve_model("1b")).cost(1, 1, 2, options)
     assert row["t_draft_s"] >= 3 * profile.forward_s(step)
     assert other["t_draft_s"] >= 3 * load_profile("v100-32").forward_s(step)
+    arrays = runs["h100"].arrays
+    lead, drafts = arrays["lead_phases"].tolist(), arrays["draft_phases"].tolist()
+    waited = [2 + lead.index(name) for name in ("launch", "device_wait")]
+    assert arrays["lead_ledger_ns"][:, waited].sum(axis=1).min() >= 1e9 * row["t_target_s"]
+    grown = arrays["draft_ledger_ns"][:, 2 + drafts.index("speculate")].max()
+    assert grown >= 3e9 * profile.forward_s(step)
+    once = profile.all_reduce_s(2, cost.all_reduce_bytes)
+    all_reduced = cost.num_all_reduces * once * 1e6
+    assert row["device_us"]["all_reduce"] == pytest.approx(all_reduced, abs=1e-3)
     names = [f"{load_profile(name).device_name} (emulated)" for name in ("h100", "v100-32")]
     assert [rank["device"] for rank in other["provenance"]["ranks"]] == [*names[:1] * 2, names[1]]
     assert other["outcome_digest"] == row["outcome_digest"]
@@ -259,7 +258,7 @@ def emitted(job: Job) -> dict[int, list[int]]:
 
 def test_greedy_decoding_is_the_target_s_own_up_to_a_stop_token(runs: Together) -> None:
     job, want = runs["markov"], greedy(replace(PAIR, batch=5), LIMIT, stop_token=STOP)
-    assert {STOP} < {tokens[-1] for tokens in want.values()}, "choose another stop token"
+    assert STOP in {tokens[-1] for tokens in want.values()}, "choose another stop token"
     assert {n: tokens[:LIMIT] for n, tokens in emitted(job).items()} == want
     assert job.row["token_digest"] == token_digest(want, LIMIT) and 0 < job.row["hit_rate"] < 1
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mpissd.engine import Decoder
-from mpissd.serve.protocol import Cancel, RefusedRequest, Stats, Submit, Tokens
-from tests.loop.text_rig import logits_behind
+from mpissd.serve.protocol import Cancel, RefusedRequest, Stats, Submit
 from tests.mpi.harness import needs_mpi
 from tests.mpi.test_draft_loss import is_open_mpi_5
 from tests.needs import lack
@@ -44,7 +43,7 @@ def alone(
     return found[: ends[0]] if ends else found
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("ssd", 2), ("sd", 2), ("ar", 2), ("ssd", 3)])
+@pytest.mark.parametrize(("mode", "ranks"), [("ar", 2), ("ssd", 3)])
 def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
     pair: TinyPair, tmp_path: Path, mode: str, ranks: int
 ) -> None:
@@ -80,7 +79,7 @@ def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
 RECOVERING = f"{os.environ.get('MPIRUN', 'mpirun').split()[0]} --enable-recovery"
 
 
-@pytest.mark.parametrize(("when", "ranks"), [("busy", 2), ("idle", 3)])
+@pytest.mark.parametrize(("when", "ranks"), [("busy", 3), ("idle", 2)])
 def test_a_killed_draft_costs_the_speculation_alone(
     pair: TinyPair, tmp_path: Path, when: str, ranks: int
 ) -> None:
@@ -115,9 +114,8 @@ def test_a_killed_draft_costs_the_speculation_alone(
     assert sum(end.rounds for end in ends.values()) > 0
 
 
-@pytest.mark.parametrize("after", [5, 11, 23])
 def test_a_draft_that_is_killed_while_tokens_are_sampled_holds_up_nobody(
-    pair: TinyPair, tmp_path: Path, after: int
+    pair: TinyPair, tmp_path: Path
 ) -> None:
     """The distributions of the round in which it dies may be lost: no token of it is judged."""
     if not is_open_mpi_5():
@@ -129,7 +127,7 @@ def test_a_draft_that_is_killed_while_tokens_are_sampled_holds_up_nobody(
     count = 8
     with serving(tmp_path, 2, *flags, mpirun=RECOVERING) as server:
         server.send(*(Submit(n, [5 + n, 6, 7], 300, temperature=1.0) for n in range(count)))
-        while len(server.tokens(0)) < after:
+        while len(server.tokens(0)) < 11:
             server.take()
         os.kill(pid_of(server.job, 1), signal.SIGKILL)
         ends = server.ends(range(count))
@@ -159,33 +157,3 @@ def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
             server.ends([0], 12.0)
         finally:
             server.job.finish()
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_idle_ranks_rest_and_a_greedy_server_knows_probabilities(
-    pair: TinyPair, tmp_path: Path
-) -> None:
-    flags = [f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--tp=2"]
-    flags.append("--sampling=false")
-    with serving(tmp_path, 3, *flags, "--context=256") as server:
-        server.send(Submit(0, [5, 6, 7], 20))
-        server.ends([0])
-        pids = [pid_of(server.job, rank) for rank in range(3)]
-        before = [cpu_s(pid) for pid in pids]
-        time.sleep(2.0)
-        taken = [cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
-        assert max(taken) < 0.3, taken
-        server.send(Submit(1, [5, 6, 7], 20, logprobs=True))
-        server.ends([1])
-        assert server.tokens(0) == server.tokens(1)
-    told = [one for m in server.heard if isinstance(m, Tokens) for one in m.logprobs or ()]
-    context = (5, 6, 7)
-    for token, logprob in zip(server.tokens(1), told, strict=True):
-        logits = logits_behind(str(pair.target), context).astype(np.float64)
-        assert logprob == pytest.approx(logits[token] - np.log(np.exp(logits).sum()), abs=1e-3)
-        context = (*context, token)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from mpissd.common.row import flat
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from tests.mpi.harness import Job, Started, launch, needs_mpi, start
 from tests.needs import needs_linux
 
 pytestmark = needs_mpi
-DEFAULT = resolve_hit_law(None, None, None).label
+DEFAULT = named_hit_law("smollm2").label
 
 EMULATED = ["--backend=emulated", "--progress=off"]
 NULL = [*EMULATED, "--device=null", "--pair=toy", "--rounds=20", "--warmup_rounds=2"]

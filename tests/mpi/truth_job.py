@@ -2,7 +2,6 @@
 
 clocks               three comparisons of all ranks' clocks
 deaf --mode=… …      a run whose last rank hears outcomes of its own
-slow --mode=… …      a run whose device claims that forwards took twice their time
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from mpi4py import MPI
 from mpissd import __main__
 from mpissd.common import rounds
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.backend.emulated_backend import ModelledProgram
 from mpissd.engine.comm.topology import open_topology
 from mpissd.lab.measure.tracing import compare_clocks
 
@@ -34,15 +32,9 @@ def deaf(flags: list[str]) -> int:
     return __main__.main(["run", *flags])
 
 
-def slow(flags: list[str]) -> int:
-    last = ModelledProgram.elapsed_s
-    ModelledProgram.elapsed_s = lambda self: 2 * last(self)  # type: ignore[method-assign]
-    return __main__.main(["run", *flags])
-
-
 if __name__ == "__main__":
     sharpen_sleep()
     if sys.argv[1] == "clocks":
         clocks()
     else:
-        sys.exit({"deaf": deaf, "slow": slow}[sys.argv[1]](sys.argv[2:]))
+        sys.exit(deaf(sys.argv[2:]))

@@ -56,8 +56,8 @@ def test_a_run_without_pytorch_is_refused_in_one_line_before_it_starts(
     interpreter(tmp_path, "echo torch", monkeypatch)
     flags = ["--mode=sd", "--workload=text", "--prompt_ids=1,2,3", f"--learners={learners}"]
     flags += [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={tmp_path}/out"]
-    told = [sys.executable, "-m", "mpissd", "run", "--dry_run", "--backend=numpy", *flags]
-    told.append(f"--world_size={2 + learners}")
+    told = [sys.executable, "-m", "mpissd", "run", "--backend=numpy", *flags]
+    told.append(f"--dry_run={2 + learners}")
     done = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 * learners, done.stderr
     lines = done.stderr.splitlines()

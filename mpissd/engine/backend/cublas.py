@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mpissd.common.errors import ConfigError
+
 WORKSPACE_BYTES = 64 << 20
 # The values of CUDA_R_16F, CUDA_R_32F, CUBLAS_COMPUTE_32F and CUBLAS_GEMM_DEFAULT.
 _HALF, _SINGLE, _COMPUTE_FLOAT, _DEFAULT_ALGORITHM = 2, 0, 68, -1
@@ -76,16 +78,15 @@ class Gemm:
             self._handle = 0
 
 
-def open_gemm(stream: int, workspace: int) -> tuple[Gemm | None, str | None]:
-    """Opens a Gemm on `stream`; returns (Gemm, None), or (None, the reason) if that is not
-    possible.
-
-    The reasons are a missing nvmath-python, or a cuBLAS that it cannot load.
-    """
+def open_gemm(stream: int, workspace: int) -> Gemm:
+    """Opens a Gemm on `stream`; raises ConfigError without nvmath-python, or a cuBLAS that it can
+    load."""
     try:
         from nvmath.bindings import cublas
 
-        return Gemm(cublas, stream, workspace), None
+        return Gemm(cublas, stream, workspace)
     # RuntimeError means a library that nvmath cannot load.
     except (ImportError, RuntimeError) as error:
-        return None, f"nvmath-python: {error}"
+        raise ConfigError(
+            f"backend 'cupy': nvmath-python: {error}; pip install '.[cuda12]' (or cuda13)"
+        ) from error

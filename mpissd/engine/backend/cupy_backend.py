@@ -5,8 +5,7 @@ persistent kernel (cupy_chain), whose weights are stored in a special order.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
 launches (token ids) is in page-locked buffers that its kernels read, never in captured values.
-Without nvmath-python the products are CuPy's own, which cannot be captured: programs then run
-eagerly, with the same results and more host time. Use it only from the thread that opened it.
+Use it only from the thread that opened it.
 
 Closing order: programs (their graphs) → the group's NCCL communicator → cuBLAS → memory; `close`
 first destroys any graphs that its owner has left.
@@ -23,16 +22,16 @@ import numpy as np
 from cupy.cuda import runtime
 from numpy.typing import NDArray
 
+from mpissd.common.errors import ConfigError
 from mpissd.engine.backend import cupy_rates, kernels
 from mpissd.engine.backend.base import Backend, Cost, WeightPart
-from mpissd.engine.backend.chain_plan import MAX_ROWS, Operand, aligned
+from mpissd.engine.backend.chain_plan import MAX_ROWS, aligned
 from mpissd.engine.backend.cublas import WORKSPACE_BYTES, open_gemm
-from mpissd.engine.backend.cupy_chain import ChainRunner, Inboxes, operand, packed_product, why_not
+from mpissd.engine.backend.cupy_chain import ChainRunner, Inboxes, operand, why_not
 from mpissd.engine.backend.cupy_device import (
     HALF,
     CupyProgram,
     Weight,
-    ceil_div,
     check_devices,
     device_empty,
     device_info,
@@ -42,6 +41,7 @@ from mpissd.engine.backend.cupy_device import (
     step,
 )
 from mpissd.engine.backend.cupy_launch import Launcher
+from mpissd.engine.backend.kernels import ceil_div
 
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.
@@ -62,29 +62,26 @@ class CupyBackend(Backend):
         self.device_id = local_rank
         cupy.cuda.Device(local_rank).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        module = cupy.RawModule(code=kernels.source(), options=("--std=c++14",))
-        self._kernels = {name: module.get_function(name) for name in kernels.ENTRIES}
+        self._launcher = self.launcher(early=False)
         self._workspace = device_empty((WORKSPACE_BYTES,), np.uint8)
-        self._gemm, self.no_capture_reason = open_gemm(self.stream.ptr, self._workspace.data.ptr)
-        self._graph, self.chains = graph, graph and self._gemm is not None
-        self._properties = runtime.getDeviceProperties(local_rank)
-        self._read_blocks = _READ_BLOCKS_PER_SM * int(self._properties["multiProcessorCount"])
+        self._gemm = open_gemm(self.stream.ptr, self._workspace.data.ptr)
+        self._graph = self.chains = graph
+        self._read_blocks = _READ_BLOCKS_PER_SM * self._launcher.multiprocessors
         self._sums = device_empty((self._read_blocks,), np.uint32)
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
-        self.info = device_info(local_rank, self._properties)
+        self.info = device_info(local_rank, runtime.getDeviceProperties(local_rank))
         self.stop = self.host_ints(1)  # Not 0 makes waiting kernels give up.
         self._chain: ChainRunner | None = None
         self._packs = False
         self.no_chain_reason = why_not(local_rank) if chain else "not wanted"
         if self.no_chain_reason is None:
-            sms = int(self._properties["multiProcessorCount"])
-            self._chain = ChainRunner(self.stream, sms, self.stop, self._launch)
+            self._chain = ChainRunner(self._launcher, self.stop)
             self.few_rows = MAX_ROWS
 
     @property
     def capture(self) -> bool:
-        return self._graph and self._gemm is not None
+        return self._graph
 
     def plan_rows(self, max_rows: int | None) -> None:
         """Stores weights in the chain's order if no product has more rows than its registers
@@ -92,9 +89,7 @@ class CupyBackend(Backend):
         self._packs = max_rows is not None and max_rows <= self.few_rows
 
     def kernel(self, weight: Weight) -> str:
-        if weight.packed:
-            return "chain"
-        return "cupy" if self._gemm is None else "cublas"
+        return "chain" if weight.packed else "cublas"
 
     def weight(self, parts: Sequence[WeightPart]) -> Weight:
         return made(parts, self._packs, self._launch)
@@ -130,21 +125,20 @@ class CupyBackend(Backend):
     def matmul(self, x: Any, weight: Weight, out: Any) -> None:
         (m, k), (w_in, n), w = x.shape, weight.shape, weight.values
         assert w_in == k and out.shape == (m, n), f"{x.shape} @ {weight.shape} -> {out.shape}"
-        if weight.packed:
-            self._multiply_packed(operand(x), w.data.ptr, operand(out))
+        if self._chain is not None and weight.packed:
+            if not aligned(operand(x), operand(out)):
+                sizes = f"rows of {step(x)} and {step(out)} values"
+                raise ConfigError(f"backend 'cupy': {sizes}: allowed: multiples of 8")
+            self._chain.multiply(operand(x), w.data.ptr, operand(out))
             return
         self.flush()
-        if self._gemm is None:
-            with self.stream:
-                cupy.matmul(x, w, out=out)
-            return
         operands = [(a.data.ptr, step(a)) for a in (x, w, out)]
         self._gemm.multiply(m, n, k, *operands)
 
     def multiply_rows(self, x: Any, weight: Any, out: Any) -> None:
         """Sets out = x @ weightᵀ; weight [n, k] in row-major order, out float16 or float32."""
         (m, k), n, single = x.shape, len(weight), out.dtype == np.float32
-        assert self._gemm is not None and weight.shape[1] == k and out.shape == (m, n)
+        assert weight.shape[1] == k and out.shape == (m, n)
         self.flush()
         operands = [(a.data.ptr, step(a)) for a in (x, weight, out)]
         self._gemm.multiply_rows(m, n, k, *operands, single=single)
@@ -257,19 +251,11 @@ class CupyBackend(Backend):
 
     def close(self) -> None:
         self.destroy_graphs()
-        if self._gemm is not None:
-            self._gemm.close()
-            self._gemm = None
+        self._gemm.close()
         if self._chain is not None:
             self._chain.close()
         self._workspace = self._sums = None
         self._scratches.clear()
-
-    def _multiply_packed(self, x: Operand, weight: int, out: Operand) -> None:
-        if self._chain is not None and aligned(x, out):
-            self._chain.multiply(x, weight, out)
-        else:
-            packed_product(self._launch, x, weight, out)
 
     def _whole(self, body: Callable[[], None]) -> Callable[[], None]:
         """Returns the body with its products chained."""
@@ -310,5 +296,5 @@ class CupyBackend(Backend):
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
         self.flush()
-        with self.stream:
-            self._kernels[name](grid, block, args, shared_mem=shared_mem)
+        kernel = self._launcher.function(name, kernels.BACKEND)
+        self._launcher.launch(kernel, grid, block, args, shared_mem)

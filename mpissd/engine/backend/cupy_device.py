@@ -15,6 +15,7 @@ from cupy.cuda import runtime
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.engine.backend.base import DeviceInfo, Program, WeightPart
 from mpissd.engine.backend.chain_plan import PAIR, TILE, pack, suits, unpack
+from mpissd.engine.backend.kernels import ceil_div
 
 _NOT_READY = 600  # The error code cudaErrorNotReady.
 HALF = np.dtype(np.float16)
@@ -76,11 +77,6 @@ def reached(event: Any) -> bool:
     if status not in (0, _NOT_READY):
         raise FaultError(f"GPU: {runtime.CUDARuntimeError(status)}")
     return bool(status == 0)
-
-
-def ceil_div(value: int, by: int) -> int:
-    """Returns value / by, rounded up."""
-    return -(-value // by)
 
 
 def can_access_peers() -> list[list[bool]]:
@@ -208,9 +204,12 @@ def fill(launch: Launch, out: Any, part: WeightPart) -> None:
 def _fill_packed(launch: Launch, address: int, part: WeightPart) -> None:
     rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
     lanes = rows * columns // 8
-    key, first, scale = _numbers(part)
-    args = (np.uintp(address), np.int64(lanes), np.int32(rows // PAIR), key, *first, scale)
-    launch("fill_packed", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
+    key, (row, column), scale = _numbers(part)
+    halves = key, column, key, np.uint32(column + TILE // 2)
+    widths = np.int32(columns), np.int32(columns - TILE // 2), np.int32(TILE)
+    sizes = np.int64(lanes), np.int32(rows // PAIR), np.int32(rows)
+    args = (np.uintp(address), *sizes, row, *halves, *widths, scale)
+    launch("pack_random", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
 
 
 def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:

@@ -7,8 +7,7 @@
     nccl      NCCL, or a ConfigError
     staged    copies to page-locked host memory, sums by MPI in float32, copies back; works with any
               MPI, without graphs
-    device    MPI on device pointers; needs --cuda_aware_mpi
-    mpi       the same as device
+    mpi       MPI on device pointers, or a ConfigError; its group is named device
 
 Close in this order: graphs, NCCL, the MPI communicator. Graphs hold NCCL's operations, and the
 other order hangs. NcclGroup.close does so, and aborts NCCL where the device still waits for a peer;
@@ -16,7 +15,7 @@ the rank then has to leave by MPI.Abort. Device memory is freed last, because fr
 device.
 
 An MPI that cannot read device memory ends in a segfault. MPI gets a device pointer only if the user
-asked for it (--cuda_aware_mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
+asked for it (--all_reduce=mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
 MPICH), by MPIX_GPU_query_support (MPICH 4), or Cray MPICH by MPICH_GPU_SUPPORT_ENABLED=1. Only
 nonblocking sends and receives of bytes are used. A rank sends its array to all others and sums what
 it received in rank order, so that all ranks get the same bits.
@@ -66,9 +65,7 @@ def shared_gpu(places: Sequence[GpuPlace]) -> str | None:
     return None
 
 
-def choose(
-    choice: str, places: Sequence[GpuPlace], *, cuda_aware: bool, oneshot: bool = True
-) -> str:
+def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
     """Returns oneshot, nccl, staged or device, the same on every rank.
 
     choice: the value of --all_reduce. oneshot: whether `auto` may choose oneshot. Raises
@@ -80,18 +77,18 @@ def choose(
         "oneshot": _why_not_oneshot(places),
         "nccl": shared_gpu(places) or _lacks_nccl(places),
         "staged": None,
-        "device": None if cuda_aware else "device pointers for MPI, only with --cuda_aware_mpi",
     }
     if choice == "auto":
         best = ("oneshot", "nccl", "staged")[not oneshot :]
         return next(name for name in best if not reasons[name])
-    name = "device" if choice == "mpi" else choice
-    if reasons[name]:
+    if choice in ("mpi", "device"):
+        return "device"
+    if reasons[choice]:
         allowed = [other for other, reason in reasons.items() if not reason]
         raise ConfigError(
-            f"all-reduce {choice!r}: {reasons[name]}; allowed: {', '.join([*allowed, 'auto'])}"
+            f"all-reduce {choice!r}: {reasons[choice]}; allowed: {', '.join([*allowed, 'auto'])}"
         )
-    return name
+    return choice
 
 
 def _why_not_oneshot(places: Sequence[GpuPlace]) -> str | None:
@@ -108,20 +105,18 @@ def _lacks_nccl(places: Sequence[GpuPlace]) -> str | None:
     return next(lacks, None)
 
 
-def open_device_group(
-    backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
-) -> Group:
+def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
     device = cast(Device, backend)
     places = gather_places(device, comm)
-    name = choose(choice, places, cuda_aware=cuda_aware, oneshot=device.info.kind == "gpu")
+    name = choose(choice, places, oneshot=device.info.kind == "gpu")
     if name == "oneshot":
         try:
             return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
         except ConfigError:  # every rank raises it
             if choice == "oneshot":
                 raise
-            name = choose(choice, places, cuda_aware=cuda_aware, oneshot=False)
+            name = choose(choice, places, oneshot=False)
     if name == "nccl":
         return NcclGroup(device, comm, waiter)
     if name == "staged":
@@ -298,7 +293,7 @@ def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpi
         name, version = MPI.get_vendor()
         library = f"{name} {'.'.join(map(str, version))}"
         raise ConfigError(
-            f"--cuda_aware_mpi: {library} says it is not; allowed: nccl, staged, auto"
+            f"all_reduce=mpi: {library} is not CUDA-aware: allowed: nccl, staged, auto"
         )
     return DeviceMpiGroup(device, comm, waiter)
 

@@ -41,13 +41,11 @@ class MpiGroup(Group):
         self.spent_s += perf_counter() - start
 
 
-def open_group(
-    backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter, *, cuda_aware: bool = False
-) -> Group:
+def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of the T target ranks, which are the ranks of `comm`. Collective.
 
-    choice: --all_reduce. cuda_aware: --cuda_aware_mpi. Raises ConfigError for an all-reduce that
-    this backend or these devices cannot do.
+    choice: --all_reduce. Raises ConfigError for an all-reduce that this backend or these devices
+    cannot do.
     """
     if backend.name != "cupy" and choice not in ("auto", "mpi"):
         raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
@@ -59,7 +57,7 @@ def open_group(
         return MpiGroup(comm, waiter)
     from mpissd.engine.comm.device_group import open_device_group
 
-    return open_device_group(backend, comm, choice, waiter, cuda_aware=cuda_aware)
+    return open_device_group(backend, comm, choice, waiter)
 
 
 Logits = NDArray[np.float32]

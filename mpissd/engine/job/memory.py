@@ -34,7 +34,7 @@ def check_memory(
         # CPU ranks share one memory, so a larger T does not help.
         is_target = need == target and have == memory_bytes
         fixes += ["a larger TP"] * (is_target and itemsize != _FLOAT32)
-        fixes += ["--num_layers"] * is_target + ["another pair"]
+        fixes += ["fewer layers (70b@8L)"] * is_target + ["another pair"]
         fixes += ["--backend=emulated"] * (itemsize == _FLOAT32 and not job.config.is_text)
         *others, last = fixes
         raise ConfigError(

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import LOOKUP, resolve_model, scaled_name, split_pair, target_of
+from mpissd.common.presets import LOOKUP, resolve_model, split_pair, target_of
 from mpissd.common.rounds import Source
+from mpissd.common.shapes import SCALED
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
@@ -140,10 +141,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     draft = LOOKUP if config.is_lookup else draft
     check_draft(config, target, draft)
     check_transformer(config, backend, draft)
-    full = target
-    if config.num_layers is not None:
-        target = target.scaled(config.num_layers)
-        where = scaled_name(where, config.num_layers)
+    full = resolve_model(SCALED.sub("", where))  # as deep as without the depth in its name
     check_shards(config, target, where, tp)
     check_tokens(config, where, draft, draft_where)
     if draft is not None and draft.head is None and draft_where is not None:
@@ -188,16 +186,16 @@ def _fan_outs(
     SD grows no branches, but its fan_out flag is checked as well: raises ConfigError.
     """
     lookahead = config.lookahead
-    text, primary = config.fan_out, laws[Source.CACHE].hazards
+    text, _, text_after_miss = config.fan_out.partition("/")
+    primary = laws[Source.CACHE].hazards
     if config.mode == "sd":
         _fan_out(text, lookahead, primary, hit_law)
     if config.mode != "ssd":
         return FanOuts()
     after_hit = _fan_out(text, lookahead, primary, hit_law)
-    text = config.fan_out_miss or config.fan_out
     backup = laws[Source.FAST if config.backup == "fast" else Source.JIT].hazards
     cut = [rate * (n < backup_lookahead) for n, rate in enumerate(backup)]
-    return FanOuts(after_hit, _fan_out(text, backup_lookahead, cut, hit_law))
+    return FanOuts(after_hit, _fan_out(text_after_miss or text, backup_lookahead, cut, hit_law))
 
 
 def _fan_out(text: str, served: int, hazards: Sequence[float], hit_law: HitLaw) -> tuple[int, ...]:

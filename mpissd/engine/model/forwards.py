@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,14 +61,22 @@ class Forwards(Protocol):
 
         tokens: int32 [n], the token that each of the first n rows reads. The other rows − n rows
         are padding. lists: whether each row's ForwardOptions.top_k best candidates are read, or the
-        best one alone.
+        best one.
         """
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
+        return 0
+
+    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
+        """Makes the next forward one over a chunk of a prompt, from a multiple of chunk_rows on."""
 
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
 
     def done(self) -> bool:
-        """Returns whether the last launched forward is over."""
+        """Returns whether the last launched forward is over; never blocks."""
 
     def wait(self, waiter: Waiter) -> None:
         """Waits until the last launched forward is over."""
@@ -94,18 +102,6 @@ class Forwards(Protocol):
 
     def close(self) -> None:
         """Frees the forwards."""
-
-
-@runtime_checkable
-class Chunks(Protocol):
-    """Forwards that may also take a long prompt in chunks."""
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
-
-    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
-        """Makes the next forward one over a chunk of a prompt, from a multiple of chunk_rows on."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:

@@ -1,8 +1,8 @@
-"""One model's forwards for several users: what they launch side by side runs as one forward.
+"""One model's forwards for several users: what they launch together runs as one forward.
 
 A draft that serves several target groups keeps the sequences and the lanes of each group in a range
 of its own of one KV cache. Each group's worker sees a *seat*: forwards with slots and lanes from 0
-on, and the results of its own rows alone. A row's numbers never depend on the rows beside it
+on, and the results of its own rows only. Forwards are batch-invariant
 (docs/transformer.md), so a seat computes what a model of its own would.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.tape import SPILL_ROUNDS, Tape
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.forwards import Places, Results
+from mpissd.engine.model.forwards import Forwards, Places, Results
 from mpissd.engine.model.stepper import Stepper
 
 
@@ -56,7 +55,7 @@ class SharedForwards:
         return seat not in self._launched and self.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
-        """Runs what was launched, and waits until it is over; chunks of prompts run apart."""
+        """Runs what was launched, and waits until it is over; chunks of prompts run separately."""
         launched, self._launched = self._launched, []
         for seat in launched:
             if seat.chunk is not None:
@@ -67,7 +66,7 @@ class SharedForwards:
             self._run(self._upload(together), len(together), waiter)
 
     def _upload(self, seats: Sequence[GroupView]) -> int:
-        """Uploads the rows of these seats, one behind the other; returns how many there are."""
+        """Uploads the rows of these seats, in order; returns how many there are."""
         parts, start = [seat.take() for seat in seats], 0
         for seat, part in zip(seats, parts, strict=True):
             seat.window = slice(start, start + len(part.tokens))
@@ -93,7 +92,7 @@ class SharedForwards:
         return self._log.read().reshape(-1, len(self.COLUMNS))
 
 
-class GroupView:
+class GroupView(Forwards):
     """The part of a shared model that one user sees; its slots and lanes begin at 0."""
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
@@ -112,7 +111,6 @@ class GroupView:
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the rows of the next forward, as Forwards.upload."""
         moved = None if places is None else self._moved(places)
         self.part, self._lists = _Part(rows, tokens, moved, lists), lists
 
@@ -124,11 +122,9 @@ class GroupView:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
         return self.shared.stepper.chunk_rows
 
     def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
-        """Makes the next forward one over a chunk of a prompt."""
         self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
 
     def take(self) -> _Part:
@@ -142,7 +138,6 @@ class GroupView:
         self.shared.launch(self)
 
     def done(self) -> bool:
-        """Returns whether the last launched forward is over; never blocks."""
         return self.shared.is_over(self)
 
     def wait(self, waiter: Waiter) -> None:
@@ -155,9 +150,9 @@ class GroupView:
 
     def results(self) -> Results:
         """Returns the candidates of this seat's rows, from the last finished forward."""
-        found = self.shared.stepper.results()
+        whole = self.shared.stepper.results()
         window = slice(None), self.window, slice(None if self._lists else 1)
-        return Results(found.ids[window], None if found.values is None else found.values[window])
+        return Results(whole.ids[window], None if whole.values is None else whole.values[window])
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         """Returns the logits of these of this seat's rows, from the last finished forward."""
@@ -172,13 +167,6 @@ class GroupView:
 
 
 def _joined(parts: Sequence[Places]) -> Places:
-    def column(name: str) -> Any:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    return Places(
-        column("slots"),
-        column("positions"),
-        column("lanes"),
-        column("trunks"),
-        any(part.reads for part in parts),
-    )
+    names = "slots", "positions", "lanes", "trunks"
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return Places(**columns, reads=any(part.reads for part in parts))

@@ -19,7 +19,7 @@ from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Places, Results, merged
+from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, merged
 from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, Stack
@@ -65,7 +65,7 @@ class ModelSource:
 _PRODUCTS = ModelSource()
 
 
-class Stepper:
+class Stepper(Forwards):
     """Runs one model's forwards on one rank, asynchronously and one at a time."""
 
     def __init__(
@@ -148,7 +148,6 @@ class Stepper:
 
     @property
     def most_rows(self) -> int:
-        """The rows of the largest forward."""
         return self._buckets[-1]
 
     @property
@@ -189,30 +188,24 @@ class Stepper:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
         return self.stack.chunk_rows
 
     def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
-        """Makes the next forward one over a chunk of a prompt, from a multiple of chunk_rows on."""
         body = self.stack.place_chunk(slot, start, tokens)
         if self._chunks is None:
             self._chunks = self.backend.program(body, self.cost(len(tokens)))
         self._current = self._chunks
 
     def launch(self) -> None:
-        """Starts the forward that was last uploaded."""
         self._current.launch()
 
     def done(self) -> bool:
-        """Returns whether the last launched forward is over; never blocks."""
         return self._current.done()
 
     def wait(self, waiter: Waiter) -> None:
-        """Waits until the last launched forward is over."""
         self._current.wait(waiter)
 
     def elapsed_s(self) -> float:
-        """Returns the device time of the last finished forward, in seconds."""
         return self._current.elapsed_s()
 
     def results(self) -> Results:
@@ -257,7 +250,6 @@ class Stepper:
         yield from self.stack.reload(arrays)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the cache of these slots, whose sequences have ended."""
         self.stack.release(slots)
 
     def close(self) -> None:

@@ -274,9 +274,9 @@ def _open_group(
 ) -> tuple[Group, MpissdError | None]:
     if topology.is_draft:
         return SoloGroup(), None
-    waiter, aware = topology.waiter(config.deadline_s), config.cuda_aware_mpi
     try:
-        group = open_group(backend, topology.group, config.all_reduce, waiter, cuda_aware=aware)
+        waiter = topology.waiter(config.deadline_s)
+        group = open_group(backend, topology.group, config.all_reduce, waiter)
     except ConfigError as refused:
         return SoloGroup(), refused
     return group, None

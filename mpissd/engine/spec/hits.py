@@ -111,38 +111,13 @@ class HitLaw:
 
 def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
     """Returns the hit model of a configuration's flags at K = lookahead; raises ConfigError."""
-    own = flags.p_hit, flags.hit_a, flags.hit_r, flags.hit_law
-    if flags.laws is not None and all(value is None for value in own):
+    if flags.hit_law is not None:
+        return named_hit_law(flags.hit_law, lookahead)
+    if flags.p_hit is not None:
+        return named_hit_law(f"p_hit:{flags.p_hit}")
+    if flags.laws is not None:
         return named_hit_law(f"laws:{flags.laws}", lookahead)
-    return resolve_hit_law(*own, lookahead)
-
-
-def resolve_hit_law(
-    p_hit: float | None,
-    hit_a: float | None,
-    hit_r: float | None,
-    text: str | None = None,
-    lookahead: int = 1,
-) -> HitLaw:
-    """Returns the hit model of the flags: imposed hits, a power model, or the one named by `text`.
-
-    Without any flag it is the measured DEFAULT. If only A or only r is given, the other has the
-    value of ASSUMED. Raises ConfigError if the flags name more than one model.
-    """
-    if text is not None:
-        if not p_hit is hit_a is hit_r is None:
-            flags = f"p_hit={p_hit}, hit_a={hit_a}, hit_r={hit_r}"
-            raise ConfigError(f"hit_law={text} with {flags}: allowed: one law")
-        return named_hit_law(text, lookahead)
-    if p_hit is hit_a is hit_r is None:
-        return _power_law(*DEFAULT.laws)
-    if p_hit is None:
-        a = DEFAULT_HIT_A if hit_a is None else hit_a
-        r = DEFAULT_HIT_R if hit_r is None else hit_r
-        return _power_law((a, r, 0.0))
-    if hit_a is not None or hit_r is not None:
-        raise ConfigError(f"p_hit={p_hit} with hit_a={hit_a}, hit_r={hit_r}: allowed: one law")
-    return HitLaw(f"p_hit:{p_hit}", p_hit)
+    return _power_law(*DEFAULT.laws)
 
 
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
@@ -158,7 +133,8 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
     if text.strip() in NAMED:
         return _power_law(*NAMED[text.strip()].laws)
     if kind == "p_hit":
-        return resolve_hit_law(_number(text, values), None, None)
+        p_hit = _number(text, values)
+        return HitLaw(f"p_hit:{p_hit}", p_hit)
     if kind == "laws":
         return _measured(values, lookahead)
     match = _POWER.fullmatch(values)

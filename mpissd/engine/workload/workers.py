@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
-from mpissd.engine.model.forwards import Chunks, Forwards, Places
+from mpissd.engine.model.forwards import Forwards, Places
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.spec.fanout import FanOuts
@@ -211,7 +211,6 @@ class Worker(ABC):
                 continue
             yield from self._fill_rows(rows_apart)
             rows_apart = []
-            assert isinstance(stepper, Chunks)
             stepper.upload_chunk(gap.slot, gap.start, self.committed(*gap))
             stepper.launch()
             yield
@@ -469,4 +468,4 @@ def _first(gaps: list[Gap], most: int | None) -> list[Gap]:
 
 def _chunk_rows(stepper: Forwards) -> int:
     """Returns the rows of the chunks in which these forwards compute long prompts; 0: none."""
-    return stepper.chunk_rows if isinstance(stepper, Chunks) else 0
+    return getattr(stepper, "chunk_rows", 0)

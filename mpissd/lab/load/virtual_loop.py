@@ -279,7 +279,9 @@ class VirtualLoop:
             k = one.outcomes.accepted(one.emitted, drafted, one.hit) if drafted else 0
             one.behind += self._catches_up and not drafted
             rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
-            kept = fans.behind(source)[k]
-            one.hit = grows and one.outcomes.hits(one.emitted, k, kept, k == lookahead)
+            one.hit = False
+            if grows:
+                kept = fans.behind(source)[k]
+                one.hit = one.outcomes.hits(one.emitted, k, kept, k == lookahead)
             one.emitted += k + 1
         return served, Outcome(0, rows)

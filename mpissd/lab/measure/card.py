@@ -37,8 +37,9 @@ def print_card(session: Session) -> None:
         role = "draft" if is_draft else "lead" if leads else "target"
         lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
     if config.learners:
-        told = f"from {config.learn_from}, rate {config.learn_rate:g}, batch {config.learn_batch}"
-        text = f"learner  trains the draft {told}; a version every {config.publish_s:g} s at most"
+        learning = config.learning
+        told = f"from {learning.positions}, rate {learning.rate:g}, batch {learning.batch}"
+        text = f"learner  trains the draft {told}; a version every {learning.publish_s:g} s at most"
         lines.append((f"rank {job.world_size - 1}", text))
     if session.backend.info.kind == "emulated" and (rate := session.backend.read_bandwidth(0)):
         batch, itemsize = config.batch_size, session.backend.itemsize

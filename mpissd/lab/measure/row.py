@@ -68,7 +68,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         schema=SCHEMA,
         run_id=f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
         mode=config.mode,
-        schedule=config.schedule,
         workload=config.workload,
         backend=backend.name,
         device_name=backend.info.name,

@@ -259,9 +259,9 @@ def _teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
     if learning is None or learning.outlet is None:
         return None
     assert rank.target is not None, "a lead without a target"
-    everywhere = rank.session.job.config.learn_from == "all"
+    everywhere = rank.session.job.config.learning.positions == "all"
     loop.tell()  # drops the warm-up's last round: no receiver yet
-    loop.teach = teaching = Teaching(rank.target, learning.outlet, everywhere=everywhere)
+    loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
     return teaching
 
 

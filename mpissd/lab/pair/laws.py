@@ -24,7 +24,6 @@ from mpissd.lab.pair.measures import (
     RankTable,
     acceptance,
     accepted_table,
-    correlation,
     parts,
     rank_tables,
 )
@@ -135,7 +134,6 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
         "laws": [_laws_at(sources, k, rng) for k in known],
         "lookahead_of_parts": lookahead,
         "parts": parts(printed, rng),
-        "correlation": correlation(printed, rng),
     }
 
 
@@ -193,7 +191,6 @@ def text(document: Mapping[str, Any], lookahead: int) -> str:
             *_ranks("bonus behind K accepted tokens", at["complete"]),
             *_fast(at),
             *_parts(document["parts"]),
-            *_correlation(document["correlation"]),
         ]
     )
 
@@ -244,16 +241,6 @@ def _two(misses: Mapping[str, Mapping[str, float]] | None) -> str:
         return ""
     each = (" ".join(f"{miss:.3f}" for miss in of.values()) for of in misses.values())
     return " | ".join(each)
-
-
-def _correlation(found: Mapping[str, Any]) -> Lines:
-    for name, of in found.items():
-        if of is not None:
-            what = {"accepted": "accepted tokens", "missed": "misses"}[name]
-            yield (
-                f"correlation of {what}: with the round before {_with(of, 'lag1')}, of that within "
-                f"a sequence {_with(of, 'lag1_within')}; between sequences {_with(of, 'between')}"
-            )
 
 
 def _with(of: Mapping[str, Any], name: str) -> str:

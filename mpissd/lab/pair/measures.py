@@ -1,4 +1,4 @@
-"""Acceptance by position in a round, ranks of bonus tokens, and how rounds resemble each other.
+"""Acceptance by position in a round, and ranks of bonus tokens.
 
 Intervals are of 95%, from 200 resamples of whole sequences: rounds of one text are no independent
 draws.
@@ -227,66 +227,3 @@ def _misses_of(of: Outcomes) -> dict[str, dict[str, float]] | None:
         listed = [f for f in _LISTED if f <= len(total) - 2] if total.any() else []
         found[name] = {str(f): float(total[f:].sum() / total.sum()) for f in listed}
     return found
-
-
-def correlation(outcomes: Sequence[Outcomes], rng: np.random.Generator) -> dict[str, Any]:
-    """Returns how rounds resemble the one before, and sequences themselves; by value of a round.
-
-    lag1: correlation of neighbouring rounds. lag1_within: the same for deviations from the mean of
-    their sequence. between: share of the variance that lies between sequences (intraclass
-    correlation of a one-way random-effects model).
-    """
-    found: dict[str, Any] = {}
-    for name in ("accepted", "missed"):
-        series = [one for of in outcomes for one in _series(of, name)]
-        if sum(map(len, series)) < _FEWEST or len(series) < 2:
-            found[name] = None
-            continue
-        again = []
-        for _ in range(RESAMPLES):
-            again.append(_alike([series[n] for n in rng.integers(0, len(series), len(series))]))
-        keys, values = ("lag1", "lag1_within", "between"), _alike(series)
-        bounds = [interval(column) for column in np.array(again).T]
-        found[name] = dict(zip(keys, values, strict=True)) | {
-            f"{key}_95": bound for key, bound in zip(keys, bounds, strict=True)
-        }
-    return found
-
-
-def _series(of: Outcomes, name: str) -> list[Floats]:
-    values = getattr(of, name).astype(np.float64)
-    order = np.argsort(of.sequence, kind="stable")
-    starts = np.flatnonzero(np.diff(of.sequence[order])) + 1
-    split = (part[np.isfinite(part)] for part in np.split(values[order], starts))
-    return [part for part in split if len(part) > 1]
-
-
-def _alike(series: Sequence[Floats]) -> tuple[float, float, float]:
-    mean = np.concatenate(series).mean()
-    return (
-        _lag1([part - mean for part in series]),
-        _lag1([part - part.mean() for part in series]),
-        _between(series),
-    )
-
-
-def _lag1(series: Sequence[Floats]) -> float:
-    before, behind = (np.concatenate([p[cut] for p in series]) for cut in (_HEAD, _TAIL))
-    spread = float(np.sqrt((before @ before) * (behind @ behind)))
-    return float(before @ behind) / spread if spread else 0.0
-
-
-_HEAD, _TAIL = slice(None, -1), slice(1, None)
-
-
-def _between(series: Sequence[Floats]) -> float:
-    """Returns the intraclass correlation of sequences of unequal length (ANOVA estimator)."""
-    sizes, means = np.array([len(p) for p in series]), np.array([p.mean() for p in series])
-    total, count = int(sizes.sum()), len(series)
-    overall = float((sizes * means).sum()) / total
-    between = float((sizes * (means - overall) ** 2).sum()) / (count - 1)
-    within = sum(float(((p - m) ** 2).sum()) for p, m in zip(series, means, strict=True))
-    within /= total - count
-    size = (total - float((sizes**2).sum()) / total) / (count - 1)
-    spread = between + (size - 1) * within
-    return (between - within) / spread if spread > 0 else 0.0

@@ -32,8 +32,7 @@ class Outcomes:
 
     sequence: from 0, in the order of the rounds within each. accepted: k. rank: of the bonus token
     among the `limit` candidates, from 1, or BEYOND, OUTSIDE, NO_LOOKUP; None if a source lacks it.
-    missed: whether the next round missed the cache; NaN without a lookup. knows_vocabulary: whether
-    OUTSIDE is counted separately from BEYOND.
+    knows_vocabulary: whether OUTSIDE is counted separately from BEYOND.
     """
 
     source: str
@@ -43,13 +42,9 @@ class Outcomes:
     accepted: Array
     rank: Array | None
     limit: int
-    missed: NDArray[np.float64]
     knows_vocabulary: bool
     # [m, 3] (limit, rank, count) after a rejection and after K accepted, if `rank` is None
     counted: tuple[Array, Array] | None = None
-
-
-MISSED_AT = 4  # the fan-out at which a recording's outcome counts as missed, for correlations
 
 
 def of_recording(recording: Recording, lookahead: int) -> Outcomes:
@@ -60,17 +55,14 @@ def of_recording(recording: Recording, lookahead: int) -> Outcomes:
         for line in _rounds(part, part.rollout, lookahead, recording.widest, recording.known)
     ]
     table = np.array(rounds, np.int64).reshape(-1, 3)
-    rank = table[:, 2]
-    missed = np.where((rank < 1) | (rank > MISSED_AT), 1.0, 0.0)
     return Outcomes(
         source=recording.name,
         lookahead=lookahead,
         temperature=0.0,
         sequence=table[:, 0],
         accepted=table[:, 1],
-        rank=rank,
+        rank=table[:, 2],
         limit=recording.widest,
-        missed=np.where(rank == NO_LOOKUP, np.nan, missed),
         knows_vocabulary=recording.known is not None,
     )
 
@@ -134,7 +126,6 @@ def of_row(row: Row, rounds: Path) -> Outcomes:
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
     lines = lines[np.lexsort((lines[:, 0], lines[:, 1]))]
-    missed = _missed(lines[:, 1], lines[:, 6], row.mode == "ssd")
     kept = _drafted_whole(lines, row)
     ids, k = lines[kept, 1], lines[kept, 3]
     if not len(ids):
@@ -148,7 +139,6 @@ def of_row(row: Row, rounds: Path) -> Outcomes:
         accepted=k,
         rank=None,
         limit=max(row.fan_out or [0]),
-        missed=missed[kept],
         knows_vocabulary=False,
         counted=_counted(row.learned or {}),
     )
@@ -161,15 +151,6 @@ def _drafted_whole(lines: Array, row: Row) -> NDArray[np.bool_]:
     """
     whole = lines[:, 7] == row.lookahead
     return np.asarray(whole & (lines[:, 5] != Source.FAST) if row.mode == "ssd" else whole)
-
-
-def _missed(ids: Array, hit: Array, grows: bool) -> NDArray[np.float64]:
-    """Returns whether the round after each outcome was a miss; NaN after a sequence's last."""
-    found = np.full(len(ids), np.nan)
-    if grows:
-        same = ids[1:] == ids[:-1]
-        found[:-1][same] = 1.0 - hit[1:][same]
-    return found
 
 
 def _counted(learned: Mapping[str, Any]) -> tuple[Array, Array]:

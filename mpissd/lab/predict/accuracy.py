@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c), of 
 WHOLE_BAR = 0.05, 0.12  # and of whole transformers
 MEAN_BAR = 0.03  # largest allowed mean of error (c), by mode and T
 ENOUGH_SEEDS = 5  # with fewer seeds luck does not cancel in the mean
+MARGIN = 0.02  # smallest measured difference whose sign counts
 _SAME_CELL = (
     *("device_name", "workload", "target", "dtype", "batch_size", "lm_head", "context", "fuse"),
     *("forward", "num_layers"),
@@ -71,20 +71,20 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
     """Returns a function that predicts a row from another job's profile, for error (c).
 
     name: a device's profile, by name or file; several, separated by commas, are each used for the
-    rows of their own device. None means the built-in profile of each row's device. host: a
-    run's profile whose host costs to use (None: the profile's own). Raises ConfigError if there is
-    no such profile.
+    rows of their own device. None means the built-in profile of each row's device. host: a run's
+    profile whose host costs to use (None: the profile's own). Raises ConfigError if there is no
+    such profile.
     """
     named = [] if name is None else [*map(load_profile, name.split(","))]
     costs = None if host is None else jobfile.load(host)[1]
     known = {p.kind: p for p in (*map(load_profile, known_profiles()), *named)}
-    said = {p.kind: p for p in named}
+    own = {p.kind: p for p in named}
 
     def forecast(row: Row) -> Forecast:
         if host is not None and Path(host).stem == row.run_id:
             return Forecast(reason="the host costs are of their own job")
         kind = device_kind(row.device_name)
-        target = said.get(kind, named[0]) if named else known.get(kind)
+        target = own.get(kind, named[0]) if named else known.get(kind)
         if target is None:
             return Forecast(reason=f"no profile of {kind}")
         return forecast_row(row, target, costs, known.get(device_kind(row.draft_device)))
@@ -95,54 +95,42 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
 def judge(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> tuple[str, dict[str, Any]]:
     """Returns the errors of all rows by machine, T and mode, as Markdown and as JSON."""
     rows = list(rows)
-    forecasts = {id(row): forecast(row) for row in rows}
-
-    def known(row: Row) -> Forecast:
-        return forecasts[id(row)]
-
-    errors, left = errors_of(rows, known)
-    judged, made = list(groups(errors)), decisions(rows, known)
+    forecasts = [forecast(row) for row in rows]
+    errors, left = errors_of(rows, forecasts)
+    judged, made = list(groups(errors)), decisions(rows, forecasts)
     regret = max((one.regret for one in made), default=None)
     numbers = {"groups": judged, "left_out": dict(left), "largest_regret": regret}
     return f"{table(judged, left)}\n{decided(made)}".rstrip(), numbers
 
 
 def errors_of(
-    rows: Iterable[Row], forecast: Callable[[Row], Forecast]
+    rows: Iterable[Row], forecasts: Iterable[Forecast]
 ) -> tuple[list[Errors], Counter[str]]:
     """Returns the errors of the rows that have all three, and a count of the others by reason."""
     of_rows, left = [], Counter[str]()
-    for row in rows:
-        other = forecast(row)
-        if other.reason is not None:
-            left[other.reason] += 1
-        elif (errors := _errors(row, other)) is None:
+    for row, other in zip(rows, forecasts, strict=True):
+        own = row.prediction_error, row.expected_tok_per_s, row.sampling_error, row.sampling_sd
+        replay, expected, luck, luck_sd = own
+        if other.tok_per_s is None:
+            left[str(other.reason)] += 1
+        elif replay is None or not expected or luck is None or luck_sd is None:
             left["its own job predicted nothing"] += 1
         else:
+            errors = Errors(
+                machine="emulated" if row.backend == "emulated" else row.device_name,
+                forwards=("whole" if row.forward == "transformer" else "products")
+                + ", derived" * other.derived,
+                tp=row.tp,
+                mode=row.mode.upper() + " inline" * bool(row.inline_draft),
+                seed=row.seed,
+                replay=replay,
+                mean=row.tok_per_s / expected - 1,
+                other=row.tok_per_s / other.tok_per_s - 1,
+                luck=luck,
+                luck_sd=luck_sd,
+            )
             of_rows.append(errors)
     return of_rows, left
-
-
-def _errors(row: Row, other: Forecast) -> Errors | None:
-    """Returns the three errors of a row; None if its own job predicted nothing."""
-    error, inline = other.error(row), " inline" if row.inline_draft else ""
-    assert error is not None, "a forecast without a rate"
-    replay, expected = row.prediction_error, row.expected_tok_per_s
-    if replay is None or not expected or row.sampling_error is None or row.sampling_sd is None:
-        return None
-    return Errors(
-        machine="emulated" if row.backend == "emulated" else row.device_name,
-        forwards=("whole" if row.forward == "transformer" else "products")
-        + ", derived" * other.derived,
-        tp=row.tp,
-        mode=row.mode.upper() + inline,
-        seed=row.seed,
-        replay=replay,
-        mean=row.tok_per_s / expected - 1,
-        other=error,
-        luck=row.sampling_error,
-        luck_sd=row.sampling_sd,
-    )
 
 
 def groups(errors: Sequence[Errors]) -> Iterator[dict[str, Any]]:
@@ -164,25 +152,22 @@ def groups(errors: Sequence[Errors]) -> Iterator[dict[str, Any]]:
 
 
 def _group(chosen: Sequence[Errors]) -> dict[str, Any]:
-    cleared = [e.other_without_luck for e in chosen]
-    lucks = np.outer([e.luck_sd for e in chosen], _QUANTILES)
+    def sizes(errors: Any) -> tuple[float, ...]:
+        """Returns (median, p95) of |errors|."""
+        return tuple(np.quantile(np.abs(errors), [0.5, 0.95]).tolist())
+
+    other, cleared = ([getattr(e, n) for e in chosen] for n in ("other", "other_without_luck"))
     return {
         "rows": len(chosen),
         "seeds": len({e.seed for e in chosen}),
-        "replay": _sizes([e.replay for e in chosen]),
-        "mean": _sizes([e.mean for e in chosen]),
-        "luck": _sizes(lucks),
-        "other": _sizes([e.other for e in chosen]),
-        "other_signed": float(np.mean([e.other for e in chosen])),
-        "without_luck": _sizes(cleared),
+        "replay": sizes([e.replay for e in chosen]),
+        "mean": sizes([e.mean for e in chosen]),
+        "luck": sizes(np.outer([e.luck_sd for e in chosen], _QUANTILES)),
+        "other": sizes(other),
+        "other_signed": float(np.mean(other)),
+        "without_luck": sizes(cleared),
         "without_luck_signed": float(np.mean(cleared)),
     }
-
-
-def _sizes(errors: Any) -> tuple[float, float]:
-    """Returns (median, p95) of |errors|."""
-    median, p95 = np.quantile(np.abs(errors), [0.5, 0.95])
-    return float(median), float(p95)
 
 
 def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
@@ -195,39 +180,29 @@ def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
 
 
 def _line(group: dict[str, Any]) -> str:
-    def both(key: str) -> str:
-        return "{:.1%}, {:.1%}".format(*group[key])
-
     cells = [group["machine"], group["forwards"], group["tp"] or "all", group["mode"]]
     cells += [group["rows"], group["seeds"]]
-    cells += [both("replay"), both("mean"), both("luck"), both("other")]
-    cells += [f"{group['other_signed']:+.1%}", both("without_luck")]
+    for key in ("replay", "mean", "luck", "other", "other_signed", "without_luck"):
+        both = "{:.1%}, {:.1%}".format
+        cells.append(f"{group[key]:+.1%}" if key.endswith("signed") else both(*group[key]))
     return "| " + " | ".join(map(str, [*cells, f"{group['without_luck_signed']:+.1%}"])) + " |"
-
-
-def bar_of(forwards: str) -> tuple[float, float]:
-    """Returns the largest allowed median and p95 of error (c) for this kind of forwards."""
-    return WHOLE_BAR if forwards.startswith("whole") else BAR
-
-
-def meets(group: dict[str, Any], key: str = "other") -> bool:
-    """Returns whether a group's errors are within their bar; key: "without_luck" leaves it out."""
-    bar = bar_of(group["forwards"])
-    return all(size <= most for size, most in zip(group[key], bar, strict=True))
 
 
 def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
     """Returns a line on whether (c) meets its bar over all T, and where its mean is off."""
-    same = ("machine", "forwards")
-    here = [g for g in judged if all(g[name] == every[name] for name in same)]
-    own, luckless = ("meets" if meets(every, k) else "misses" for k in ("other", "without_luck"))
-    bar = "median at most {:.0%}, p95 at most {:.0%}".format(*bar_of(every["forwards"]))
+    bar = WHOLE_BAR if every["forwards"].startswith("whole") else BAR
+    here = [g for g in judged if all(g[name] == every[name] for name in ("machine", "forwards"))]
+    own, luckless = (
+        "meets" if every[key][0] <= bar[0] and every[key][1] <= bar[1] else "misses"
+        for key in ("other", "without_luck")
+    )
     biased = [f"{g['mode']} at T = {g['tp']}" for g in here if g["tp"] and is_biased(g)]
     means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else "within it"
     return (
-        f"{every['machine']}, {every['forwards']}: (c) {own} its bar ({bar}); without luck it "
-        f"{luckless} it. Its mean by mode and T, at most {MEAN_BAR:.0%}, is {means} (without luck "
-        f"where the rows have fewer than {ENOUGH_SEEDS} seeds)."
+        f"{every['machine']}, {every['forwards']}: (c) {own} its bar (median at most {bar[0]:.0%}, "
+        f"p95 at most {bar[1]:.0%}); without luck it {luckless} it. Its mean by mode and T, at "
+        f"most {MEAN_BAR:.0%}, is {means} (without luck where the rows have fewer than "
+        f"{ENOUGH_SEEDS} seeds)."
     )
 
 
@@ -251,85 +226,74 @@ class Decision:
     with the right sign; None if they differ by less than MARGIN, or without both.
     """
 
-    cell: str
     regret: float
     sign: bool | None
 
 
-MARGIN = 0.02  # smallest measured difference whose sign counts
-
-
-def decisions(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[Decision]:
-    """Returns the decision of every cell with two measured uses of at most as many GPUs.
-
-    Rates are means over a use's rows without the luck of their draws. Cells of SSD include AR and
-    SD of the same machine, pair and acceptance on at most as many GPUs.
-    """
-    uses = _uses(rows, forecast)
-    by_base: dict[Any, list[_Use]] = {}
-    for use in uses:
-        by_base.setdefault(use.base, []).append(use)
-    made = []
-    for base, every in by_base.items():
-        laws = sorted({use.law for use in every if use.law[0] is not None}, key=str)
-        for law in laws:
-            hits = sorted({u.law[1] for u in every if u.law[0] == law[0]} - {None}, key=str)
-            for hit, gpus in itertools.product(hits or [None], sorted({u.gpus for u in every})):
-                fits = [
-                    u
-                    for u in every
-                    if u.gpus <= gpus and u.law[0] in (None, law[0]) and u.law[1] in (None, hit)
-                ]
-                if len(fits) > 1 and any(u.gpus == gpus for u in fits):
-                    made.append(_decision(f"{base} {law[0]} {hit} {gpus} GPUs", fits))
-    return list({one.cell: one for one in made}.values())
-
-
 @dataclass(frozen=True)
 class _Use:
-    base: tuple[Any, ...]
-    law: tuple[str | None, str | None]  # acceptance (None: AR) and hits (None: nothing grows)
+    acceptance: str | None  # None: AR
+    hits: str | None  # None: nothing grows
     mode: str
     gpus: int
     measured: float
     predicted: float
 
 
-def _uses(rows: Iterable[Row], forecast: Callable[[Row], Forecast]) -> list[_Use]:
-    """Returns the measured uses with a forecast, each the mean over its rows."""
+def decisions(rows: Iterable[Row], forecasts: Iterable[Forecast]) -> list[Decision]:
+    """Returns the decision of every cell with two measured uses of at most as many GPUs.
+
+    Rates are means over a use's rows without the luck of their draws. Cells of SSD include AR and
+    SD of the same machine, pair and acceptance on at most as many GPUs.
+    """
+    made = []
+    for uses in _uses(rows, forecasts).values():
+        for accepted in sorted({use.acceptance for use in uses} - {None}, key=str):
+            alike = [use for use in uses if use.acceptance in (None, accepted)]
+            hits = sorted({use.hits for use in alike} - {None}, key=str) or [None]
+            for hit in hits:
+                for gpus in sorted({use.gpus for use in uses}):
+                    fits = [u for u in alike if u.gpus <= gpus and u.hits in (None, hit)]
+                    if len(fits) > 1 and any(use.gpus == gpus for use in fits):
+                        made.append(_decision(fits))
+    return made
+
+
+def _uses(rows: Iterable[Row], forecasts: Iterable[Forecast]) -> dict[Any, list[_Use]]:
+    """Returns the measured uses with a forecast by their machine, pair and batch, each the mean
+    over its rows."""
     alike: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-    for row in rows:
-        rate = forecast(row).tok_per_s
-        if rate is None or row.sampling_error is None:
+    for row, forecast in zip(rows, forecasts, strict=True):
+        if forecast.tok_per_s is None or row.sampling_error is None:
             continue
         base = tuple(str(row.get(name)) for name in _SAME_CELL)
         fast = row.acceptance_fast if row.backup == "fast" else None
         accepted = None if row.mode == "ar" else row.acceptance
-        law = accepted, row.hit_law if row.fan_out else None
-        use = (*(row.get(name) for name in _SAME_USE), fast, str(row.fan_out))
-        gpus = int(row.tp) + int(row.num_drafts or 0)
-        key = base, law, row.mode, gpus, use
-        alike.setdefault(key, []).append((row.tok_per_s / (1 + row.sampling_error), rate))
-    means = {key: np.mean(rates, axis=0) for key, rates in alike.items()}
-    return [
-        _Use(base, law, mode, gpus, float(measured), float(predicted))
-        for (base, law, mode, gpus, _), (measured, predicted) in means.items()
-    ]
+        way = (*(row.get(name) for name in _SAME_USE), fast, str(row.fan_out))
+        about = accepted, row.hit_law if row.fan_out else None, row.mode
+        key = base, about, int(row.tp) + int(row.num_drafts or 0), way
+        rates = row.tok_per_s / (1 + row.sampling_error), forecast.tok_per_s
+        alike.setdefault(key, []).append(rates)
+    uses: dict[Any, list[_Use]] = {}
+    for (base, (accepted, hits, mode), gpus, _), pairs in alike.items():
+        measured, predicted = np.mean(pairs, axis=0).tolist()
+        use = _Use(accepted, hits, mode, gpus, measured, predicted)
+        uses.setdefault(base, []).append(use)
+    return uses
 
 
-def _decision(cell: str, uses: Sequence[_Use]) -> Decision:
+def _decision(uses: Sequence[_Use]) -> Decision:
     chosen = max(uses, key=lambda use: use.predicted)
     regret = max(use.measured for use in uses) / chosen.measured - 1
     ssd = [use for use in uses if use.mode == "ssd"]
     rivals = [use for use in uses if use.mode != "ssd"]
     if not (ssd and rivals):
-        return Decision(cell, regret, None)
-    true, told = (
+        return Decision(regret, None)
+    true, predicted = (
         max(getattr(u, rate) for u in ssd) / max(getattr(u, rate) for u in rivals) - 1
         for rate in ("measured", "predicted")
     )
-    sign = None if abs(true) < MARGIN else (true > 0) == (told > 0)
-    return Decision(cell, regret, sign)
+    return Decision(regret, None if abs(true) < MARGIN else (true > 0) == (predicted > 0))
 
 
 def decided(made: Sequence[Decision]) -> str:

@@ -50,7 +50,7 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 def _hits(run: RunConfig) -> str:
     """Returns the hit model of a plan, and whether it was given or the pair of its measurement."""
-    if any(v is not None for v in (run.p_hit, run.hit_a, run.hit_r, run.hit_law)):
+    if any(v is not None for v in (run.p_hit, run.hit_law)):
         return f"given {hit_law_of(run, 1).label}"
     if run.laws:
         return "of the same file"

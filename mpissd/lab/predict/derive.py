@@ -55,25 +55,17 @@ def _of_share(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> tuple[Forward, ...]:
     """Returns the forwards of one rank's measured share, with all-reduces; () if there are none."""
+    derived = []
     key, params = shard.key(sequences, options), shard.num_params(options)
-    known = profile.tables.kernels(key, params, alone=True)
-    return tuple(_with_reduces(profile, each, shard, sequences, options) for each in known)
-
-
-def _with_reduces(
-    profile: Profile,
-    alone: Forward,
-    shard: AnyShard,
-    sequences: int,
-    options: ForwardOptions,
-) -> Forward:
-    reduces, share = _all_reduces_of(profile, shard.tp), alone.seconds
-    seconds = tuple(
-        taken + _all_reduces_s(reduces, shard.cost(rows, sequences, _ITEMSIZE, options))
-        for rows, taken in zip(share.points, share.seconds, strict=True)
-    )
-    source = f"{DERIVED}: one rank's share ({share.source}) and the all-reduces of {reduces.name}"
-    return replace(alone, seconds=Curve(share.points, seconds, source))
+    for alone in profile.tables.kernels(key, params, alone=True):
+        reduces, share = _all_reduces_of(profile, shard.tp), alone.seconds
+        costs = (shard.cost(rows, sequences, _ITEMSIZE, options) for rows in share.points)
+        added = (_all_reduces_s(reduces, cost) for cost in costs)
+        seconds = tuple(map(sum, zip(share.seconds, added, strict=True)))
+        source = f"{DERIVED}: one rank's share ({share.source}) and the all-reduces of "
+        curve = Curve(share.points, seconds, source + reduces.name)
+        derived.append(replace(alone, seconds=curve))
+    return tuple(derived)
 
 
 def derive(
@@ -84,38 +76,23 @@ def derive(
     There is one for each kernel that `near` was measured with, at the same row counts. Their
     sources begin with "derived" and name their origin. Raises ConfigError as with_derived does.
     """
-    measured = profile.tables.kernels(near.key(sequences, options), near.num_params(options))
-    return tuple(_derived(profile, known, near, shard, sequences, options) for known in measured)
-
-
-def _derived(
-    profile: Profile,
-    known: Forward,
-    near: AnyShard,
-    shard: AnyShard,
-    sequences: int,
-    options: ForwardOptions,
-) -> Forward:
-    """Derives the forward of `shard` from one kernel's measured forward of `near`."""
-    measured = known.seconds
-    reduces = _all_reduces_of(profile, shard.tp)
-    first = near.cost(measured.points[0], sequences, _ITEMSIZE, options)
-    kept = _kept_s(profile, reduces, known, first)
-    seconds = tuple(
-        _scaled(
-            kept,
-            reduces,
-            near.cost(rows, sequences, _ITEMSIZE, options),
-            shard.cost(rows, sequences, _ITEMSIZE, options),
-            taken,
-        )
-        for rows, taken in zip(measured.points, measured.seconds, strict=True)
-    )
+    reduces, derived = _all_reduces_of(profile, shard.tp), []
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
     if shard.tp > 1:
         source += f"; all-reduces of profile {reduces.name}: {reduces.sources['all_reduce']}"
-    curve = Curve(measured.points, seconds, source)
-    return replace(known, params=shard.num_params(options), seconds=curve)
+    for known in profile.tables.kernels(near.key(sequences, options), near.num_params(options)):
+        points, times = known.seconds.points, list[float]()
+        first = near.cost(points[0], sequences, _ITEMSIZE, options)
+        unchanged = _kept_s(profile, reduces, known, first)
+        for rows, measured_s in zip(points, known.seconds.seconds, strict=True):
+            there, here = (s.cost(rows, sequences, _ITEMSIZE, options) for s in (near, shard))
+            alone_s = measured_s - _all_reduces_s(reduces, there)
+            kept = min(alone_s, unchanged)
+            share = (here.weight_bytes + here.kv_bytes) / (there.weight_bytes + there.kv_bytes)
+            times.append(kept + (alone_s - kept) * share + _all_reduces_s(reduces, here))
+        curve = Curve(points, tuple(times), source)
+        derived.append(replace(known, params=shard.num_params(options), seconds=curve))
+    return tuple(derived)
 
 
 def _kept_s(profile: Profile, reduces: Profile, known: Forward, first: Cost) -> float:
@@ -129,14 +106,6 @@ def _kept_s(profile: Profile, reduces: Profile, known: Forward, first: Cost) -> 
     if floor is None:
         return first.num_products * profile.product_overhead_s + profile.launch_s
     return max(0.0, known.seconds.seconds[0] - _all_reduces_s(reduces, first) - floor)
-
-
-def _scaled(kept: float, reduces: Profile, known: Cost, wanted: Cost, measured_s: float) -> float:
-    """Returns the seconds of a forward at the wanted T by this module's rule, at one row count."""
-    alone = measured_s - _all_reduces_s(reduces, known)
-    kept = min(alone, kept)
-    share = (wanted.weight_bytes + wanted.kv_bytes) / (known.weight_bytes + known.kv_bytes)
-    return kept + (alone - kept) * share + _all_reduces_s(reduces, wanted)
 
 
 def _all_reduces_s(profile: Profile, cost: Cost) -> float:

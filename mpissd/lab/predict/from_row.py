@@ -49,10 +49,6 @@ class Forecast:
     reason: str | None = None
     derived: bool = False
 
-    def error(self, row: Row) -> float | None:
-        """Returns measured / forecast - 1; None without a forecast."""
-        return None if self.tok_per_s is None else float(row.tok_per_s) / self.tok_per_s - 1
-
 
 def forecast_row(
     row: Row,
@@ -113,9 +109,9 @@ def config_of_row(row: Row) -> RunConfig:
         flags["draft"] = None
     else:
         flags |= {name: row.get(name) for name in _DRAFTED}
-    for name in ("fan_out", "fan_out_miss"):
-        if row.get(name):
-            flags[name] = "list:" + ",".join(map(str, row[name]))
+    lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
+    if lists:
+        flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
     if row.forward == "transformer":  # whose mean context the run's length decides
         flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
     said = {name: value for name, value in flags.items() if value is not None}

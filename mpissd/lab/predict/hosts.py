@@ -9,7 +9,7 @@ the fan-out determines them, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mpissd.engine.backend.profile import Profile
@@ -97,17 +97,18 @@ def costs_at(
     """
     if entry is None:
         return HostCosts()
+
+    def way(each: HostEntry) -> tuple[str | int, ...]:
+        return each.mode, each.tp, each.num_drafts, each.lookahead, each.lanes, each.forward
+
     alike: dict[int, dict[int, HostEntry]] = {}
     for each in profile.hosts:
-        if _way(each) == _way(entry):
+        if way(each) == way(entry):
             alike.setdefault(each.context, {})[each.batch_size] = each
-    costs = {behind: _at_batch(alike[behind], batch_size).to_dict() for behind in sorted(alike)}
-    points = tuple(behind + 1 for behind in costs)
+    costs = {past: _at_batch(alike[past], batch_size).to_dict() for past in sorted(alike)}
+    points, names = tuple(past + 1 for past in costs), next(iter(costs.values()))
     return HostCosts.from_dict(
-        {
-            name: Curve(points, tuple(each[name] for each in costs.values()))(context + 1)
-            for name in next(iter(costs.values()))
-        }
+        {n: Curve(points, tuple(c[n] for c in costs.values()))(context + 1) for n in names}
     )
 
 
@@ -120,23 +121,13 @@ def _at_batch(alike: Mapping[int, HostEntry], batch_size: int) -> HostCosts:
         for name in every[0].seconds
         if all(name in e.seconds for e in every)
     }
-    return HostCosts.from_dict({**costs, **_keys(every)})
-
-
-def _way(entry: HostEntry) -> tuple[str | int, ...]:
-    place = entry.tp, entry.num_drafts
-    return entry.mode, *place, entry.lookahead, entry.lanes, entry.forward
-
-
-def _keys(every: Sequence[HostEntry]) -> dict[str, float]:
-    """Returns (the host's seconds for `keys`, seconds per lane), by a line through two entries."""
     least, most = every[0], every[-1]
     lanes = most.lanes * (most.batch_size - least.batch_size)
-    if not lanes:
-        return {}
-    slope = max(0.0, most.seconds["keys"] - least.seconds["keys"]) / lanes
-    none = least.seconds["keys"] - slope * least.lanes * least.batch_size
-    return {"keys": max(0.0, none), "keys_lane": slope}
+    if lanes:  # a line through two entries: the host's seconds for `keys`, and those of a lane
+        slope = max(0.0, most.seconds["keys"] - least.seconds["keys"]) / lanes
+        none = least.seconds["keys"] - slope * least.lanes * least.batch_size
+        costs |= {"keys": max(0.0, none), "keys_lane": slope}
+    return HostCosts.from_dict(costs)
 
 
 def derived_from(profile: Profile, job: Job) -> str | None:

@@ -14,7 +14,7 @@ from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.engine.spec.fanout import MAX_BRANCHES
-from mpissd.engine.spec.hits import resolve_hit_law
+from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.simulation import expected
 
@@ -26,14 +26,12 @@ def under_default_law(job: Job) -> Job | None:
     """
     if not job.fan_out or not job.hit_law.p_hit:
         return None
-    law, hazards = resolve_hit_law(None, None, None), job.acceptance[Source.CACHE].hazards
+    law, hazards = named_hit_law("smollm2"), job.acceptance[Source.CACHE].hazards
     most = MAX_BRANCHES // len(job.fan_out)
     least = least_uniform(job.hit_law.p_hit, hazards, DEFAULT, most)
     if least is None:
         return None
-    config = replace(
-        job.config, p_hit=None, hit_law=None, fan_out=f"uniform:{least}", fan_out_miss=None
-    )
+    config = replace(job.config, p_hit=None, hit_law=None, fan_out=f"uniform:{least}")
     lists = (least,) * len(job.fan_out)
     return replace(job, config=config, hit_law=law, fan_out=lists, fan_out_miss=lists)
 
@@ -46,7 +44,7 @@ def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, An
     """
     if not job.fan_out or not job.hit_law.p_hit:
         return None
-    label, honest = resolve_hit_law(None, None, None).label, under_default_law(job)
+    label, honest = named_hit_law("smollm2").label, under_default_law(job)
     if honest is None:
         return {"hit_law": label, "branch_budget": None, "expected_tok_per_s": None}
     rate = float(expected(honest, device, host).tok_per_s[0])

@@ -32,7 +32,7 @@ def to_dict(
     config = dataclasses.asdict(job.config)
     # The default pair depends on the machine, so the file names the pair.
     if config["pair"] is None and config["target"] is None:
-        config["target"] = job.full_target.name
+        config["target"] = job.target.name
         config["draft"] = None if job.draft is None else job.draft.name
     return {
         "schema": SCHEMA,

@@ -1,6 +1,6 @@
 """Labels predictions that rest on derived instead of measured times, with the rule used.
 
-`plan` and `predict --rows` share these labels.
+An advice and the errors of rows (`plan --rows`) share these labels.
 """
 
 from __future__ import annotations

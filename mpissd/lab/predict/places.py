@@ -40,11 +40,6 @@ class Survey:
     too_large: tuple[Family, ...] = ()
 
 
-def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    """Returns the placements that a survey finds."""
-    return list(survey(config, profile, gpus).placements)
-
-
 def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every T that the model can be divided into and that fits in the profile's memory.
 
@@ -155,7 +150,7 @@ def _most_rows(config: RunConfig, profile: Profile, tp: int) -> int:
     for shard, options in ((target, job.options), (draft, job.draft_options)):
         curve = known.tables.forward(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
         if curve is None:
-            pair = f"--target={job.full_target.name} --draft={draft.shape.name}"
+            pair = f"--target={job.target.name} --draft={draft.shape.name}"
             raise ConfigError(
                 f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
                 f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"

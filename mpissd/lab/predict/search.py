@@ -234,7 +234,7 @@ def config_of(choice: Choice, laws: Laws) -> Config | None:
     """Returns a choice as the simulation reads it; None if its fan-out is impossible."""
     k, batch, fast = choice.lookahead, choice.batch_size, choice.backup == "fast"
     if not k:
-        return Config(0, batch, False, (), (), (), (), laws.hits[0], 0, False, (batch,), ())
+        return Config(0, batch, False, (), (), (), (), laws.hits[0], 0, False, (batch, batch), ())
     hazards, hazards_fast, law = laws.hazards[k - 1], laws.hazards_fast[k - 1], laws.hits[k - 1]
     lists: tuple[tuple[int, ...], ...] = (), ()
     if choice.fan_out is not None:

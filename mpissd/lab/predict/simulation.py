@@ -75,6 +75,7 @@ class Config:
             tuple(laws[source].hazards) if job.lookahead else ()
             for source in (Source.CACHE, Source.FAST)
         )
+        rows = job.config.batch_size, job.verify_rows, *(job.prefill_rows,) * bool(job.prefill_rows)
         return cls(
             lookahead=job.lookahead,
             batch_size=job.config.batch_size,
@@ -86,8 +87,8 @@ class Config:
             hit_law=job.hit_law,
             backup_lookahead=job.backup_lookahead,
             fast=job.config.backup == "fast",
-            target_rows=tuple(job.target_buckets()),
-            draft_rows=() if job.draft is None else tuple(job.draft_buckets()),
+            target_rows=rows,
+            draft_rows=() if job.draft is None else (*rows, job.group_lanes),
         )
 
     @property

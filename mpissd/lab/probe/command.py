@@ -3,8 +3,8 @@
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
 Everything goes through the application's own code: backend programs, steppers, groups, links. The
-result is a table on stdout and a device profile in OUT/profiles, which `--backend=emulated
---device=FILE`, `predict` and `plan` read (docs/profile.md). The last line is one JSON object.
+result is a table on stdout and a device profile in OUT/profiles, which `plan` and
+`--backend=emulated --device=FILE` read (docs/profile.md). The last line is one JSON object.
 
 Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
 Wrong data (a sum, a NaN, a message that changed) ends the job with exit code 3, and nothing is
@@ -235,7 +235,7 @@ class Prober:
         session, config = self._session, self._job.config
         if self._topology.is_draft or self._topology.tp == 1:
             return
-        comm, aware = self._topology.group, config.cuda_aware_mpi
+        comm, aware = self._topology.group, config.all_reduce == "mpi"
         with ExitStack() as opened:
             groups, refused = open_groups(
                 session.group, session.backend, comm, session.waiter, cuda_aware=aware

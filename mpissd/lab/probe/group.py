@@ -331,7 +331,7 @@ def open_groups(
         if choice in groups:
             continue
         try:
-            groups[choice] = open_group(backend, comm, choice, waiter, cuda_aware=cuda_aware)
+            groups[choice] = open_group(backend, comm, choice, waiter)
         except ConfigError as error:  # All ranks raise the same error here.
             refused.append(str(error))
     return groups, refused

@@ -73,7 +73,7 @@ def _resolved(session: Session, config: RunConfig) -> Job:
     probed = session.job
     if config.pair is None and config.target is None:
         draft = None if probed.draft is None else probed.draft.name
-        config = replace(config, target=probed.full_target.name, draft=draft)
+        config = replace(config, target=probed.target.name, draft=draft)
     return resolve(config, probed.tp, backend=session.backend.name, memory_bytes=None)
 
 

@@ -20,10 +20,9 @@ import numpy as np
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import MODES, flags_of, parse_into, said
-from mpissd.common.schedules import with_schedule
 from mpissd.lab.sweep.grid import NONE, ONE_A_JOB, Block
 
-_SWEEPS_OWN = ("dry_run", "world_size", "trace", "progress")
+_SWEEPS_OWN = ("dry_run", "trace", "progress")
 _MOST_COMBINATIONS = 100_000
 
 
@@ -106,7 +105,7 @@ def make_plan(
     by_digest: dict[str, Point] = {}
     for combination in _combinations(blocks):
         flags = shared | combination
-        if most is not None and int(most) != 1 and "schedule" not in flags:
+        if most is not None and int(most) != 1:
             flags = {"num_drafts": most, **flags}
         point = _point(flags, job)
         by_digest.setdefault(point.digest, point)
@@ -143,8 +142,7 @@ def _combinations(blocks: Sequence[Block]) -> Iterator[dict[str, str]]:
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
     """Makes a configuration from a combination of flags, without those that its method ignores."""
     try:
-        resolved = with_schedule(flags)
-        unseen = _unseen(resolved)
+        unseen = _unseen(flags)
         kept = {name: text for name, text in flags.items() if name not in unseen}
         held = {name: text for name, text in job.items() if name not in unseen}
         return Point(tuple(kept.items()), parse_into(RunConfig, {**held, **kept}))

@@ -4,7 +4,7 @@ Rows are compared only within a *setting*: one pair on one machine, with one acc
 size and context. AR accepts nothing, so its rows belong to every acceptance model; a lookup drafts
 without a model and with an acceptance of its own, so its rows belong to every draft and acceptance
 model. A *method* is a mode with all of its options except K: place of the draft, fan-out, hit
-model, backup. The rows of one method, K and setting form one cell, whatever their seeds. A cell is
+model, backup. The rows of one method, K and setting are one *use*, whatever their seeds. A use is
 shown by its median and range; its gain over AR comes from mpissd.common.compare and is paired by
 seed if there are several seeds.
 """
@@ -21,6 +21,7 @@ from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
+from mpissd.common.rivals import LOOKUPS, Family
 from mpissd.common.row import Row
 
 _SETTING = (
@@ -45,86 +46,110 @@ x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval
 
 
 @dataclass(frozen=True)
-class Cell:
+class Use:
     """The rows of one method at one K in one setting: its repeats and seeds."""
 
-    lookahead: int
     rows: tuple[Row, ...]
 
     @property
-    def tok_per_s(self) -> tuple[float, ...]:
-        return tuple(float(row.tok_per_s) for row in self.rows)
+    def lookahead(self) -> int:
+        return int(self.rows[0].lookahead)
 
     @property
-    def ranks(self) -> int:
-        return int(self.rows[0].world_size)
+    def mode(self) -> str:
+        """The mode of its family (mode_of)."""
+        return mode_of(self.rows[0])
+
+    @property
+    def tp(self) -> int:
+        return int(self.rows[0].tp)
+
+    @property
+    def num_drafts(self) -> int:
+        return int(self.rows[0].world_size) - self.tp
+
+    @property
+    def family(self) -> Family:
+        return Family.of(self)
+
+    @property
+    def method(self) -> str:
+        return method_of(self.rows[0])
 
     @property
     def seeds(self) -> set[object]:
         return {row.seed for row in self.rows}
 
     @property
+    def rates(self) -> list[float]:
+        """The tok/s of each row."""
+        return [float(row.tok_per_s) for row in self.rows]
+
+    @property
+    def tok_per_s(self) -> float:
+        """The median tok/s."""
+        return median(self.rates)
+
+    @property
+    def per_gpu(self) -> float:
+        return self.tok_per_s / self.family.gpus
+
+    @property
+    def spread(self) -> float:
+        """The range of tok/s (largest minus smallest) as a share of the median; 0 for one row."""
+        return (max(self.rates) - min(self.rates)) / self.tok_per_s
+
+    @property
     def predicted(self) -> float | None:
         """The mean of the rows' predicted tok/s, from their own jobs' profiles; None if a row has
         no prediction."""
-        rates = [row.expected_tok_per_s for row in self.rows]
-        known = [float(rate) for rate in rates if rate]
-        return fmean(known) if len(known) == len(rates) else None
+        known = [float(row.expected_tok_per_s) for row in self.rows if row.expected_tok_per_s]
+        return fmean(known) if len(known) == len(self.rows) else None
 
-    def over(self, base: Cell) -> Comparison | None:
-        """Returns the gain over another cell; None if the rows lack the data to compare them."""
+    def over(self, base: Use) -> Comparison | None:
+        """Returns the gain over another use; None if the rows lack the data to compare them."""
         try:
             return compare_rows(base.rows, self.rows)
         except ConfigError:
             return None
 
-    @property
-    def median(self) -> float:
-        return median(self.tok_per_s)
-
-    @property
-    def spread(self) -> float:
-        """The range of tok/s (largest minus smallest) as a share of the median; 0 for one row."""
-        return (max(self.tok_per_s) - min(self.tok_per_s)) / self.median
+    def __str__(self) -> str:
+        """Returns the use as text: its mode, T, D and K."""
+        return str(self.family) + f" K={self.lookahead}" * bool(self.lookahead)
 
 
-def missed(cells: Iterable[Cell]) -> float:
-    """Returns the median error of the replays of the cells' rows, as a share; 0 if unknown."""
-    return choice.missed(row.prediction_error for cell in cells for row in cell.rows)
+def missed(uses: Iterable[Use]) -> float:
+    """Returns the median error of the replays of the uses' rows, as a share; 0 if unknown."""
+    return choice.missed(row.prediction_error for use in uses for row in use.rows)
 
 
-def are_predicted(cells: Sequence[Cell]) -> bool:
-    """Returns whether the cells' predictions can choose among them: all have one that holds."""
-    errors = [row.prediction_error for cell in cells for row in cell.rows]
-    return choice.are_predicted([cell.predicted for cell in cells], errors)
-
-
-def best_cell(cells: Sequence[Cell]) -> Cell:
-    """Returns the cell with the largest predicted tok/s, or the largest median if predictions are
+def best_use(uses: Sequence[Use]) -> Use:
+    """Returns the use with the largest predicted tok/s, or the largest median if predictions are
     missing or far from the measurements.
 
     No measured round enters a prediction, so the draws that are compared do not choose K.
     """
-    if are_predicted(cells):
-        return max(cells, key=lambda cell: cell.predicted or 0.0)
-    return max(cells, key=lambda cell: cell.median)
+    errors = [row.prediction_error for use in uses for row in use.rows]
+    if choice.are_predicted([use.predicted for use in uses], errors):
+        return max(uses, key=lambda use: use.predicted or 0.0)
+    return max(uses, key=lambda use: use.tok_per_s)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method in one setting, with a cell for each K, by increasing K."""
+    """One method in one setting, with a use for each K, by increasing K."""
 
     name: str
-    cells: tuple[Cell, ...]
+    uses: tuple[Use, ...]
 
     @property
-    def best(self) -> Cell:
-        """The cell at this method's best K (best_cell)."""
-        return best_cell(self.cells)
+    def best(self) -> Use:
+        """The use at this method's best K (best_use)."""
+        return best_use(self.uses)
 
-    def at(self, lookahead: int) -> Cell | None:
-        """Returns the cell at this K or None; AR has one cell for every K."""
-        return next((c for c in self.cells if c.lookahead in (lookahead, 0)), None)
+    def at(self, lookahead: int) -> Use | None:
+        """Returns the use at this K or None; AR has one for every K."""
+        return next((use for use in self.uses if use.lookahead in (lookahead, 0)), None)
 
 
 @dataclass(frozen=True)
@@ -136,11 +161,11 @@ class Comparisons:
 
     @property
     def lookaheads(self) -> list[int]:
-        return sorted({c.lookahead for m in self.methods for c in m.cells if c.lookahead})
+        return sorted({u.lookahead for m in self.methods for u in m.uses if u.lookahead})
 
     @property
-    def baseline(self) -> Cell | None:
-        """The cell of AR; None if AR was not measured."""
+    def baseline(self) -> Use | None:
+        """AR; None if it was not measured."""
         return next((m.best for m in self.methods if m.name.startswith("AR")), None)
 
 
@@ -158,10 +183,10 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
         at: dict[tuple[str, int], list[Row]] = {}
         for row in here:
             at.setdefault((method_of(row), row.lookahead), []).append(row)
-        cells: dict[str, list[Cell]] = {}
-        for (name, lookahead), of in sorted(at.items(), key=lambda item: item[0]):
-            cells.setdefault(name, []).append(Cell(lookahead, tuple(of)))
-        methods = [Method(name, tuple(of)) for name, of in cells.items()]
+        uses: dict[str, list[Use]] = {}
+        for (name, _), of in sorted(at.items(), key=lambda item: item[0]):
+            uses.setdefault(name, []).append(Use(tuple(of)))
+        methods = [Method(name, tuple(of)) for name, of in uses.items()]
         methods.sort(key=lambda m: (_MODES.index(m.name.split()[0].lower()), m.name))
         found.append(Comparisons(setting, tuple(methods)))
     return found
@@ -186,6 +211,17 @@ def free_keys(row: Row) -> tuple[str, ...]:
 def is_lookup(row: Row) -> bool:
     """Returns whether nothing but a lookup drafts."""
     return row.draft == LOOKUP.name
+
+
+def mode_of(row: Row) -> str:
+    """Returns the mode of a row's family: ar, sd, ssd, or the kind of lookup that drafts.
+
+    Under imposed acceptance all kinds of lookup are one use.
+    """
+    if not is_lookup(row):
+        return str(row.mode)
+    kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
+    return LOOKUPS[0] if kind == "prompt" else kind
 
 
 def is_row(row: Row) -> bool:
@@ -219,8 +255,8 @@ def method_of(row: Row) -> str:
         words.append(f"backup={row.backup}")
         if row.acceptance_fast not in (None, RunConfig.acceptance_fast):
             words.append(f"acceptance_fast={row.acceptance_fast}")
-        if is_lookup(row) and row.lookup == "suffix":
-            words.append("lookup=suffix")
+        if is_lookup(row) and row.lookup not in (None, "prompt"):
+            words.append(f"lookup={row.lookup}")
     if row.backup_lookahead not in (None, row.lookahead):
         words.append(f"backup_lookahead={row.backup_lookahead}")
     if row.get("draft_lookup"):  # of older rows
@@ -276,7 +312,7 @@ def _table(comparison: Comparisons, below: Sequence[object]) -> str:
         f"{'tok/s':{width}}{columns}     best   at  spread   n{gains}",
         *(f"{method.name:{width}}{_line(method, comparison)}" for method in comparison.methods),
     ]
-    errors = {method.name: missed(method.cells) for method in comparison.methods}
+    errors = {method.name: missed(method.uses) for method in comparison.methods}
     far = [f"{name} {error:.0%}" for name, error in errors.items() if error > choice.MOST_MISSED]
     lines += [_WARNING.format(", ".join(far))] * bool(far)
     return "\n".join([*lines, *map(str, below)])
@@ -284,21 +320,21 @@ def _table(comparison: Comparisons, below: Sequence[object]) -> str:
 
 def _line(method: Method, comparison: Comparisons) -> str:
     best, base = method.best, comparison.baseline
-    cells = [None if best.lookahead == 0 else method.at(k) for k in comparison.lookaheads]
-    line = "".join(f"{'' if c is None else _number(c.median):>9}" for c in cells)
+    uses = [None if best.lookahead == 0 else method.at(k) for k in comparison.lookaheads]
+    line = "".join(f"{'' if use is None else _number(use.tok_per_s):>9}" for use in uses)
     at = f"K={best.lookahead}" if best.lookahead else ""
-    line += f"{_number(best.median):>9}{at:>5}{best.spread:>8.1%}{len(best.tok_per_s):>4}"
+    line += f"{_number(best.tok_per_s):>9}{at:>5}{best.spread:>8.1%}{len(best.rows):>4}"
     for gain in _gains(best, base):
         line += f"{'–' if gain is None else gain.brief:>{_WIDE}}"
     return line.rstrip()
 
 
-def _gains(best: Cell, base: Cell | None) -> tuple[Comparison | None, Comparison | None]:
-    """Returns a cell's gain over AR, in total and per GPU; None for AR itself, and if unknown."""
+def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison | None]:
+    """Returns a use's gain over AR, in total and per GPU; None for AR itself, and if unknown."""
     gain = None if base is None or best is base else best.over(base)
     if gain is None or base is None:
         return None, None
-    return gain, gain.scaled(base.ranks / best.ranks)
+    return gain, gain.scaled(base.family.gpus / best.family.gpus)
 
 
 def _number(rate: float) -> str:
@@ -306,28 +342,27 @@ def _number(rate: float) -> str:
 
 
 def to_dict(comparison: Comparisons) -> dict[str, Any]:
-    """Returns a comparison as JSON: the setting, and the cells and best K of each method."""
-    base, methods = comparison.baseline, []
+    """Returns a comparison as JSON: the setting, and the uses and best K of each method."""
+    methods = []
     for method in comparison.methods:
-        best = method.best
+        best, base = method.best, comparison.baseline
         gain, per_gpu = _gains(best, base)
         real = [g.speedup if g is not None and g.is_real else None for g in (gain, per_gpu)]
-        by_k = {
-            str(cell.lookahead): {"tok_per_s": cell.median, "repeats": cell.tok_per_s}
-            for cell in method.cells
-        }
         methods.append(
             {
                 "method": method.name,
                 "best_lookahead": best.lookahead,
-                "tok_per_s": best.median,
-                "tok_per_s_per_gpu": best.median / best.ranks,
+                "tok_per_s": best.tok_per_s,
+                "tok_per_s_per_gpu": best.per_gpu,
                 "spread": best.spread,
                 "speedup": 1.0 if best is base else real[0],
                 "speedup_per_gpu": 1.0 if best is base else real[1],
                 "over_ar": None if gain is None else gain.to_dict(),
                 "over_ar_per_gpu": None if per_gpu is None else per_gpu.to_dict(),
-                "by_lookahead": by_k,
+                "by_lookahead": {
+                    str(use.lookahead): {"tok_per_s": use.tok_per_s, "repeats": use.rates}
+                    for use in method.uses
+                },
             }
         )
     return {"setting": comparison.setting, "methods": methods}

@@ -6,7 +6,7 @@ measured K, that leaves the lower end of its interval smallest. A verdict needs 
 
 - five seeds of 400 rounds on both sides, paired;
 - every use that would fit measured on that visit, or shown to be slower than the fastest one there:
-  by its rows of another visit and 4% (the most that visits differ), or by a bound (Times.bound);
+  by its rows of another visit and DRIFT (the most that visits differ), or by a bound (Times.bound);
 - a p-value below .05 after Holm's correction for all lines of the table.
 
 A use that is neither is named, with the rate expected from measured times, and the line has no
@@ -25,7 +25,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS, Comparison, holm, same_visit
+from mpissd.common.compare import (
+    DRIFT,
+    HEADLINE_ROUNDS,
+    HEADLINE_SEEDS,
+    Comparison,
+    holm,
+    same_visit,
+)
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import ASSUMED_LAW
@@ -33,49 +40,22 @@ from mpissd.common.rivals import LOOKUPS, Family, between, copies, tps_of, wides
 from mpissd.common.row import Row
 from mpissd.common.theory import expected_tokens
 from mpissd.lab.tables.best import (
-    Cell,
-    best_cell,
+    Use,
+    best_use,
     compare_methods,
     is_in,
     is_lookup,
     is_row,
     method_of,
+    mode_of,
 )
 
-DRIFT = 0.04  # The most by which one use's medians differ between visits.
 LEVEL = 0.05  # Of all verdicts of a table together.
 MOST_K = 16
 BLOCK = re.compile(
     r"(<!-- claims (\S+)( lm_head)?( real)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL
 )
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
-
-
-@dataclass(frozen=True)
-class MeasuredUse:
-    """A use on T + D GPUs at one K, measured on one visit; tok_per_s: its median."""
-
-    mode: str
-    tp: int
-    num_drafts: int
-    method: str
-    cell: Cell
-
-    @property
-    def tok_per_s(self) -> float:
-        return self.cell.median
-
-    @property
-    def family(self) -> Family:
-        return Family(self.mode, self.tp, self.num_drafts)
-
-    @property
-    def per_gpu(self) -> float:
-        return self.tok_per_s / self.family.gpus
-
-    def __str__(self) -> str:
-        """Returns the use as text: its mode, T, D and K."""
-        return str(self.family) + f" K={self.cell.lookahead}" * bool(self.cell.lookahead)
 
 
 @dataclass(frozen=True)
@@ -106,12 +86,12 @@ class Claim:
     """
 
     setting: dict[str, Any]
-    ssd: MeasuredUse
-    other: MeasuredUse | None
+    ssd: Use
+    other: Use | None
     gain: Comparison | None
-    others: tuple[MeasuredUse, ...]
+    others: tuple[Use, ...]
     unknown: tuple[Open, ...]
-    copies: tuple[int, MeasuredUse] | None
+    copies: tuple[int, Use] | None
     p_value: float = 1.0
 
     @property
@@ -120,7 +100,7 @@ class Claim:
 
     @property
     def hit_law(self) -> str | None:
-        return self.ssd.cell.rows[0].hit_law
+        return self.ssd.rows[0].hit_law
 
     @property
     def is_assumed(self) -> bool:
@@ -235,56 +215,38 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row], seeds: int = 1) -> l
     here = [row for row in rows if is_row(row) and is_in(row, setting, _OF_T)]
     here = [row for row in here if row.other_draft_device is None]
     uses = measured_uses(here)
-    cases: dict[tuple[int, str | None, str | None], list[MeasuredUse]] = {}
+    cases: dict[tuple[int, str | None, str | None], list[Use]] = {}
     for use in uses:
-        if use.mode == "ssd" and use.tp == setting["tp"] and len(use.cell.seeds) >= seeds:
-            first = use.cell.rows[0]
+        if use.mode == "ssd" and use.tp == setting["tp"] and len(use.seeds) >= seeds:
+            first = use.rows[0]
             case = first.world_size, first.hit_law, first.schedule
             cases.setdefault(case, []).append(use)
-    return [_claim(dict(setting), _best(of), uses, seeds) for of in cases.values()]
+    return [_claim(dict(setting), best_use(of), uses, seeds) for of in cases.values()]
 
 
-def measured_uses(rows: Sequence[Row]) -> list[MeasuredUse]:
+def measured_uses(rows: Sequence[Row]) -> list[Use]:
     """Returns every method on every T and D at every K, one for each visit."""
-    cells: dict[tuple[Any, ...], list[list[Row]]] = {}
+    visits: dict[tuple[Any, ...], list[list[Row]]] = {}
     for row in rows:
-        place = _mode(row), int(row.tp), int(row.world_size - row.tp)
-        visits = cells.setdefault((*place, method_of(row), int(row.lookahead)), [])
-        known = next((of for of in visits if same_visit(of[0], row)), None)
-        if known is None:
-            visits.append([row])
+        key = mode_of(row), row.tp, row.world_size, method_of(row), row.lookahead
+        known = visits.setdefault(key, [])
+        of = next((of for of in known if same_visit(of[0], row)), None)
+        if of is None:
+            known.append([row])
         else:
-            known.append(row)
-    return [
-        MeasuredUse(mode, tp, drafts, method, Cell(lookahead, tuple(of)))
-        for (mode, tp, drafts, method, lookahead), visits in cells.items()
-        for of in visits
-    ]
+            of.append(row)
+    return [Use(tuple(of)) for known in visits.values() for of in known]
 
 
-def _mode(row: Row) -> str:
-    """Returns the mode of a row's family; suffix is its own if acceptance is not imposed."""
-    if not is_lookup(row):
-        return str(row.mode)
-    return "suffix" if row.lookup == "suffix" and row.acceptance is None else "lookup"
-
-
-def _best(uses: Sequence[MeasuredUse]) -> MeasuredUse:
-    best = best_cell([use.cell for use in uses])
-    return next(use for use in uses if use.cell is best)
-
-
-def _claim(
-    setting: dict[str, Any], ssd: MeasuredUse, uses: Sequence[MeasuredUse], seeds: int
-) -> Claim:
-    gpus, first = ssd.family.gpus, ssd.cell.rows[0]
+def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -> Claim:
+    gpus, first = ssd.family.gpus, ssd.rows[0]
     rivals = [
         u for u in uses if u.mode != "ssd" and u.family.gpus <= gpus and _may_assume(u, first)
     ]
-    here = [u for u in rivals if same_visit(u.cell.rows[0], first) and len(u.cell.seeds) >= seeds]
-    gains = [(gain, use) for use in here if (gain := ssd.cell.over(use.cell)) is not None]
+    here = [u for u in rivals if same_visit(u.rows[0], first) and len(u.seeds) >= seeds]
+    gains = [(gain, use) for use in here if (gain := ssd.over(use)) is not None]
     gain, other = min(gains, key=lambda one: one[0].low, default=(None, None))
-    fastest: dict[Family, MeasuredUse] = {}
+    fastest: dict[Family, Use] = {}
     for use in sorted(rivals, key=lambda use: -use.tok_per_s):
         fastest.setdefault(use.family, use)
     best = max((use.tok_per_s for use in here), default=0.0)
@@ -299,9 +261,9 @@ def _claim(
     )
 
 
-def _may_assume(use: MeasuredUse, ssd: Row) -> bool:
+def _may_assume(use: Use, ssd: Row) -> bool:
     """Returns whether a use assumes no more than SSD may: an imposed lookup the same rate."""
-    row = use.cell.rows[0]
+    row = use.rows[0]
     if not is_lookup(row) or ssd.acceptance is None:
         return True
     return fast_of(row) == fast_of(ssd)
@@ -313,7 +275,7 @@ def fast_of(row: Row) -> str:
 
 
 def _open(
-    family: Family, rivals: Sequence[MeasuredUse], times: Times, best: float, seeds: int
+    family: Family, rivals: Sequence[Use], times: Times, best: float, seeds: int
 ) -> Open | None:
     """Returns a use that was not measured on SSD's visit; None if it is shown to be slower than
     `best`, the fastest use of that visit."""
@@ -322,7 +284,7 @@ def _open(
         rate = max(use.tok_per_s for use in elsewhere)
         if rate * (1 + DRIFT) < best:
             return None
-        most = max(len(use.cell.seeds) for use in elsewhere)
+        most = max(len(use.seeds) for use in elsewhere)
         few = f"has {most} of {seeds} seeds"
         return Open(
             family, few if most < seeds else "another visit", rate if most >= seeds else None
@@ -339,8 +301,8 @@ class Times:
     A forward on T ranks takes a + c/T seconds, by the measured T next below and above.
     """
 
-    def __init__(self, uses: Sequence[MeasuredUse], ssd: Row) -> None:
-        rows = [row for use in uses for row in use.cell.rows if not is_imposed(row.hit_law)]
+    def __init__(self, uses: Sequence[Use], ssd: Row) -> None:
+        rows = [row for use in uses for row in use.rows if not is_imposed(row.hit_law)]
         self.alpha, self.fast = _alpha(ssd.acceptance), _alpha(fast_of(ssd))
         self.usable = ssd.batch_size == 1 and self.alpha is not None and self.fast is not None
         self.verify = {

@@ -2,14 +2,15 @@
 
 One definition for every row: speedup(AR → SD) = E / (r(K+1) + T_draft), where
 E = (1 − a^{K+1})/(1 − a), r(M) = t_target(M)/t_target(1) and T_draft = t_draft/t_target(1) =
-r(K+1)·T_SD. Rows are compared within one Setting only. A value that no row gives is None.
+r(K+1)·T_SD. Rows are compared within one setting only. A value that no row gives is None.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,12 @@ ALPHA = 0.9
 Profiles = Mapping[str, Mapping[str, Any]]  # jobs' profiles by run_id, as `run` writes them
 AllRounds = Mapping[str, Rounds]  # raw rounds by run_id
 _NONE = "–"
+# What all rows of a table share; AR rows share all except the last two, the draft's.
+SETTING = (
+    "device_name backend dtype tp all_reduce graph fuse lm_head context num_drafts "
+    "other_draft_device"
+).split()
+_OF_DRAFTS = 2
 
 
 @dataclass(frozen=True)
@@ -88,44 +95,13 @@ class TableRow:
     unstable: bool = False
 
 
-_SHARED = "device_name backend dtype tp all_reduce graph fuse lm_head context".split()
-
-
-@dataclass(frozen=True, order=True)
-class Setting:
-    """The settings that all rows of a table share; AR rows share all except the draft."""
-
-    device_name: str
-    backend: str
-    dtype: str
-    tp: int
-    all_reduce: str
-    graph: bool
-    fuse: bool
-    lm_head: bool
-    context: int  # tokens
-    num_drafts: int = 0
-    draft_device: str = ""  # "": inline, or the same kind of device as the lead's
-
-    @classmethod
-    def of(cls, row: Row) -> Setting:
-        """Returns the setting of an AR or SD row."""
-        shared, other = {key: row[key] for key in _SHARED}, row.other_draft_device or ""
-        return cls(**shared, num_drafts=row.num_drafts, draft_device=other)
-
-    @property
-    def of_target(self) -> Setting:
-        """This setting without its draft: the setting of its AR rows, which r depends on."""
-        return replace(self, num_drafts=0, draft_device="")
-
-
 @dataclass(frozen=True)
 class Table:
-    """The results of a pair in one setting; the setting is None if there was no row."""
+    """The results of a pair in one setting (the values of SETTING); None if there was no row."""
 
     pair: str
     rows: tuple[TableRow, ...]
-    setting: Setting | None = None
+    setting: tuple[Any, ...] | None = None
     has_ar: bool = False
 
 
@@ -136,11 +112,21 @@ def make_tables(
     tables: list[Table] = []
     for pair, report in REPORT.items():
         used = [row for row in rows if _fits(pair, row)]
-        settings = sorted({Setting.of(row) for row in used if row.mode == "sd"})
-        tables += [_table(pair, setting, used, profiles, rounds or {}) for setting in settings]
+        settings = sorted({_setting(row) for row in used if row.mode == "sd"})
+        for setting in settings:
+            alike = [row for row in used if _setting(row)[:-_OF_DRAFTS] == setting[:-_OF_DRAFTS]]
+            ars = [row for row in alike if row.mode == "ar"]
+            sds = [row for row in alike if row.mode == "sd" and _setting(row) == setting]
+            ratios = _ratios(alike, _median(ars, "t_target_s"), profiles)
+            lines = (_table_row(line, sds, ars, ratios, rounds or {}) for line in report)
+            tables.append(Table(pair, tuple(lines), setting, bool(ars)))
         if not settings:
             tables.append(Table(pair, tuple(map(TableRow, report))))
     return tables
+
+
+def _setting(row: Row) -> tuple[Any, ...]:
+    return (*(getattr(row, name) for name in SETTING[:-1]), row.other_draft_device or "")
 
 
 def is_usable(row: Row) -> bool:
@@ -153,27 +139,11 @@ def _fits(pair: str, row: Row) -> bool:
 
     The target of a depth-scaled model has another name, so its rows do not match.
     """
-    if row.mode not in ("ar", "sd"):
-        return False
     target, draft = PAIRS[pair]
     is_pair = row.target == target and row.draft in (None, draft) and row.batch_size == 1
-    drafts_k = row.get("backup", "jit") in (None, "jit")
-    drafts_k = drafts_k and row.backup_lookahead in (None, row.lookahead)
-    return is_pair and drafts_k and row.lookahead in (0, *(r.lookahead for r in REPORT[pair]))
-
-
-def _table(
-    pair: str, setting: Setting, used: Sequence[Row], profiles: Profiles, rounds: AllRounds
-) -> Table:
-    alike = [row for row in used if Setting.of(row).of_target == setting.of_target]
-    ars = [row for row in alike if row.mode == "ar"]
-    sds = [row for row in alike if row.mode == "sd" and Setting.of(row) == setting]
-    ratios = _ratios(alike, _median(ars, "t_target_s"), profiles)
-    rows = tuple(
-        _table_row(report, [r for r in sds if r.lookahead == report.lookahead], ars, ratios, rounds)
-        for report in REPORT[pair]
-    )
-    return Table(pair, rows, setting, bool(ars))
+    drafts_k = row.backup in (None, "jit") and row.backup_lookahead in (None, row.lookahead)
+    known = {0, *(line.lookahead for line in REPORT[pair])}
+    return row.mode in ("ar", "sd") and is_pair and drafts_k and row.lookahead in known
 
 
 def _table_row(
@@ -188,8 +158,9 @@ def _table_row(
     T_SD does not depend on alpha: it comes from rows at ALPHA if there are any, or from others.
     """
     lookahead = report.lookahead
-    wanted = [row for row in sds if _alpha(row) == ALPHA]
-    timed = wanted or sds
+    here = [row for row in sds if row.lookahead == lookahead]
+    wanted = [row for row in here if _alpha(row) == ALPHA]
+    timed = wanted or here
     t_sd, r_k1 = _median(timed, "T_SD"), _ratio(ratios, lookahead + 1)
     t_draft = speedup = achieved = None
     if t_sd is not None and r_k1 is not None:
@@ -251,11 +222,8 @@ def _median(rows: Iterable[Row], key: str) -> float | None:
 
 def _alpha(row: Row) -> float | None:
     """Returns a if the row's acceptance model is alpha:a, or None."""
-    name, _, value = str(row.acceptance).partition(":")
-    try:
-        return float(value) if name == "alpha" else None
-    except ValueError:
-        return None
+    match = re.fullmatch(r"alpha:([0-9.eE+-]+)", str(row.acceptance))
+    return float(match[1]) if match else None
 
 
 _LEGEND = f"""\
@@ -311,17 +279,19 @@ def _padded(cells: Iterable[str], columns: Mapping[str, int]) -> str:
 
 def _label(table: Table) -> str:
     """Returns a table's heading: the pair, the hardware, and how the forwards were issued."""
-    pair, setting = table.pair.upper(), table.setting
-    if setting is None:
-        return f"{pair}: no SD row"
-    where = "inline on the lead" if not setting.num_drafts else "on a device of its own"
-    where = f"on {setting.draft_device}" if setting.draft_device else where
-    ranks = f"ranks: SD {setting.tp + setting.num_drafts}, AR {setting.tp}"
-    issued = [name for name in ("graph", "fuse", "lm_head") if getattr(setting, name)]
-    how = ", ".join([f"all_reduce={setting.all_reduce}", *issued, f"context={setting.context}"])
+    if table.setting is None:
+        return f"{table.pair.upper()}: no SD row"
+    known = dict(zip(SETTING, table.setting, strict=True))
+    where = "on a device of its own" if known["num_drafts"] else "inline on the lead"
+    if device := known["other_draft_device"]:
+        where = f"on {device}"
+    ranks = f"ranks: SD {known['tp'] + known['num_drafts']}, AR {known['tp']}"
+    issued = [name for name in ("graph", "fuse", "lm_head") if known[name]]
+    how = ", ".join([f"all_reduce={known['all_reduce']}", *issued, f"context={known['context']}"])
     return (
-        f"{pair} on {setting.device_name}, {setting.backend} {setting.dtype}, T={setting.tp}, "
-        f"draft {where}\n    {ranks}; {how}{'' if table.has_ar else '; no AR row'}"
+        f"{table.pair.upper()} on {known['device_name']}, {known['backend']} {known['dtype']}, "
+        f"T={known['tp']}, draft {where}\n"
+        f"    {ranks}; {how}{'' if table.has_ar else '; no AR row'}"
     )
 
 

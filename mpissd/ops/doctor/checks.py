@@ -33,7 +33,7 @@ _FIXES = (
     ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
     ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
     ("do not divide into", "G·T + D ranks: make … GROUPS=G TP=T DRAFTS=D starts as many"),
-    ("needs", "a larger TP, --num_layers=…, or a smaller PAIR (PAIR=toy always fits)"),
+    ("needs", "a larger TP, fewer layers (70b@8L), or a smaller PAIR (PAIR=toy always fits)"),
     ("out=", "another folder: OUT=~/mpissd-out"),
     ("CuPy is not installed", "make venv on a GPU node, or pip install 'mpissd[cuda12]'"),
     ("no usable GPU", "BACKEND=numpy or emulated, or run on a GPU node (srun --gpus=…)"),

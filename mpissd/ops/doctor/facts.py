@@ -52,14 +52,14 @@ ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
 MARK = "mpissd-doctor "  # begins rank 0's lines of facts on stdout
 _GRACE_S = 2.0  # time for a child to end after a signal
 _MORE_S = 10.0  # time beyond the deadline for mpirun to start and to end
-_NOT_PASSED = ("schedule", "dry_run", "world_size", "progress")
+_NOT_PASSED = ("dry_run", "progress")
 _SMI = ("name", "driver_version", "compute_cap")
 _STRAY = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"  # set by launchers
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
 _WHY = {
     "mpi": "host arrays",
     "oneshot": "the target's GPUs map each other's memory",
-    "device": "--cuda_aware_mpi",
+    "device": "--all_reduce=mpi",
 }
 # Prints which library mpi4py loads, without starting MPI.
 _LIBRARY = """
@@ -275,7 +275,7 @@ def read_machine(config: RunConfig, num_ranks: int, check: Check) -> Machine:
         library_error,
         packages=list(packages),
         stray=[name for name in _STRAY if name in os.environ],
-        config_error=refusal(replace(config, dry_run=True, world_size=num_ranks), check),
+        config_error=refusal(replace(config, dry_run=num_ranks), check),
         slurm_tasks=int(tasks) if tasks.isdecimal() else None,
         shm_free=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         gpus=gpus,

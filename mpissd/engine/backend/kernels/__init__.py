@@ -10,25 +10,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FILES = ("types", "fill", "gather", "top_k", "read", "copy_ints", "packed_product")
-ENTRIES = (
-    "fill",
-    "fill_packed",
-    "gather",
-    "top_k",
-    "top_k_merge",
-    "top_k_float32",
-    "top_k_merge_float32",
-    "read_words",
-    "copy_ints",
-    "packed_product",
-)
+BACKEND = ("types", "fill", "pack", "gather", "top_k", "read", "copy_ints")
 EXCHANGE = ("types", "system", "inbox", "exchange")  # The sources of the kernel `exchange`.
 # The sources of the kernel `chain`, for compute capability 9.0 or more.
 CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "units", "chain")
+# Those of a transformer's kernels, for 8.0 or more.
+PACK = ("types", "fill", "pack")
+ROWS = ("types", "ampere", "rows")
+SKINNY = ("types", "ampere", "arithmetic", "skinny")
+LATE = ("types", "ampere", "arithmetic", "late")
+ATTENTION = ("types", "ampere", "arithmetic", "cache", "splits", "attend", "attention")
+PREFILL = (*ATTENTION, "prefill")
+CHAINED = ("types", "ampere", "chained")
+DRAW = ("types", "ampere", "draw")
+WHOLE = (  # for 9.0 or more
+    "types", "system", "ampere", "hopper", "inbox", "arithmetic", "cache", "splits", "attend",
+    "plan", "columns", "units", "whole",
+)  # fmt: skip
 
 
-def source(files: tuple[str, ...] = FILES) -> str:
-    """Returns the sources of some kernels as one translation unit; by default the backend's own."""
+def ceil_div(value: int, by: int) -> int:
+    """Returns value / by, rounded up."""
+    return -(-value // by)
+
+
+def source(files: tuple[str, ...]) -> str:
+    """Returns the sources of some kernels as one translation unit."""
     folder = Path(__file__).parent
     return "\n".join((folder / f"{name}.cu").read_text() for name in files)

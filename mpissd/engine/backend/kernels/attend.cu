@@ -1,5 +1,5 @@
-// Attention's tasks within the kernel `whole`, by teams of a block's warps: see splits.cu. Everything that other
-// blocks wrote is loaded fresh.
+// A task of attention, by a team of a block's warps: see splits.cu. A block of the kernel `attend` is one
+// team, one of the kernel `whole` has several. Everything that other blocks wrote is loaded fresh.
 constexpr int WEIGHTS_AT = TOPS_AT + 8 * ATTEND_WARPS * QUERIES, ATTEND_BYTES = WEIGHTS_AT + 16 * QUERIES;
 
 // The threads that attend a task together: their numbers, barrier, and place in the block's memory.
@@ -151,20 +151,18 @@ __device__ __forceinline__ void fetch_keys(const Source& keys, const Team& team)
 
 // Attends a task for one KV head; its values are under way already.
 __device__ __forceinline__ void finish_task(const Attended& to, const Source& keys, const Rows& rows,
-                                            const Task& task, int kv_heads, int head, const Team& team,
-                                            [[maybe_unused]] int trace = 0) {
+                                            const Task& task, int kv_heads, int head,
+                                            const Team& team) {
   const int warp = team.warp(), lane = team.lane(), start = task.split * SPLIT;
   const int shared = to.heads / kv_heads;
-  float scores[QUERY_TILES][4][4], sums[QUERY_TILES][BLOCKS][4];
+  float scores[QUERY_TILES][4][4];
   {
     uint4 query[QUERY_TILES][2][CHUNKS];
     Keys key;
     load_keys(key, keys, 32 * warp);
-    load_queries(query, to.queries, task, to.heads, kv_heads, head,
-                 [](const u16* from) { return load_fresh(from); });
+    load_queries(query, to.queries, task, to.heads, kv_heads, head);
     score(scores, query, key);
   }
-  MARK(trace, 6);
 #pragma unroll
   for (int m = 0; m < QUERY_TILES; ++m)
 #pragma unroll
@@ -178,9 +176,9 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
   wait_for_copies<0>();
   sync_lanes();
   const u32 mine = shared_address(block_memory()) + team.at + 32 * warp * VALUE_STEP;
+  float sums[QUERY_TILES][BLOCKS][4] = {};
 #pragma unroll
   for (int m = 0; m < QUERY_TILES; ++m) add_values(sums[m], scores[m], mine);
-  MARK(trace, 7);
   team.sync();  // the sums take the place of the values
   weigh_warps(to, task, shared, head, team);
 #pragma unroll
@@ -194,10 +192,8 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
             make_float2(sums[m][d][2 * half], sums[m][d][2 * half + 1]);
       }
   team.sync();
-  MARK(trace, 8);
   add_warps(to, task, shared, head, team);
   team.sync();
-  MARK(trace, 9);
 }
 
 // Some splits' parts of a query for one lane: its dimensions lane, lane + 32 ...

@@ -8,10 +8,12 @@
 
 // q, k and v of a forward [rows][heads + 2 kv_heads][HEAD], float32: adds the biases, normalises and
 // rotates; q goes to `queries` in float16, scaled, k and v to the cache. One warp a row and head.
+// paired: columns are in the order of whole.cu's weights, 8 of a head's first half, then 8 that rotate
+// with them.
 extern "C" __global__ void rotate(const float* qkv, const float* bias, const float* q_weight,
                                   const float* k_weight, float eps, const float2* turns,
                                   const int* seats, int most_rows, CACHE, int heads, float scale,
-                                  u16* queries) {
+                                  u16* queries, int paired) {
   const Rows rows(seats, most_rows);
   const Cache cache = THE_CACHE;
   may_start_next();
@@ -30,8 +32,9 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
     const int i = lane + 32 * j;
     low[j] = high[j] = 0;
     if (i < HEAD / 2) {
-      low[j] = from[i];
-      high[j] = from[i + HEAD / 2];
+      const int first = paired ? 2 * i - i % 8 : i;
+      low[j] = from[first];
+      high[j] = from[first + (paired ? 8 : HEAD / 2)];
       if (bias) {
         low[j] += bias[head * HEAD + i];
         high[j] += bias[head * HEAD + i + HEAD / 2];
@@ -65,15 +68,11 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
   for (int j = 0; j < PAIRS; ++j) {
     const int i = lane + 32 * j;
     if (i >= HEAD / 2) continue;
-    float a = low[j], b = high[j];
-    if (is_q || is_k) {
-      const float2 turn = turns[(long long)position * (HEAD / 2) + i];  // cosine, sine
-      a = low[j] * turn.x - high[j] * turn.y;
-      b = high[j] * turn.x + low[j] * turn.y;
-    }
+    Both both = {low[j], high[j]};
+    if (is_q || is_k) both = turned(both, turns[(long long)position * (HEAD / 2) + i]);
     const float by = is_q ? scale : 1.0f;
-    to[i] = to_finite_half(a * by);
-    to[i + HEAD / 2] = to_finite_half(b * by);
+    to[i] = to_finite_half(__fmul_rn(both.a, by));
+    to[i + HEAD / 2] = to_finite_half(__fmul_rn(both.b, by));
   }
 }
 
@@ -133,33 +132,6 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
   if (threadIdx.x == 0) *task_count = next;
 }
 
-// The scores of this warp's 32 positions; element j of block t of lane l: query row l / 4 + 8 (j / 2),
-// position 8 t + 2 (l % 4) + j % 2.
-__device__ __forceinline__ void score(float (&scores)[QUERY_TILES][4][4],
-                                      const uint4 (&query)[QUERY_TILES][2][CHUNKS],
-                                      const Source& keys, int first) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const int i = first + 8 * t + lane / 4;
-    const u16* from = keys.at(keys.there(i) ? i : 0) + 8 * (lane % 4);
-    uint4 key[CHUNKS];
-#pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) key[j] = *(const uint4*)(from + 32 * j);
-#pragma unroll
-    for (int m = 0; m < QUERY_TILES; ++m) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) scores[m][t][n] = 0;
-#pragma unroll
-      for (int j = 0; j < CHUNKS; ++j) {
-        const uint4 a = query[m][0][j], b = query[m][1][j], k = key[j];
-        multiply_add(scores[m][t], a.x, b.x, a.y, b.y, k.x, k.y);
-        multiply_add(scores[m][t], a.z, b.z, a.w, b.w, k.z, k.w);
-      }
-    }
-  }
-}
-
 // grid (blocks that share the tasks, kv heads). partial: [row][head][splits][HEAD], and largest and
 // sum [row][head][splits], for combine.
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
@@ -167,82 +139,16 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
            const Task* tasks, int splits, float* partial, float2* tops) {
   const Rows rows(seats, most_rows);
   const Cache cache = THE_CACHE;
-  float* all = (float*)block_memory();  // first the values, then the warps' sums
-  float2(*warp_tops)[QUERIES] = (float2(*)[QUERIES])(block_memory() + TOPS_AT);
+  const Attended to = {queries, partial, tops, heads, splits};
+  const Team team = {(int)threadIdx.x, 0, 0};
   may_start_next();
   wait_for_last();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-  const int shared = heads / cache.kv_heads, total = *count;
+  const int head = blockIdx.y, total = *count;
   for (int number = blockIdx.x; number < total; number += gridDim.x) {
     const Task task = tasks[number];
-    const int slot = rows.slots[task.row], start = task.split * SPLIT, queries_here = task.rows() * shared;
-    const int own = task.own() ? rows.lanes[task.row] : -1;
-    const int edge = own < 0 ? start + SPLIT : rows.trunks[task.row];
-    const int stop = own < 0 ? start + SPLIT : rows.positions[task.row] + 1;
-    const long long in_page = cache.in_page(slot, head, start);
-    const long long in_lane = cache.in_lane(max(own, 0), head, 0);
-    const Source from_keys = {keys + in_page, lane_keys + in_lane, start, edge, stop};
-    const Source from_values = {values + in_page, lane_values + in_lane, start, edge, stop};
-    const u32 mine = shared_address(block_memory()) + 32 * warp * VALUE_STEP;
-#pragma unroll
-    for (int i = lane; i < 32 * BLOCKS; i += 32) {
-      const int position = i / BLOCKS, there = from_values.there(32 * warp + position);
-      copy_own(mine + position * VALUE_STEP + 16 * (i % BLOCKS),
-               from_values.at(there ? 32 * warp + position : 0) + 8 * (i % BLOCKS), there);
-    }
-    end_of_copies();
-    float scores[QUERY_TILES][4][4], sums[QUERY_TILES][BLOCKS][4];
-    {
-      uint4 query[QUERY_TILES][2][CHUNKS];
-      load_queries(query, queries, task, heads, cache.kv_heads, head,
-                   [](const u16* from) { return *(const uint4*)from; });
-      score(scores, query, from_keys, 32 * warp);
-    }
-#pragma unroll
-    for (int m = 0; m < QUERY_TILES; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int q = 16 * m + 8 * half + lane / 4, row = task.row + (task.first + q) / shared;
-        const int seen = task.first + q < queries_here ? rows.positions[row] + 1 - start - 32 * warp : 0;
-        const float2 top = weigh(scores[m], half, seen);
-        if (lane % 4 == 0) warp_tops[warp][q] = top;
-      }
-    wait_for_copies<0>();
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < QUERY_TILES; ++m) add_values(sums[m], scores[m], mine);
-    __syncthreads();  // the sums take the place of the values
-#pragma unroll
-    for (int m = 0; m < QUERY_TILES; ++m)
-#pragma unroll
-      for (int d = 0; d < BLOCKS; ++d)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int q = 16 * m + 8 * half + lane / 4;
-          *(float2*)(all + (warp * QUERIES + q) * SUM_STEP + 8 * d + 2 * (lane % 4)) =
-              make_float2(sums[m][d][2 * half], sums[m][d][2 * half + 1]);
-        }
-    __syncthreads();
-    for (int i = threadIdx.x; i < QUERIES * HEAD; i += ATTEND_THREADS) {
-      const int q = i / HEAD, d = i % HEAD, index = task.first + q;
-      if (index >= queries_here) break;
-      float most = NONE, sum = 0, weight = 0;
-#pragma unroll
-      for (int w = 0; w < ATTEND_WARPS; ++w) most = fmaxf(most, warp_tops[w][q].x);
-#pragma unroll
-      for (int w = 0; w < ATTEND_WARPS; ++w) {
-        const float2 top = warp_tops[w][q];
-        const float by = exp2_of(top.x - most);
-        weight = __fmaf_rn(by, top.y, weight);
-        sum = __fmaf_rn(by, all[(w * QUERIES + q) * SUM_STEP + d], sum);
-      }
-      const long long at =
-          ((long long)(task.row + index / shared) * heads + head * shared + index % shared) * splits +
-          task.split;
-      partial[at * HEAD + d] = sum;
-      if (d == 0) tops[at] = make_float2(most, weight);
-    }
-    __syncthreads();
+    const Sources sources(cache, rows, task, head);
+    copy_values(sources.values, 0, team);
+    finish_task(to, sources.keys, rows, task, cache.kv_heads, head, team);
   }
 }
 

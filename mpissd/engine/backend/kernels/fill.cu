@@ -33,20 +33,3 @@ extern "C" __global__ void fill(u16* out, long long stride, u32 key, u32 first_r
     }
   }
 }
-
-// Writes the same values in the order of chain.cu; a thread writes the 16 bytes of one lane.
-extern "C" __global__ void fill_packed(uint4* out, long long lanes, int pairs, u32 key, u32 first_row,
-                                       u32 first_column, float scale) {
-  long long step = (long long)gridDim.x * blockDim.x;
-  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < lanes; i += step) {
-    int lane = i % 32, half = i / 32 % 2, pair = i / 64 % pairs, tile = (int)(i / 64 / pairs);
-    u32 row = first_row + 32 * pair + 8 * (lane % 4) + 4 * half;
-    u32 column = first_column + 16 * tile + lane / 4, words[4];
-    for (int w = 0; w < 4; ++w) {
-      u32 upper = row + w / 2 * 2, c = column + w % 2 * 8;
-      words[w] = element((upper * 0x9E3779B1u) ^ key, c, scale) |
-                 element(((upper + 1) * 0x9E3779B1u) ^ key, c, scale) << 16;
-    }
-    out[i] = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}

@@ -6,24 +6,32 @@
 
 __device__ __forceinline__ u32 pair_of(u16 low, u16 high) { return low | (u32)high << 16; }
 
-// From matrices [columns][depth], as Hugging Face stores them; a thread writes 16 bytes.
-extern "C" __global__ void pack_lanes(uint4* out, long long lanes, int pairs, int depth,
-                                      const float* left, const float* right, long long stride,
-                                      int left_columns, int right_columns, int step) {
+// at: the float16 of (half, column of the half, row); a thread writes 16 bytes.
+template <class At>
+__device__ __forceinline__ void pack(uint4* out, long long lanes, int pairs, int depth, int left_columns,
+                                     int right_columns, int step, const At& at) {
   const long long all = (long long)gridDim.x * blockDim.x;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < lanes; i += all) {
     const int lane = i % 32, half = i / 32 % 2, pair = i / 64 % pairs, tile = (int)(i / 64 / pairs);
     const int row = 32 * pair + 8 * (lane % 4) + 4 * half, column = tile * step + lane / 4;
     u32 words[4];
     for (int w = 0; w < 4; ++w) {
-      const float* from = w % 2 ? right : left;
       const bool there = column < (w % 2 ? right_columns : left_columns);
       const int k = row + w / 2 * 2;
-      words[w] = pair_of(to_half(there && k < depth ? from[column * stride + k] : 0.0f),
-                         to_half(there && k + 1 < depth ? from[column * stride + k + 1] : 0.0f));
+      words[w] = pair_of(there && k < depth ? at(w % 2, column, k) : 0,
+                         there && k + 1 < depth ? at(w % 2, column, k + 1) : 0);
     }
     out[i] = make_uint4(words[0], words[1], words[2], words[3]);
   }
+}
+
+// From matrices [columns][depth], as Hugging Face stores them.
+extern "C" __global__ void pack_lanes(uint4* out, long long lanes, int pairs, int depth,
+                                      const float* left, const float* right, long long stride,
+                                      int left_columns, int right_columns, int step) {
+  pack(out, lanes, pairs, depth, left_columns, right_columns, step, [=](int half, int column, int k) {
+    return to_half((half ? right : left)[column * stride + k]);
+  });
 }
 
 // The same from the random matrix of fill.cu: element (row, first column of the half + column).
@@ -31,24 +39,10 @@ extern "C" __global__ void pack_random(uint4* out, long long lanes, int pairs, i
                                        u32 first_row, u32 left_key, u32 left, u32 right_key,
                                        u32 right, int left_columns, int right_columns, int step,
                                        float scale) {
-  const long long all = (long long)gridDim.x * blockDim.x;
-  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < lanes; i += all) {
-    const int lane = i % 32, half = i / 32 % 2, pair = i / 64 % pairs, tile = (int)(i / 64 / pairs);
-    const int row = 32 * pair + 8 * (lane % 4) + 4 * half, column = tile * step + lane / 4;
-    u32 words[4];
-    for (int w = 0; w < 4; ++w) {
-      const u32 key = w % 2 ? right_key : left_key, c = column + (w % 2 ? right : left);
-      const bool there = column < (w % 2 ? right_columns : left_columns);
-      const int k = row + w / 2 * 2;
-      u16 two[2];
-      for (int j = 0; j < 2; ++j) {
-        const u32 hash = ((first_row + k + j) * 0x9E3779B1u) ^ key;
-        two[j] = there && k + j < depth ? (u16)element(hash, c, scale) : 0;
-      }
-      words[w] = pair_of(two[0], two[1]);
-    }
-    out[i] = make_uint4(words[0], words[1], words[2], words[3]);
-  }
+  pack(out, lanes, pairs, depth, left_columns, right_columns, step, [=](int half, int column, int k) {
+    const u32 hash = ((first_row + k) * 0x9E3779B1u) ^ (half ? right_key : left_key);
+    return (u16)element(hash, column + (half ? right : left), scale);
+  });
 }
 
 // table[t][c] = element (c, first + t) of a random matrix: the rows of an embedding.

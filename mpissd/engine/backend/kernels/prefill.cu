@@ -4,6 +4,7 @@
 // query and on the positions before it alone: tiles of TILE_POSITIONS from position 0 on, in rising
 // order, with one online softmax a row.
 constexpr int TILE_POSITIONS = 64, CHUNK_THREADS = 128, CHUNK_STEP = HEAD + 8;
+static_assert(2 * CHUNK_STEP == VALUE_STEP, "add_values reads this layout");
 constexpr int CHUNK_TILE = TILE_POSITIONS * CHUNK_STEP;  // elements of a tile of keys, or of values
 
 // host: slot, first position, rows of the chunk; further rows are padding. Also brings the page table.
@@ -36,30 +37,6 @@ extern "C" __global__ void unpack_rows(const uint4* packed, long long lanes, int
     if (column < left_columns) *(uint4*)(left + to) = make_uint4(a.x, a.z, b.x, b.z);
     if (column < right_columns) *(uint4*)(right + to) = make_uint4(a.y, a.w, b.y, b.w);
   }
-}
-
-// hidden += delta (where there is one); out = hidden / rms(hidden) * weight. One block a row.
-extern "C" __global__ void norm_chunk(float* hidden, const float* delta, const float* weight, u16* out,
-                                      int width, float eps) {
-  float* warps = (float*)block_memory();
-  may_start_next();
-  wait_for_last();
-  const long long row = (long long)blockIdx.x * width;
-  float sum = 0;
-  for (int i = threadIdx.x; i < width; i += blockDim.x) {
-    float v = hidden[row + i];
-    if (delta) hidden[row + i] = v += delta[row + i];
-    sum += v * v;
-  }
-#pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  sum = 0;
-  for (int w = 0; w < (int)blockDim.x / 32; ++w) sum += warps[w];
-  const float scale = 1.0f / sqrtf(sum / width + eps);
-  for (int i = threadIdx.x; i < width; i += blockDim.x)
-    out[row + i] = to_finite_half(hidden[row + i] * scale * weight[i]);
 }
 
 __device__ __forceinline__ u32 silu_times(u32 gate, u32 up) {
@@ -113,50 +90,11 @@ __device__ __forceinline__ void score_tile(Scores& scores, const u32 (&query)[HE
 // Turns the scores of rows l / 4 (half 0) or l / 4 + 8 (half 1) into weights; returns by how much the
 // sums so far shrink. seen: the positions of this tile that the row sees.
 __device__ __forceinline__ float weigh_tile(Scores& scores, int half, int seen, float& most, float& sum) {
-  const int lane = threadIdx.x % 32;
-  float top = most;
-#pragma unroll
-  for (int t = 0; t < TILE_POSITIONS / 8; ++t)
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float& s = scores[t][2 * half + n];
-      if (8 * t + 2 * (lane % 4) + n >= seen) s = NONE;
-      top = fmaxf(top, s);
-    }
-  top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-  const float by = exp2_of(most - top);
-  float here = 0;
-#pragma unroll
-  for (int t = 0; t < TILE_POSITIONS / 8; ++t)
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float& s = scores[t][2 * half + n];
-      s = s > NONE ? exp2_of(s - top) : 0.0f;
-      here += s;
-    }
-  here += __shfl_xor_sync(0xFFFFFFFFu, here, 1);
-  here += __shfl_xor_sync(0xFFFFFFFFu, here, 2);
-  most = top;
-  sum = sum * by + here;
+  const float2 here = weigh(scores, half, seen, most);
+  const float by = exp2_of(most - here.x);
+  most = here.x;
+  sum = sum * by + here.y;
   return by;
-}
-
-__device__ __forceinline__ void add_tile(float (&sums)[BLOCKS][4], const Scores& weights, u32 values) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int s = 0; s < TILE_POSITIONS / 16; ++s) {
-    const float(&low)[4] = weights[2 * s], (&high)[4] = weights[2 * s + 1];
-    const u32 a0 = finite_halves(low[0], low[1]), a1 = finite_halves(low[2], low[3]);
-    const u32 a2 = finite_halves(high[0], high[1]), a3 = finite_halves(high[2], high[3]);
-    const u32 row = values + 2 * ((16 * s + lane % 16) * CHUNK_STEP + 8 * (lane / 16));
-#pragma unroll
-    for (int d = 0; d < BLOCKS; d += 2) {
-      const uint4 v = load_transposed(row + 16 * d);
-      multiply_add(sums[d], a0, a1, a2, a3, v.x, v.y);
-      multiply_add(sums[d + 1], a0, a1, a2, a3, v.z, v.w);
-    }
-  }
 }
 
 // queries, out: [rows][heads][HEAD]. grid (blocks of 64 rows, heads); a warp has 16 rows. The chunk
@@ -204,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
     for (int d = 0; d < BLOCKS; ++d)
 #pragma unroll
       for (int n = 0; n < 4; ++n) sums[d][n] *= by[n / 2];
-    add_tile(sums, scores, here + 2 * CHUNK_TILE);
+    add_values(sums, scores, here + 2 * CHUNK_TILE);
     __syncthreads();  // the tile after the next takes this one's place
   }
   u16* to = out + ((long long)row * heads + head) * HEAD + 2 * (lane % 4);

@@ -15,18 +15,21 @@ extern "C" __global__ void embed(const u16* table, int entries, int width, const
 }
 
 // Hidden states by slot and position, for a draft that reads them. seats: [4][most], see cache.Seats.
-// The state behind a trunk row is kept in front of the next position, if there is one.
-extern "C" __global__ void keep(const u16* x, const int* seats, int most, int positions, int width,
-                                u16* states) {
+// The state after a trunk row is kept in front of the next position, if there is one. factors: of each
+// row of x, see arithmetic.cu; null: 1.
+extern "C" __global__ void keep(const u16* x, const float* factors, const int* seats, int most,
+                                int positions, int width, u16* states) {
   may_start_next();
   wait_for_last();
   const int m = blockIdx.x, slot = seats[m], position = seats[most + m] + 1;
   if (slot < 0 || seats[2 * most + m] >= 0 || position >= positions) return;
   u16* to = states + ((long long)slot * positions + position) * width;
-  for (int c = threadIdx.x; c < width; c += blockDim.x) to[c] = x[(long long)m * width + c];
+  const u16* from = x + (long long)m * width;
+  for (int c = threadIdx.x; c < width; c += blockDim.x)
+    to[c] = factors ? to_finite_half(__fmul_rn(to_float(from[c]), factors[m])) : from[c];
 }
 
-// Brings the state in front of each row's position; behind its trunk it is the draft's own.
+// Brings the state in front of each row's position; after its trunk it is the draft's own.
 extern "C" __global__ void recall(const u16* states, const u16* own, const int* seats, int most,
                                   int positions, int width, float* out) {
   may_start_next();
@@ -96,15 +99,13 @@ __device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, cons
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    norm_float32(float* hidden, const float* delta, const float* weight, u16* out, int width, float eps) {
-  norm_row(hidden, delta, weight, out, width, eps);
-}
-
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    norm_float16(float* hidden, const u16* delta, const float* weight, u16* out, int width, float eps) {
-  norm_row(hidden, delta, weight, out, width, eps);
-}
+#define NORM(name, Delta)                                                                    \
+  extern "C" __global__ void __launch_bounds__(NORM_THREADS) name(                            \
+      float* hidden, const Delta* delta, const float* weight, u16* out, int width, float eps) { \
+    norm_row(hidden, delta, weight, out, width, eps);                                          \
+  }
+NORM(norm_float32, float)
+NORM(norm_float16, u16)
 
 // gathered: [ranks][words] of two float16; out = their sums in rank order, rounded once.
 extern "C" __global__ void add_ranks(const u32* gathered, int ranks, long long words, u32* out) {

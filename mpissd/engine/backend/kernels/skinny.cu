@@ -108,45 +108,41 @@ __device__ __forceinline__ float sum_of_warps(const float* words, int tile, int 
   return sum;
 }
 
-// How the sums of a tile leave: as float32, as float16, or gate and up (columns below and from 8
-// of a tile) as one float16 silu(gate) up.
+// How the sums of a tile leave, each times its row's factor: as float32, as float16, or gate and up
+// (columns below and from 8 of a tile) as one float16 silu(gate) up.
 struct Float32 {
   static constexpr int WIDTH = 16;
   static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column) {
-    ((float*)out)[at] = sum_of_warps(words, tile, m, row, column);
+                                             int m, int row, int column, float by) {
+    ((float*)out)[at] = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
   }
 };
 
 struct Float16 {
   static constexpr int WIDTH = 16;
   static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column) {
-    ((u16*)out)[at] = to_finite_half(sum_of_warps(words, tile, m, row, column));
+                                             int m, int row, int column, float by) {
+    ((u16*)out)[at] = to_finite_half(__fmul_rn(sum_of_warps(words, tile, m, row, column), by));
   }
 };
 
 struct Gated {
   static constexpr int WIDTH = 8;
   static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column) {
-    const float gate = sum_of_warps(words, tile, m, row, column);
-    const float up = sum_of_warps(words, tile, m, row, column + 8);
-    ((u16*)out)[at] = to_finite_half(gate / (1.0f + __expf(-gate)) * up);
+                                             int m, int row, int column, float by) {
+    const float gate = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
+    const float up = __fmul_rn(sum_of_warps(words, tile, m, row, column + 8), by);
+    ((u16*)out)[at] = gated(gate, up);
   }
 };
 
-// The first row of this block, of `rows`.
-__device__ __forceinline__ int first_row_of(int rows) {
-  return (int)blockIdx.x % ((rows + 8 * ROW_TILES - 1) / (8 * ROW_TILES)) * 8 * ROW_TILES;
-}
-
+// factors: of each row of x, see arithmetic.cu; null: 1.
 template <class Out>
 __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16* weight, int pairs,
                                        void* out, long long out_step, int rows,
-                                       int columns) {
+                                       int columns, const float* factors) {
   const int groups = (rows + 8 * ROW_TILES - 1) / (8 * ROW_TILES);
-  const int first_row = first_row_of(rows);
+  const int first_row = (int)blockIdx.x % groups * 8 * ROW_TILES;
   const int first = (int)blockIdx.x / groups * TILES;
   may_start_next();
   Depth depth;
@@ -182,24 +178,17 @@ __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16
     const int row = i / (TILES * WIDTH), tile = i / WIDTH % TILES, column = i % WIDTH;
     const int to = (first + tile) * WIDTH + column;
     const long long at = (first_row + row) * out_step + to;
-    if (to < columns) Out::put(out, at, words, tile, row / 8, row % 8, column);
+    const float by = factors ? factors[first_row + row] : 1.0f;
+    if (to < columns) Out::put(out, at, words, tile, row / 8, row % 8, column, by);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
-    skinny_float32(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
-                   long long out_step, int rows, int columns) {
-  skinny<Float32>(x, x_step, weight, pairs, out, out_step, rows, columns);
-}
-
-extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
-    skinny_float16(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
-                   long long out_step, int rows, int columns) {
-  skinny<Float16>(x, x_step, weight, pairs, out, out_step, rows, columns);
-}
-
-extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)
-    skinny_gated(const u16* x, long long x_step, const u16* weight, int pairs, void* out,
-                 long long out_step, int rows, int columns) {
-  skinny<Gated>(x, x_step, weight, pairs, out, out_step, rows, columns);
-}
+#define SKINNY(name, Out)                                                                          \
+  extern "C" __global__ void __launch_bounds__(SKINNY_THREADS)                                      \
+      name(const u16* x, long long x_step, const u16* weight, int pairs, void* out,                 \
+           long long out_step, int rows, int columns, const float* factors) {                       \
+    skinny<Out>(x, x_step, weight, pairs, out, out_step, rows, columns, factors);                   \
+  }
+SKINNY(skinny_float32, Float32)
+SKINNY(skinny_float16, Float16)
+SKINNY(skinny_gated, Gated)

@@ -24,11 +24,8 @@ struct Source {
   __device__ __forceinline__ bool there(int i) const { return start + i < stop; }
 };
 
-// load: of 16 bytes.
-template <class Load>
 __device__ __forceinline__ void load_queries(uint4 (&query)[QUERY_TILES][2][CHUNKS], const u16* queries,
-                                             const Task& task, int heads, int kv_heads, int head,
-                                             const Load& load) {
+                                             const Task& task, int heads, int kv_heads, int head) {
   const int lane = threadIdx.x % 32, shared = heads / kv_heads;
 #pragma unroll
   for (int m = 0; m < QUERY_TILES; ++m)
@@ -40,17 +37,17 @@ __device__ __forceinline__ void load_queries(uint4 (&query)[QUERY_TILES][2][CHUN
       const u16* from = queries + (row * heads + head * shared + (there ? q % shared : 0)) * HEAD;
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j)
-        query[m][half][j] = load(from + 32 * j + 8 * (lane % 4));
+        query[m][half][j] = load_fresh(from + 32 * j + 8 * (lane % 4));
     }
 }
 
-// Turns scores into weights 2^(score - largest); returns the largest and the sum of a query row.
-// seen: how many of this warp's positions the row sees.
-__device__ __forceinline__ float2 weigh(float (&scores)[4][4], int half, int seen) {
+// Turns scores of 8 T positions into weights 2^(score - largest); returns the largest, at least `most`,
+// and the sum of a query row. seen: how many of these positions the row sees.
+template <int T>
+__device__ __forceinline__ float2 weigh(float (&scores)[T][4], int half, int seen, float most = NONE) {
   const int lane = threadIdx.x % 32;
-  float most = NONE;
 #pragma unroll
-  for (int t = 0; t < 4; ++t)
+  for (int t = 0; t < T; ++t)
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       float& s = scores[t][2 * half + n];
@@ -61,7 +58,7 @@ __device__ __forceinline__ float2 weigh(float (&scores)[4][4], int half, int see
   most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
   float sum = 0;
 #pragma unroll
-  for (int t = 0; t < 4; ++t)
+  for (int t = 0; t < T; ++t)
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       float& s = scores[t][2 * half + n];
@@ -73,16 +70,13 @@ __device__ __forceinline__ float2 weigh(float (&scores)[4][4], int half, int see
   return make_float2(most, sum);
 }
 
-// sums[16 query rows][HEAD] = weights of 32 positions times their values.
-__device__ __forceinline__ void add_values(float (&sums)[BLOCKS][4], const float (&weights)[4][4],
+// sums[16 query rows][HEAD] += weights of 8 T positions times their values.
+template <int T>
+__device__ __forceinline__ void add_values(float (&sums)[BLOCKS][4], const float (&weights)[T][4],
                                            u32 values) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int d = 0; d < BLOCKS; ++d)
-#pragma unroll
-    for (int n = 0; n < 4; ++n) sums[d][n] = 0;
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
+  for (int step = 0; step < T / 2; ++step) {
     const float(&low)[4] = weights[2 * step], (&high)[4] = weights[2 * step + 1];
     const u32 a0 = finite_halves(low[0], low[1]), a1 = finite_halves(low[2], low[3]);
     const u32 a2 = finite_halves(high[0], high[1]), a3 = finite_halves(high[2], high[3]);

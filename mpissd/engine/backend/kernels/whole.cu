@@ -234,17 +234,14 @@ __device__ __forceinline__ void run_product(const Operation& op, int number, Rin
   int first = share.first, stop = unit_start(share, 1);
   ColumnsAhead ahead(shared_address(block_memory()), at);
   if (number) wait_for_blocks(before(number), gridDim.x, watch);
-  MARK(number, 1);
   ahead.start(product, depth, share.units);
   bring_factors(op, at);
-  MARK(number, 2);
   Sums sums;
   for (int unit = 0; unit < share.units; ++unit) {
     const int tiles = stop - first;
     Brought brought;
     bring_hidden(brought, op, Spot(product, 0, first, tiles, at));
     multiply_unit(sums, product, depth, tiles, ahead, ring, at);
-    MARK(number, 3);
     finish_operation(sums, op, first, tiles, brought, at);
     first = stop;
     if (unit + 1 < share.units) stop = unit_start(share, unit + 2);
@@ -272,7 +269,6 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int number, i
     }
   }
   team.sync();
-  MARK(op.layer * 5 + 1, 10);
   for (int q = number + team.warp() * tasks; q < queries; q += ATTEND_WARPS * tasks) {
     const int row = q / shared, of = head * shared + q % shared;
     const Seat& seat = seat_of(row);
@@ -302,18 +298,15 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
     }
     if (item == start) {
       wait_for_blocks(before(number), gridDim.x, watch);
-      MARK(number, 1);
     }
     if (!is_there) break;
     refresh_values(sources.values, seat_of(task.row).fresh, team);
-    finish_task(model.attention, sources.keys, rows, task, kv_heads, head, team, number);
+    finish_task(model.attention, sources.keys, rows, task, kv_heads, head, team);
     if (team.thread == 0) add_release(model.merged + op.layer * kv_heads + head);
   }
-  MARK(number, 2);
   const int queries = rows_here * (model.attention.heads / kv_heads);
   for (int item = start; item < items; item += step)
     merge_queries(op, item / kv_heads, item % kv_heads, tasks, queries, watch, team);
-  MARK(number, 3);
 }
 
 // Starts a copy of an operation to its place, by one warp.
@@ -342,16 +335,13 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
   for (int p = 0; p < count; ++p) {
     const Operation& op = operation(p);
     if (p + 1 < count) fetch_operation(operations, p + 1);
-    MARK(p, 0);
     if (op.kind == ATTEND)
       run_attention(op, p, rows, tasks, watch);
     else
       run_product(op, p, ring, watch, at);
     wait_for_copies<0>();
-    MARK(p, 4);
     sync_some(MULTIPLIERS);  // the place of op is used again behind the barrier
     if (threadIdx.x == 0) add_release(model.finished + p);
-    MARK(p, 5);
   }
 }
 

@@ -70,11 +70,13 @@ class Chunks(Protocol):
 
 
 class Ops(Protocol):
-    """A transformer's operations on one rank's device, for one model and its share of heads."""
+    """A transformer's operations on one rank's device, for one model and its share of heads.
+
+    What a method returns here is what a backend without something of its own does.
+    """
 
     kernel: str  # name of the kernels, for profiles
     page: int  # positions of a page; attention is computed page by page
-    itemsize: int  # bytes of a stored weight
     computes_padding: bool  # whether a forward computes its whole bucket, as a captured graph does
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
@@ -82,6 +84,7 @@ class Ops(Protocol):
 
     def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
         """Returns the packed weight of q, k and v, which `qkv` reads."""
+        return self.matrix(checkpoint, parts)
 
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Array:
         """Returns the packed weight that `gated` reads."""
@@ -100,12 +103,14 @@ class Ops(Protocol):
 
     def normed(self, rows: int, width: int) -> Array:
         """Returns a buffer that `norm` writes."""
+        return self.buffer(rows, width)
 
     def hidden(self, rows: int) -> Array:
         """Returns a buffer of the residual stream (float32)."""
 
     def delta(self, rows: int) -> Array:
         """Returns a buffer for the sum over ranks that is added to the residual stream."""
+        return self.hidden(rows)
 
     def logits(self, rows: int, width: int) -> Array:
         """Returns a buffer of logits (float32), which the LM head's product writes."""
@@ -123,7 +128,7 @@ class Ops(Protocol):
         """Sets states[slot][position + 1] = x for each trunk row; the last position has none."""
 
     def recall(self, states: Array, own: Array, cache: Array, hidden: Array, rows: int) -> None:
-        """Sets hidden = states[slot][position]; own[slot][position] for a row behind its trunk.
+        """Sets hidden = states[slot][position]; own[slot][position] for a row after its trunk.
 
         A row without a slot gets zeros.
         """
@@ -132,7 +137,7 @@ class Ops(Protocol):
         """Brings the places of a forward's rows to the device; a forward's first operation."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries], as laws draw tokens of any vocabulary."""
+        """Sets hidden[m] = table[tokens[m] mod entries]: imposed tokens are of any vocabulary."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
         """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
@@ -153,10 +158,11 @@ class Ops(Protocol):
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
 
     def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
-        """Computes all layers and the LM head in one operation, behind `embed`, if it can.
+        """Computes all layers and the LM head in one operation, after `embed`, if it can.
 
         weights: TransformerWeights. memory: Buffers. Returns whether it has done so.
         """
+        return False
 
     def sum_ranks(self, group: Group, delta: Array, rows: int) -> None:
         """Sums delta over the ranks in rank order, in place: equal bits for any number of rows."""
@@ -171,15 +177,18 @@ class Ops(Protocol):
         self, shard: TransformerShard, table: Array, layers: Sequence[Layer], cache: Array
     ) -> Chunks | None:
         """Returns what computes large chunks of a prompt by these weights; None: nothing does."""
+        return None
 
     def ids(self, ids: Ints) -> Array:
         """Returns the tokens of an LM head's outputs, as `chained` reads them."""
+        return ids
 
     def chained(self, stage: Stage) -> None:
         """Computes a stage between two forwards that the device chains."""
 
     def draws(self, logits: Array) -> Draws | None:
         """Returns what draws tokens from these logits on the device; None: the host does."""
+        return None
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
         """Returns these rows of the logits on the host, after the forward: float32 [n, columns]."""

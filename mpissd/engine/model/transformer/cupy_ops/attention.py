@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpissd.engine.backend import kernels
+from mpissd.engine.backend.kernels import ceil_div
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.ops import Layer
+
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
+
 
 SPLIT = 128  # A split of the attention covers this many positions.
 QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
@@ -19,7 +24,6 @@ _BEGIN_THREADS = 256
 _TASK_WORDS = 4
 # The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
 _BLOCKS = 264
-FILES = ("types", "ampere", "cache", "splits", "attention")
 _LOG2_E = 1.4426950408889634
 
 
@@ -142,6 +146,7 @@ class Attention:
             np.int32(self._heads),
             np.float32(self.scale),
             q,
+            np.int32(layer.qkv.head > 0 and seated is None),
         )
         self._launch("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
 
@@ -160,15 +165,10 @@ class Attention:
             cache.tops,
         )
         blocks = min(_BLOCKS, rows * cache.splits)
-        self._launch("attend", (blocks, self._kv_heads), (_THREADS,), args, self._shared_bytes)
+        shared = task_bytes(self._head)
+        self._launch("attend", (blocks, self._kv_heads), (_THREADS,), args, shared)
         parts = (*self._seats(cache), heads, splits, cache.partial, cache.tops, out)
         self._launch("combine", (rows, self._heads), (self._head,), parts)
-
-    @property
-    def _shared_bytes(self) -> int:
-        """Shared memory of `attend`: values, or the warps' sums in their place, and their tops."""
-        queries = SPLIT // 32 * 16 * QUERY_TILES
-        return max(SPLIT * (2 * self._head + 16), queries * 4 * (self._head + 4)) + 8 * queries
 
     def _seats(self, cache: Cache) -> tuple[Any, Any]:
         return cache.words, np.int32(cache.seats.rows.shape[1])
@@ -181,8 +181,15 @@ class Attention:
         return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self._launcher.function(name, FILES, self.macros, shared)
+        kernel = self._launcher.function(name, kernels.ATTENTION, self.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
+
+
+def task_bytes(head: int) -> int:
+    """Returns ATTEND_BYTES: values, or the warps' sums in their place, then tops and weights."""
+    queries = 16 * QUERY_TILES
+    values = SPLIT * (2 * head + 16)
+    return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
 
 
 def turns(config: TransformerConfig, positions: int) -> Any:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import Ints
+from mpissd.engine.backend import kernels
 from mpissd.engine.model.forwards import Drafting, Judging, Proposed, Verdict
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher
 from mpissd.engine.spec.sampling import Row
 
-_FILES, _THREADS, _SHARED_BYTES = ("types", "ampere", "draw"), 512, 512
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
+
+_THREADS, _SHARED_BYTES = 512, 512
 _LISTED = 64  # the most that the backend's top_k lists
 _REPLACED, _UNKNOWN, _NOT_FINITE = 1, 2, 3
 _DOUBLES = ("temperature", "u", "coin", "q", "q_total")
@@ -91,7 +94,7 @@ class CupyDraws:
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
         told = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
-        kernel = self._launcher.function("draw", _FILES, (("DRAW_THREADS", _THREADS),))
+        kernel = self._launcher.function("draw", kernels.DRAW, (("DRAW_THREADS", _THREADS),))
         args = (self._logits, width, asks, tells, *told)
         self._launcher.launch(kernel, (count,), (_THREADS,), args, _SHARED_BYTES)
         self._backend.synchronize()

@@ -9,42 +9,33 @@ kernels with the same bits (late.cu).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.engine.backend import kernels
 from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, THREADS
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import attention
-from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Cache
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Cache, task_bytes
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
-from mpissd.engine.model.transformer.cupy_ops.products import (
-    LATE_FILES,
-    SKINNY_MACROS,
-    Normed,
-    PackedWeight,
-    normed,
-)
-from mpissd.engine.model.transformer.ops import Layer, Part
+from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeight
+from mpissd.engine.model.transformer.ops import Part
+
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
 
 FIRST_CAPABILITY = 90
 OPERATIONS = 5  # of a layer
 _LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
-SOURCES = (
-    "types", "system", "ampere", "hopper", "inbox", "trace", "arithmetic", "cache", "splits",
-    "attend", "plan", "columns", "units", "whole",
-)  # fmt: skip
-Norm = Callable[[Any, Any, Normed, int, Any], None]
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
 _NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
-_ROTATE_FILES = (*attention.FILES, "arithmetic", "late_rotate")
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
 ATTENTION_NORM, FFN_NORM = 0, 1
 OPERATION = np.dtype(  # struct Operation
@@ -70,7 +61,6 @@ _TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
 _TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
 _AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
 _FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of weights under way
-extra_macros: tuple[tuple[str, int], ...] = ()  # set by a program that traces the kernel
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,6 @@ class Geometry:
             ("HEAD", self.head),
             ("PAGE", self.page),
             ("QUERY_TILES", attention.QUERY_TILES),
-            *extra_macros,
         )
 
     @property
@@ -115,7 +104,7 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
     head: head_dim. room: bytes of shared memory that a block may have.
     """
     row_tiles = -(-rows // ROW_TILE)
-    team = _TEAMS[row_tiles] * _task_bytes(head)
+    team = _TEAMS[row_tiles] * task_bytes(head)
     columns = _AHEAD[row_tiles] * _SLOT_PAIRS * row_tiles * 16 * 32
     rest = max(columns + _SUM_BYTES, team) + _PEERS_BYTES + 32 + MODEL.itemsize
     rest += row_tiles * ROW_TILE * _SEAT_BYTES + 2 * OPERATION.itemsize
@@ -123,13 +112,6 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
     size = _SLOT_PAIRS * _PIECE_BYTES
     slots = min(_MOST_SLOTS, (room - rest) // (size + 16))
     return Geometry(row_tiles, slots, team, slots * (size + 16) + rest, head, page)
-
-
-def _task_bytes(head: int) -> int:
-    """Returns ATTEND_BYTES: values, or the warps' sums in their place, then tops and weights."""
-    queries = 16 * attention.QUERY_TILES
-    values = attention.SPLIT * (2 * head + 16)
-    return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
 
 
 @dataclass(frozen=True)
@@ -193,12 +175,11 @@ class Megakernel:
         memory: Any,
         cache: Any,
         rows: int,
-        norm: Norm,
         count: int = 0,
     ) -> None:
-        """Computes all layers and the LM head, after the embedding.
+        """Computes all layers and the LM head, after the first norm.
 
-        norm: enqueues the first norm. count: operations of the table to compute; 0: all.
+        count: operations of the table to compute; 0: all.
         """
         if rows not in cache.tables:
             steps = table(_steps(weights, memory), rows), self._model(memory, cache)
@@ -206,10 +187,9 @@ class Megakernel:
                 self._launcher.uploaded(array.view(np.int32), np.int32) for array in steps
             )
         operations, model = cache.tables[rows]
-        norm(memory.hidden, weights.layers[0].attention_norm, memory.x, rows, cache.counters)
         geometry = self._geometry(rows)
         shared = geometry.shared_bytes
-        kernel = self._launcher.function("whole", SOURCES, geometry.macros, shared)
+        kernel = self._launcher.function("whole", kernels.WHOLE, geometry.macros, shared)
         every = OPERATIONS * len(weights.layers) + 1
         stop, limit = np.uintp(self._stop.ctypes.data), np.uint64(_LIMIT_NS)
         args = (operations, np.int32(count or every), model, np.int32(rows), stop, limit)
@@ -328,7 +308,6 @@ class MegakernelOps(CupyOps):
 
     def __init__(self, backend: Any, config: TransformerConfig, **sizes: Any) -> None:
         super().__init__(backend, config, **sizes)
-        self._heads = int(sizes["heads"])
         self._megakernel = Megakernel(self._launcher, config, self._attention, backend.stop)
 
     @classmethod
@@ -350,67 +329,37 @@ class MegakernelOps(CupyOps):
         return self._packer.heads(checkpoint, sized, self._config.shape.head_dim)
 
     def normed(self, rows: int, width: int) -> Normed:
-        return normed(self._launcher, self.buffer(rows, width))
+        return Normed.over(self._launcher, self.buffer(rows, width))
 
     def cache(self, sizes: CacheSizes, seats: RowPlaces) -> MegakernelCache:
         made = self._attention.cache(sizes, seats)
         count = counters(sizes.layers, sizes.kv_heads)
         return MegakernelCache(**vars(made), counters=self._launcher.zeros((count,), np.int32))
 
-    def keep(self, x: Normed, cache: Cache, states: Any, rows: int) -> None:
-        args = (x.values, x.factors, *self._seated(cache, states), states)
-        self._late("late_keep", rows, 256, args)
-
-    def norm(self, hidden: Any, delta: Any | None, weight: Any, x: Normed, rows: int) -> None:
-        self._norm(hidden, delta, weight, x, rows, None)
-
-    def _norm(
-        self, hidden: Any, delta: Any | None, weight: Any, x: Normed, rows: int, zeroed: Any
+    def norm(
+        self,
+        hidden: Any,
+        delta: Any | None,
+        weight: Any,
+        x: Normed,
+        rows: int,
+        zeroed: Any = None,
     ) -> None:
+        """Sets x as Ops.norm does, in two parts (late.cu), and the counters `zeroed` to 0."""
         sizes = np.int32(hidden.shape[1]), np.float32(self._config.norm_eps)
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)
         kind = "float32" if delta is None else str(delta.dtype)
-        self._late(f"late_norm_{kind}", rows, _NORM_THREADS, args)
-
-    def qkv(self, x: Normed, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        self.product(x, layer.qkv, cache.qkv, rows)
-        args = (
-            cache.qkv,
-            layer.qkv_bias,
-            cache.turns,
-            cache.words,
-            np.int32(cache.seats.rows.shape[1]),
-            *self._attention.arguments(cache, number),
-            np.int32(self._heads),
-            np.float32(self._attention.scale),
-            q,
-        )
-        every = self._heads + 2 * cache.sizes.kv_heads
-        kernel = self._launcher.function("late_rotate", _ROTATE_FILES, self._attention.macros)
-        self._launcher.launch(kernel, (rows, ceil_div(every, 4)), (32, 4), args)
-
-    def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        if isinstance(x, Normed):
-            self._products.multiply(x.values, weight, out, rows, x.factors)
-        else:
-            self._products.multiply(x, weight, out, rows)
-
-    def gated(self, x: Normed, gate_up: PackedWeight, inner: Any, rows: int) -> None:
-        self.product(x, gate_up, inner, rows)
+        kernel = self._launcher.function(f"late_norm_{kind}", kernels.LATE)
+        self._launcher.launch(kernel, (rows,), (_NORM_THREADS,), args, _NORM_BYTES)
 
     def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self._megakernel.suits(rows):
             return False
-        self._megakernel.launch(weights, memory, cache, rows, self._first_norm)
+        first = weights.layers[0].attention_norm
+        self.norm(memory.hidden, None, first, memory.x, rows, cache.counters)
+        self._megakernel.launch(weights, memory, cache, rows)
         return True
-
-    def _first_norm(self, hidden: Any, weight: Any, x: Normed, rows: int, counters: Any) -> None:
-        self._norm(hidden, None, weight, x, rows, counters)
-
-    def _late(self, name: str, rows: int, threads: int, args: tuple[Any, ...]) -> None:
-        kernel = self._launcher.function(name, LATE_FILES, SKINNY_MACROS)
-        self._launcher.launch(kernel, (rows,), (threads,), args, _NORM_BYTES)
 
 
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:

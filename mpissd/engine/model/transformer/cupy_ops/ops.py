@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
+from mpissd.engine.backend import kernels
+from mpissd.engine.backend.kernels import ceil_div
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, Floats, tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.packing import Packer
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
-from mpissd.engine.model.transformer.cupy_ops.products import PAIR, PackedWeight, Products
-from mpissd.engine.model.transformer.ops import Layer, Part
+from mpissd.engine.model.transformer.cupy_ops.products import (
+    PAIR,
+    PackedWeight,
+    Products,
+    values_and_factors,
+)
+from mpissd.engine.model.transformer.ops import Layer, Ops, Part
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Ends, Stage
+
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
 
 _PAGE = 256
 _FIRST_CAPABILITY = 80
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
-_FILES = ("types", "ampere", "rows")
-_CHAINED_FILES, _CHAINED_THREADS = ("types", "ampere", "chained"), 64
+_CHAINED_THREADS = 64
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
 
 
-class CupyOps:
+class CupyOps(Ops):
     """Operations of one model's share of heads on one GPU.
 
     Kernels are enqueued on the backend's stream, so that a graph may capture a forward. Raises
@@ -39,7 +47,6 @@ class CupyOps:
     """
 
     kernel = "cuda"
-    itemsize = 2
     computes_padding = True
     early = True  # whether kernels may start before the one before them ends
 
@@ -67,8 +74,6 @@ class CupyOps:
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
         return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
 
-    qkv_matrix = matrix
-
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> PackedWeight:
         return self._packer.gate_up(checkpoint, gate, up, self._size(gate))
 
@@ -86,8 +91,6 @@ class CupyOps:
 
     def buffer(self, rows: int, width: int) -> Any:
         return self._backend.activation(rows, width)
-
-    normed = buffer
 
     def hidden(self, rows: int) -> Any:
         return self._launcher.empty((rows, self._config.shape.hidden), np.float32)
@@ -112,7 +115,8 @@ class CupyOps:
         return self._launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
 
     def keep(self, x: Any, cache: Cache, states: Any, rows: int) -> None:
-        self._launch("keep", (rows,), (256,), (x, *self._seated(cache, states), states))
+        args = (*values_and_factors(x), *self._seated(cache, states), states)
+        self._launch("keep", (rows,), (256,), args)
 
     def recall(self, states: Any, own: Any, cache: Cache, hidden: Any, rows: int) -> None:
         args = (states, own, *self._seated(cache, states), hidden)
@@ -152,9 +156,6 @@ class CupyOps:
 
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
         self._products.multiply(x, gate_up, inner, rows)
-
-    def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
-        return False
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums in rank order: by the group's own kernel if it does, else gathers and adds."""
@@ -204,7 +205,7 @@ class CupyOps:
         tops = target.ids, target.values, np.int32(1)
         drafts, targets = map(_rows, both)
         args = (*sizes, state, forced, told, spent, stage.ids, *best, *drafts, *tops, *targets)
-        kernel = self._launcher.function("chained", _CHAINED_FILES)
+        kernel = self._launcher.function("chained", kernels.CHAINED)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
@@ -214,7 +215,7 @@ class CupyOps:
         return np.stack([self._backend.to_host(logits[row]) for row in rows])
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
-        kernel = self._launcher.function(name, _FILES)
+        kernel = self._launcher.function(name, kernels.ROWS)
         self._launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
 
     def _size(self, part: Part) -> tuple[int, int]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError
+from mpissd.engine.backend import kernels
 from mpissd.engine.backend.base import WeightPart
+from mpissd.engine.backend.kernels import ceil_div
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
 from mpissd.engine.model.transformer.cupy_ops.products import PAIR, TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Part
 
-_FILES = ("types", "fill", "pack")
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
+
 _STAGING_ELEMENTS = 1 << 26  # Of a checkpoint's matrix, brought to the device at once.
 
 
@@ -181,7 +184,7 @@ class Packer:
         return self._launcher.uploaded(values, np.float32)
 
     def _launch(self, name: str, threads: int, args: tuple[Any, ...]) -> None:
-        kernel = self._launcher.function(name, _FILES)
+        kernel = self._launcher.function(name, kernels.PACK)
         self._launcher.launch(kernel, (min(ceil_div(threads, 256), 1 << 16),), (256,), args)
 
 

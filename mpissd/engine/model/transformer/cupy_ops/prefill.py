@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.cupy_ops.attention import FILES, Attention, Seated
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.backend import kernels
+from mpissd.engine.backend.kernels import ceil_div
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer
 from mpissd.engine.model.transformer.shard import TransformerShard
 
-_FILES = (*FILES, "prefill")
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
+
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
 _SPARE_BYTES = 16 << 30  # left free beside a second copy of the weights
 
@@ -120,7 +123,8 @@ class CupyChunks:
     def _norm(self, weight: Any, delta: Any) -> None:
         width = np.int32(self._hidden.shape[1])
         args = self._hidden, delta, weight, self._x, width, np.float32(self._eps)
-        self._launch("norm_chunk", (self.rows,), (_NORM_THREADS,), args, _NORM_THREADS // 8)
+        kernel, shared = self._launcher.function("norm_float32", kernels.ROWS), _NORM_THREADS // 8
+        self._launcher.launch(kernel, (self.rows,), (_NORM_THREADS,), args, shared)
 
     def _swiglu(self) -> None:
         words, count = self._ffn // 8, self.rows * self._ffn // 8
@@ -179,7 +183,7 @@ class CupyChunks:
         self._launch("unpack_rows", grid, (256,), (*args, *map(np.int32, columns), step))
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self._launcher.function(name, _FILES, self._attention.macros, shared)
+        kernel = self._launcher.function(name, kernels.PREFILL, self._attention.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
 
 

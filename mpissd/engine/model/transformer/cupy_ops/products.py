@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpissd.engine.model.transformer.cupy_ops.launching import Launcher, ceil_div
+from mpissd.engine.backend import kernels
+from mpissd.engine.backend.kernels import ceil_div
+
+if TYPE_CHECKING:  # it imports CuPy
+    from mpissd.engine.backend.cupy_launch import Launcher
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
 _THREADS = 256
-_FILES = ("types", "ampere", "skinny")
-LATE_FILES = ("types", "ampere", "skinny", "arithmetic", "late")
-# Kernels that do not multiply ignore these.
-SKINNY_MACROS = (("ROW_TILES", 1), ("TILES", 1), ("STAGES", 6))
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
@@ -62,6 +62,13 @@ class Normed:
     powers: Any  # [2, rows]
     factors: Any
 
+    @classmethod
+    def over(cls, launcher: Launcher, values: Any) -> Normed:
+        """Allocates what `values` need."""
+        rows, width = values.shape
+        shapes = (2, rows, width // TILE), (rows,), (2, rows), (rows,)
+        return cls(values, *(launcher.zeros(shape, np.float32) for shape in shapes))
+
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and width."""
@@ -70,15 +77,13 @@ class Normed:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays that the kernels `norm_…` write beside the values."""
+        """The arrays that the kernels `late_norm_…` write with the values."""
         return self.squares, self.norms, self.powers, self.factors
 
 
-def normed(launcher: Launcher, values: Any) -> Normed:
-    """Returns what `values` need beside them."""
-    rows, width = values.shape
-    shapes = (2, rows, width // TILE), (rows,), (2, rows), (rows,)
-    return Normed(values, *(launcher.zeros(shape, np.float32) for shape in shapes))
+def values_and_factors(x: Any) -> tuple[Any, Any]:
+    """Returns an operand's rows, and what sums over each row are multiplied by (None: 1)."""
+    return (x.values, x.factors) if isinstance(x, Normed) else (x, None)
 
 
 class Products:
@@ -87,25 +92,17 @@ class Products:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def multiply(
-        self, x: Any, weight: PackedWeight, out: Any, rows: int, factors: Any = None
-    ) -> None:
-        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up.
-
-        factors: what the sums of each row are multiplied by (late.cu).
-        """
+    def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
+        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
+        x, factors = values_and_factors(x)
         tiles, row_tiles, stages = self._kind(weight.tiles, rows)
         macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
         shared = _shared_bytes(tiles, row_tiles, stages)
         kind = "gated" if weight.gated else str(out.dtype)
-        name, files = (
-            (f"skinny_{kind}", _FILES) if factors is None else (f"late_{kind}", LATE_FILES)
-        )
-        kernel = self._launcher.function(name, files, macros, shared)
+        kernel = self._launcher.function(f"skinny_{kind}", kernels.SKINNY, macros, shared)
         blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
         source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
-        to = [out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns)]
-        to += [] if factors is None else [factors]
+        to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
         assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
         self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
 

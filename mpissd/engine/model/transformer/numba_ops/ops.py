@@ -18,8 +18,7 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
 from mpissd.engine.model.transformer.numba_ops.chained import run_stage
 from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
-from mpissd.engine.model.transformer.ops import Layer, Part
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.ops import Layer, Ops, Part
 from mpissd.engine.model.transformer.stages import Stage
 
 _NOTHING = np.zeros(0, np.float32)
@@ -57,11 +56,10 @@ class Logits:
     width: int
 
 
-class NumbaOps:
+class NumbaOps(Ops):
     """The operations on NumPy arrays; activations are padded to whole blocks of columns."""
 
     kernel = "numba"
-    itemsize = 2
     computes_padding = False
 
     def __init__(
@@ -82,7 +80,6 @@ class NumbaOps:
         self._products: dict[int, Floats] = {}
 
     def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
-        """Returns the packed weight of one product: the parts' outputs side by side."""
         if (stored := _int8_of(checkpoint, parts)) is not None:
             packed, scales = int8.pack(*stored)
             return Packed(packed, len(stored[0]), scales)
@@ -95,27 +92,19 @@ class NumbaOps:
             first += len(value)
         return Packed(words, outputs)
 
-    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
-        """Returns the packed weight of q, k and v."""
-        return self.matrix(checkpoint, parts)
-
     def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
-        """Returns one packed weight: gate's outputs, then up's."""
         return self.matrix(checkpoint, [gate, up])
 
     def table(self, checkpoint: Checkpoint) -> NDArray[np.uint16]:
-        """Returns the embedding in bfloat16, [tokens, hidden]."""
         values = np.ascontiguousarray(checkpoint.matrix("model.embed_tokens.weight"))
         table = np.empty(values.shape, np.uint16)
         rows.round_table(values, table)
         return table
 
     def vector(self, values: Floats) -> Floats:
-        """Returns a copy of the vector in float32, which `overwrite` may write to."""
         return np.array(values, np.float32)
 
     def overwrite(self, old: Packed | Floats, new: Packed | Floats) -> None:
-        """Copies a weight or a vector into another one of the same kind and shape."""
         for to, source in zip(_arrays(old), _arrays(new), strict=True):
             np.copyto(to, source)
 
@@ -123,15 +112,8 @@ class NumbaOps:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of columns."""
         return np.zeros((rows, -(-width // products.BLOCK) * products.BLOCK), np.float32)
 
-    def normed(self, rows: int, width: int) -> Floats:
-        """Returns a buffer that `norm` writes."""
-        return self.buffer(rows, width)
-
     def hidden(self, rows: int) -> Floats:
-        """Returns a buffer of the residual stream."""
         return self.buffer(rows, self._config.shape.hidden)
-
-    delta = hidden
 
     def logits(self, rows: int, width: int) -> Logits:
         """Returns a buffer of logits."""
@@ -154,7 +136,6 @@ class NumbaOps:
         return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
     def clear(self, cache: Cache) -> None:
-        """Sets all keys and values to 0."""
         for array in cache.arrays:
             array.fill(0)
 
@@ -169,35 +150,29 @@ class NumbaOps:
         return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
 
     def states(self, slots: int, positions: int) -> Floats:
-        """Returns zeros, float32 [slots, positions, hidden]."""
         return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
 
     def keep(self, x: Floats, cache: Cache, states: Floats, count: int) -> None:
-        """Sets states[slot][position + 1] = x for each trunk row."""
         rows.keep(x, cache.places[0], states, count)
 
     def recall(self, states: Floats, own: Floats, cache: Cache, hidden: Floats, count: int) -> None:
-        """Sets hidden = states[slot][position], or that of `own` for a row behind its trunk."""
         rows.recall(states, own, cache.places[0], hidden, count)
 
     def begin(self, cache: Cache, rows: int) -> None:
         """Does nothing: the places are read where they were written."""
 
     def embed(self, table: NDArray[np.uint16], tokens: Ints, hidden: Floats, count: int) -> None:
-        """Sets hidden[m] = table[tokens[m]]."""
         rows.embed(table, tokens, hidden, count)
 
     def norm(
         self, hidden: Floats, delta: Floats | None, weight: Floats, x: Floats, count: int
     ) -> None:
-        """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
         adds = delta is not None
         rows.norm(hidden, delta if adds else x, adds, weight, self._eps, x, count)
 
     def qkv(
         self, x: Floats, layer: Layer, cache: Cache, number: int, q: Floats, count: int
     ) -> None:
-        """Computes q, k and v of a layer, and stores k and v in the cache."""
         qkv = self._scratch(layer.qkv, count)
         self.product(x, layer.qkv, qkv, count)
         norms = tuple(
@@ -218,11 +193,9 @@ class NumbaOps:
         )
 
     def attend(self, cache: Cache, number: int, q: Floats, out: Floats, count: int) -> None:
-        """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend."""
         attention.attend(q, out, self._sizes, number, cache.places, cache.arrays, count)
 
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
-        """Sets out = x·weightᵀ."""
         to = out.scores if isinstance(out, Logits) else out
         if weight.scales is None:
             products.product(x, weight.words, to, count)
@@ -230,7 +203,6 @@ class NumbaOps:
             int8.product(x, weight.words, weight.scales, to, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
-        """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
         both = self._scratch(gate_up, count)
         self.product(x, gate_up, both, count)
         rows.swiglu(both, inner, gate_up.outputs // 2, count)
@@ -242,38 +214,18 @@ class NumbaOps:
             found = self._products[weight.outputs] = self.buffer(count, weight.outputs)
         return found
 
-    def at_once(self, weights: Any, memory: Any, cache: Any, count: int) -> bool:
-        """Returns False: every operation is called by itself."""
-        return False
-
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
-        """Sums delta over the ranks in rank order, in place."""
         parts = np.empty((group.size, count, delta.shape[1]), np.float32)
         group.all_gather(delta[:count], parts)
         rows.sum_parts(parts, delta, count)
 
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
-        """Writes the k largest logits of each row and their columns; ties to the lower column."""
         rows.top_k(logits.scores, logits.width, k, ids, values, count)
 
-    def chunks(
-        self, shard: TransformerShard, table: object, layers: Sequence[Layer], cache: object
-    ) -> None:
-        """Returns None: a prompt's rows are computed like others."""
-
-    def ids(self, ids: Ints) -> Ints:
-        """Returns the tokens as they are."""
-        return ids
-
     def chained(self, stage: Stage) -> None:
-        """Computes a stage between two forwards that are chained."""
         run_stage(stage)
 
-    def draws(self, logits: Logits) -> None:
-        """Returns None: the logits are the host's."""
-
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
-        """Returns these rows of the logits."""
         return logits.scores[list(chosen), : logits.width]
 
 
