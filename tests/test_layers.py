@@ -95,8 +95,7 @@ STARTS_TORCH = (
     *(
         f"mpissd.learn.{name}"
         for name in (
-            "attend evaluate exams job llama muon pair result sample shape source states train "
-            "triton_attend"
+            "evaluate job llama muon pair sample shape source states train triton_attend"
         ).split()
     ),
     *(f"mpissd.online.{name}" for name in "learner student trainer".split()),

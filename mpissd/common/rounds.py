@@ -1,4 +1,4 @@
-"""The data of a round: the drafted tokens (Speculation), the decision (Outcome), and the Batch.
+"""The data of a round: the drafted tokens (Speculation) and the decision (Outcome).
 
 Everything covers b sequences, and row i of every array belongs to the same sequence. An Outcome and
 a Speculation are one int32 matrix each, with views of its columns, so that a message is one copy.
@@ -7,16 +7,12 @@ a Speculation are one int32 matrix each, with views of its columns, so that a me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-
-from mpissd.common.errors import ProtocolError
 
 Ints = NDArray[np.int32]
 
@@ -182,119 +178,6 @@ class Speculation:
     def num_rows(self) -> int:
         """The rows of the target forward that verifies it: Σ(num_draft + 1)."""
         return int(self.num_draft.sum()) + len(self.rows)
-
-
-class Batch:
-    """The live sequences, in the order of messages, with their lengths and last tokens.
-
-    Every rank keeps a copy of its own, equal to the others' because all apply the same outcomes. A
-    slot is where the rank's worker keeps a sequence's state; other ranks never see it.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.ids: Ints = np.zeros(0, np.int32)
-        self.epochs: Ints = np.zeros(0, np.int32)
-        self.slots = np.zeros(0, np.int64)
-        self.lengths = np.zeros(0, np.int64)  # committed tokens, prompt included
-        self.last_tokens: Ints = np.zeros(0, np.int32)
-        self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)  # id, epoch, COMMIT, 0, 0
-        self.digest = 0  # CRC-32 of the applied outcomes, to compare between ranks
-        # By slot, the sequences whose prompts are being stored, in the order in which they came.
-        self.opened: dict[int, Request] = {}
-        self.occupied = self.slots  # the slots of all sequences, another array after each change
-        self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def behind(self, accepted: Ints, bonus: Ints) -> Batch:
-        """Returns this batch as it will be after a round of this outcome, to look ahead."""
-        found = copy(self)
-        found.lengths, found.last_tokens = self.lengths + accepted + 1, bonus
-        return found
-
-    def apply(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
-        """Applies an outcome; returns (slot, request) of each sequence that it admits or joins.
-
-        Raises ProtocolError if the outcome's sequences differ from the batch's.
-        """
-        self.digest = crc32(outcome.rows.tobytes(), self.digest)
-        if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
-            return self._apply_changes(outcome)
-        self.lengths += outcome.num_accepted
-        self.lengths += 1
-        self.last_tokens = outcome.bonus
-        return ()
-
-    def _apply_changes(self, outcome: Outcome) -> Sequence[tuple[int, Request]]:
-        known = len(self.ids)
-        old = outcome.rows[:known]
-        if len(old) < known or (old[:, 0] != self.ids).any() or (old[:, 1] != self.epochs).any():
-            raise self._mismatch(outcome)
-        if (old[:, 2] > Event.RELEASE).any() or (old[:, 2] == Event.ADMIT).any():
-            raise self._mismatch(outcome)
-        stays = old[:, 2] == Event.COMMIT
-        joined = self._close(outcome, known)
-        fresh = outcome.fresh
-        held = {*self.slots[stays].tolist(), *self.opened, *(slot for slot, _ in joined)}
-        free = sorted(set(range(self.capacity)) - held)
-        if len(fresh) > len(free):
-            raise ProtocolError(
-                f"round {outcome.round}: {len(fresh)} admissions, room for {len(free)}"
-            )
-        admitted = dict(joined)
-        requests = self._requests(fresh, outcome.prompts)
-        for slot, request, row in zip(free, requests, fresh.tolist(), strict=False):
-            (self.opened if row[2] == Event.OPEN else admitted)[slot] = request
-        self._enter(old, stays, admitted)
-        return list(admitted.items())
-
-    def _close(self, outcome: Outcome, known: int) -> list[tuple[int, Request]]:
-        """Takes the opened sequences that join or are released; returns those that join."""
-        joined = []
-        for row in outcome.rows[known:].tolist():
-            if row[2] in (Event.ADMIT, Event.OPEN):
-                continue
-            name = row[0], row[1]
-            slot = next((s for s, r in self.opened.items() if (r.request_id, r.epoch) == name), -1)
-            if row[2] == Event.COMMIT or slot < 0:
-                raise self._mismatch(outcome)
-            request = self.opened.pop(slot)
-            if row[2] == Event.JOIN:
-                joined.append((slot, request))
-        return joined
-
-    def _enter(self, old: Ints, stays: NDArray[np.bool_], admitted: Mapping[int, Request]) -> None:
-        """Makes the batch of the rows `old` that stay, and of those sequences, by slot."""
-        keep, slots = old[stays], np.array([*admitted], np.int64)
-        new = Outcome.admission(0, [*admitted.values()]).rows
-        rows = np.concatenate([keep, new])
-        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
-        self.lengths = np.concatenate(
-            [self.lengths[stays] + keep[:, 3] + 1, np.ones(len(new), np.int64)]
-        )
-        self.slots = np.concatenate([self.slots[stays], slots])
-        self.identity = np.zeros_like(rows)
-        self.identity[:, :2] = rows[:, :2]
-        self._steady = self.identity[:, :3].tobytes()
-        self.occupied = np.concatenate([self.slots, np.array([*self.opened], np.int64)])
-
-    def _requests(self, new: Ints, prompts: Requests) -> list[Request]:
-        """Returns the requests of the new rows; the digest covers their prompts."""
-        found = []
-        for i, epoch, _, _, token in new.tolist():
-            request = prompts.get((i, epoch)) or Request(i, token, epoch)
-            if request.prompt:
-                self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
-            found.append(request)
-        return found
-
-    def _mismatch(self, outcome: Outcome) -> ProtocolError:
-        return ProtocolError(
-            f"round {outcome.round}: outcome rows {outcome.rows[:, :3].tolist()} do not fit the "
-            f"batch of ids {self.ids.tolist()}"
-        )
 
 
 def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from mpissd.engine.decode.generate import generate
     from mpissd.engine.decode.in_process import Decoder
     from mpissd.engine.workload.base import Workload
-    from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+    from mpissd.engine.workload.oracle import DraftOracle, TargetOracle
 
 __all__ = [
     "Decoder",
-    "DraftWorker",
+    "DraftOracle",
     "RunConfig",
-    "TargetWorker",
+    "TargetOracle",
     "Workload",
     "generate",
     "register",
@@ -30,9 +30,9 @@ __all__ = [
 
 _HOMES = {
     "Decoder": "mpissd.engine.decode.in_process",
-    "DraftWorker": "mpissd.engine.workload.workers",
+    "DraftOracle": "mpissd.engine.workload.oracle",
     "RunConfig": "mpissd.common.config",
-    "TargetWorker": "mpissd.engine.workload.workers",
+    "TargetOracle": "mpissd.engine.workload.oracle",
     "Workload": "mpissd.engine.workload.base",
     "generate": "mpissd.engine.decode.generate",
     "register": "mpissd.common.workloads",

@@ -15,9 +15,7 @@ from mpissd.common.flags import said
 from mpissd.learn.config import DistillConfig
 
 if TYPE_CHECKING:
-    from mpissd.learn.job import Distillation
-    from mpissd.learn.result import Result
-    from mpissd.learn.source import Source
+    from mpissd.learn.job import Distillation, Result
 
 
 def distill(config: DistillConfig) -> int:
@@ -79,52 +77,45 @@ def _worker(rank: int, config: DistillConfig, place: str, started: float) -> Non
 
 
 def work(rank: int, config: DistillConfig, place: str, started: float) -> int:
-    """Samples, trains, saves and evaluates; all of them but the first process only help."""
+    """Samples, trains, saves and evaluates; all of them but the first process only help.
+
+    Returns 1 if the disk or the device fails.
+    """
+    import torch
+
     from mpissd.learn.source import read
 
     source = read(config)
     log = Log(Path(config.out), rank, started, partial(print, flush=True))
     log.begin(config)
     try:
-        return _made(rank, config, place, source, log, started)
+        from mpissd.learn.job import Distillation
+        from mpissd.learn.train import join
+
+        gpu = config.device != "cpu" and torch.cuda.is_available()
+        group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
+        job = Distillation(config, source, log, group, started)
+        job.sample()
+        code = 0
+        for result in job.drafts():
+            if not rank:
+                code = max(code, _finish(job, result, config))
+        group.close()
     except BaseException as error:
         log.end(error)
         raise
-
-
-def _made(
-    rank: int, config: DistillConfig, place: str, source: Source, log: Log, started: float
-) -> int:
-    from mpissd.learn.job import Distillation
-    from mpissd.learn.train import join
-
-    gpu = config.device != "cpu" and _has_gpu()
-    group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
-    job = Distillation(config, source, log, group, started)
-    job.sample()
-    code = 0
-    for result in job.drafts():
-        if not rank:
-            code = max(code, _finished(job, result, config, log))
-    group.close()
     return code
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-def _finished(job: Distillation, result: Result, config: DistillConfig, log: Log) -> int:
+def _finish(job: Distillation, result: Result, config: DistillConfig) -> int:
     """Saves and evaluates a draft; returns 1 if the disk or the device fails."""
-    if not result.try_save(result.draft, log):
+    if not result.try_save(result.draft):
         return 1
     deadline = min(job.deadline, time.monotonic() + config.seconds_evaluating)
     try:
-        result.evaluate(job.answers(deadline), deadline, log)
+        result.evaluate(job.answers(deadline), deadline)
     except (RuntimeError, OSError) as error:
-        log(f"evaluation stopped: {error}")
+        job.log(f"evaluation stopped: {error}")
         return 1
     return 0
 

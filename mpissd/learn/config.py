@@ -43,13 +43,6 @@ def _layers(name: str, text: str) -> str:
     return text
 
 
-def _lengths(name: str, text: str) -> str:
-    """Takes lengths of at least 48 tokens, a comma between."""
-    if any(not part.isdecimal() or int(part) < 48 for part in text.split(",")):
-        raise ConfigError(f"{name}={text}: allowed: whole numbers >= 48, a comma between")
-    return text
-
-
 def _shapes(name: str, text: str) -> str:
     """Takes shapes of fresh layers, a comma between."""
     for part in text.split(","):
@@ -85,7 +78,6 @@ class DistillConfig(Checked):
         "is trained on the same samples and written to OUT/KIND",
     )
     heads: int = flag(4, integer(1), "Medusa's heads, and steps ahead that `kinds` are trained for")
-    start: str = flag("", words, "an earlier draft of this target to go on from, instead of layers")
     vocab: int = flag(12288, integer(32), "rows of the draft's LM head: the most frequent tokens")
     on: str | None = flag(
         None,
@@ -98,10 +90,8 @@ class DistillConfig(Checked):
     )
     processes: int = flag(1, integer(1), "processes that sample and train together, one a GPU")
     sequences: int = flag(8192, integer(1), "conversations that are sampled at a time")
-    length: str = flag(
-        "384", _lengths, "tokens of a conversation; of several, each process takes the next"
-    )
-    batch: int = flag(96, integer(1), "conversations of the first length in a process's step")
+    length: int = flag(384, integer(48), "tokens of a conversation")
+    batch: int = flag(96, integer(1), "conversations in a process's step")
     batches: int = flag(1000, integer(1), "batches of samples at most, of each process")
     steps: int = flag(10**6, integer(1), "training steps at most")
     optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
@@ -123,20 +113,12 @@ class DistillConfig(Checked):
     held_out: int = flag(512, integer(0), "conversations of the target's own to evaluate on")
     answer: int = flag(128, integer(1), "tokens of an answer in the evaluation, at most")
     seed: int = flag(0, integer(0), "of the samples and of the training's order")
-    license: str = flag(
-        "target", choice("target", "apache-2.0"), "apache-2.0: that of the target; adds its text"
-    )
     device: str = flag("auto", choice("auto", "cuda", "cpu"), "where PyTorch computes")
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
         """The target's layers that the draft starts from."""
         return tuple(int(part) for part in self.layers.split(","))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of a conversation, of each process in turn."""
-        return tuple(int(part) for part in self.length.split(","))
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -148,21 +130,15 @@ class DistillConfig(Checked):
         """The kinds of drafts that read hidden states; none if it is a model by itself."""
         return tuple(part for part in self.kinds.split(",") if part)
 
-    def length_of(self, rank: int) -> int:
-        """Returns the tokens of a conversation of one process."""
-        return self.lengths[rank % len(self.lengths)]
-
-    def scaled(self, count: int, rank: int) -> int:
-        """Returns how many conversations have as many tokens as `count` of the first length."""
-        return max(1, count * self.lengths[0] // self.length_of(rank))
-
     def check(self) -> None:
         """Refuses contradictory flags; raises ConfigError."""
         super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
-        if bool(self.shapes) + bool(self.start) + bool(self.kinds) > 1:
-            raise ConfigError("shapes, start and kinds: allowed: one of them")
+        if self.shapes and self.kinds:
+            raise ConfigError("shapes and kinds: allowed: one of them")
+        if self.kinds and self.on:
+            raise ConfigError("kinds and on: allowed: one of them")
         both = set((self.on or "").split(",")) & set((self.prompts or "").split(",")) - {""}
         if both:
             raise ConfigError(f"on and prompts: {min(both)} in both: allowed: other prompts")

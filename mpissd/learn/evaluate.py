@@ -7,15 +7,15 @@ hidden states takes one chain of steps after each answered position.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mpissd.learn.pair import Pair
-from mpissd.learn.sample import Samples
+from mpissd.learn.sample import OutOfTime, Samples, until
 from mpissd.learn.states import StateDraft
 
 FAN_OUTS = (1, 2, 4, 8, 16)
@@ -34,6 +34,15 @@ class Judged:
     ranks: list[list[int]] = field(default_factory=list)
     overlaps: list[float] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
+
+
+def figures(draft: Pair | StateDraft, samples: Samples, deadline: float) -> dict[str, Any]:
+    """Returns a draft's figures on answers: of those judged before `deadline`, in seconds of
+    time.monotonic()."""
+    if isinstance(draft, Pair):
+        return summary(judge(draft, samples, deadline))
+    steps = draft.config.shape.num_layers if draft.config.kind == "medusa" else max(LOOKAHEADS)
+    return chain_summary(draft, samples, steps, deadline)
 
 
 def summary(judged: Judged) -> dict[str, Any]:
@@ -92,11 +101,10 @@ def judge(pair: Pair, samples: Samples, deadline: float) -> Judged:
     """
     judged = Judged()
     size = AT_ONCE[samples.tokens.device.type]
-    for start in range(0, len(samples.tokens), size):
-        if time.monotonic() > deadline and judged.ranks:
-            break
-        part = slice(start, start + size)
-        _judge_some(pair, samples.tokens[part].long(), samples.answered[part], judged)
+    with suppress(OutOfTime), until(deadline):
+        for start in range(0, len(samples.tokens), size):
+            part = slice(start, start + size)
+            _judge_some(pair, samples.tokens[part].long(), samples.answered[part], judged)
     return judged
 
 
@@ -134,10 +142,9 @@ def chain_summary(
     agrees: list[list[list[bool]]] = []
     overlaps: list[list[float]] = [[] for _ in range(steps)]
     size = AT_ONCE[samples.tokens.device.type]
-    for start in range(0, len(samples.tokens), size):
-        if time.monotonic() > deadline and agrees:
-            break
-        _judge_chains(draft, samples.take(slice(start, start + size)), agrees, overlaps)
+    with suppress(OutOfTime), until(deadline):
+        for start in range(0, len(samples.tokens), size):
+            _judge_chains(draft, samples.take(slice(start, start + size)), agrees, overlaps)
     flat = [row for answer in agrees for row in answer]
     by_place = [_mean([row[t] for row in flat if t < len(row)]) for t in range(steps)]
     return {
@@ -168,7 +175,7 @@ def _judge_chains(
         hidden = draft.blocks.hidden(draft.target, tokens, *angles)
         padded = torch.nn.functional.pad(tokens, (0, steps))
         states = torch.nn.functional.pad(hidden, (0, 0, 0, steps))
-        found = []
+        found, shared = [], list[Any]()
         for step, mine in enumerate(draft.steps(padded, states, steps)):
             is_asked = torch.nn.functional.pad(answered, (0, steps + 1))
             is_asked = is_asked[:, step + 1 : step + 1 + mine.shape[1]]
@@ -178,10 +185,11 @@ def _judge_chains(
             p = draft.blocks.product(rows, draft.target.head).float().softmax(-1)
             true = padded[:, step + 1 : step + 1 + mine.shape[1]][is_asked]
             agree[is_asked] = draft.head_ids[logits.argmax(-1)] == true
-            shared = torch.minimum(p[:, draft.head_ids], logits.softmax(-1)).sum(-1)
-            overlaps[step] += shared.tolist()
+            shared.append(torch.minimum(p[:, draft.head_ids], logits.softmax(-1)).sum(-1))
             found.append(agree)
         table = torch.stack(found, -1)
+    for step, each in enumerate(shared):
+        overlaps[step] += each.tolist()
     for row, told in zip(table.tolist(), answered.tolist(), strict=True):
         if places := [n for n, is_answered in enumerate(told) if is_answered]:
             last = places[-1]

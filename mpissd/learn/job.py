@@ -13,25 +13,25 @@ import numpy as np
 import torch
 
 from mpissd.common.errors import ConfigError
-from mpissd.learn import exams
+from mpissd.engine.model.transformer.checkpoint import dequantize, quantize
+from mpissd.engine.model.transformer.sources import origin_of
+from mpissd.learn import export, states
 from mpissd.learn.config import DistillConfig, Form
-from mpissd.learn.evaluate import LOOKAHEADS, chain_summary
-from mpissd.learn.llama import angles, blocks_of, compiled, load, mapped
-from mpissd.learn.openings import Openings
-from mpissd.learn.pair import Pair
-from mpissd.learn.result import Result, rounded
-from mpissd.learn.sample import USER, Sampler, Samples, blank
+from mpissd.learn.evaluate import LOOKAHEADS, figures
+from mpissd.learn.llama import angles, blocks_of, compiled, load
+from mpissd.learn.pair import Losses, Pair
+from mpissd.learn.sample import USER, Sampler, Samples, answered, blank, own
 from mpissd.learn.shape import cut, draft_config, frequent_tokens, fresh, state_config, trained
-from mpissd.learn.source import Source
-from mpissd.learn.states import StateDraft, StateLosses
-from mpissd.learn.states import fresh as fresh_states
-from mpissd.learn.train import Group, Observer, Plan, learn, train
+from mpissd.learn.source import Openings, Source
+from mpissd.learn.train import Group, Observer, Plan, learn
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
 SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
 HELD = 32  # of the first batch, one conversation in so many is held out for the curves
-Ids = Any
+FEWEST = 1 / 256  # answered tokens of the sampled ones, below which a target does not end its turns
+Log = Callable[[str], None]
+Draft = Pair | states.StateDraft
 
 
 class Distillation:
@@ -41,15 +41,15 @@ class Distillation:
         self,
         config: DistillConfig,
         source: Source,
-        log: Callable[[str], None],
+        log: Log,
         group: Group,
         started: float | None = None,
     ) -> None:
         """Loads the target. started: of the command, in seconds of time.monotonic()."""
         self.config, self.source, self.log, self.group = config, source, log, group
-        self.started = time.monotonic() if started is None else started
-        self.deadline = self.started + config.seconds
-        self.sampled_by = self.started + SAMPLING * config.seconds
+        started = time.monotonic() if started is None else started
+        self.deadline = started + config.seconds
+        self.sampled_by = started + SAMPLING * config.seconds
         self.rate: int | None = None  # tokens a second that all processes sampled
         gpu = config.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", group.rank) if gpu else torch.device("cpu")
@@ -61,43 +61,30 @@ class Distillation:
         dtype = torch.bfloat16 if gpu else torch.float32
         self.target = load(source.checkpoint, self.device, dtype)
         self.blocks = blocks_of(source.checkpoint.config, dtype)
-        self.length = config.length_of(group.rank)
-        every = (*source.exams.values(), *source.lessons.values())
-        longest = [e.longest(config.answer) for e in every]
-        self.room = max(config.length_of(0), self.length, *longest, 1)
+        exams = (*source.exams.values(), *source.lessons.values())
+        self.room = max(config.length, *(exam.longest(config.answer) for exam in exams), 1)
         farthest = self.room + max(LOOKAHEADS)
         self.table = angles(source.checkpoint.config, farthest, self.device)
+        self.parts: list[Samples] = []
         log(f"{source.checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
 
     def sample(self) -> None:
-        """Has the target write conversations until the time for it is over, or reads lessons."""
+        """Has the target write conversations until the time for it is over, or answer lessons.
+
+        Raises ConfigError if (nearly) nothing was answered.
+        """
         if self.source.lessons:
-            self._read_lessons()
+            for lesson in self.source.lessons.values():
+                mine = lesson.part(self.group.rank, self.group.size)
+                self.parts.append(self._answered(self._sampler(), mine, self.sampled_by))
+            self._count()
             return
-        config, is_compiled = self.config, self.device.type == "cuda"
+        is_compiled = self.device.type == "cuda"
         blocks = compiled(self.blocks) if is_compiled else self.blocks
         sampler = Sampler(self.target, blocks, self.table, is_compiled)
-        self.openings = Openings(self.source.tokenizer)
-        self.parts: list[Samples] = []
-        started, num, last = time.monotonic(), self._rows(), 0.0
-        for number in range(config.batches):
-            elapsed = time.monotonic() - started
-            is_full = self._free() < 1.25 * self._bytes(num)
-            is_late = elapsed + last > config.seconds_sampling
-            is_late |= time.monotonic() + last > self.sampled_by
-            if self.parts and (is_late or is_full):
-                break
-            part = self._batch(sampler, number, num)
-            if self.parts and part.tokens.shape[1] < self.length:  # cut at the deadline
-                break
-            self.parts.append(part)
-            answered = int(self.parts[-1].answered.sum())  # waits for the device
-            last = time.monotonic() - started - elapsed
-            rate = num * self._written / last
-            self.log(f"batch {number + 1}: {answered / 1e6:.2f} M answered, {rate:.0f} tokens/s")
-        written = sum(len(part.tokens) for part in self.parts) * self._written
+        started = time.monotonic()
+        written = self._sample(sampler, started)
         seconds = self.group.largest(time.monotonic() - started, self.device)
-        self._hold_out()
         self._count()
         tokens = self.group.add(torch.tensor(float(written), device=self.device))
         self.rate = round(float(tokens) / seconds)
@@ -106,59 +93,74 @@ class Distillation:
             self.log(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
             torch.cuda.empty_cache()
 
-    def _read_lessons(self) -> None:
-        """Takes people's prompts and the target's answers to them; each process a share of them."""
-        sampler = Sampler(self.target, self.blocks, self.table, False)
-        config, group = self.config, self.group
-        self.parts = []
-        for lesson in self.source.lessons.values():
-            mine = lesson.part(group.rank, group.size)
-            room = self.room
-            self.parts.append(
-                exams.answered(
-                    sampler, mine, self.source.template, config.answer, room, self.sampled_by
-                )
-            )
-        self._hold_out()
-        self._count()
+    def _sampler(self) -> Sampler:
+        return Sampler(self.target, self.blocks, self.table, False)
 
-    @property
-    def _written(self) -> int:
-        """Tokens of a conversation after its opening."""
-        return int(self.parts[0].tokens.shape[1]) - len(self.source.template.before)
+    def _answered(self, sampler: Sampler, exam: Any, deadline: float) -> Samples:
+        template, limit = self.source.template, self.config.answer
+        return answered(sampler, exam, template, limit, self.room, deadline)
 
-    def _hold_out(self) -> None:
-        """Takes some of the first batch's conversations for the curves."""
+    def _sample(self, sampler: Sampler, started: float) -> int:
+        """Samples batches; returns the tokens that the target wrote."""
+        config, openings = self.config, Openings(self.source.tokenizer)
+        num, last, written = self._rows(), 0.0, 0
+        for number in range(config.batches):
+            elapsed = time.monotonic() - started
+            is_full = self._free() < 1.25 * self._bytes(num)
+            is_late = elapsed + last > config.seconds_sampling
+            is_late |= time.monotonic() + last > self.sampled_by
+            if self.parts and (is_late or is_full):
+                break
+            part = self._batch(sampler, openings, number, num)
+            if self.parts and part.tokens.shape[1] < config.length:  # cut at the deadline
+                break
+            self.parts.append(part)
+            tokens = int(part.answered.sum())  # waits for the device
+            last = time.monotonic() - started - elapsed
+            each = part.tokens.shape[1] - len(self.source.template.before)
+            written += num * each
+            rate = num * each / last
+            self.log(f"batch {number + 1}: {tokens / 1e6:.2f} M answered, {rate:.0f} tokens/s")
+        return written
+
+    def _count(self) -> None:
+        """Holds some conversations out; adds up the samples of all processes: conversations,
+        answered tokens, their counts."""
         num = len(self.parts[0].tokens)
         few = -(-num // HELD)
         self.held = self.parts[0].take(slice(0, few))
         self.parts[0] = self.parts[0].take(slice(few, num)) if num > 1 else self.held
-
-    def _count(self) -> None:
-        """Adds up the samples of all processes: conversations, answered tokens, their counts."""
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         for part in self.parts:
             counts += torch.bincount(part.tokens[part.answered], minlength=vocab)
         self.counts = self.group.add(counts).cpu()
-        sizes = [[len(part.tokens), int(part.answered.sum())] for part in self.parts]
-        self.sampled = self.group.add(torch.tensor(sizes, device=self.device).sum(0)).tolist()
-        if not self.sampled[1]:
-            if self.parts[0].tokens.shape[1] < self.length and not self.source.lessons:
+        sizes = [
+            [len(part.tokens), int(part.answered.sum()), part.tokens.numel()] for part in self.parts
+        ]
+        sizes = self.group.add(torch.tensor(sizes, device=self.device).sum(0)).tolist()
+        *self.sampled, tokens = sizes
+        config, num_answered = self.config, self.sampled[1]
+        if not num_answered or (not self.source.lessons and num_answered < FEWEST * tokens):
+            if self.parts[0].tokens.shape[1] < config.length and not self.source.lessons:
                 raise ConfigError(
-                    f"seconds={self.config.seconds}: no answer was sampled in {SAMPLING:.0%} of "
-                    "that time: allowed: more time, or fewer --sequences"
+                    f"seconds={config.seconds}: no answer was sampled in {SAMPLING:.0%} of that "
+                    "time: allowed: more time, or fewer --sequences"
                 )
-            why = f"the target ended no user's message within {self.length} tokens"
-            raise ConfigError(f"length={self.config.length}: {why}: allowed: a greater length")
-        self.log(f"{self.sampled[1] / 1e6:.1f} M answered tokens")
+            why = f"the target ended no user's message within {config.length} tokens"
+            if num_answered:
+                why = f"{num_answered} of {tokens} sampled tokens answer a message"
+            raise ConfigError(
+                f"length={config.length}: {why}: allowed: a greater length, or a chat model"
+            )
+        self.log(f"{num_answered / 1e6:.1f} M answered tokens")
 
     def _bytes(self, num: int) -> float:
         """Returns the device memory of a batch while it is sampled."""
         shape, size = self.source.checkpoint.config.shape, self.blocks.dtype.itemsize
-        cache = 2 * shape.num_layers * shape.kv_width * self.length * size
-        states = self.length * (shape.hidden * size + 16)
-        return float(num * (cache + states + 8 * shape.vocab_size))
+        cache = 2 * shape.num_layers * shape.kv_width * self.config.length * size
+        kept = self.config.length * (shape.hidden * size + 16)
+        return float(num * (cache + kept + 8 * shape.vocab_size))
 
     def _free(self) -> float:
         """Returns the device memory that a batch may take, in bytes."""
@@ -169,123 +171,99 @@ class Distillation:
 
     def _rows(self) -> int:
         """Returns how many conversations are sampled at a time: fewer if memory is short."""
-        num = self.config.scaled(self.config.sequences, self.group.rank)
-        return max(1, int(min(num, 0.7 * self._free() / self._bytes(1))))
+        return max(1, int(min(self.config.sequences, 0.7 * self._free() / self._bytes(1))))
 
-    def _batch(self, sampler: Sampler, number: int, num: int) -> Samples:
+    def _batch(self, sampler: Sampler, openings: Openings, number: int, num: int) -> Samples:
         """Returns a batch of conversations, most of which start with an opening."""
         choose = random.Random(f"{self.config.seed}, {self.group.rank}, {number}")
-        before = self.source.template.before
-        starts = [before + self.openings.draw(choose) for _ in range(num)]
-        warmth = [
+        template = self.source.template
+        starts = [template.before + openings.draw(choose) for _ in range(num)]
+        user, answer = (
             torch.tensor(choose.choices(WARMTHS[who], k=num), device=self.device)
             for who in ("user", "answer")
-        ]
-        given = blank(starts, self.length, self.device)
+        )
+        given = blank(starts, self.config.length, self.device)
         return sampler.write(
-            given,
-            self.source.template,
-            USER,
-            (warmth[0], warmth[1]),
-            keep=True,
-            deadline=self.sampled_by,
+            given, template, USER, (user, answer), keep=True, deadline=self.sampled_by
         )
 
     def drafts(self) -> Iterator[Result]:
         """Trains, and yields each draft as it is ready to be saved."""
-        folder, kinds = Path(self.config.out), self.config.kind_names
-        for number, kind in enumerate(kinds):
-            place = folder / kind if len(kinds) > 1 else folder
-            yield self._state_draft(kind, place, self._plan(len(kinds) - number))
-        forms = () if kinds else self.config.forms or (None,)
-        for number, form in enumerate(forms):
-            place = folder / form.name if len(forms) > 1 and form else folder
-            yield self._token_draft(form, place, self._plan(len(forms) - number))
-
-    def _token_draft(self, form: Form | None, folder: Path, plan: Plan) -> Result:
-        pair, architecture = self._start(form)
-        origin = (
-            "an earlier draft" if self.config.start else f"the target's layers {self.config.layers}"
-        )
-        facts = self.facts(
-            pair.head_ids, len(pair.draft.layers), "fresh layers" if form else origin
-        )
-        result = Result(self.config, self.source, pair, architecture, folder, facts)
-        observer = self._observer(result)
-        draft = train(pair, self.parts, plan, observer, held=self.held, group=self.group)
-        return result.trained(draft)
-
-    def _state_draft(self, kind: str, folder: Path, plan: Plan) -> Result:
-        """Trains one of heads.STATE_KINDS; all processes do so together."""
-        draft = self._start_states(kind)
-        facts = self.facts(draft.head_ids, draft.config.shape.num_layers, f"a fresh {kind} draft")
-        facts |= {"kind": kind, "head": "target", "steps_ahead": self.config.heads}
-        result = StateResult(self.config, self.source, draft, draft.config, folder, facts)
-        losses = StateLosses(draft, self.config.heads, self.device.type == "cuda")
-        observer = self._observer(result)
-        return result.trained(
-            learn(losses, self.parts, plan, observer, held=self.held, group=self.group)
-        )
-
-    def _observer(self, result: Result) -> Observer:
-        """Returns the observer that records a training on rank 0, and ignores it elsewhere."""
-        if self.group.rank:
-            return Observer(lambda point: None)
-        log = self.log
-        return Observer(lambda p: result.point(p, log), lambda draft: result.try_save(draft, log))
+        config, folder = self.config, Path(self.config.out)
+        wanted: list[tuple[str, Form | None]] = [(kind, None) for kind in config.kind_names]
+        wanted = wanted or [("", form) for form in config.forms] or [("", None)]
+        for number, (kind, form) in enumerate(wanted):
+            name = kind or (form.name if form else "")
+            plan = self._plan(len(wanted) - number)
+            is_compiled = self.device.type == "cuda"
+            learner: Losses | states.StateLosses
+            if kind:
+                learner = states.StateLosses(self.start_states(kind), config.heads, is_compiled)
+                draft: Draft = learner.draft
+                facts: dict[str, Any] = {"origin": f"a fresh {kind} draft", "kind": kind}
+                facts |= {"head": "target", "steps_ahead": config.heads}
+            else:
+                draft = self.start(form)
+                learner = Losses(draft, is_compiled)
+                origin = "fresh layers" if form else f"the target's layers {config.layers}"
+                facts = {"origin": origin, "head": config.head}
+            place = folder / name if len(wanted) > 1 else folder
+            result = Result(draft, place, {**self.facts(draft), **facts}, self.source, self.log)
+            observer = Observer(result.point, result.try_save)
+            if self.group.rank:
+                observer = Observer(lambda point: None)
+            made = learn(learner, self.parts, plan, observer, held=self.held, group=self.group)
+            result.draft = made
+            yield result
 
     def _plan(self, left: int) -> Plan:
         """Returns the plan of one of `left` trainings that share the rest of the time."""
         config, now = self.config, time.monotonic()
         evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
-        spare = self.deadline - evaluating - SAVING * config.seconds - now
+        saving = SAVING * config.seconds
+        until = now + (self.deadline - evaluating - saving - now) / left
         return Plan(
             config.seconds_training,
-            now + spare / left,
+            until,
             config.steps,
-            config.scaled(config.batch, self.group.rank),
+            config.batch,
             config.learning_rate,
             config.seed,
             self.device.type == "cuda",
             config.optimizer,
             config.save_every,
+            until + saving / (2 * left),
         )
 
-    def _start(self, form: Form | None) -> tuple[Pair, Any]:
-        """Returns the pair with an untrained draft, and the draft's architecture."""
-        config, source = self.config, self.source
-        own = source.checkpoint.config
-        if config.start:
-            ids, architecture = source.start.head_ids(), source.start.config
-            draft = mapped(load(source.start, self.device, torch.float32), trained)
-            draft = draft._replace(embedding=self.target.embedding)
-        else:
-            ids = frequent_tokens(self.counts.numpy(), config.vocab, self.source.stop_ids)
-            form_or_layers = form or len(config.layer_numbers)
-            architecture = draft_config(own, form_or_layers, len(ids))
-            if form is None:
-                draft = cut(self.target, config.layer_numbers, ids)
-            else:
-                draft = fresh(self.target, architecture, ids, config.seed)
-        head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-        if config.head == "target":  # an earlier draft may have its own head
-            draft = draft._replace(head=self.target.head[head_ids].float())
-        draft_blocks = blocks_of(architecture, self.blocks.dtype)
-        pair = Pair(self.target, draft, head_ids, self.blocks, draft_blocks, self.table)
-        return pair, architecture
+    def _frequent(self) -> tuple[Any, Any]:
+        """Returns the head's token ids, for NumPy and on the device."""
+        ids = frequent_tokens(self.counts.numpy(), self.config.vocab, self.source.stop_ids)
+        return ids, torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
 
-    def _start_states(self, kind: str) -> StateDraft:
+    def start(self, form: Form | None) -> Pair:
+        """Returns the pair with an untrained draft."""
+        config, whole = self.config, self.source.checkpoint.config
+        ids, head_ids = self._frequent()
+        architecture = draft_config(whole, form or len(config.layer_numbers), len(ids))
+        if form is None:
+            draft = cut(self.target, config.layer_numbers, ids)
+        else:
+            draft = fresh(self.target, architecture, ids, config.seed)
+        if config.head == "target":
+            draft = draft._replace(head=self.target.head[head_ids].float())
+        return Pair(self.target, draft, head_ids, self.blocks, architecture, self.table)
+
+    def start_states(self, kind: str) -> states.StateDraft:
         """Returns an untrained draft over the most frequent tokens, whose head is the target's."""
-        config, source = self.config, self.source
-        ids = frequent_tokens(self.counts.numpy(), config.vocab, source.stop_ids)
-        architecture = state_config(source.checkpoint.config, kind, config.heads, len(ids))
-        head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-        states = self.parts[0].states
-        assert states is not None, "samples without states"
-        scale = float(states.hidden[states.total != 0].float().square().mean().sqrt())
-        draft = StateDraft(
+        ids, head_ids = self._frequent()
+        whole = self.source.checkpoint.config
+        architecture = state_config(whole, kind, self.config.heads, len(ids))
+        found = self.parts[0].states
+        assert found is not None, "samples without states"
+        scale = float(found.hidden[found.total != 0].float().square().mean().sqrt())
+        draft = states.StateDraft(
             architecture,
-            fresh_states(architecture, config.seed, scale),
+            states.fresh(architecture, self.config.seed, scale),
             self.target,
             self.target.head[head_ids],
             head_ids,
@@ -294,13 +272,11 @@ class Distillation:
         )
         return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
 
-    def facts(self, head_ids: Any, num_layers: int, origin: str) -> dict[str, Any]:
+    def facts(self, draft: Draft) -> dict[str, Any]:
         """Returns the facts of a draft's training for its report."""
-        ids, gpu = head_ids.cpu(), self.device.type == "cuda"
+        ids, gpu = draft.head_ids.cpu(), self.device.type == "cuda"
         return {
-            "origin": origin,
-            "head": self.config.head,
-            "num_layers": num_layers,
+            "num_layers": draft.config.shape.num_layers,
             "head_vocab": len(ids),
             "coverage": round(float(self.counts[ids].sum() / self.counts.sum()), 5),
             "sequences": self.sampled[0],
@@ -319,50 +295,92 @@ class Distillation:
 
         Writing the answers of a set takes half of the time that is left at most.
         """
-        sampler = Sampler(self.target, self.blocks, self.table, False)
-        config, template = self.config, self.source.template
-
-        def half() -> float:
-            return (time.monotonic() + deadline) / 2
-
-        def sets() -> Iterator[tuple[str, Samples]]:
-            for name, asked in self.source.exams.items():
-                found = exams.answered(sampler, asked, template, config.answer, self.room, half())
-                yield name, found
-            if config.held_out:
-                length = min(config.length_of(0), self.room)
-                yield (
-                    "own",
-                    exams.own(sampler, config.held_out, length, template, config.answer, half()),
-                )
-
-        for name, samples in sets():
+        sampler, config, template = self._sampler(), self.config, self.source.template
+        sets: list[Any] = [*self.source.exams.items()]
+        for name, exam in [*sets, *([("own", None)] if config.held_out else [])]:
+            half = (time.monotonic() + deadline) / 2
+            if exam is not None:
+                samples = self._answered(sampler, exam, half)
+            else:
+                length = min(config.length, self.room)
+                samples = own(sampler, config.held_out, length, template, config.answer, half)
             if bool(samples.answered.any()):
                 yield name, samples
             else:
                 self.log(f"{name}: no time for an answer")
 
 
-class StateResult(Result):
-    """A draft that reads hidden states, its curves and its folder."""
+class Result:
+    """One draft, its training's curves, its report, and the folder that they are written to."""
 
-    @property
-    def draft(self) -> StateDraft:
-        """The draft as it was trained."""
-        draft: StateDraft = self.pair
-        return draft
+    def __init__(
+        self, draft: Draft, folder: Path, facts: dict[str, Any], source: Source, log: Log
+    ) -> None:
+        self.draft, self.folder, self.log = draft, folder, log
+        own = source.checkpoint
+        self.about = {**origin_of(own).to_dict(), "head": facts["head"]}
+        self.report = {"target": own.name, "sha256": own.sha256, **facts}
+        self.curves: list[dict[str, Any]] = []
 
-    def arrays(self, draft: StateDraft) -> dict[str, Any]:
-        return {name: w.float().cpu().numpy() for name, w in draft.weights.items()}
+    def point(self, point: dict[str, Any]) -> None:
+        """Keeps a point of the training's curves, and shows some of them."""
+        self.curves.append(point)
+        if len(self.curves) % 10 == 1 or "stopped" in point:
+            self.log(f"trained {point}")
 
-    def trained(self, draft: StateDraft) -> StateResult:
-        self.pair = draft
-        return self
+    def try_save(self, draft: Draft) -> bool:
+        """Saves the draft so far; logs one line if the files cannot be written."""
+        try:
+            self.log(self.save(draft))
+        except OSError as error:
+            why = error.strerror or error
+            self.log(f"{self.folder}: {why}: not saved; the files of before are kept")
+            return False
+        return True
 
-    def rounded(self) -> StateDraft:
-        return self.draft.mapped(rounded)
+    def save(self, draft: Draft) -> str:
+        """Writes the quantised draft, its curves and a report; returns a summary line.
 
-    def figures(self, pair: Any, asked: Samples, deadline: float) -> dict[str, Any]:
-        config = self.architecture
-        steps = config.shape.num_layers if config.kind == "medusa" else max(LOOKAHEADS)
-        return chain_summary(pair, asked, steps, deadline)
+        An OSError leaves the folder's files as they were.
+        """
+        arrays = {name: tensor.float().cpu().numpy() for name, tensor in draft.named().items()}
+        if self.about["head"] == "target":
+            arrays.pop("lm_head.weight", None)
+        ids = draft.head_ids.cpu().numpy().astype(np.int32)
+        with export.whole_folder(self.folder) as folder:
+            size = export.save(folder, draft.config, export.quantized(arrays, ids), self.about)
+            export.write_lines(folder / "curves.jsonl", self.curves)
+            self.report |= {
+                "parameters": sum(a.size for a in arrays.values()) / 1e6,
+                "bytes": size,
+                "steps": max([0, *(point.get("step", 0) for point in self.curves)]),
+            }
+            self._write_report(folder)
+        return f"wrote {self.folder}: {size / 1e6:.2f} MB of weights"
+
+    def _write_report(self, folder: Path) -> None:
+        export.write_json(folder / "report.json", self.report)
+        export.write_card(folder, self.report)
+
+    def evaluate(self, answers: Iterator[tuple[str, Samples]], deadline: float) -> None:
+        """Judges the draft as it is stored on held-out answers; completes the report.
+
+        answers: (name, samples) each; those that are reached before the deadline.
+        """
+        stored, found = self.draft.mapped(rounded), dict[str, Any]()
+        self.report["evaluation"] = found
+        for name, asked in answers:
+            found[name] = figures(stored, asked, deadline)
+            with export.whole_folder(self.folder) as folder:
+                self._write_report(folder)
+            self.log(f"{name}: {found[name]}")
+            if time.monotonic() > deadline:
+                break
+
+
+def rounded(tensor: Any) -> Any:
+    """Returns a matrix rounded as quantising rounds it; a vector unchanged."""
+    if tensor.ndim == 1:
+        return tensor
+    stored = dequantize(*quantize(tensor.float().cpu().numpy()))
+    return torch.from_numpy(stored).to(tensor.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mpissd.learn.llama import Blocks, Llama, Tensor, compiled, mapped
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.learn.llama import Blocks, Llama, Tensor, blocks_of, compiled, mapped, named
 from mpissd.learn.muon import optimizer_for, parameters
 from mpissd.learn.sample import Samples, States
 
@@ -39,14 +41,30 @@ def batch_of(samples: Samples, num_rows: int) -> Batch:
 
 @dataclass(frozen=True)
 class Pair:
-    """The target, the draft, the draft's token ids, and the tensors that each computes with."""
+    """The target, the draft, the token ids of the draft's head, and the draft's architecture.
+
+    blocks: the target's arithmetic. table: cosines and sines by position.
+    """
 
     target: Llama
     draft: Llama
     head_ids: Tensor
     blocks: Blocks
-    draft_blocks: Blocks
+    config: TransformerConfig
     table: tuple[Tensor, Tensor]
+
+    @property
+    def draft_blocks(self) -> Blocks:
+        """The draft's arithmetic."""
+        return blocks_of(self.config, self.blocks.dtype)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Pair:
+        """Returns the pair with `change` applied to each of the draft's own tensors."""
+        return replace(self, draft=mapped(self.draft, change))
+
+    def named(self) -> dict[str, Tensor]:
+        """Returns the draft's own weights by their names in files."""
+        return named(self.draft, self.config)
 
     def angles(self, length: int) -> list[Tensor]:
         """Returns cos and sin of the first positions."""
@@ -78,9 +96,9 @@ class Losses:
         """Returns a batch of all these sequences with num_rows rows."""
         return batch_of(samples, num_rows)
 
-    def copy(self) -> Llama:
-        """Returns the draft so far, without gradients."""
-        return mapped(self.pair.draft, lambda tensor: tensor.detach())
+    def copy(self) -> Pair:
+        """Returns the pair with the draft so far, without gradients."""
+        return self.pair.mapped(lambda tensor: tensor.detach())
 
     def of(self, batch: Batch) -> tuple[Tensor, ...]:
         """Returns mean divergence, total variation and greedy agreement over a batch's rows.

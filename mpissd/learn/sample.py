@@ -8,19 +8,52 @@ All sequences are at the same position, so one static cache serves all of them.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import math
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from mpissd.learn.attend import attend
 from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
-from mpissd.learn.template_parts import TemplateParts
+from mpissd.learn.source import Exam, TemplateParts
 
-CHECK = 8  # positions between two looks at the clock
+OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
+
+
+class OutOfTime(BaseException):
+    """Ends a block of `until`. It is no Exception, because libraries catch those."""
+
+
+@contextmanager
+def until(deadline: float) -> Iterator[None]:
+    """Raises OutOfTime inside the block at `deadline`, in seconds of time.monotonic().
+
+    One step on a CPU may take minutes, so that a look at the clock after it would be too late. Only
+    a process's main thread can be interrupted, between two operations of PyTorch.
+    """
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise OutOfTime
+
+    if math.isinf(deadline) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-6))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
@@ -93,35 +126,31 @@ class Sampler:
         and of answers. keep: whether the target's states are kept. deadline: of time.monotonic();
         conversations that reach it are cut there, all at one length.
         """
-        with torch.no_grad():
-            turns = _Turns(given, template, first)
-            states = self._blank(given) if keep else None
-            length = self._write(turns, warmth, states, deadline)
-            if states is not None:
-                states = States(
-                    states.hidden[:, :length], states.total[:, :length], states.best[:, :length]
-                )
-            return Samples(turns.tokens[:, :length], turns.answered[:, :length], states)
+        turns = _Turns(given, template, first)
+        states = self._blank(given) if keep else None
+        length = 1
+        with suppress(OutOfTime), torch.no_grad(), until(deadline):
+            for length in self._written(turns, warmth, states):  # noqa: B007  (is used below)
+                continue
+        if states is not None:
+            states = States(
+                states.hidden[:, :length], states.total[:, :length], states.best[:, :length]
+            )
+        return Samples(turns.tokens[:, :length], turns.answered[:, :length], states)
 
     def _blank(self, given: Tensor) -> States:
         hidden = given.new_zeros(*given.shape, self.model.head.shape[1], dtype=self.blocks.dtype)
         total = torch.zeros_like(given, dtype=torch.float32)
         return States(hidden, total, torch.zeros_like(given, dtype=torch.int32))
 
-    def _write(
-        self,
-        turns: _Turns,
-        warmth: tuple[Tensor, Tensor],
-        states: States | None,
-        deadline: float,
-    ) -> int:
-        """Writes every position until the deadline; returns how many were written."""
+    def _written(
+        self, turns: _Turns, warmth: tuple[Tensor, Tensor], states: States | None
+    ) -> Iterator[int]:
+        """Writes every position; yields how many are written."""
         num, length = turns.given.shape
         caches = self._caches(num, length, turns.given.device)
         tokens = turns.next(0, None)
         for position in range(1, length):
-            if position % CHECK == 0 and time.monotonic() > deadline:
-                return position
             hidden = self._step(tokens, position - 1, caches)
             temperature = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
             logits = self.blocks.product(hidden, self.model.head)
@@ -131,7 +160,7 @@ class Sampler:
                 states.total[:, position - 1] = total
                 states.best[:, position - 1] = best
             tokens = turns.next(position, picked)
-        return int(length)
+            yield position + 1
 
     def _caches(self, num: int, length: int, device: Any) -> list[tuple[Tensor, ...]]:
         shape = (num, self.blocks.kv_heads, length, self.blocks.head_dim)
@@ -206,3 +235,69 @@ class _Turns:
         is_over = (in_template & (self.count == size)) | (ends & ~in_template)
         self.state = torch.where(is_over, (state + 1) % 4, state)
         self.count = torch.where(is_over, 0, self.count)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+    """Returns [n, heads · d]: q [n, heads, d] over the first `seen` of keys, values [n, kv, L, d].
+
+    On a GPU with Triton the query heads of a KV head read its cache once, in one block of rows.
+    """
+    is_block = q.shape[-1] in (16, 32, 64, 128) and q.shape[1] <= 16 * keys.shape[1]
+    if q.is_cuda and is_block and has_triton():
+        from mpissd.learn.triton_attend import attend as fast
+
+        return fast(q, keys, values, seen)
+    rows = q.unflatten(1, (keys.shape[1], -1))  # query heads of a KV head, as rows
+    return F.scaled_dot_product_attention(rows, keys[:, :, :seen], values[:, :, :seen]).flatten(1)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton, which comes with PyTorch for GPUs, is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def answered(
+    sampler: Sampler, exam: Exam, template: TemplateParts, limit: int, room: int, deadline: float
+) -> Samples:
+    """Returns an exam's answers at temperature 0, at most `limit` tokens each.
+
+    room: a sequence's longest length; prompts that leave no room for an answer are left out.
+    deadline: of time.monotonic(), at which all answers are cut.
+    """
+    if exam.answers is None:
+        kept = [prompt for prompt in exam.prompts if len(prompt) + limit <= room]
+        device = sampler.cos.device
+        given = blank(kept, max(map(len, kept)) + limit, device)
+        cold = torch.zeros(len(kept), device=device)
+        written = sampler.write(given, template, ANSWER, (cold, cold), deadline=deadline)
+        return first_answers(written, template.end, limit)
+    rows = [
+        (len(prompt), [*prompt, *answer[:limit]])
+        for prompt, answer in zip(exam.prompts, exam.answers, strict=True)
+    ]
+    tokens = blank([row for _, row in rows], max(len(row) for _, row in rows), sampler.cos.device)
+    mask = tokens >= 0
+    for number, (start, _) in enumerate(rows):
+        mask[number, :start] = False
+    return Samples(tokens.clamp(min=0).int(), mask)
+
+
+def own(
+    sampler: Sampler, num: int, length: int, template: TemplateParts, limit: int, deadline: float
+) -> Samples:
+    """Returns first answers at temperature 0 to prompts that the target writes at OWN_WARMTH."""
+    device = sampler.cos.device
+    given = blank([template.before] * num, length, device)
+    cold = torch.zeros(num, device=device)
+    warm = cold + OWN_WARMTH
+    written = sampler.write(given, template, USER, (warm, cold), deadline=deadline)
+    return first_answers(written, template.end, limit)
+
+
+def first_answers(samples: Samples, end: int, limit: int) -> Samples:
+    """Returns the samples with only each one's first answer marked, its stop token included."""
+    answered: Any = samples.answered
+    ends = (answered & (samples.tokens == end)).int()
+    is_first = ends.cumsum(-1) - ends == 0
+    return Samples(samples.tokens, answered & is_first & (answered.cumsum(-1) <= limit))

@@ -1,12 +1,19 @@
-"""Inputs of a distillation: the target, its tokenizer, exams, an earlier draft.
+"""Inputs of a distillation: the target, its tokenizer and template, exams, beginnings of messages.
 
-Everything that can be wrong with them is refused here, in one line.
+Everything that can be wrong with them is refused here, in one line. Exams are texts to judge or to
+train a draft on: people's prompts, which the target answers at temperature 0, or a recording
+(.npz), which has its answers. Openings are how users' messages begin, so that the target also
+writes prompts that it seldom starts itself. They are general: none begins just one evaluation
+prompt. A word of the tokenizer after an opening leads to subjects that a small model would not
+come to.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +21,170 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.workload.replay import recording
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.exams import Exam, read_exams
 from mpissd.learn.shape import draft_config, state_config
-from mpissd.learn.template_parts import TemplateParts, template_parts
+
+ASKING = """
+How do I|How can I|How does|How do|How long does it take to|How much|How many|How often should I|
+How would you|What is|What are|What is the best way to|What is the difference between|What should I|
+What does|What happens when|What are some|What causes|What can I|What would happen if|Which|Why do|
+Why does|Why is|Why are|Why did|Who was|Who|When did|When should I|Where can I|Where|Is it|Is there|
+Are there|Can I|Can you explain|Can you help me|Can you|Could you|Should I|Do I need|Does|Would it|
+Explain|Explain how|Explain why|Explain the difference between|Explain to a child|Describe|
+Describe how|Describe a|Give me|Give me a|Give me some|Give me three|Give me five ideas for|
+Tell me|Tell me about|Tell me a|Tell me how|Write a|Write an email|Write an email to|Write a letter|
+Write a short|Write a short story about|Write a story|Write a poem about|Write a haiku|
+Write a dialogue between|Write a paragraph about|Write a speech|Write a review|Write a description|
+Write a message|Write a song|Write an introduction|Write a scene|Summarize|Summarise|Compare|List|
+List three|List some|Name|Name five|Plan a|Plan|Create a|Make a|Design a|Draft a|Suggest|Suggest a|
+Recommend|Help me|Help me write|Translate|Rewrite|Rephrase|Correct|Convert|Calculate|Solve|Outline|
+Imagine|Pretend you are|You are a|Act as|Invent a|Come up with|Define|Teach me|Walk me through|
+In simple terms,|In one paragraph,|Briefly explain|I want to|I need|I need to|I have|I have a|I am|
+I'm|I'm trying to|I've been|I just|I feel|I keep|I would like|I don't understand|My|My friend|
+My boss|My son|My neighbour|My computer|We are|We have|Our|There is|Every time I|Yesterday|Please|
+Please write|Hi|Hello|Hey,|If|A|The|In|For|Is|Are
+"""
+CODING = """
+Write a Python function|Write a function|Write a program|Write a script|Write a class|
+Write a SQL query|Write a regular expression|In Python,|Python|How do I in Python|
+What does this code|Complete the following code|Complete this Python function:
+
+def|Fix|Refactor|Explain this code:|def|
+
+def|from typing import List
+
+
+def|import math
+
+
+def|def solve(values: list) -> int:
+    \"\"\"|class
+"""
+# The shares of ways to begin.
+SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
+RANKS = 20_000  # words are looked for among so many token ids: merges are numbered by frequency
+_WORD = re.compile(" [a-z]{4,}")
+
+
+@dataclass(frozen=True)
+class TemplateParts:
+    """The token ids that a chat template puts around messages, when a model writes the messages.
+
+    before: ids in front of the first user's message. between: ids after `end` of a user's message,
+    in front of the answer. again: ids after `end` of an answer, in front of the next user's
+    message. end: the token that ends every message.
+    """
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    again: tuple[int, ...]
+    end: int
+
+
+def template_parts(tokenizer: Tokenizer) -> TemplateParts:
+    """Derives a chat template's fixed parts from rendered conversations of one-letter messages.
+
+    Raises ConfigError for a template that does not end every message with one stop token.
+    """
+    one, other = (tokenizer.chat([_user(text)]) for text in ("x", "y"))
+    first = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    before, after = one[:first], one[first + 1 :]
+    if not after or after[0] not in tokenizer.stop_ids:
+        raise ConfigError("the chat template does not end a message with a stop token")
+    turns = [_user("x"), {"role": "assistant", "content": "y"}, _user("x")]
+    both = tokenizer.chat(turns)[len(one) : -len(after)]
+    if both[0] != other[first] or both[1] != after[0] or both[-1] != one[first]:
+        raise ConfigError("the chat template changes earlier turns of a conversation")
+    return TemplateParts(tuple(before), tuple(after[1:]), tuple(both[2:-1]), after[0])
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+class Openings:
+    """Draws the beginning of a user's message: nothing, an opening, an opening and a word."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.beginnings = {
+            name: [tuple(tokenizer.encode(text)) for text in _split(each)]
+            for name, each in {"asking": ASKING, "coding": CODING}.items()
+        }
+        ids = range(min(RANKS, tokenizer.vocab_size))
+        words: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.decode([i]))]
+        self.words = words or [()]
+
+    def draw(self, choose: random.Random) -> tuple[int, ...]:
+        """Returns the token ids of a beginning."""
+        (kind,) = choose.choices(list(SHARES), list(SHARES.values()))
+        if kind == "nothing":
+            return ()
+        opening = choose.choice(self.beginnings["asking" if kind == "word" else kind])
+        return opening + choose.choice(self.words) if kind == "word" else opening
+
+
+def _split(texts: str) -> list[str]:
+    """Returns the texts between bars; a line break after a bar is none of theirs."""
+    return [text.removeprefix("\n") for text in texts[1:-1].split("|")]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """One set of people's prompts: encoded prompts to be answered, or answers that are recorded."""
+
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]] | None = None
+
+    def longest(self, limit: int) -> int:
+        """Returns the most tokens of a prompt and an answer of at most `limit` tokens."""
+        return max(map(len, self.prompts), default=0) + limit
+
+    def part(self, rank: int, size: int) -> Exam:
+        """Returns every size-th prompt from the rank-th on; all of them if there are fewer."""
+        if len(self.prompts) < size:
+            return self
+        mine = slice(rank, None, size)
+        return Exam(self.prompts[mine], None if self.answers is None else self.answers[mine])
+
+
+def read_exams(
+    names: str | None, tokenizer: Tokenizer, vocab: int, flag: str = "prompts"
+) -> dict[str, Exam]:
+    """Returns {stem: exam} of a flag's files, a comma between: prompts (.jsonl), recordings
+    (.npz)."""
+    exams = {}
+    for name in filter(None, (names or "").split(",")):
+        is_recorded = Path(name).suffix == ".npz"
+        exam = _recorded(flag, name, vocab) if is_recorded else _asked(flag, name, tokenizer)
+        exams[Path(name).stem] = exam
+    return exams
+
+
+def _asked(flag: str, name: str, tokenizer: Tokenizer) -> Exam:
+    try:
+        lines = [json.loads(line) for line in Path(name).read_text("utf-8").splitlines()]
+        texts = [str(line["prompt"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{flag}={name!r}: allowed: lines {{"prompt": …}}: {error}') from error
+    if not texts:
+        raise ConfigError(f"{flag}={name!r}: no prompt: allowed: one or more")
+    return Exam([tokenizer.chat([{"role": "user", "content": text}]) for text in texts])
+
+
+def _recorded(flag: str, name: str, vocab: int) -> Exam:
+    recorded = recording.load(name)
+    if recorded.vocab != vocab:
+        why = f"a recording of {recorded.vocab} tokens, the target has {vocab}"
+        raise ConfigError(f"{flag}={name!r}: {why}: allowed: one of this target")
+    parts = recorded.sequences
+    return Exam([p.prompt.tolist() for p in parts], [p.tokens[: p.end].tolist() for p in parts])
 
 
 @dataclass(frozen=True)
 class Source:
-    """The target's weights and tokenizer, its template's parts, exams by name, an earlier draft.
+    """The target's weights and tokenizer, its template's parts, exams by name.
 
     lessons: training texts instead of samples, by name; empty if the target writes samples.
     """
@@ -32,7 +193,6 @@ class Source:
     tokenizer: Tokenizer
     template: TemplateParts
     exams: dict[str, Exam]
-    start: Checkpoint
     lessons: Mapping[str, Exam]
 
     @property
@@ -54,8 +214,7 @@ def read(config: DistillConfig) -> Source:
     _check_draft(config, checkpoint)
     exams = read_exams(config.prompts, tokenizer, vocab)
     lessons = read_exams(config.on, tokenizer, vocab, "on")
-    start, template = _start(config, checkpoint), template_parts(tokenizer)
-    return Source(checkpoint, tokenizer, template, exams, start, lessons)
+    return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, lessons)
 
 
 def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
@@ -66,27 +225,5 @@ def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
         state_config(target.config, kind, config.heads, 0)
     last = target.config.shape.num_layers - 1
     beyond = [number for number in config.layer_numbers if number > last]
-    if beyond and not (config.forms or config.start or config.kinds):
+    if beyond and not (config.forms or config.kinds):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
-
-
-def _start(config: DistillConfig, target: Checkpoint) -> Checkpoint:
-    """Returns the earlier draft, or the target if there is none.
-
-    Raises ConfigError for a draft of another target.
-    """
-    if not config.start:
-        return target
-    told = Path(config.start) / "config.json"
-    try:
-        own = json.loads(told.read_text("utf-8"))["mpissd"]
-        name, sha256 = own["target"], own["target_sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"start={config.start}: allowed: a draft that distill wrote") from error
-    if sha256 != target.sha256:
-        made, found = (str(each)[:12] for each in (sha256, target.sha256))
-        raise ConfigError(
-            f"start={config.start}: a draft of {name}, sha256 {made}; the target's is {found}: "
-            "allowed: a draft of this very target"
-        )
-    return open_checkpoint(config.start, target=config.target)

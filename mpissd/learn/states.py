@@ -56,6 +56,10 @@ class StateDraft:
         """Returns the draft with `change` applied to each of its own weights."""
         return replace(self, weights={name: change(w) for name, w in self.weights.items()})
 
+    def named(self) -> dict[str, Tensor]:
+        """Returns the draft's own weights by their names in files."""
+        return dict(self.weights)
+
     def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
         """Yields, for t = 1 … count, the states s_t [b, n − count, hidden] that the head reads.
 

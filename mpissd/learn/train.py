@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mpissd.learn.llama import Llama, Tensor
-from mpissd.learn.pair import Losses, Pair
-from mpissd.learn.sample import Samples
+from mpissd.learn.llama import Tensor
+from mpissd.learn.sample import OutOfTime, Samples, until
 
 WAIT_S = 300  # for the slowest process, whose first steps may still compile
 
@@ -110,7 +109,8 @@ class Plan:
     """The duration and settings of a training.
 
     seconds: length of the training, without first steps that compile. until: when the training has
-    to be over, in seconds of time.monotonic(). save_every: seconds between two copies of the draft.
+    to be over, in seconds of time.monotonic(); cut: when a step that still runs is given up.
+    save_every: seconds between two copies of the draft.
     """
 
     seconds: float
@@ -122,6 +122,7 @@ class Plan:
     compiled: bool
     optimizer: str = "adamw"
     save_every: float = float("inf")
+    cut: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -152,20 +153,6 @@ class Learner(Protocol):
         """Returns the draft so far, without gradients."""
 
 
-def train(
-    pair: Pair,
-    parts: Sequence[Samples],
-    plan: Plan,
-    observer: Observer,
-    *,
-    held: Samples | None = None,
-    group: Group | None = None,
-) -> Llama:
-    """Trains the pair's draft in place and returns it without gradients; see `learn`."""
-    draft: Llama = learn(Losses(pair, plan.compiled), parts, plan, observer, held=held, group=group)
-    return draft
-
-
 def learn(
     learner: Learner,
     parts: Sequence[Samples],
@@ -178,18 +165,22 @@ def learn(
     """Trains a learner in place and returns its copy.
 
     parts: samples of equal numbers of sequences. held: sequences whose losses are in the curves and
-    that are not trained on. An error of the device after the first point ends the training early:
-    the draft that it has reached is returned, and the last point has the error.
+    that are not trained on. An error of the device after the first point, or `plan.cut`, ends the
+    training early: the draft that it has reached is returned, and the last point has the reason.
     """
-    first = None
-    try:
-        for point in _Training(learner, parts, plan, observer, group or Group()).points(held):
-            first = first or point
-            observer.point(point)
+    first, group = None, group or Group()
+    training = _Training(learner, parts, plan, observer, group)
+    try:  # a process that stops while others wait for its gradients would end them all
+        with until(plan.cut if group.size == 1 else float("inf")):
+            for point in training.points(held):
+                first = first or point
+                observer.point(point)
     except RuntimeError as error:
         if first is None:
             raise
         observer.point({"stopped": str(error).partition("\n")[0]})
+    except OutOfTime:
+        observer.point({"step": training.step, "stopped": "its time is over"})
     return learner.copy()
 
 

@@ -56,7 +56,7 @@ def _attend(
 
 
 def attend(q: Any, keys: Any, values: Any, seen: int) -> Any:
-    """Computes mpissd.learn.attend.attend; at most 16 query heads a KV head."""
+    """Computes mpissd.learn.sample.attend; at most 16 query heads a KV head."""
     num, kv_heads, length, d = keys.shape
     q = q.contiguous()
     out = torch.empty_like(q)

@@ -10,7 +10,6 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.engine.backend import chain_plan
-from mpissd.engine.backend.chain_plan import GEOMETRIES, Geometry, Multiplication, Operand
+from mpissd.engine.backend.chain_plan import Geometry, Multiplication, Operand
 from tests.gpu.agreement import relative_error, tolerance
 from tests.needs import lack
 
@@ -175,28 +174,6 @@ def test_a_chain_is_numpys(
     assert (finished[:-1] == table["awaited"] * len(inputs) * BLOCKS).all()
 
 
-def test_products_of_one_input_are_shared_out_together(library: Any) -> None:
-    """q, k, v, then o from q: 17 tiles over four blocks, which begin and end within products."""
-    kernels, rank, rows = library(1), Rank(3), 5
-    x = rank.memory.random(rows, 544)
-    qkv, out = rank.memory.poisoned(rows, 17 * 16), rank.memory.poisoned(rows, 64)
-    edges = [0, 192, 208, 272]
-    weights = [rank.memory.random(544, b - a, 1 / 24) for a, b in pairwise(edges)]
-    last = rank.memory.random(192, 64, 1 / 14)
-    places = [rank.memory.packed(weight).ctypes.data for weight in (*weights, last)]
-    chain = [
-        Multiplication(place, operand(x), operand(qkv[:, a:b]))
-        for place, (a, b) in zip(places, pairwise(edges), strict=False)
-    ]
-    chain.append(Multiplication(places[-1], operand(qkv[:, :192]), operand(out)))
-    queue(kernels, rank, chain_plan.plan(chain), rank.memory.zeros(5, np.uint32))
-    run(kernels)
-    expected = x.astype(np.float32) @ np.concatenate(weights, axis=1).astype(np.float32)
-    assert relative_error(qkv, expected) <= tolerance(1)
-    expected = qkv[:, :192].astype(np.float32) @ last.astype(np.float32)
-    assert relative_error(out, expected) <= tolerance(1)
-
-
 @pytest.mark.parametrize(
     "size, row_tiles", [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.long)]
 )
@@ -234,8 +211,7 @@ def test_ranks_add_up_within_a_chain(library: Any, size: int, row_tiles: int) ->
             assert (rank.done == 4 * (launch + 1)).all()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("words", [1, 2, 255, 256, 1300])
+@pytest.mark.parametrize("size, words", [(2, 1), (2, 255), (4, 1300)])
 def test_ranks_add_up_and_gather(library: Any, size: int, words: int) -> None:
     kernels, capacity = library(1), 2048
     ranks = [Rank(20 + number, size, capacity) for number in range(size)]
@@ -272,11 +248,6 @@ def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
     assert rank.stop[0] == 1 and np.isnan(out).all()
 
 
-def test_geometries_fit_a_block() -> None:
-    assert all(geometry.shared_bytes <= 227 << 10 for geometry in GEOMETRIES.values())
-    assert [geometry.row_tiles for geometry in GEOMETRIES.values()] == list(GEOMETRIES)
-
-
 def test_who_waits_for_whom() -> None:
     """q, k and v read one buffer and write columns of another; o reads q alone."""
     hidden, qkv, out = (
@@ -295,12 +266,6 @@ def test_who_waits_for_whom() -> None:
     assert table["awaited"].tolist() == [1, 0, 0, 1, 1, 0, 1]
     assert table["before"].tolist() == [0, 4, 5, 0, 0, 0, 4]
     assert table["group_tiles"].tolist() == [6, 6, 6, 4, 4, 5, 5]
-
-
-def test_exchanges_do_not_overtake_each_other() -> None:
-    arrays = [Operand(at << 20, 1, 32, 32) for at in range(4)]
-    chain = [Multiplication(0, arrays[n], arrays[n + 1], summed=True) for n in (0, 2)]
-    assert chain_plan.plan(chain)["after"].tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (64, 48), (96, 160)])

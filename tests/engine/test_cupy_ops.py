@@ -17,7 +17,6 @@ from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
-    FAMILIES,
     Rig,
     check_lanes,
     check_rollback,
@@ -36,7 +35,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
     return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_forward_is_the_references(gpu: Any, family: str) -> None:
     rig = Rig(gpu, tiny(family))
     tokens = prompt(rig, 7)
@@ -97,15 +96,7 @@ def test_a_row_is_the_same_in_large_blocks(
     assert (kind[1], kind[0], kind[2]) in built
 
 
-def test_weights_serve_a_stack_of_more_rows(gpu: Any) -> None:
-    config = tiny("llama", layers=1)
-    rig = Rig(gpu, config, max_rows=2)
-    more = Rig(gpu, config, max_rows=9, weights=rig.stack.weights)
-    tokens = prompt(rig, 9)
-    assert np.array_equal(more.fill(tokens, 9), rig.fill(tokens, 2))
-
-
-@pytest.mark.parametrize("trunk", [0, 3, 126])
+@pytest.mark.parametrize("trunk", [126])
 def test_a_lane_is_a_trunk(gpu: Any, trunk: int) -> None:
     """From 126 on the lanes grow into the next split, and page."""
     check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), trunk, 4)
@@ -115,8 +106,7 @@ def test_a_rollback_leaves_nothing(gpu: Any) -> None:
     check_rollback(Rig(gpu, tiny("qwen3", layers=1)), 10)
 
 
-@pytest.mark.parametrize("k", [1, 5])
-@pytest.mark.parametrize("width", [101, 5000])
+@pytest.mark.parametrize("width, k", [(101, 1), (5000, 5)])
 def test_top_k_of_float32(gpu: Any, width: int, k: int) -> None:
     rng = np.random.default_rng(width)
     values = rng.integers(-9, 9, (2, width)).astype(np.float32) / 8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mpissd.common.errors import FaultError, ProtocolError
+from mpissd.common.errors import FaultError
 from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -40,7 +40,7 @@ def opened(gpu: Any, seed: int = 0, columns: int = V, spread: float = 2.0) -> tu
     return CupyDraws(gpu, launcher, launcher.uploaded(logits, np.float32)), logits
 
 
-@pytest.mark.parametrize("columns, threads", [(9, 64), (40, 64), (V, 64), (V, 512)])
+@pytest.mark.parametrize("columns, threads", [(9, 64), (V, 64)])
 def test_a_token_of_the_target_is_the_hosts(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, columns: int, threads: int
 ) -> None:
@@ -55,7 +55,7 @@ def test_a_token_of_the_target_is_the_hosts(
         assert [one.token for one in draws.judge(asked)] == expected
 
 
-@pytest.mark.parametrize("top, scale", [(0, 1.0), (1, 0.5), (5, 0.25), (5, 0.0), (64, 0.0)])
+@pytest.mark.parametrize("top, scale", [(0, 1.0), (5, 0.25), (64, 0.0)])
 def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
     """Its row is rounded as the host rounds, and both ends find the probability that was told."""
     draws, logits = opened(gpu, seed=top)
@@ -70,14 +70,6 @@ def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
         assert sampling.recorded(arrived)[token] == found.q
         assert arrived.astype(np.float64)[::-1].sum() == found.kept.total  # exact in any order
         assert sampling.checked_total(arrived, token, found.q, None) == found.kept.total
-
-
-def test_weights_that_are_damped_to_nothing_are_not_damped(gpu: Any) -> None:
-    draws, logits = opened(gpu, columns=20)
-    asked = [Drafting(0, 1.0, 0.4, 20)]
-    (found,) = draws.propose(asked, 0.0)
-    plain = sampling.probabilities(logits[0], 1.0)
-    assert np.asarray(found.kept) == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -107,15 +99,6 @@ def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> No
                 replaced += 1
                 assert verdict.token == expected[1]
     assert replaced > 5
-
-
-def test_where_nothing_is_left_nothing_is_rejected(gpu: Any) -> None:
-    """p = q up to rounding; here q was told too large on purpose."""
-    launcher = gpu.launcher(early=False)
-    draws = CupyDraws(gpu, launcher, launcher.zeros((1, 2), np.float32))
-    kept = draws.keep(np.array([0.5, 0.5], np.float32), 1.0)
-    (verdict,) = draws.judge([Judging(0, 1.0, 0.5, 1, 0.75, 0.9, kept)])
-    assert not verdict.is_replaced and not verdict.needs_row
 
 
 def test_emitted_tokens_follow_the_target(gpu: Any) -> None:
@@ -149,20 +132,3 @@ def test_a_logit_that_is_not_finite_is_refused(gpu: Any) -> None:
         assert len(draws.judge([Judging(2, 1.0, 0.5)])) == 1
         with pytest.raises(FaultError, match="a logit is not finite"):
             draws.judge([Judging(3, 1.0, 0.5)])
-
-
-def test_rows_are_used_again_when_nobody_holds_them(gpu: Any) -> None:
-    draws, _ = opened(gpu)
-    first = draws.propose([Drafting(0, 1.0, 0.5)], 1.0)
-    address = first[0].kept.values.ctypes.data
-    second = draws.propose([Drafting(1, 1.0, 0.5)], 1.0)
-    assert second[0].kept.values.ctypes.data != address
-    del first
-    third = draws.propose([Drafting(1, 1.0, 0.5)], 1.0)
-    assert third[0].kept.values.ctypes.data == address
-
-
-def test_a_row_that_gives_another_probability_is_refused() -> None:
-    row = np.array([0.25, 0.75], np.float32)
-    with pytest.raises(ProtocolError, match=r"its row says 0\.75, its proposal said 0.5"):
-        sampling.checked_total(row, 1, 0.5, None)

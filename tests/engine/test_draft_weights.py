@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import (
     config_of,
     doubt,
@@ -20,7 +17,6 @@ from mpissd.engine.model.transformer.sources import (
     open_checkpoint,
     origin_of,
 )
-from mpissd.engine.model.transformer.weights import load_weights
 from mpissd.learn.export import quantized, save
 from tests.engine.test_greedy_reference import has_smollm2
 from tests.needs import needs
@@ -186,36 +182,3 @@ def test_a_draft_speaks_its_target_s_tokens(
     assert np.allclose(logits(beside, TOKENS), known, rtol=0, atol=1e-5)
     assert np.array_equal(beside.matrix(EMBEDDING, slice(38, target_vocab)), whole[38:])
     assert np.isfinite(logits(beside, [target_vocab - 1])).all()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_int8_weights_count_as_they_are_kept(tmp_path: Path, tied: bool) -> None:
-    """On a CPU they stay int8 with a float32 scale for 32 of them; on a GPU they have 16 bits."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 192}
-    changes = {**sizes, "tie_word_embeddings": tied}
-    plain, values = folder(tmp_path, "plain", **changes)
-    told = {**CONFIG, **changes, "mpissd": {"quantization": "int8-32"}}
-    stored = quantized(values, np.arange(192))
-    if tied:
-        stored = {name: value for name, value in stored.items() if name != "head_ids"}
-    small = write_folder(tmp_path / "small", told, stored)
-    sizes_of: dict[str, list[int]] = {}
-    for name, path in (("plain", plain), ("small", small)):
-        checkpoint = open_checkpoint(str(path))
-        shard, options = TransformerShard(checkpoint.config), ForwardOptions(lm_head=True)
-        loaded = load_weights(NumpyBackend(), checkpoint, shard, max_rows=4)
-        kept = sum(map(num_bytes, (*loaded.layers, loaded.head))) + loaded.table.nbytes
-        sizes_of[name] = [kept, shard.weight_bytes(options, 4), shard.weight_bytes(options, 2)]
-        assert shard.cost(1, 1, 4, options).weight_bytes == sizes_of[name][1] - loaded.table.nbytes
-    assert sizes_of["plain"][1] == sizes_of["plain"][2] == sizes_of["small"][2]
-    for kept, counted, _ in sizes_of.values():
-        assert counted == pytest.approx(kept, rel=0.02)
-    assert sizes_of["small"][1] < 0.8 * sizes_of["plain"][1]
-
-
-def num_bytes(packed: Any) -> int:
-    """The bytes of a layer's arrays, or of a packed matrix."""
-    if isinstance(packed, np.ndarray):
-        return packed.nbytes
-    parts = vars(packed).values() if packed is not None and not isinstance(packed, int) else ()
-    return sum(num_bytes(part) for part in parts)

@@ -12,7 +12,6 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
@@ -59,46 +58,12 @@ def test_launches_queue_as_on_a_stream(backend: EmulatedBackend) -> None:
     assert (one.elapsed_s(), two.elapsed_s()) == (FORWARD_S, 2 * FORWARD_S)
 
 
-def test_synchronize_waits_for_the_queue(backend: EmulatedBackend) -> None:
-    program = backend.program(never, cost(1))
-    start = time.perf_counter()
-    program.launch()
-    backend.synchronize()
-    assert time.perf_counter() - start >= FORWARD_S and program.done()
-
-
-def test_an_idle_queue_starts_at_the_launch(backend: EmulatedBackend) -> None:
-    program = backend.program(never, cost(1))
-    program.launch()
-    program.wait(WAITER)
-    time.sleep(FORWARD_S)
-    start = time.perf_counter()
-    program.launch()
-    program.wait(WAITER)
-    assert time.perf_counter() - start >= FORWARD_S
-
-
 def test_a_wait_sleeps(backend: EmulatedBackend) -> None:
     program = backend.program(never, cost(10))
     program.launch()
     before = time.thread_time()
     program.wait(WAITER)
     assert time.thread_time() - before < 0.5 * 10 * FORWARD_S
-
-
-def test_rates_are_the_profile_s() -> None:
-    backend = EmulatedBackend(load_profile("h100"))
-    assert backend.peak_flops() == backend.profile.peak_flops_per_s
-    assert backend.read_bandwidth(1) == backend.profile.read_bytes_per_s
-
-
-def test_null_measures_the_framework_alone() -> None:
-    null = open_backend("emulated", device="null", local_rank=0)
-    program = null.program(never, cost(10**6))
-    program.launch()
-    assert program.done() and program.elapsed_s() == 0.0
-    assert null.read_bandwidth(10**9) is None and null.info.memory_bytes is None
-    assert null.peak_flops() is None
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -117,10 +82,3 @@ def test_a_70b_steps_on_a_laptop(tp: int) -> None:
     assert stepper.elapsed_s() == profile.forward_s(shard.cost(8, 1, 2, options))
     assert stepper.elapsed_s() > profile.forward_s(shard.cost(8, 1, 2, ForwardOptions()))
     stepper.close()
-
-
-def test_it_says_that_it_is_emulated() -> None:
-    info = EmulatedBackend(load_profile("h200")).info
-    assert info.kind == "emulated" and "emulated" in info.name
-    with pytest.raises(NotImplementedError, match="no numbers"):
-        EmulatedBackend(load_profile("h200")).to_host(None)

@@ -66,15 +66,6 @@ def test_a_draw_is_that_of_the_sums_one_after_the_other(
         assert sampling.draw(weights.values, u, weights.total) == expected
 
 
-def test_blocks_decide_all_but_draws_next_to_a_bound() -> None:
-    rng = np.random.default_rng(5)
-    probs = softmax(peaked(rng), 0.7)
-    found = [sampling._between(probs, u) for u in rng.random(200)]
-    assert found.count(None) == 0
-    bound = np.cumsum(probs)[int(np.argmax(probs))]
-    assert sampling._between(probs, float(bound)) is None
-
-
 def test_a_proposal_has_the_bits_of_its_normalised_row() -> None:
     rng = np.random.default_rng(6)
     for u in rng.random(20):
@@ -84,16 +75,3 @@ def test_a_proposal_has_the_bits_of_its_normalised_row() -> None:
         token, q, row = sampling.propose(probs, float(u))
         assert (token, q) == (inverted(exact, u), exact[inverted(exact, u)])
         assert row.tobytes() == probs.astype(np.float32).tobytes()
-
-
-@pytest.mark.parametrize("coin", [0.0, 1 - 2.0**-53])
-def test_weights_are_judged_as_their_distribution(coin: float) -> None:
-    rng = np.random.default_rng(7)
-    for u in rng.random(20):
-        rows = [sampling.weigh(peaked(rng), 0.7) for _ in range(2)]
-        token, q, drawn = sampling.propose(softmax(peaked(rng), 0.7), float(u))
-
-        def judged(p: Callable[[int], Floats | sampling.Weights]) -> tuple[int, int]:
-            return sampling.judge(p, [token], [q], lambda i: drawn, [coin], float(u))  # noqa: B023
-
-        assert judged(rows.__getitem__) == judged([row.probs for row in rows].__getitem__)

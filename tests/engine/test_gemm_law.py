@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpissd.common.rounds import Batch, Outcome, Request, Source
+from mpissd.common.rounds import Outcome, Request, Source
 from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.hits import named_hit_law
-from mpissd.engine.workload.gemm import DraftStream, TokenStream, leading
+from mpissd.engine.workload.gemm import DraftStream, TokenStream
+from mpissd.engine.workload.sequence import Batch
 from tests.oracle import Law
 
 SHORT = 64  # positions of a window, so that some rounds cross several
@@ -60,9 +60,9 @@ class Pair:
         self._begin(Outcome(0, rows))
 
     def _begin(self, outcome: Outcome) -> None:
-        admissions = self.batch.apply(outcome)
-        self.draft.begin_round(self.batch, admissions)
-        self.target.begin_round(self.batch, admissions)
+        started = self.batch.apply(outcome).started
+        self.draft.begin_round(self.batch, started)
+        self.target.begin_round(self.batch, started)
 
     def places(self) -> list[tuple[int, int]]:
         """(sequence, committed length) of the batch's rows."""
@@ -119,26 +119,6 @@ def test_a_slot_taken_again_forgets_its_last_tenant() -> None:
     pair._begin(Outcome(40, np.concatenate([rows, new])))
     assert pair.places() == [(1, 42), (7, 1)] and set(pair.batch.slots.tolist()) == {0, 1}
     check_tables(pair)
-
-
-def test_the_same_position_is_the_same_token_for_any_window_and_batch() -> None:
-    tokens = []
-    for batch, window in ((1, 64), (3, 4096)):
-        stream, held = TokenStream(5, 50, batch, 4, window), Batch(batch)
-        requests = [Request(9)] if batch == 1 else [Request(4), Request(9), Request(6)]
-        stream.begin_round(held, held.apply(Outcome.admission(-1, requests)))
-        row = np.array([held.ids.tolist().index(9)])
-        tokens.append(stream.true(np.arange(12), row).tolist())
-    assert tokens[0] == tokens[1]
-
-
-def test_drafts_of_some_rows() -> None:
-    pair = Pair(3, (1,) * 4, batch=3)
-    pair.admit(*[Request(n) for n in range(3)])
-    pair.commit([0, 3, 1])
-    every = pair.draft.drafts(Source.JIT, np.zeros((), np.int64))
-    some = pair.draft.drafts(Source.JIT, np.zeros((), np.int64), np.array([2, 0]))
-    assert some.tolist() == every[[2, 0]].tolist()
 
 
 Fans = st.integers(1, 5).flatmap(
@@ -216,23 +196,3 @@ def test_acceptance_follows_its_hazards() -> None:
         pair.commit(ks.tolist())
     for tries, hits, rate in zip(reached, accepted, hazards, strict=True):
         assert abs(hits - tries * rate) <= 5 * math.sqrt(tries * rate * (1 - rate))
-
-
-@given(st.integers(1, 6), st.integers(1, 12), st.data())
-def test_leading_runs_by_hand(lookahead: int, window: int, data: st.DataObject) -> None:
-    if window < lookahead:
-        window = lookahead
-    bits = data.draw(st.lists(st.booleans(), min_size=lookahead * window, max_size=99))
-    table = np.array(bits[: lookahead * window]).reshape(lookahead, window)
-    for p, found in enumerate(leading(table).tolist()):
-        run = 0
-        while run < lookahead and p + run < window and table[run, p + run]:
-            run += 1
-        assert found == run
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
-def test_lanes_by_hand(fan_out: list[int]) -> None:
-    k_of, place = lanes_of(fan_out)
-    lanes = [(k, n) for k, count in enumerate(fan_out) for n in range(count)]
-    assert list(zip(k_of.tolist(), place.tolist(), strict=True)) == lanes

@@ -53,7 +53,7 @@ def hidden(stack: GemmStack) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [2, 3])
 def test_the_shards_add_up_to_the_whole(tp: int, shape: ModelShape, fuse: bool) -> None:
     options = ForwardOptions(fuse=fuse)
     whole = forward(build(shape, options, SoloGroup()))
@@ -91,16 +91,6 @@ def test_a_forward_by_hand(shape: ModelShape) -> None:
     assert stack.buffers.gate_up.shape[1] == (2 if shape.gated else 1) * ffn
 
 
-@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
-def test_fused_products_are_the_same_numbers(shape: ModelShape) -> None:
-    loose = forward(build(shape, ForwardOptions(), SoloGroup()))
-    fused = forward(build(shape, ForwardOptions(fuse=True), SoloGroup()))
-    assert all(len(layer.qkv) == len(layer.gate_up) == 1 for layer in fused.layers)
-    for name in ("hidden", "middle", "qkv", "gate_up"):  # k, v and up too, which nothing reads
-        got, want = getattr(fused.buffers, name), getattr(loose.buffers, name)
-        np.testing.assert_allclose(got[:ROWS], want[:ROWS], rtol=2e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
 def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse: bool) -> None:
@@ -118,7 +108,7 @@ def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse
     assert (lists.ids[:ROWS] >= 0).all() and (lists.ids[ROWS:] == -1).all()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> None:
     """Each rank gathers every rank's k best; merged, they are those of the unsharded model."""
@@ -136,7 +126,7 @@ def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> No
         np.testing.assert_allclose(found.values[0], want, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_equal_values_of_several_shards_go_to_the_lowest_id(seed: int) -> None:
     dice = np.random.default_rng(seed)
     heads, tp, rows, k = dice.integers(1, 5, 4)
@@ -149,18 +139,6 @@ def test_equal_values_of_several_shards_go_to_the_lowest_id(seed: int) -> None:
     want = np.argsort(-whole, axis=-1, kind="stable")[..., :k]
     assert np.array_equal(found.ids, want)
     assert np.array_equal(found.values, np.take_along_axis(whole, want, -1))
-
-
-def test_deep_stacks_neither_vanish_nor_overflow() -> None:
-    deep = ModelShape("deep", 80, 64, 8, 4, 8, 128, True, 64)
-    stack = forward(build(deep, ForwardOptions(), SoloGroup()))
-    assert 1e-2 < float(np.abs(hidden(stack)).mean()) < 1e2
-
-
-def test_equal_tokens_are_equal_rows_and_others_are_not() -> None:
-    rows = hidden(forward(build(GATED, ForwardOptions(), SoloGroup())))
-    np.testing.assert_allclose(rows[0], rows[4], rtol=1e-5)
-    assert np.abs(rows[0] - rows[1]).max() > 0.1
 
 
 @pytest.mark.parametrize("own_tokens", [1, 4])
@@ -228,25 +206,9 @@ class TestStepper:
         with pytest.raises(NotImplementedError, match=r"need ForwardOptions\.values"):
             stepper.results()
 
-    def test_a_seed_makes_a_model(self) -> None:
-        def table(seed: int) -> Any:
-            stepper = Stepper(
-                NumpyBackend(),
-                SoloGroup(),
-                Shard(GATED),
-                ForwardOptions(),
-                buckets=[1],
-                num_sequences=1,
-                seed=seed,
-            )
-            return stepper.stack.layers[0].o
-
-        assert np.array_equal(table(1), table(1)) and not np.array_equal(table(1), table(2))
-
 
 SMALL = "gen:layers=3,hidden=24,ffn=36,heads=12,head_dim=4,vocab=96"  # q is 48 wide, as of GATED
 KINDS = ("eagle", "mtp", "medusa3", "mlp16", "mlp")
-BUFFERS = ("entry", "hidden", "middle", "qkv", "gate_up", "states", "logits")
 
 
 def headed(kind: str, options: ForwardOptions) -> GemmStack:
@@ -291,39 +253,6 @@ def test_a_head_sized_draft_issues_the_products_that_it_is_charged_for(
     assert sum(w.size for w in every_weight(stack)) == stack.shard.num_params(options)
 
 
-@pytest.mark.parametrize("lm_head", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_head_sized_draft_writes_all_that_it_should_and_no_more(kind: str, lm_head: bool) -> None:
-    stack = headed(kind, ForwardOptions(lm_head=lm_head, top_k=2))
-    stack.candidates.ids[:] = -7
-    forward(stack)
-    layers = stack.shard.shape.num_layers
-    for name in BUFFERS:
-        buffer = getattr(stack.buffers, name)
-        written = name not in ("middle", "qkv", "gate_up") or layers
-        if buffer is not None:
-            assert np.isfinite(buffer[:ROWS]).all() == bool(written), name
-            assert np.isnan(buffer[ROWS:]).all(), name
-    lists, outputs = stack.candidates.by_k[2], max(1, len(stack.heads))
-    assert np.isfinite(lists.values[:ROWS]).all() and np.isnan(lists.values[ROWS:]).all()
-    assert (stack.candidates.ids[: outputs * ROWS * 2] >= 0).all()
-    assert (stack.candidates.ids[outputs * ROWS * 2 :] == -7).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_of_a_head_sized_draft_decides(kind: str) -> None:
-    """k, v and up apart, which nothing reads: a weight that is zeroed changes what is read out."""
-    options = ForwardOptions(lm_head=True)
-    want = forward(headed(kind, options)).candidates.ids.copy()
-    unread = {1, 2, 5} if resolve_model(f"{kind}:{SMALL}").num_layers else set()
-    fused = len(headed(kind, options).fusion)
-    for n in range(len(every_weight(headed(kind, options)))):
-        stack = headed(kind, options)
-        every_weight(stack)[n][...] = 0
-        same = np.array_equal(forward(stack).candidates.ids, want)
-        assert same == (n - fused in unread), n
-
-
 def test_eagle_by_hand() -> None:
     """A token's row is two vectors side by side, fused to one; then a layer, then the LM head."""
     stack = forward(headed("eagle", ForwardOptions(lm_head=True)))
@@ -334,28 +263,3 @@ def test_eagle_by_hand() -> None:
     np.testing.assert_allclose(hidden(stack), x, rtol=2e-4, atol=2e-5)
     assert stack.candidates.ids[:ROWS].tolist() == (x @ lm_head).argmax(axis=1).tolist()
     assert 0.3 < float(np.std(x)) < 3  # scales keep the variance
-
-
-@pytest.mark.parametrize("kind", ["medusa3", "mlp16"])
-@pytest.mark.parametrize("lm_head", [False, True])
-def test_heads_side_by_side_by_hand(kind: str, lm_head: bool) -> None:
-    """Each head stands on the same hidden vector, and is read out on its own, one by one."""
-    stack = forward(headed(kind, ForwardOptions(lm_head=lm_head)))
-    x = stack.table[TOKENS % 1024]
-    states = [x @ weight for weight in stack.heads]
-    np.testing.assert_allclose(
-        stack.buffers.states[:ROWS], np.concatenate(states, axis=1), rtol=2e-4, atol=2e-5
-    )
-    scores = states
-    if lm_head:
-        scores = [s @ w for s, w in zip(states, stack.lm_heads, strict=True)]
-    want = [token for score in scores for token in score.argmax(axis=1).tolist()]
-    assert stack.candidates.ids[: len(want)].tolist() == want
-    assert len({tuple(w.ravel()[:5]) for w in stack.heads}) == len(stack.heads)
-
-
-def test_a_lookup_has_no_weight_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = build(resolve_model("lookup"), ForwardOptions(lm_head=True), SoloGroup())
-    recorded = Recorded(stack, monkeypatch)
-    forward(stack)
-    assert recorded.sizes == [] and every_weight(stack) == []

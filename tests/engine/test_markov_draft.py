@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpissd.common.rounds import Batch, Outcome, Source, Speculation
+from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov import MarkovDraftWorker, MarkovLaws, MarkovModel
+from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel
 from mpissd.engine.workload.sampled import SampledRollout
+from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.workload.workers import DraftWorker
 from tests.loop.harness import CountingForwards
 
 K, V = 3, 30
@@ -19,15 +21,15 @@ LAWS = MarkovLaws(MarkovModel(V, 2, 8), MODEL, 0.8, seed=3, saguaro_c=0.25, prom
 SERVED = [[7, 1, 4], [22, 9, 9]]
 
 
-def begun(num_draft: int = K) -> tuple[MarkovDraftWorker, Batch, Speculation]:
+def begun(num_draft: int = K) -> tuple[DraftWorker, Batch, Speculation]:
     """Two sequences that were served their first speculation: one a hit, one not."""
-    worker, batch = MarkovDraftWorker(CountingForwards(), LAWS, K, FANS), Batch(2)
-    admissions = batch.apply(Outcome.admission(-1, LAWS.requests(0, 2)))
-    worker.begin_round(batch, admissions)
+    worker = DraftWorker(CountingForwards(), MarkovDraft(LAWS, K, FANS))
+    batch = worker.open_batch(2)
+    batch.apply(Outcome.admission(-1, LAWS.requests(0, 2)))
     speculation = Speculation.empty(0, 2, K, sampled=True)
     speculation.rows[:, :3] = [[Source.CACHE, 1, num_draft], [Source.JIT, 0, num_draft]]
     speculation.tokens[:] = SERVED
-    worker.served(batch, speculation)
+    batch.serve(speculation)
     return worker, batch, speculation
 
 
@@ -39,7 +41,7 @@ def behind(row: int, k: int) -> list[int]:
 def test_candidates_are_the_draft_s_likeliest_but_what_was_served(num_draft: int) -> None:
     """Behind the last served token nothing was proposed, so nothing is left out."""
     worker, batch, speculation = begun(num_draft)
-    branches = worker.branches(batch, speculation, FANS)
+    branches = worker.oracle.branches(batch, speculation, FANS)
     want = []
     for row, fans in enumerate((FANS.after_hit, FANS.after_miss)):
         for k in range(num_draft + 1):
@@ -53,9 +55,9 @@ def test_candidates_are_the_draft_s_likeliest_but_what_was_served(num_draft: int
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == want
 
 
-def grow(worker: MarkovDraftWorker, rollout: SampledRollout) -> None:
+def grow(worker: DraftWorker, batch: Batch, rollout: SampledRollout) -> None:
     for _ in range(K):
-        worker.launch_step([rollout])
+        worker.launch_step(batch, [rollout])
         worker.collect_step([rollout])
 
 
@@ -74,10 +76,10 @@ def check_rows(rollout: SampledRollout, starts: list[list[int]], fans: tuple[int
 
 def test_branches_draw_from_what_a_hit_will_keep() -> None:
     worker, batch, speculation = begun()
-    branches = worker.branches(batch, speculation, FANS)
+    branches = worker.oracle.branches(batch, speculation, FANS)
     rollout = branches.rollout
     assert isinstance(rollout, SampledRollout)
-    grow(worker, rollout)
+    grow(worker, batch, rollout)
     lanes = zip(
         branches.lanes.rows.tolist(), branches.lanes.k.tolist(), rollout.first.tolist(), strict=True
     )
@@ -91,17 +93,6 @@ def test_branches_draw_from_what_a_hit_will_keep() -> None:
     check_rows(rollout, [starts[n] for n in chosen], FANS.after_hit)
 
 
-def test_a_backup_draws_from_what_a_miss_will_keep() -> None:
-    worker, batch, _ = begun()
-    rows = np.array([[0, 0, 0, 2, 11], [1, 0, 0, 0, 5]], np.int32)
-    worker.begin_round(batch, batch.apply(Outcome(0, rows)))
-    rollout = worker.restart(batch, [1, 0], Source.JIT)
-    assert isinstance(rollout, SampledRollout)
-    assert (rollout.rows.tolist(), rollout.first.tolist()) == ([1, 0], [5, 11])
-    grow(worker, rollout)
-    check_rows(rollout, [[*behind(1, 0), 5], [*behind(0, 2), 11]], FANS.after_miss)
-
-
 def test_a_fast_backup_looks_its_tokens_up() -> None:
     """In what the sequence holds, prompt included; what is missing is the likeliest of all."""
     worker, batch, _ = begun()
@@ -110,8 +101,8 @@ def test_a_fast_backup_looks_its_tokens_up() -> None:
         rows = np.array([[0, 0, 0, 2, tokens[2]], [1, 0, 0, 0, 20 + round_]], np.int32)
         speculation = Speculation.empty(round_, 2, K, sampled=True)
         speculation.rows[:, 2], speculation.tokens[0] = (3, 0), (*tokens[:2], 0)
-        worker.served(batch, speculation)
-        worker.begin_round(batch, batch.apply(Outcome(round_, rows)))
+        batch.serve(speculation)
+        batch.apply(Outcome(round_, rows))
     rollout = worker.restart(batch, [0, 1], Source.FAST)
     assert rollout.tokens[0].tolist() == [second, 8, 6]
     assert rollout.tokens[1].tolist() == [MODEL.likeliest] * K

@@ -24,19 +24,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
 
 
-def test_a_folder_that_was_asked_for_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    assert Path(numba_ops._cache_folder()).parent == tmp_path
-
-
-def test_a_checkout_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    folder = Path(numba_ops._cache_folder())
-    assert folder.parent == Path(numba_ops.__file__).parent / "__pycache__"
-
-
 def test_a_changed_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All functions: those of another file may hold code of the one that changed."""
     shutil.copytree(numba_ops._HERE, tmp_path / "ops")
@@ -53,16 +40,6 @@ def test_a_read_only_checkout_compiles_into_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = Path(numba_ops._cache_folder())
     assert folder.parent == tmp_path / "cache" and folder.is_dir()
-
-
-def test_without_any_cache_it_compiles_into_a_temporary_folder(
-    read_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder = Path(numba_ops._cache_folder())
-    assert folder.is_dir() and folder.name.startswith("mpissd-numba-")
-    folder.rmdir()
 
 
 def test_without_numba_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

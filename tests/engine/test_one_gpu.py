@@ -52,15 +52,3 @@ def test_everything_else_stays_on_the_gpu_and_is_refused_there(
     flags: dict[str, Any], one_gpu: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert backend(2, **flags) == "cupy" and not capsys.readouterr().err
-
-
-def test_a_rank_for_each_gpu_stays_there(one_gpu: None) -> None:
-    assert backend(1, mode="ar") == "cupy"
-    assert backend(2, rank=1, hosts="ab") == "cupy"  # a GPU on each of two hosts
-    assert backend(3, rank=2, hosts="abb") == "numpy"
-
-
-def test_the_cpu_said_is_the_cpu_without_a_word(
-    one_gpu: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert backend(2, backend="numpy") == "numpy" and not capsys.readouterr().err

@@ -58,12 +58,6 @@ def test_the_profiles_that_come_along() -> None:
         assert {"read_bytes_per_s", "memory_bytes", "all_reduce"} <= set(profile.sources)
 
 
-def test_null_lasts_nothing() -> None:
-    null = load_profile("null")
-    assert null.forward_s(COST) == 0.0
-    assert (null.floor_s(COST), null.memory_bytes) == (None, None)
-
-
 def test_a_forward_is_its_roofline_products_all_reduces_and_launch(tmp_path: Path) -> None:
     profile = load_profile(write(tmp_path, GOOD))
     assert profile.floor_s(COST) == 16_000 / 100  # the products bound it
@@ -71,13 +65,6 @@ def test_a_forward_is_its_roofline_products_all_reduces_and_launch(tmp_path: Pat
     slow = copy.deepcopy(GOOD)
     slow["numbers"]["read_bytes_per_s"]["value"] = 4.0
     assert load_profile(write(tmp_path, slow)).floor_s(COST) == 1000 / 4  # so do the bytes, KV too
-
-
-@pytest.mark.parametrize(("ranks", "seconds"), [(1, 0), (2, 7), (3, 10), (4, 10), (8, 10)])
-def test_an_all_reduce_takes_the_next_larger_known_number_of_ranks(
-    tmp_path: Path, ranks: int, seconds: float
-) -> None:
-    assert load_profile(write(tmp_path, GOOD)).all_reduce_s(ranks, 64) == seconds
 
 
 def change(path: str, value: Any) -> Any:
@@ -136,8 +123,3 @@ def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"profile .*binary.json"):
         load_profile(str(binary))
-
-
-def test_a_profile_without_all_reduces_gives_them_for_nothing(tmp_path: Path) -> None:
-    alone = load_profile(write(tmp_path, change("all_reduce", None)))
-    assert alone.all_reduce_s(4, 10**9) == 0

@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.model_files import WHEELS
-from mpissd.common.presets import PRESETS
 from mpissd.engine.backend import weights
 from mpissd.engine.model.transformer.checkpoint import tensors
-from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 
 TINY = "gen:layers=2,hidden=24,ffn=40,heads=4,kv_heads=2,head_dim=6,vocab=50"
@@ -57,24 +54,7 @@ def test_a_tied_head_is_the_embedding_and_depth_changes_no_layer() -> None:
     assert np.array_equal(cut.matrix(name, *part), open_checkpoint("1b").matrix(name, *part))
 
 
-def test_architectures_of_presets() -> None:
-    big, small, qwen = config_of("70b"), config_of("1b"), config_of("qwen3-0.6b")
-    assert (big.rope_theta, big.rope_scaling, big.tied) == (
-        5e5,
-        Llama3Scaling(8.0, 1.0, 4.0, 8192),
-        False,
-    )
-    assert small.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192) and small.tied
-    assert (qwen.qk_norm, qwen.norm_eps, qwen.rope_theta) == (True, 1e-6, 1e6)
-    assert config_of("65b").rope_theta == 1e4
-
-
 @pytest.mark.parametrize("name", ["opt-125m", "eagle:8b", "lookup"])
 def test_architectures_that_have_no_transformer(name: str) -> None:
     with pytest.raises(ConfigError, match="not supported"):
         config_of(name)
-
-
-def test_all_gated_presets_have_a_transformer() -> None:
-    names = [name for name, shape in PRESETS.items() if shape.gated and name not in WHEELS]
-    assert {config_of(name).family for name in names} == {"llama", "qwen3"}

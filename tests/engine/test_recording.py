@@ -85,34 +85,16 @@ def test_what_is_written_is_read(recording: Recording, vocab: int, tmp_path: Pat
         assert archive["top"].itemsize == (4 if vocab > 1 << 16 else 2)
 
 
-def test_the_same_recording_is_the_same_file(recording: Recording, tmp_path: Path) -> None:
-    digests = set()
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        save(tmp_path / name / "pair.npz", recording)
-        digests.add(load(str(tmp_path / name / "pair.npz")).label)
-    assert len(digests) == 1
-    assert digests.pop().startswith("pair.npz sha256:")
-
-
-def test_a_file_is_read_again_once_it_has_changed(path: Path, recording: Recording) -> None:
-    before = load(str(path))
-    assert load(str(path)) is before
-    path.unlink()
-    save(path, replace(recording, sequences=recording.sequences[:1]))
-    assert len(load(str(path)).sequences) == 1
-
-
 def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
     data = path.read_bytes()
-    for length in {*range(0, len(data), 37), 1, 4, len(data) - 1}:
+    for length in {*range(0, len(data), 151), 1, 4, len(data) - 1}:
         path.write_bytes(data[:length])
         refusal(path)
 
 
 def test_a_damaged_file_is_refused_or_says_the_same(path: Path, recording: Recording) -> None:
     data, dice = path.read_bytes(), random.Random(0)
-    for _ in range(400):
+    for _ in range(80):
         damaged = bytearray(data)
         damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
         path.write_bytes(damaged)
@@ -181,12 +163,6 @@ def test_a_job_beyond_what_was_recorded_is_refused(path: Path) -> None:
         parse_flags({"recording": "x"})
     with pytest.raises(ConfigError, match=r"alpha=0.5 with workload=replay"):
         parse_flags({"workload": "replay", "recording": "x", "alpha": "0.5"})
-
-
-def test_a_row_names_its_recording(path: Path) -> None:
-    workload = job_of(path).workload
-    assert workload.row_fields().recording == load(str(path)).label
-    assert "3 prompts by table/table" in workload.law
 
 
 @pytest.mark.parametrize(("name", "count"), [("humaneval", 164), ("chat", 200)])

@@ -19,18 +19,9 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_auto_is_numpy_where_there_is_no_cupy(no_cupy: None) -> None:
-    assert choose("auto") == "numpy"
-
-
 def test_cupy_without_cupy_says_how_to_get_it(no_cupy: None) -> None:
     with pytest.raises(ConfigError, match="CuPy is not installed; pip install"):
         open_backend("cupy", device="h100", local_rank=0)
-
-
-@pytest.mark.parametrize("name", ["numpy", "emulated", "cupy"])
-def test_a_name_is_taken_at_its_word(name: str) -> None:
-    assert choose(name) == name
 
 
 def test_unknown_names_list_the_known_ones() -> None:
@@ -40,10 +31,3 @@ def test_unknown_names_list_the_known_ones() -> None:
         open_backend("jax", device="h100", local_rank=0)
     with pytest.raises(ConfigError, match="unknown device"):
         open_backend("emulated", device="h1000000", local_rank=0)
-
-
-def test_backends_name_themselves() -> None:
-    for name in ("numpy", "emulated"):
-        backend = open_backend(name, device="h100", local_rank=0)
-        assert backend.name == name and backend.info.name and not backend.capture
-        backend.close()

@@ -57,23 +57,11 @@ def test_requests_join_in_their_order_as_far_as_there_is_room() -> None:
     assert (scheduler.num_waiting, scheduler.free_pages) == (2, 8)
 
 
-def test_a_request_that_does_not_fit_is_overtaken_a_limited_number_of_times() -> None:
-    room = Room(sequences=8, context=100, ahead=K + 1, page=10, pages=12, patience=2)
-    scheduler, ranks = Scheduler(room), Ranks(random.Random(0))
-    scheduler.submit(task(0, 50, 40))
-    scheduler.submit(task(1, 70, 20))  # waits for the first one's pages
-    for n in range(2, 8):
-        scheduler.submit(task(n, 2, 2))
-    turn = scheduler.turn(0.0)
-    assert [request.request_id for request in turn.join] == [0, 2, 3]
-    ranks.turn(turn.leave, turn.join)
-    order = []
-    while not scheduler.is_idle:
-        scheduler.take(ranks.step())
-        turn = scheduler.turn(0.0)
-        order += [request.request_id for request in turn.join if not request.epoch]
-        ranks.turn(turn.leave, turn.join)
-    assert order == [1, 4, 5, 6, 7]
+def test_a_request_that_does_not_fit_is_waited_for() -> None:
+    scheduler = Scheduler(Room(sequences=8, context=100, ahead=K + 1, page=10, pages=12))
+    for n, length in enumerate((50, 70, 2)):
+        scheduler.submit(task(n, length, 20))
+    assert [request.request_id for request in scheduler.turn(0.0).join] == [0]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +122,11 @@ def test_what_was_cached_of_a_prompt_is_counted_at_its_first_admission_alone() -
     assert given.task.cached == 4
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_arrivals_all_end_and_no_page_is_lost_or_lent_twice(seed: int) -> None:
     dice = random.Random(seed)
     pages = dice.choice([10, 12, 20, 40])
-    room = Room(dice.randint(1, 6), 100 - K - 1, K + 1, 10, pages, patience=dice.randint(0, 5))
+    room = Room(dice.randint(1, 6), 100 - K - 1, K + 1, 10, pages)
     scheduler, ranks = Scheduler(room), Ranks(dice)
     left, ended, emitted, waited = 120, dict[int, str](), dict[int, int](), 0
     wanted: dict[int, int] = {}

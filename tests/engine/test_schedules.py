@@ -23,7 +23,8 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
+from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import (
     WAITER,
     CountingForwards,
@@ -112,9 +113,9 @@ def inline(backup: Source, num_tokens: int, lookahead: int = 4) -> tuple[Rows, C
     law = AcceptanceLaw((0.7,) * lookahead, "")
     laws = dict.fromkeys((Source.CACHE, Source.JIT, Source.FAST), law)
     stream = DraftStream(5, VOCAB, 1, laws, HitLaw(""))
-    worker = GemmDraftWorker(forwards := CountingForwards(), stream, num_tokens)
+    worker = DraftWorker(forwards := CountingForwards(), ImposedDraft(stream, num_tokens))
     policy = DraftPolicy(lookahead, FanOuts(), backup, lookahead)
-    target = GemmTargetWorker(CountingForwards(), TokenStream(5, VOCAB, 1, lookahead))
+    target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, lookahead)))
     speculator = InlineSpeculator(Drafter(worker, policy, 1, WAITER))
     loop = TargetLoop(target, speculator, NoPlans(), 1, WAITER)
     return drive(loop, Scenario(lookahead=lookahead, rounds=30)).sequences(), forwards
@@ -137,10 +138,10 @@ def test_parallel_heads_grow_in_one_forward() -> None:
     law = AcceptanceLaw((0.7,) * 4, "")
     laws = dict.fromkeys((Source.CACHE, Source.JIT, Source.FAST), law)
     stream = DraftStream(5, VOCAB, 1, laws, HitLaw(""), widest=2)
-    worker = GemmDraftWorker(forwards := CountingForwards(), stream, 4)
+    worker = DraftWorker(forwards := CountingForwards(), ImposedDraft(stream, 4))
     drafter = Drafter(worker, DraftPolicy(4, FanOuts((2,) * 5, (2,) * 5), Source.JIT, 4), 1, WAITER)
     rig: Any = SimpleNamespace(draft_forwards=forwards, drafter=drafter)
-    target = GemmTargetWorker(CountingForwards(), TokenStream(5, VOCAB, 1, 4))
+    target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, 4)))
     speculator = SteppedSpeculator(rig, lambda round_: 9)
     loop = TargetLoop(target, speculator, NoPlans(), 1, WAITER)
     rows = drive(loop, Scenario(lookahead=4, rounds=40)).sequences()
@@ -158,7 +159,6 @@ COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_ro
 WHOLE = [  # ranks, flags, the draft's name
     (1, (*INLINE, "--pair=8b/1b"), "llama-3.2-1b"),
     (1, (*INLINE, "--backup=fast", "--target=8b"), "lookup"),
-    (1, (*INLINE, "--pair=8b/eagle:8b", "--lm_head"), "eagle-llama-3.1-8b"),
     (1, (*INLINE, "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,16 +95,6 @@ def test_the_cost_of_a_known_forward() -> None:
     two = TransformerShard(config_of("8b"), 2).cost(5, 1, 2, options)
     assert (two.num_all_reduces, two.all_reduce_bytes) == (66, 5 * 4096 * 2)
     assert two.key != cost.key
-
-
-def test_uneven_heads_of_smollm2() -> None:
-    shape = ModelShape("s", 30, 576, 9, 3, 64, 1536, True, 49152)
-    shards = [TransformerShard(TransformerConfig(shape, "llama"), 2, rank) for rank in (0, 1)]
-    assert [(s.kv_heads, s.heads, s.ffn_width, s.vocab) for s in shards] == [
-        (2, 6, 768, 24576),
-        (1, 3, 768, 24576),
-    ]
-    assert replace(shards[0], rank=1) == shards[1]
 
 
 @pytest.mark.parametrize(("name", "tp"), [("8b", 9), ("toy-target", 5)])

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.shard import ForwardOptions
@@ -47,7 +45,7 @@ def test_it_computes_what_plain_numpy_does(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [2, 3, 5, 6, 7, 11, 15, 16, 32])
+@pytest.mark.parametrize("rows", [2, 5, 7, 15, 32])
 def test_a_row_is_itself_alone_among_any_others(family: str, rows: int) -> None:
     """Bit by bit, in forwards of any size: prompts in chunks, verifications, single tokens."""
     rig, tokens = Rig(FAMILIES[family]), dice_tokens(2, COUNT)
@@ -56,18 +54,6 @@ def test_a_row_is_itself_alone_among_any_others(family: str, rows: int) -> None:
     assert np.array_equal(np.concatenate(parts), alone)
     for mine, other in zip(rig.kept(0, COUNT), rig.kept(1, COUNT), strict=True):
         assert np.array_equal(mine, other)
-
-
-@pytest.mark.parametrize("page", [16, 32, 64])
-def test_where_the_pages_lie_changes_nothing(page: int) -> None:
-    rig, tokens = Rig(LLAMA, page=page, slots=3), dice_tokens(3, COUNT)
-    alone = rig.one_by_one(0, tokens)
-    for n in range(COUNT):  # pages of slots 1 and 2 are taken in turns
-        both = joined(trunk_rows(1, n, n + 1), trunk_rows(2, n, n + 1))
-        found = rig.forward([tokens[n], tokens[n]], both)
-        assert np.array_equal(found, alone[[n, n]])
-    rig.stack.release([1, 0])
-    assert np.array_equal(rig.trunk(1, 0, tokens[:40]), alone[:40])
 
 
 @settings(max_examples=30)
@@ -91,7 +77,7 @@ def test_ragged_forwards_of_many_sequences(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "odd"])
-@pytest.mark.parametrize("trunk", [1, 9, 15, 16, 17, 40])
+@pytest.mark.parametrize("trunk", [1, 15, 16, 40])
 def test_lanes_are_what_the_trunk_would_be(family: str, trunk: int) -> None:
     """A lane behind any trunk, over page borders too, has the bits of the same text as a trunk."""
     rig, steps = Rig(FAMILIES[family]), 20
@@ -148,13 +134,6 @@ def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
         assert np.array_equal(mine, other)
 
 
-def test_weights_serve_a_stack_of_more_rows() -> None:
-    """As a sweep's configurations share the weights that the first of them made."""
-    few, tokens = Rig(LLAMA, max_rows=2), dice_tokens(14, 30)
-    many = Rig(LLAMA, weights=few.stack.weights, max_rows=30)
-    assert np.array_equal(many.trunk(0, 0, tokens), few.one_by_one(0, tokens))
-
-
 def test_pages_are_given_back_and_taken_again() -> None:
     rig, tokens = Rig(LLAMA, slots=2, capacity=48), dice_tokens(9, 48)
     pages = rig.stack.pages
@@ -168,33 +147,6 @@ def test_pages_are_given_back_and_taken_again() -> None:
     assert len(set(pages.free)) == 4 and pages.held == [2, 0]
     with pytest.raises(AssertionError, match="position 48 of a cache of 48"):
         rig.stack.place(trunk_rows(1, 48, 49))
-
-
-@pytest.mark.parametrize(("lane", "trunk", "step"), [(6, 17, 0), (0, 17, 20), (0, 33, 0)])
-def test_lanes_that_have_no_place_are_refused(lane: int, trunk: int, step: int) -> None:
-    """A lane beyond the scratch, a step beyond it, and a trunk that is not in the cache."""
-    rig = Rig(LLAMA)
-    rig.trunk(0, 0, dice_tokens(15, 17))
-    with pytest.raises(AssertionError, match="no such place"):
-        rig.stack.place(lane_rows(0, [lane], [trunk], step))
-
-
-def test_a_token_beyond_the_vocabulary_is_another_one() -> None:
-    rig = Rig(LLAMA)
-    vocab = TINY.vocab_size
-    found = rig.trunk(0, 0, [3 + vocab, 3 + 2 * vocab])
-    assert np.array_equal(found, Rig(LLAMA).trunk(0, 0, [3, 3]))
-
-
-def test_padding_stores_nothing_and_attends_nothing() -> None:
-    rig, tokens = Rig(LLAMA), dice_tokens(11, 20)
-    rig.trunk(0, 0, tokens)
-    before = [array.copy() for array in rig.stack.cache.arrays]
-    free = list(rig.stack.pages.free)
-    padding = rig.forward(tokens, None)
-    assert np.isfinite(padding).all()
-    assert all(map(np.array_equal, before, rig.stack.cache.arrays))
-    assert rig.stack.pages.free == free
 
 
 def test_a_chunk_that_nobody_reads_is_stored_all_the_same() -> None:
@@ -294,19 +246,3 @@ class TestStepper:
             assert before is None or np.array_equal(results.ids, before)
             found[lists] = results.ids.copy()
         assert np.array_equal(found[True][..., :1], found[False])
-
-    def test_a_reduced_head_gives_the_targets_ids(self) -> None:
-        stepper = self.make()
-        self.run(stepper, [5, 6], 0)
-        before = stepper.results().ids
-        ids = np.arange(99, dtype=np.int32) * 7 + 3
-        stepper.stack.weights = replace(stepper.stack.weights, head_ids=ids)
-        assert np.array_equal(stepper.results().ids, before * 7 + 3)
-
-    def test_an_emulated_device_holds_no_numbers(self) -> None:
-        stepper = self.make(EmulatedBackend(load_profile("null")))
-        self.run(stepper, [5, 6], 0)
-        for read in (stepper.results, lambda: stepper.logits([0])):
-            with pytest.raises(NotImplementedError, match="holds no numbers"):
-                read()
-        stepper.release([0])

@@ -72,20 +72,6 @@ def test_a_folder_gives_what_was_written(tmp_path: Path, family: str, shards: in
     assert has_weights(str(folder)) and files_of(str(folder)) == folder
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_sixteen_bits_are_widened_exactly(tmp_path: Path, kind: str) -> None:
-    config, values = random_values(tmp_path)
-    if kind == "float16":
-        stored: Values = {name: value.astype(np.float16) for name, value in values.items()}
-        folder = write_folder(tmp_path / "model", config, stored)
-        assert_holds(open_checkpoint(str(folder)), {n: v.astype("f4") for n, v in stored.items()})
-        return
-    cut = {n: (v.view(np.uint32) & 0xFFFF0000).view(np.float32) for n, v in values.items()}
-    folder = write_folder(tmp_path / "model", config, {})
-    write_bfloat16(folder / "model.safetensors", cut)
-    assert_holds(open_checkpoint(str(folder)), cut)
-
-
 def write_bfloat16(path: Path, values: Values) -> None:
     """NumPy has no such type, and so the library writes none from it."""
     header, data = {}, b""
@@ -181,17 +167,6 @@ def test_the_llama_3_scaling_of_a_gguf_is_found_in_its_factors(tmp_path: Path) -
         config_of(str(path))
 
 
-def test_newer_configs_name_their_positions_elsewhere(tmp_path: Path) -> None:
-    rope = {**LLAMA3, "rope_theta": 5e5}
-    old, _ = random_values(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3)
-    new = {**{k: v for k, v in CONFIG.items() if k != "rope_theta"}, "rope_parameters": rope}
-    found = []
-    for config in (old, new):
-        (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-        found.append(config_of(str(tmp_path / "config.json")))
-    assert found[0] == found[1] and found[0].rope_theta == 5e5
-
-
 def test_a_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
     config, values = random_values(tmp_path)
     one = write_folder(tmp_path / "one", config, values)
@@ -202,15 +177,6 @@ def test_a_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
         "sha256sum *.safetensors", shell=True, cwd=many, capture_output=True, check=True, timeout=30
     )
     assert open_checkpoint(str(many)).sha256 == hashlib.sha256(listed.stdout).hexdigest()
-
-
-def test_names_may_end_in_a_depth(tmp_path: Path) -> None:
-    config, values = random_values(tmp_path)
-    folder = str(write_folder(tmp_path / "model", config, values))
-    cut, whole = open_checkpoint(f"{folder}@1L"), open_checkpoint(folder)
-    assert cut.config.shape.num_layers == 1
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert np.array_equal(cut.matrix(name), whole.matrix(name))
 
 
 def test_smollm2_of_its_wheel_knows_a_capital() -> None:

@@ -38,18 +38,3 @@ def test_a_part_is_a_slice_of_the_whole(rows: tuple[int, int], columns: tuple[in
     whole = weights.part(WeightPart(KEY, 0, top + height, 0, left + width, 0.25))
     part = weights.part(WeightPart(KEY, top, top + height, left, left + width, 0.25))
     assert np.array_equal(part, whole[top:, left:])
-
-
-def test_parts_have_the_deviation_they_were_given() -> None:
-    """65,536 uniforms: mean and deviation within 1%, ten standard errors of either."""
-    part = weights.part(WeightPart(KEY, 0, 256, 0, 256, 0.5))
-    assert abs(float(part.mean())) < 0.5 * 0.02
-    assert float(part.std()) == pytest.approx(0.5, rel=0.01)
-    assert float(np.abs(part).max()) <= 0.5 * 3**0.5
-
-
-def test_two_keys_are_two_matrices() -> None:
-    """Uncorrelated: 6 standard errors of 1/256."""
-    one, two = (weights.part(WeightPart(key, 0, 256, 0, 256, 1.0)).ravel() for key in (1, 2))
-    assert abs(float(np.corrcoef(one, two)[0, 1])) < 6 / 256
-    assert len(np.unique(one)) > 0.99 * one.size

@@ -18,7 +18,6 @@ from mpissd.engine.model.transformer.numba_ops.chained import run_stage
 from mpissd.engine.model.transformer.stages import BEFORE, SLOT, Ends, Sheet, Stage
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from mpissd.engine.workload import placement
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import Rig, prompt, tiny, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -201,7 +200,6 @@ def test_a_long_prompt_of_text_is_read_in_chunks(
 ) -> None:
     """Answers are the same in every mode, though a prompt's rows are of other products."""
     monkeypatch.setattr(CupyChunks, "rows", 128)
-    monkeypatch.setattr(placement, "LEAST_CHUNK", 64)
     monkeypatch.setattr("mpissd.engine.workload.workers.LEAST_CHUNK", 64)
     used = []
     body = CupyChunks.body

@@ -15,7 +15,6 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
 from tests.gpu.agreement import relative_error, tolerance
-from tests.needs import lack
 
 pytestmark = pytest.mark.gpu
 NO_COST = Cost(1, 0, 0, 0, 0, 0, 0, 1)
@@ -129,28 +128,3 @@ def test_a_program_is_asynchronous_and_timed(backend: Any) -> None:
     assert not program.done()  # 4 GB take most of a millisecond
     program.wait(WAITER)
     assert 1e-4 < program.elapsed_s() < 1.0
-
-
-def test_a_body_that_fails_leaves_the_stream_usable(backend: Any) -> None:
-    calls = []
-
-    def body() -> None:
-        calls.append(1)
-        if len(calls) > 1:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        if not backend.capture:
-            lack("graphs")
-        backend.program(body, NO_COST)
-    program = backend.program(backend.read(4096), NO_COST)
-    program.launch()
-    program.wait(WAITER)
-
-
-def test_an_uncapturable_body_runs_eagerly(backend: Any) -> None:
-    calls = []
-    program = backend.program(lambda: calls.append(1), NO_COST, capturable=False)
-    program.launch()
-    program.wait(WAITER)
-    assert len(calls) == 2 and not program.captured  # the warm-up, and the launch

@@ -73,15 +73,6 @@ def test_layers_at_full_width_are_the_references(backend: Any) -> None:
     assert relative_error(rig.fill(tokens, 5), expected) < 5e-3
 
 
-def test_candidates_are_the_best_logits(backend: Any) -> None:
-    rig = Rig(backend, tiny("llama"))
-    logits = rig.fill(prompt(rig, 8), 8)
-    ids, values = rig.candidates(8)
-    order = np.argsort(-logits, axis=-1, kind="stable")[:, :3]
-    assert np.array_equal(ids, order)
-    assert np.array_equal(values, np.take_along_axis(logits, order, -1))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, way: str) -> None:
     rig = Rig(backend, tiny(family), max_rows=128, capacity=512, page=256)

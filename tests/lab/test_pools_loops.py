@@ -15,19 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpissd.lab.pools.durations import Pool
-from mpissd.lab.pools.simulation import replay
 
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards
-from mpissd.engine.workload.gemm import DraftStream, TokenStream
+from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.pool import Pool, replay
 from tests.lab import test_predict_loops as loops
@@ -92,7 +90,9 @@ class PoolRun:
     def _lead(self, group: int, end: LeadEnd, clock: loops.Clock) -> None:
         job, batch = self.job, self.pool.batch
         stream = TokenStream(job.config.seed, job.target.vocab_size, batch, job.lookahead)
-        worker = loops.TargetWorker(loops.VirtualForwards(clock, self.pool.device.verify), stream)
+        worker = loops.TargetWorker(
+            loops.VirtualForwards(clock, self.pool.device.verify), ImposedTarget(stream)
+        )
         worker.clock = clock
         nobody: Any = SimpleNamespace(publish=loops.nothing, num_followers=0)
         loop = TargetLoop(worker, RemoteSpeculator(end), nobody, batch, clock)
@@ -108,7 +108,7 @@ class PoolRun:
         laws = job.acceptance, job.hit_law
         widest, vocab = max(1, job.fan_outs.widest), job.target.vocab_size
         stream = DraftStream(config.seed, vocab, self.pool.batch, *laws, widest)
-        worker = loops.DraftWorker(self.shared.seats[group], stream)
+        worker = loops.DraftWorker(self.shared.seats[group], ImposedDraft(stream))
         worker.clock = self.draft
         source = Source.FAST if config.backup == "fast" else Source.JIT
         policy = DraftPolicy(job.lookahead, job.fan_outs, source, job.backup_lookahead)

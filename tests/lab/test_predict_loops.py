@@ -24,7 +24,7 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
@@ -33,7 +33,8 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
+from mpissd.engine.workload import workers
+from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.simulation import replay
 
@@ -157,14 +158,14 @@ class VirtualForwards:
         return None
 
 
-class TargetWorker(GemmTargetWorker):
+class TargetWorker(workers.TargetWorker):
     """The target's worker; its host work takes the time that HOST says."""
 
     clock: Clock
 
-    def begin_round(self, *args: Any) -> None:
+    def enter(self, *args: Any) -> None:
         self.clock.spend(HOST.lead_commit)
-        super().begin_round(*args)
+        super().enter(*args)
 
     def upload(self, *args: Any) -> None:
         self.clock.spend(HOST.lead_broadcast + HOST.lead_upload)
@@ -183,18 +184,18 @@ class TargetWorker(GemmTargetWorker):
         return super().judge(*args)
 
 
-class DraftWorker(GemmDraftWorker):
+class DraftWorker(workers.DraftWorker):
     """The draft's worker, likewise."""
 
     clock: Clock
 
-    def begin_round(self, *args: Any) -> None:
+    def enter(self, *args: Any) -> None:
         self.clock.spend(HOST.draft_commit + HOST.draft_lookup)
-        super().begin_round(*args)
+        super().enter(*args)
 
-    def branches(self, *args: Any) -> Any:
+    def place_branches(self, *args: Any) -> None:
         self.clock.spend(HOST.glue + HOST.keys)
-        return super().branches(*args)
+        super().place_branches(*args)
 
     def collect_step(self, *args: Any) -> None:
         self.clock.spend(HOST.step)
@@ -248,7 +249,7 @@ class VirtualRun:
         job, config = self.job, self.job.config
         vocab, batch = job.target.vocab_size, config.batch_size
         stream = TokenStream(config.seed, vocab, batch, job.lookahead)
-        worker = TargetWorker(VirtualForwards(self.lead, self.device.verify), stream)
+        worker = TargetWorker(VirtualForwards(self.lead, self.device.verify), ImposedTarget(stream))
         worker.clock = self.lead
         return worker
 
@@ -259,7 +260,9 @@ class VirtualRun:
         laws = job.acceptance, job.hit_law
         stream = DraftStream(config.seed, vocab, batch, *laws, max(1, job.fan_outs.widest))
         lists = dict(self.device.lists).get(self.job.draft_options.top_k)
-        worker = DraftWorker(VirtualForwards(self.draft, self.device.draft, lists), stream)
+        worker = DraftWorker(
+            VirtualForwards(self.draft, self.device.draft, lists), ImposedDraft(stream)
+        )
         worker.clock = self.draft
         policy = DraftPolicy(
             job.lookahead,

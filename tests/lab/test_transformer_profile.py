@@ -27,7 +27,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.cache import RowPlaces
-from mpissd.engine.workload.placement import timed_places
+from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered
 from mpissd.lab.predict.derive import with_derived

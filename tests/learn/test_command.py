@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from tests.needs import module
 from tests.text import tiny
@@ -20,13 +24,14 @@ from tests.weight_files import CONFIG, values_of, write_folder
 
 module("torch", "PyTorch")
 module("safetensors", "safetensors")
+MPISSD = (sys.executable, "-m", "mpissd")
 ROOT = Path(__file__).resolve().parents[2]
 # Scale of the LM head. A sharper random target seldom ends a message: at 6 SMALL's samples have 121
 # answered tokens, at 1.5 547. Drafts are counted, trained and judged on answers alone.
 SHARP = 1.5
 SMALL = (
-    "--device=cpu --layers=0,1 --vocab=96 --sequences=128 --length=128 --batch=16 --batches=1 "
-    "--seconds_sampling=60 --seconds_training=60 --held_out=32 --answer=16 --learning_rate=0.002 "
+    "--device=cpu --layers=0,1 --vocab=96 --sequences=128 --length=128 --batch=8 --batches=1 "
+    "--seconds_sampling=60 --seconds_training=60 --held_out=8 --answer=16 --learning_rate=0.002 "
     "--seed=3"
 ).split()
 
@@ -43,23 +48,24 @@ def folder(home: Path, **tokenizer: Any) -> Path:
     return tiny.write(home / "target", **tokenizer)
 
 
-def distill(*flags: object, limit: float = 120, before: str = "") -> tuple[int, str]:
-    """Runs `distill`; before: shell commands that come first."""
-    return command("distill", *flags, limit=limit, before=before)
+def distill(*flags: object) -> tuple[int, str]:
+    """Runs `distill` in this process; returns its exit code and what it printed."""
+    with io.StringIO() as out, redirect_stdout(out), redirect_stderr(out):
+        code = main(["distill", *map(str, flags)])
+        return code, out.getvalue()
 
 
-def command(*words: object, limit: float = 120, before: str = "") -> tuple[int, str]:
-    """Runs a command of mpissd."""
-    command = [sys.executable, "-m", "mpissd", *map(str, words)]
-    line = f'{before} exec "$@"'
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(
-        ["bash", "-c", line, "bash", *command],
-        **{"cwd": ROOT, "env": environment, "timeout": limit},  # type: ignore[call-overload]
+def started(*flags: object, before: str = "") -> tuple[int, str]:
+    """Runs `distill` in a process of its own; before: shell commands that come first."""
+    done = subprocess.run(
+        ["bash", "-c", f'{before} exec "$@"', "bash", *MPISSD, "distill", *map(str, flags)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
         capture_output=True,
         text=True,
     )
-    return told.returncode, told.stdout + told.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +88,38 @@ def curves_of(out: Path) -> list[dict[str, Any]]:
     return [point for point in found if "held" in point]
 
 
-def test_a_tiny_draft_improves_and_goes_on_from_its_files(target: Path, tmp_path: Path) -> None:
-    out, more = tmp_path / "draft", tmp_path / "more"
-    flags = [f"--target={target}", f"--prompts={target.parent / 'asked.jsonl'}", *SMALL]
-    code, told = distill(*flags, f"--out={out}", "--steps=5")
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A trained draft's folder, and what the command printed."""
+    out = tmp_path_factory.mktemp("draft")
+    prompts = f"--prompts={target.parent / 'asked.jsonl'}"
+    flags = ("--steps=20", "--optimizer=muon", "--head=target", "--held_out=32")
+    given = {word.partition("=")[0]: word for word in (*SMALL, *flags)}.values()
+    code, told = distill(f"--target={target}", f"--out={out}", prompts, *given)
     assert code == 0, told
-    flags += [f"--start={out}", "--steps=150", "--optimizer=muon"]
-    code, told = distill(*flags, f"--out={more}", limit=60)  # seconds, on a shared core too
-    assert code == 0, told
-    first, last = (curves_of(more)[n]["held"]["tv"] for n in (0, -1))
-    assert last < first - 0.005, "no better on conversations that were held out"
-    report = report_of(more)
+    return out, told
+
+
+def test_a_tiny_draft_and_what_is_written_of_it(target: Path, draft: tuple[Path, str]) -> None:
+    out, told = draft
+    report = report_of(out)
+    assert report["steps"] == 20 == curves_of(out)[-1]["step"]
     assert report["evaluation"]["asked"]["answers"] == 5  # type: ignore[index]
-    log = (more / "log.txt").read_text().splitlines()
-    assert log[1:] == timed(told) and f"--target={target} --out={more} " in log[0]
+    log = (out / "log.txt").read_text().splitlines()
+    assert log[1:] == timed(told) and f"--target={target} --out={out} " in log[0]
     assert f"  {report['sampling_tokens_per_s']} tokens/s together" in "\n".join(log)
-    draft = open_checkpoint(str(more), target=str(target))
-    assert draft.config.head_vocab == 96 and np.isfinite(draft.matrix("lm_head.weight")).all()
-    card = (more / "README.md").read_text()
-    assert "started as an earlier draft" in card
+    found = open_checkpoint(str(out), target=str(target))
+    assert found.config.head_vocab == 96 and np.isfinite(found.matrix("lm_head.weight")).all()
+    assert "started as the target's layers 0,1" in (out / "README.md").read_text()
+
+
+def test_the_same_seed_trains_the_same_draft(target: Path, tmp_path: Path) -> None:
+    found = []
+    for out in (tmp_path / "one", tmp_path / "two"):
+        flags = (f"--target={target}", *SMALL, f"--out={out}", "--steps=3", "--held_out=0")
+        assert distill(*flags)[0] == 0
+        found.append({path.name: path.read_bytes() for path in out.glob("*.safetensors")})
+    assert found[0] == found[1] and found[0]
 
 
 def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
@@ -111,7 +130,7 @@ def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "well"
     again = shutil.copy(lessons, tmp_path / "again.jsonl")
     alphas = []
-    for steps in (1, 150):
+    for steps in (1, 100):
         flags = [f"--target={target}", f"--on={lessons}", f"--out={out}", f"--prompts={again}"]
         code, told = distill(*flags, *SMALL, f"--steps={steps}", "--held_out=0")
         assert code == 0, told
@@ -123,39 +142,38 @@ def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
     assert "answered the prompts of" in (out / "README.md").read_text()
 
 
-def test_a_head_that_is_the_target_s_replaces_an_earlier_draft_s_own(
-    target: Path, tmp_path: Path
-) -> None:
-    """The later draft's files hold no head, so that it must not be trained with another one."""
-    import torch
-
-    from mpissd.learn.config import DistillConfig
-    from mpissd.learn.job import Distillation
-    from mpissd.learn.source import read
-    from mpissd.learn.train import Group
-
-    out = tmp_path / "own"
-    code, told = distill(f"--target={target}", f"--out={out}", "--steps=5", *SMALL)
-    assert code == 0, told
-    config = DistillConfig(target=str(target), start=str(out), head="target", device="cpu")
-    job = Distillation(config, read(config), lambda text: None, Group())
-    pair, _ = job._start(None)
-    assert torch.equal(pair.draft.head, job.target.head[pair.head_ids])
-    assert not pair.draft.head.requires_grad
-
-
 def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
     shapes = "1x8x4x192,2x4x2x96"
-    flags = [f"--target={target}", f"--out={tmp_path}", "--steps=20", f"--shapes={shapes}"]
-    code, told = distill(*flags, *SMALL, "--processes=2", "--length=128,96")
+    flags = [f"--target={target}", f"--out={tmp_path}", f"--shapes={shapes}", *SMALL]
+    code, told = started(*flags, "--processes=2", "--steps=5", "--held_out=0")
     assert code == 0, told
     for shape in shapes.split(","):
         report = report_of(tmp_path / shape)
-        assert report["processes"] == 2 and report["sequences"] == 128 - 4 + 170 - 6
+        assert report["processes"] == 2 and report["sequences"] == 2 * (128 - 4)
         assert f"{report['sampling_tokens_per_s']} tokens/s together" in told
-        assert report["steps"] == 20 and report["origin"] == "fresh layers"
-        draft = open_checkpoint(str(tmp_path / shape), target=str(target))
-        assert str(draft.config.shape.num_layers) == shape[0]
+        assert report["steps"] == 5 and report["origin"] == "fresh layers"
+        found = open_checkpoint(str(tmp_path / shape), target=str(target))
+        assert str(found.config.shape.num_layers) == shape[0]
+
+
+def test_a_step_that_outlasts_the_time_for_everything_is_given_up(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a large batch on a CPU; the draft so far is written, and nothing is judged."""
+    from mpissd.learn.pair import Losses
+
+    begun, of = list[float](), Losses.of
+
+    def slow(self: Losses, batch: Any) -> Any:
+        begun.append(1)
+        for _ in range(6000 if len(begun) > 3 else 0):
+            time.sleep(0.01)
+        return of(self, batch)
+
+    monkeypatch.setattr(Losses, "of", slow)
+    code, told = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, "--seconds=8")
+    assert code == 0 and "its time is over" in told, told
+    assert report_of(tmp_path)["steps"] == 3 and len(begun) == 4
 
 
 BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
@@ -166,6 +184,11 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "width": ({}, ["--shapes=2x1x1x64"], "heads that are 32 wide together"),
     "both": ({}, ["--on={home}/asked.jsonl", "--prompts={home}/asked.jsonl"], "in both"),
     "no prompt": ({}, ["--prompts={home}/none.jsonl"], "no prompt: allowed: one or more"),
+    "kinds": ({}, ["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
+    "kinds and shapes": ({}, ["--kinds=mlp", "--shapes=1x8x4x192"], "shapes and kinds: allowed"),
+    "layers": ({}, ["--layers=1,0"], "layers=1,0: allowed: rising layer numbers"),
+    "no folder": ({}, ["--out={home}/none.jsonl/draft"], "Not a directory: allowed: a folder"),
+    "tokenizer": ({}, ["--target={home}/few"], "its weights 50: allowed: the tokenizer of"),
 }
 
 
@@ -174,50 +197,29 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> Non
     tokenizer, flags, expected = BAD[name]
     path = folder(tmp_path, **tokenizer)
     (tmp_path / "none.jsonl").write_text("")
-    flags = [*SMALL, "--steps=1", *(each.format(home=tmp_path) for each in flags)]
-    code, told = distill(f"--target={path}", f"--out={tmp_path / 'out'}", *flags)
-    lines = [line for line in told.splitlines() if line.startswith("mpissd: ")]
-    assert code == 2 and "Traceback" not in told, told
-    assert len(lines) == 1 and expected.format(home=tmp_path) in lines[0], told
+    if name == "tokenizer":
+        few = {**CONFIG, "vocab_size": 50}
+        (tmp_path / "few.json").write_text(json.dumps(few))
+        values = values_of(open_checkpoint(str(tmp_path / "few.json"), 0))
+        tiny.write(write_folder(tmp_path / "few", few, values))
+    given = [f"--target={path}", f"--out={tmp_path / 'out'}", *SMALL, "--steps=1"]
+    told = {word.partition("=")[0]: word for word in given}
+    told |= {word.partition("=")[0]: word.format(home=tmp_path) for word in flags}
+    code, printed = distill(*told.values())
+    lines = [line for line in printed.splitlines() if line.startswith("mpissd: ")]
+    assert code == 2 and len(lines) == 1 and expected in lines[0], printed
     assert not list(tmp_path.glob("out/*")), "half written"
-    assert " s  " not in told, "refused before anything is sampled"
+    assert " s  " not in printed, "refused before anything is sampled"
 
 
-def test_a_tokenizer_of_another_model_and_a_draft_of_another_target_are_refused(
-    target: Path, tmp_path: Path
+def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
+    target: Path, draft: tuple[Path, str], tmp_path: Path
 ) -> None:
-    few = {**CONFIG, "vocab_size": 50}
-    (tmp_path / "few.json").write_text(json.dumps(few))
-    small = write_folder(
-        tmp_path / "few", few, values_of(open_checkpoint(str(tmp_path / "few.json"), 0))
-    )
-    tiny.write(small)
-    code, told = distill(f"--target={small}", f"--out={tmp_path / 'out'}", *SMALL)
-    assert code == 2 and f"its tokenizer has {len(tiny.tokens())} tokens, its weights 50" in told
-    draft = tmp_path / "draft"
-    code, told = distill(f"--target={target}", f"--out={draft}", "--steps=1", *SMALL)
-    assert code == 0, told
-    changed = json.loads((draft / "config.json").read_text())
-    changed["mpissd"]["target_sha256"] = "0" * 64
-    (draft / "config.json").write_text(json.dumps(changed))
-    code, told = distill(
-        f"--target={target}", f"--start={draft}", f"--out={tmp_path / 'o'}", *SMALL
-    )
-    assert code == 2 and "sha256 000000000000; the target's is" in told
-    code, told = distill(
-        f"--target={target}", f"--start={target}", f"--out={tmp_path / 'o'}", *SMALL
-    )
-    assert code == 2 and "a draft that distill wrote" in told
-
-
-def test_a_full_disk_is_one_line_and_the_last_good_files_stay(target: Path, tmp_path: Path) -> None:
-    out = tmp_path / "draft"
-    code, told = distill(f"--target={target}", f"--out={out}", "--steps=1", *SMALL)
-    assert code == 0, told
+    out = Path(shutil.copytree(draft[0], tmp_path / "draft"))
     good = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
     limit = "ulimit -f 16;"  # files of 16 KiB at most: the weights are larger
-    flags = [f"--target={target}", f"--out={out}", "--save_every=1", *SMALL]
-    code, told = distill(*flags, "--seconds_training=4", before=limit)
+    flags = [f"--target={target}", f"--out={out}", *SMALL, "--save_every=1"]
+    code, told = started(*flags, "--seconds_training=3", before=limit)
     assert code == 1 and "Traceback" not in told, told
     assert "not saved; the files of before are kept" in told.splitlines()[-1]
     assert told.count("not saved") > 1, "not while it trained"
@@ -227,18 +229,16 @@ def test_a_full_disk_is_one_line_and_the_last_good_files_stay(target: Path, tmp_
     assert {**found, "log.txt": good["log.txt"]} == good
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for out, why in (("file", "File exists"), ("file/draft", "Not a directory")):
-        code, told = distill(f"--target={target}", f"--out={tmp_path / out}", *SMALL)
-        assert code == 2 and "Traceback" not in told, told
-        line = f"out={tmp_path / out}: {why}: allowed: a folder that can be written"
-        assert told.splitlines()[-1] == f"mpissd: {line}", told
-
-
-def test_an_error_behind_the_samples_stands_in_the_log(target: Path, tmp_path: Path) -> None:
-    """The refusal itself is the command's last line; the log says why it ends there."""
-    flags = ["--length=48", "--sequences=1"]  # no answer within it
-    code, told = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, *flags)
-    assert code == 2 and "ended no user's message" in told.splitlines()[-1], told
-    assert "ended: ConfigError: length=48: " in (tmp_path / "log.txt").read_text().splitlines()[-1]
+def test_a_target_that_never_ends_its_turn_makes_no_draft(target: Path, tmp_path: Path) -> None:
+    """The refusal itself is the command's last line; the log tells why it ends there."""
+    for name, flags, told in (
+        ("none", ["--length=48", "--sequences=1"], "ended no user's message"),
+        ("few", ["--length=60", "--seed=5"], "sampled tokens answer a message"),
+    ):
+        out = tmp_path / name
+        given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}
+        code, printed = distill(f"--target={target}", f"--out={out}", *given.values())
+        assert code == 2 and told in printed.splitlines()[-1], printed
+        last = (out / "log.txt").read_text().splitlines()[-1]
+        assert "ended: ConfigError: length=" in last
+        assert os.listdir(out) == ["log.txt"]

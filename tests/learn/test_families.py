@@ -22,10 +22,10 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn import export  # noqa: E402
 from mpissd.learn.config import form_of  # noqa: E402
+from mpissd.learn.job import rounded  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, mapped, named  # noqa: E402
 from mpissd.learn.muon import optimizer_for, parameters  # noqa: E402
 from mpissd.learn.pair import Losses, Pair, batch_of  # noqa: E402
-from mpissd.learn.result import rounded  # noqa: E402
 from mpissd.learn.sample import Samples  # noqa: E402
 from mpissd.learn.shape import cut, draft_config, fresh, state_config  # noqa: E402
 
@@ -66,10 +66,10 @@ def test_a_draft_of_the_target_s_layers_trains_and_reloads(
     source = open_checkpoint(str(where))
     target, ids = load(source, "cpu", torch.float32), np.arange(2, 42, dtype=np.int32)
     config = draft_config(source.config, 2, len(ids))
-    draft, blocks = cut(target, (0, 2), ids), blocks_of(config, torch.float32)
+    draft, blocks = cut(target, (0, 2), ids), blocks_of(source.config, torch.float32)
     before = {name: tensor.detach().clone() for name, tensor in named(draft, config).items()}
     table = angles(source.config, len(TOKENS), "cpu")
-    pair = Pair(target, draft, torch.from_numpy(ids).long(), blocks, blocks, table)
+    pair = Pair(target, draft, torch.from_numpy(ids).long(), blocks, config, table)
     tokens = torch.tensor([TOKENS])
     batch = batch_of(Samples(tokens.int(), torch.ones_like(tokens).bool()), len(TOKENS))
     steps, losses = optimizer_for(optimizer, parameters(draft), [draft.head]), []

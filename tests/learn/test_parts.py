@@ -12,13 +12,12 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import BLOCK, dequantize, quantize
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.openings import Openings
-from mpissd.learn.template_parts import TemplateParts, template_parts
 from tests.needs import module
 
 module("torch", "PyTorch")
 
 from mpissd.learn.evaluate import Judged, rounds_of, summary  # noqa: E402
+from mpissd.learn.source import Openings, TemplateParts, template_parts  # noqa: E402
 
 
 def test_a_quantised_weight_is_within_half_a_step_of_its_block() -> None:
@@ -89,12 +88,6 @@ def test_a_template_is_read_off_short_conversations() -> None:
 def test_a_template_without_a_stop_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="stop token"):
         template_parts(Letters(end=7))
-
-
-@pytest.mark.parametrize("layers", ["", "1,0", "0,,1", "0,0", "x", "-1"])
-def test_layers_that_do_not_rise_are_refused(layers: str) -> None:
-    with pytest.raises(ConfigError, match="layers"):
-        DistillConfig(target="x", layers=layers)
 
 
 def test_a_target_is_needed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,14 @@ module("safetensors", "safetensors")
 from mpissd.learn import export  # noqa: E402
 from mpissd.learn.evaluate import chain_rounds  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
+from mpissd.learn.sample import Sampler, Samples  # noqa: E402
 from mpissd.learn.shape import state_config  # noqa: E402
-from mpissd.learn.states import StateDraft, fresh  # noqa: E402
-from tests.learn.test_command import SMALL, curves_of, distill, folder, report_of  # noqa: E402
+from mpissd.learn.states import StateDraft, StateLosses, fresh  # noqa: E402
+from mpissd.learn.train import Observer, Plan, learn  # noqa: E402
+from tests.learn.test_command import SMALL, distill, folder, report_of  # noqa: E402
+from tests.learn.test_training import CONFIG, sampler, samples  # noqa: E402
+
+__all__ = ["sampler", "samples"]  # fixtures
 
 V, HEADS, LENGTH = 96, 3, 30
 TOKENS = (np.arange(LENGTH) ** 2 % V).astype(np.int32)
@@ -111,31 +117,37 @@ def test_the_engine_computes_what_was_trained(tmp_path: Path, kind: str) -> None
         np.testing.assert_allclose(got[0], found[step][last], atol=2e-3, rtol=2e-3)
 
 
-def test_three_kinds_improve_on_the_same_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_brings_it_closer_to_the_target(
+    sampler: Sampler, samples: Samples, kind: str
+) -> None:
+    config, ids = state_config(CONFIG, kind, HEADS, V), torch.arange(V)
+    head = sampler.model.head[ids]
+    weights = {n: w.requires_grad_(True) for n, w in fresh(config, 1, 1.0).items()}
+    table = angles(CONFIG, LENGTH + 40, "cpu")
+    draft = StateDraft(config, weights, sampler.model, head, ids, sampler.blocks, table)
+    losses = StateLosses(draft, HEADS, False)
+    held, others = samples.take(slice(0, 16)), samples.take(slice(16, 64))
+    torch.manual_seed(0)
+    before = float(losses.of(held)[1].detach())
+    plan = Plan(60.0, time.monotonic() + 60, 40, 16, 5e-3, 0, False)
+    learn(losses, [others], plan, Observer(lambda point: None))
+    after = float(losses.of(held)[1].detach())
+    assert after < before - 0.003, "total variation"
+
+
+def test_three_kinds_are_made_of_the_same_samples(tmp_path: Path) -> None:
     target, out = folder(tmp_path), tmp_path / "out"
     flags = [f"--target={target}", f"--prompts={tmp_path / 'asked.jsonl'}", *SMALL, f"--out={out}"]
-    code, told = distill(
-        *flags, "--kinds=" + ",".join(KINDS), "--heads=3", "--steps=250", limit=240
-    )
+    code, told = distill(*flags, "--kinds=" + ",".join(KINDS), "--heads=2", "--steps=2")
     assert code == 0, told
     for kind in KINDS:
-        first, last = (curves_of(out / kind)[n]["held"]["tv"] for n in (0, -1))
-        assert last < first - 0.003, f"{kind}: no better on conversations that were held out"
         report = report_of(out / kind)
         assert report["kind"] == kind and report["evaluation"]["asked"]["answers"] == 5  # type: ignore[index]
         draft = open_checkpoint(str(out / kind), target=str(target))
         assert draft.config.kind == kind and draft.config.head_vocab == 96
         assert json.loads((out / kind / "config.json").read_text())["mpissd"]["head"] == "target"
         assert f"{kind} draft of target" in (out / kind / "README.md").read_text()
-
-
-def test_kinds_beside_another_shape_are_refused(tmp_path: Path) -> None:
-    for flags, told in (
-        (["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
-        (["--kinds=mlp", "--shapes=1x8x4x192"], "shapes, start and kinds: allowed: one of them"),
-    ):
-        code, found = distill("--target=none", f"--out={tmp_path}", *flags)
-        assert code == 2 and told in found, found
 
 
 def test_a_round_ends_at_the_first_step_that_differs() -> None:

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Control, Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Control, Ints, Outcome, Source, Speculation
 from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.speculator import RemoteSpeculator
@@ -21,9 +21,10 @@ from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload import markov, sampled
-from mpissd.engine.workload.rollout import Branches
-from mpissd.engine.workload.sampled import SamplingDraftWorker, SamplingTargetWorker
-from mpissd.engine.workload.workers import Proposals
+from mpissd.engine.workload.oracle import Branches, Proposals
+from mpissd.engine.workload.sampled import SampledDraft, SampledTarget
+from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.choices import Choices, Name, Path
 from tests.loop.harness import CountingForwards, NoPlans
 from tests.loop.markov_rig import WAITER, Pair, joint_law
@@ -35,8 +36,8 @@ EXACT = 1e-12  # what rounding may add to a total variation of 0
 _UNSEEN = 0.5  # a number for draws that nobody will look at
 
 
-class Watching(SamplingDraftWorker):
-    """A draft worker; lanes that are known to have lost draw numbers that part no paths."""
+class Watching(SampledDraft):
+    """A draft oracle; lanes that are known to have lost draw numbers that part no paths."""
 
     decoding: Decoding
     grown: Branches | None = None
@@ -63,12 +64,12 @@ class Watching(SamplingDraftWorker):
         return super()._propose(lane, place, _UNSEEN if unseen else u)
 
 
-class Watched(Watching, markov.MarkovDraftWorker):
-    """The draft worker of the `markov` workload, watched."""
+class Watched(Watching, markov.MarkovDraft):
+    """The draft oracle of the `markov` workload, watched."""
 
 
-class Judging(SamplingTargetWorker):
-    """A target worker whose verdict in the last round is every verdict that it can come to."""
+class Judging(SampledTarget):
+    """A target oracle whose verdict in the last round is every verdict that it can come to."""
 
     decoding: Decoding
 
@@ -82,8 +83,8 @@ class Judging(SamplingTargetWorker):
         return decoding.ways[0][2]
 
 
-class Judged(Judging, markov.MarkovTargetWorker):
-    """The target worker of the `markov` workload, forked."""
+class Judged(Judging, markov.MarkovTarget):
+    """The target oracle of the `markov` workload, forked."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Case:
     watched: sequences that are enumerated; those of the others draw as they always do.
     steps: growth steps in the time of a round. tamper: what a biased draft does to its answer.
     confirms: whether the round's distributions are there when it is judged (Speculator.confirm).
-    judge: the target worker. rename: which uniform stands for a named one. fresh: a uniform serves
+    judge: the target oracle. rename: which uniform stands for a named one. fresh: a uniform serves
     one round (checked).
     remembers: what `steps`, `control` and `tamper` read beside tokens and k of past rounds.
     merged: states with one future are one state, and what loses is not enumerated.
@@ -105,7 +106,7 @@ class Case:
     steps: Callable[[Decoding], int] = lambda decoding: decoding.case.pair.K
     control: Callable[[Decoding], Control] = lambda decoding: Control()
     worker: type[Watched] = Watched
-    workers: Callable[[Case], tuple[Watching, Judging]] | None = None  # None: markov's
+    workers: Callable[[Case], tuple[DraftWorker, TargetWorker]] | None = None  # None: markov's
     tamper: Callable[[Decoding, Speculation, Rows], None] | None = None
     confirms: Callable[[Decoding], bool] = lambda decoding: True
     judge: type[Judged] = Judged
@@ -133,10 +134,11 @@ class Decoding(RemoteSpeculator):
         lead, self._end = queue_link(pair.shape, WAITER)
         super().__init__(lead)
         self.case, self.choices, self._last = case, choices, last
-        self.worker, target = (case.workers or _markov)(case)
-        self.worker.decoding, self.worker.lost, target.decoding = self, [], self
-        policy = pair.policy
-        self.drafter = Drafter(self.worker, policy, pair.batch, WAITER)
+        drafts, target = (case.workers or _markov)(case)
+        self.worker, judge = drafts.oracle, target.oracle
+        assert isinstance(self.worker, Watching) and isinstance(judge, Judging)
+        self.worker.decoding, self.worker.lost, judge.decoding = self, [], self
+        self.drafter = Drafter(drafts, pair.policy, pair.batch, WAITER)
         self.loop = TargetLoop(target, self, NoPlans(), pair.batch, WAITER)
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
         self.accepted: list[int] = []  # k of the first watched sequence, round by round
@@ -197,13 +199,13 @@ class Decoding(RemoteSpeculator):
                 self._forget_losers(outcome)
                 self._grow()
             self.drafter.close_round(self._previous)
-        answer, rows = self.drafter.answer(outcome), self.drafter.proposals_by_row()
+        answer, rows = self.drafter.answer(outcome), self.drafter.rows
         if self.case.tamper is not None:
             self.case.tamper(self, answer, rows)
         self._end.send_speculation(answer)
         if flat := [row for _, found in sorted(rows.items()) for row in found]:
             self._end.send_proposals(round_, flat)
-        self.drafter.hear(answer)
+        self.drafter.verification_started(answer)
         self._previous = answer
         self.worker.grown = None
         if self.drafter.finish(self.drafter.begin_growth(answer)) and not self.case.merged:
@@ -225,10 +227,10 @@ class Decoding(RemoteSpeculator):
                 self.drafter.finish(self.drafter.grow_step())
 
 
-def _markov(case: Case) -> tuple[Watching, Judging]:
+def _markov(case: Case) -> tuple[DraftWorker, TargetWorker]:
     pair = case.pair
-    draft = case.worker(CountingForwards(), pair.laws, pair.K, pair.fans)
-    return draft, case.judge(CountingForwards(), pair.laws)
+    draft = DraftWorker(CountingForwards(), case.worker(pair.laws, pair.K, pair.fans))
+    return draft, TargetWorker(CountingForwards(), case.judge(pair.laws))
 
 
 @dataclass

@@ -25,8 +25,8 @@ from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.in_process import NoPlans
-from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
@@ -37,8 +37,8 @@ from mpissd.engine.decode.target import TargetLoop, follow
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import named_hit_law
-from mpissd.engine.workload.gemm import DraftStream, GemmDraftWorker, GemmTargetWorker, TokenStream
-from mpissd.engine.workload.workers import TargetWorker
+from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.oracle import Law
 
 WAITER = Waiter(30.0, spin=False)
@@ -164,12 +164,13 @@ class Rig:
         stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, max((1, *s.fans)))
         fan_outs = FanOuts(s.fans, s.fans)
         policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens)
-        self.draft_worker = GemmDraftWorker(self.draft_forwards, stream)
+        self.draft_worker = DraftWorker(self.draft_forwards, ImposedDraft(stream))
         self.drafter = Drafter(self.draft_worker, policy, s.batch, WAITER)
 
     def target_worker(self, forwards: CountingForwards) -> TargetWorker:
         s = self.scenario
-        return GemmTargetWorker(forwards, TokenStream(s.seed, s.vocab, s.batch, s.K))
+        stream = TokenStream(s.seed, s.vocab, s.batch, s.K)
+        return TargetWorker(forwards, ImposedTarget(stream))
 
     def loop(self, speculator: Speculator, plans: Any = None) -> TargetLoop:
         worker = self.target_worker(self.target_forwards)
@@ -299,7 +300,7 @@ class SteppedSpeculator(Speculator):
         speculation = drafter.answer(self._asked)
         self.answered.append(log[before:])
         before = len(log)
-        drafter.hear(speculation)
+        drafter.verification_started(speculation)
         if drafter.finish(drafter.begin_growth(speculation)):
             for _ in range(self._steps(round_)):
                 if drafter.growing:

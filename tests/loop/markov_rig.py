@@ -5,7 +5,6 @@ Forwards compute nothing. Draft ranks and followers are threads; their messages 
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,28 +15,22 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.records import RoundRecords
-from mpissd.common.rounds import Ints, Outcome, Source, Speculation
+from mpissd.common.rounds import Outcome, Source
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.serve import serve
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.decode.target import TargetLoop, follow
+from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov import (
-    Logits,
-    MarkovDraftWorker,
-    MarkovLaws,
-    MarkovModel,
-    MarkovTargetWorker,
-)
+from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import CountingForwards, Guarded, NoPlans
 
 WAITER = Waiter(30.0, spin=False)
@@ -45,7 +38,7 @@ WAITER = Waiter(30.0, spin=False)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models, and how they decode; is_inline: on the lead, tp: target ranks."""
+    """Two models, and how they decode; is_inline: on the lead."""
 
     mode: str = "ssd"
     vocab: int = 4
@@ -62,7 +55,6 @@ class Pair:
     backup: str = "jit"
     backup_lookahead: int | None = None
     is_inline: bool = False
-    tp: int = 1
 
     @property
     def K(self) -> int:
@@ -101,7 +93,8 @@ class Pair:
         )
 
     def drafter(self) -> Drafter:
-        worker = MarkovDraftWorker(CountingForwards(), self.laws, self.K, self.fans)
+        oracle = MarkovDraft(self.laws, self.K, self.fans)
+        worker = DraftWorker(CountingForwards(), oracle)
         return Drafter(worker, self.policy, self.batch, WAITER)
 
 
@@ -136,57 +129,6 @@ def greedy(pair: Pair, count: int, stop_token: int | None = None) -> dict[int, l
             tokens.append(int(np.argmax(model.logits(model.context(tokens)))))
         found[n] = tokens[pair.prompt_tokens :]
     return found
-
-
-class ThreadGather:
-    """Shares of the logits from follower threads to the lead's."""
-
-    def __init__(self, tp: int) -> None:
-        self._queues = [queue.SimpleQueue[Logits]() for _ in range(tp)]
-
-    def end(self, rank: int) -> _GatherEnd:
-        return _GatherEnd(self._queues, rank)
-
-
-class _GatherEnd:
-    def __init__(self, queues: list[queue.SimpleQueue[Logits]], rank: int) -> None:
-        self._queues, self._rank = queues, rank
-
-    def start(self, local: Logits) -> None:
-        self._queues[self._rank].put(local)
-
-    def done(self) -> bool:
-        return self._rank > 0 or not any(part.empty() for part in self._queues)
-
-    def result(self) -> Logits:
-        return np.stack([part.get() for part in self._queues])
-
-
-class SampledPlans:
-    """Plans to followers, through real wire buffers."""
-
-    def __init__(self, shape: LinkShape, followers: int) -> None:
-        self._shape, self.num_followers = shape, followers
-        self.queues = [queue.SimpleQueue[Ints]() for _ in range(followers)]
-
-    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        for follower in self.queues:
-            buffer = self._shape.message(wire.Kind.PLAN)
-            wire.write_plan(buffer, outcome, speculation, stop)
-            follower.put(buffer.array)
-
-    def source(self, n: int) -> _PlanSource:
-        return _PlanSource(self._shape, self.queues[n])
-
-
-class _PlanSource:
-    def __init__(self, shape: LinkShape, plans: queue.SimpleQueue[Ints]) -> None:
-        self._shape, self._plans = shape, plans
-
-    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        buffer = self._shape.message(wire.Kind.PLAN)
-        buffer.array[:] = self._plans.get(timeout=60)
-        return wire.read_plan(buffer, round_)
 
 
 @dataclass
@@ -225,12 +167,11 @@ def decode(
     *,
     hook: Callable[[LeadEnd, DraftEnd], None] = lambda lead, draft: None,
 ) -> Decoded:
-    """Rounds until every sequence has num_tokens or its stop token, ranks as threads.
+    """Rounds until every sequence has num_tokens or its stop token; the draft is a thread.
 
     hook: sees both ends of the link first.
     """
-    gather, plans = ThreadGather(pair.tp), SampledPlans(pair.shape, pair.tp - 1)
-    threads = [Guarded(lambda n=n: _follow(pair, gather, plans, n)) for n in range(1, pair.tp)]  # type: ignore[misc]
+    threads = []
     lead: LeadEnd | None = None
     speculator: Speculator = NoSpeculator()
     if pair.K and pair.is_inline:
@@ -240,8 +181,8 @@ def decode(
         hook(lead, draft)
         threads.append(Guarded(lambda: serve((draft, pair.drafter()))))
         speculator = RemoteSpeculator(lead)
-    worker = _target(pair, gather, 0)
-    loop = TargetLoop(worker, speculator, plans if pair.tp > 1 else NoPlans(), pair.batch, WAITER)
+    worker = TargetWorker(CountingForwards(), MarkovTarget(pair.laws))
+    loop = TargetLoop(worker, speculator, NoPlans(), pair.batch, WAITER)
     records = RoundRecords(pair.K)
     try:
         for _ in rounds(loop, records, pair, num_tokens, stop_token):
@@ -280,12 +221,3 @@ def rounds(
                 del left[id_]
                 loop.finish([id_])
         yield len(records)
-
-
-def _target(pair: Pair, gather: ThreadGather, rank: int) -> MarkovTargetWorker:
-    end = gather.end(rank) if pair.tp > 1 else None
-    return MarkovTargetWorker(CountingForwards(), pair.laws, tp=pair.tp, rank=rank, gather=end)
-
-
-def _follow(pair: Pair, gather: ThreadGather, plans: SampledPlans, n: int) -> None:
-    follow(_target(pair, gather, n), plans.source(n - 1), pair.batch, WAITER)

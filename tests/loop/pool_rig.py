@@ -15,10 +15,10 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import queue_link
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
 from mpissd.engine.decode.in_process import NoPlans
 from mpissd.engine.decode.sequences import Sequences
-from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
@@ -34,7 +34,6 @@ class Group:
     def __init__(self, job: Job, number: int, speculator: RemoteSpeculator) -> None:
         workload = job.workload
         worker = workload.target_worker(stepper_of(job, drafts=False))
-        worker.placement = job.placement(drafts=False)
         batch = job.config.batch_size
         self.loop = TargetLoop(worker, speculator, NoPlans(), batch, WAITER)
         self.sequences = Sequences(workload, number)

@@ -95,18 +95,6 @@ def test_sequences_finish_raggedly_and_the_batch_shrinks(mode: str, num_tokens: 
         assert len(set(sizes)) > 1, "all finished at once: choose another seed"
 
 
-def test_one_round() -> None:
-    for mode in ("ar", "sd", "ssd"):
-        result = run(Scenario(mode, batch=2, rounds=1))
-        check_against_the_law(result)
-        assert len(result.rows) == 2 and result.rows[:, 6].tolist() == [0, 0]
-
-
-def test_no_round_at_all() -> None:
-    for mode in ("ar", "sd", "ssd"):
-        assert len(run(Scenario(mode, rounds=0)).records) == 0
-
-
 @pytest.mark.parametrize("num_followers", [1, 3])
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 def test_followers_run_the_lead_s_forwards(mode: str, num_followers: int) -> None:
@@ -117,19 +105,6 @@ def test_followers_run_the_lead_s_forwards(mode: str, num_followers: int) -> Non
     assert len(result.follower_logs) == num_followers
     for log in result.follower_logs:
         assert log == result.rig.target_forwards.log
-
-
-def test_the_target_verifies_the_last_token_and_the_drafts() -> None:
-    result = run(Scenario("ssd", 2, 3, rounds=6, p_hit=0.5))
-    tokens = {id_: [id_, *emitted] for id_, emitted in result.records.tokens().items()}
-    at, law = {0: 0, 1: 0}, result.scenario.law()
-    for round_, (rows, fed) in enumerate(result.rig.target_forwards.log):
-        want = []
-        for _, id_, _, k, _, source, _, count in result.rows[result.rows[:, 0] == round_].tolist():
-            drafts = law.proposals(id_, at[id_] + 1, count, source)
-            want += [tokens[id_][at[id_]], *drafts]
-            at[id_] += k + 1
-        assert fed == want and rows == len(want)
 
 
 @settings(max_examples=60)

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Event, Outcome, Source, Speculation
 from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.decode.cache import Key, SpeculationCache
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.serve import serve
-from mpissd.engine.spec.cache import Key, SpeculationCache
+from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.workload.oracle import Branches
+from mpissd.engine.workload.sequence import Batch
 from tests.loop.harness import (
-    WAITER,
-    CountingForwards,
     Forward,
     Result,
     Rig,
@@ -29,7 +29,6 @@ from tests.loop.harness import (
     check_against_the_law,
     drive,
     requests,
-    run,
     run_stepped,
 )
 
@@ -85,20 +84,6 @@ def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
     check_against_the_law(result)
 
 
-def test_sd_grows_nothing_and_drafts_all() -> None:
-    result, draft = run_stepped(replace(MIXED, mode="sd"), steps=K)
-    assert draft.grown == [[]] * 12
-    assert [sizes(forwards) for forwards in draft.answered] == [[6] * K] * 12
-    check_against_the_law(result)
-
-
-def test_a_hit_that_was_grown_costs_no_forward() -> None:
-    result, draft = run_stepped(replace(MIXED, p_hit=1.0), steps=K)
-    assert sizes(draft.answered[0]) == [6] * K  # the first round is a forced miss
-    assert draft.answered[1:] == [[]] * 11
-    check_against_the_law(result)
-
-
 def test_a_miss_reads_the_bonus_token_and_then_its_own_drafts() -> None:
     """Only of the sequences that missed."""
     result, draft = run_stepped(MIXED, steps=K)
@@ -115,66 +100,28 @@ def test_a_miss_reads_the_bonus_token_and_then_its_own_drafts() -> None:
             last[id_] = bonus
 
 
-def test_branches_read_their_candidate_and_then_their_own_drafts() -> None:
-    result, draft = run_stepped(MIXED, steps=2)
-    law, length = MIXED.law(), dict.fromkeys(range(6), 1)
-    for rows, (_, first, second) in zip(by_round(result), draft.grown, strict=True):
-        lanes = [(row[1], k) for row in rows for k in LANES]
-        assert len(first[1]) == len(second[1]) == len(lanes)
-        behind = [law.proposal(id_, length[id_] + k + 1, 0, Source.CACHE) for id_, k in lanes]
-        assert second[1] == behind
-        for _, id_, _, k, *_ in rows:
-            length[id_] += k + 1
-
-
-def test_finishing_late_changes_no_decision() -> None:
-    digests = {run_stepped(MIXED, steps)[0].outcome_digest for steps in range(K + 1)}
-    sd = replace(MIXED, mode="sd")
-    assert digests | {run(sd).outcome_digest, run(MIXED).outcome_digest} == digests
-    assert len(digests) == 1
-
-
 class Remembering(SpeculationCache):
-    """What was filled and asked, round by round."""
+    """What was filled, round by round."""
 
     def __init__(self) -> None:
         super().__init__()
         self.filled: list[list[Key]] = []
-        self.asked: list[tuple[Key, int | None]] = []
 
-    def fill(self, keys: Iterable[Key]) -> None:
-        self.filled.append(list(keys))
-        super().fill(self.filled[-1])
-
-    def lookup(self, key: Key) -> int | None:
-        lane = super().lookup(key)
-        self.asked.append((key, lane))
-        return lane
+    def fill(self, batch: Batch, speculation: Speculation, branches: Branches) -> None:
+        super().fill(batch, speculation, branches)
+        self.filled.append([*self._lanes])
 
 
-def remembered(scenario: Scenario, steps: int = K) -> tuple[Result, Remembering]:
-    rig, cache = Rig(scenario), Remembering()
-    rig.drafter._ahead.cache = cache
-    loop = rig.loop(SteppedSpeculator(rig, lambda round_: steps))
-    return Result(rig, drive(loop, scenario)), cache
-
-
-def test_a_hit_is_a_key_that_was_found() -> None:
-    result, cache = remembered(MIXED)
-    rows = result.rows[result.rows[:, 0] > 0]
-    assert [int(lane is not None) for _, lane in cache.asked] == rows[:, 6].tolist()
-    for (key, lane), keys in zip(
-        cache.asked, [keys for keys in cache.filled[:-1] for _ in range(6)], strict=True
-    ):
-        assert lane == (keys.index(key) if key in keys else None)
-
-
-def test_a_generation_has_a_key_of_its_round_for_every_branch() -> None:
-    _, cache = remembered(MIXED)
+def test_a_hit_is_a_key_and_every_branch_has_one_of_its_round() -> None:
+    rig, cache = Rig(MIXED), Remembering()
+    rig.drafter.cache = cache
+    loop = rig.loop(SteppedSpeculator(rig, lambda round_: K))
+    rows = drive(loop, MIXED).sequences()
     for round_, keys in enumerate(cache.filled):
-        assert len(keys) == len(set(keys)) == 6 * sum(MIXED.fans)
-        assert {key[0] for key in keys} == {round_}
+        assert len(keys) == 6 * sum(MIXED.fans) and {key[0] for key in keys} == {round_}
         assert [(id_, k) for _, id_, _, k, _ in keys] == [(i, k) for i in range(6) for k in LANES]
+    for row, after in zip(rows, rows[6:], strict=False):
+        assert after[6] == (tuple(row[:5]) in cache.filled[row[0]])
 
 
 def test_an_outcome_of_another_round_finds_nothing() -> None:
@@ -204,28 +151,14 @@ def test_an_outcome_that_is_no_key_of_its_sequence_misses() -> None:
 def test_a_newcomer_misses_whatever_its_prompt() -> None:
     """The same id and epoch comes again, and its prompt ends with a token that is a key."""
     rig, cache = Rig(replace(MIXED, p_hit=1.0, batch=1)), Remembering()
-    rig.drafter._ahead.cache = cache
+    rig.drafter.cache = cache
     first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
     begin_growth(rig, first)
     token = next(key[4] for key in cache.filled[-1] if key[3] == 0)
     rows = [(0, 0, Event.RELEASE, 0, token), (0, 0, Event.ADMIT, 0, token)]
     again = rig.drafter.answer(Outcome(0, np.array(rows, np.int32)))
     assert (again.hit.tolist(), again.source.tolist()) == ([0], [Source.JIT])
-    rows = [(0, 0, Event.COMMIT, 0, token)]
-    other = Rig(replace(MIXED, p_hit=1.0, batch=1))
-    begin_growth(other, other.drafter.answer(Outcome.admission(-1, requests(1))))
-    assert other.drafter.answer(Outcome(0, np.array(rows, np.int32))).hit.tolist() == [1]
-
-
-def test_an_answer_forgets_what_was_grown() -> None:
-    rig, cache = Rig(MIXED), Remembering()
-    rig.drafter._ahead.cache = cache
-    first = rig.drafter.answer(Outcome.admission(-1, requests(6)))
-    assert begin_growth(rig, first) and rig.drafter.growing and len(cache)
-    gone = np.array([(id_, 0, Event.RELEASE, 0, 5) for id_ in range(6)], np.int32)
-    idle = rig.drafter.answer(Outcome(0, gone))
-    assert len(idle.rows) == len(cache) == 0 and not rig.drafter.growing
-    assert not begin_growth(rig, idle)
+    assert not rig.drafter.growing
 
 
 class ScriptedEnd(DraftEnd):
@@ -280,24 +213,6 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
     assert {n for n, rows in enumerate(sizes(log)) if rows == branches} <= link.polled_at
 
 
-def test_a_stop_before_the_first_round() -> None:
-    class Stopping(ScriptedEnd):
-        def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-            return Outcome.admission(-1, []), True
-
-    rig = Rig(MIXED)
-    serve((Stopping(MIXED, 0, 0), rig.drafter))
-    assert rig.draft_forwards.log == []
-
-
-def test_an_idle_draft_grows_nothing_and_takes_up_again() -> None:
-    rig = Rig(replace(MIXED, p_hit=1.0))
-    idle = rig.drafter.answer(Outcome.admission(-1, []))
-    assert idle.rows.shape == (0, Speculation.HEAD + K)
-    assert not begin_growth(rig, idle) and not rig.drafter.growing
-    assert len(rig.drafter.answer(Outcome.admission(0, requests(6))).rows) == 6
-
-
 def test_the_draft_s_own_times() -> None:
     """t_draft: rounds in which all missed and K tokens were drafted; t_growth: to its end."""
     columns = {name: n for n, name in enumerate(Drafter.COLUMNS)}
@@ -316,12 +231,3 @@ def test_the_draft_s_own_times() -> None:
         assert not np.isfinite(table(scenario, K)[:, columns["t_draft_s"]]).any()
     late = table(replace(MIXED, p_hit=1.0), 3)[:, columns["steps_ready"]]
     assert late.tolist() == [0, *[3] * 11]
-
-
-def test_closing_a_worker_closes_its_forwards() -> None:
-    rig = Rig(MIXED)
-    rig.draft_worker.close()
-    assert rig.draft_forwards.closed
-    target = CountingForwards()
-    rig.target_worker(target).close()
-    assert target.closed and WAITER.spin is False

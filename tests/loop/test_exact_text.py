@@ -79,10 +79,8 @@ def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"mode": "ar"},
         {"mode": "sd", "num_drafts": 0},
         {"mode": "ssd", "fan_out": "uniform:2"},
-        {"mode": "ssd", "backup": "fast"},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )

@@ -19,11 +19,10 @@ FORCED = {"misses": (1.0, (0, 0, 0, 1)), "natural": (0.35, (1, 1, 1, 2)), "hits"
 
 
 @pytest.mark.parametrize("hits", FORCED)
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, tp: int) -> None:
+@pytest.mark.parametrize("batch", [1, 5])
+def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int) -> None:
     divergence, fan_out = FORCED[hits]
-    pair = replace(GREEDY, divergence=divergence, fan_out=fan_out, batch=batch, tp=tp)
+    pair = replace(GREEDY, divergence=divergence, fan_out=fan_out, batch=batch)
     done = decode(pair, 15)
     assert done.first(15) == greedy(pair, 15)
     counted = done.rows[done.rows[:, 0] > 0]
@@ -35,9 +34,8 @@ def test_greedy_decoding_is_the_target_s_own(hits: str, batch: int, tp: int) -> 
     "changes",
     [
         {"mode": "ar"},
-        {"mode": "ar", "tp": 3},
         {"mode": "sd"},
-        {"mode": "sd", "is_inline": True, "tp": 2},
+        {"mode": "sd", "is_inline": True},
         {"mode": "sd", "backup": "fast"},
         {"backup": "fast", "backup_lookahead": 1},
         {"saguaro_c": 0.0},
@@ -52,21 +50,16 @@ def test_greedy_decoding_is_the_same_in_every_mode(changes: dict[str, Any]) -> N
 
 
 # Some of everything: temperature, seed, b, K, fan-out, its list after a miss.
-SAMPLED = [
-    (0.5, 0, 1, 1, (1, 2), None),
-    (0.5, 1, 4, 3, (3, 0, 1, 2), None),
-    (0.5, 2, 2, 5, (2,) * 6, (1,) * 6),
-    (1.0, 0, 1, 4, (30,) * 5, None),
-    (1.0, 1, 3, 2, (0, 0, 4), None),
-    (1.0, 2, 8, 3, (2, 2, 1, 4), None),
-    (1.0, 3, 2, 1, (6, 6), (0, 1)),
-    (2.0, 0, 3, 3, (5, 4, 3, 8), None),
-    (2.0, 1, 1, 6, (2,) * 7, None),
-    (2.0, 2, 5, 2, (9, 9, 9), (3, 3, 3)),
-]
 
 
-@pytest.mark.parametrize("temperature, seed, batch, K, fan_out, after_miss", SAMPLED)
+@pytest.mark.parametrize(
+    ("temperature", "seed", "batch", "K", "fan_out", "after_miss"),
+    [
+        (0.5, 2, 2, 5, (2,) * 6, (1,) * 6),
+        (1.0, 2, 8, 3, (2, 2, 1, 4), None),
+        (2.0, 2, 5, 2, (9, 9, 9), (3, 3, 3)),
+    ],
+)
 def test_ssd_draws_what_sd_draws(
     temperature: float,
     seed: int,
@@ -76,17 +69,9 @@ def test_ssd_draws_what_sd_draws(
     after_miss: tuple[int, ...] | None,
 ) -> None:
     """Token by token and round by round, with hits finished and misses drafted just in time."""
-    pair = Pair(
-        vocab=25,
-        order=2,
-        divergence=0.3,
-        temperature=temperature,
-        seed=seed,
-        batch=batch,
-        lookahead=K,
-        fan_out=fan_out,
-        fan_out_miss=after_miss,
-    )
+    models = {"vocab": 25, "order": 2, "divergence": 0.3, "temperature": temperature, "seed": seed}
+    lists = {"lookahead": K, "fan_out": fan_out, "fan_out_miss": after_miss}
+    pair = Pair(batch=batch, **models, **lists)  # type: ignore[arg-type]
     ssd, sd = decode(pair, 30), decode(replace(pair, mode="sd"), 30)
     assert ssd.tokens == sd.tokens
     assert outcome_digest(ssd.rows) == outcome_digest(sd.rows)
@@ -120,22 +105,12 @@ def test_certain_tokens_among_others() -> None:
         assert decode(pair, 120).tokens == sd.tokens
 
 
-@pytest.mark.parametrize("vocab", [2, 50000])
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_the_smallest_and_the_largest_vocabulary(vocab: int, order: int) -> None:
-    pair = Pair(vocab=vocab, order=order, divergence=0.1, fan_out=(1, 0, 2), tp=2)
-    ssd, sd = decode(pair, 8), decode(replace(pair, mode="sd", tp=1), 8)
-    assert ssd.tokens == sd.tokens
-    assert max(ssd.tokens[0]) < vocab
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
     """What came behind it in the same round was never emitted; the others go on."""
     base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
     modes = [
         base,
-        replace(base, tp=2),
         replace(base, mode="sd"),
         replace(base, mode="sd", is_inline=True),
     ]
@@ -149,11 +124,3 @@ def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
     ended = {n: tokens for n, tokens in found[0].items() if 7 in tokens}
     assert len({len(tokens) for tokens in ended.values()}) > 1, "choose another stop token"
     assert all(tokens.index(7) == len(tokens) - 1 for tokens in ended.values())
-
-
-def test_prompts_decide_how_a_sequence_begins() -> None:
-    """The whole context, not its last token alone."""
-    pair = replace(GREEDY, order=3, batch=8, prompt_tokens=5)
-    longer = decode(pair, 6).first(6)
-    assert longer == greedy(pair, 6)
-    assert longer != decode(replace(pair, prompt_tokens=1), 6).first(6)

@@ -52,20 +52,6 @@ def test_rows_are_read_in_the_rounds_that_reject_and_in_no_other() -> None:
     assert watch.log == [(n, "read" if needed[n] else "dropped") for n in needed]
 
 
-def test_a_draft_that_is_never_wrong_is_never_asked() -> None:
-    watch = Watch()
-    done = decode(replace(PAIR, divergence=0.0, temperature=0.7), 60, hook=watch)
-    assert not any(done.rejected.values())
-    assert {what for _, what in watch.log} == {"dropped"}
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"mode": "sd", "backup": "fast"}])
-def test_certain_tokens_have_no_rows(changes: dict[str, Any]) -> None:
-    watch = Watch()
-    done = decode(replace(PAIR, **changes), 40, hook=watch)
-    assert any(done.rejected.values()) and watch.log == []
-
-
 def test_rows_that_come_late_change_nothing() -> None:
     def late(lead: LeadEnd, draft: DraftEnd) -> None:
         inbox, polls = lead._proposals, [0]
@@ -124,9 +110,3 @@ def test_rows_that_never_come_are_missed(divergence: float) -> None:
 
     with pytest.raises(FaultError, match="draft: proposals: nothing for"):
         decode(replace(PAIR, divergence=divergence), 40, hook=lost)
-
-
-def test_what_nobody_looks_at_may_be_anything() -> None:
-    pair = replace(PAIR, divergence=0.0)
-    spoiled = tampering(lambda send, r, rows: send(r, [row * np.nan for row in rows]))
-    assert decode(pair, 40, hook=spoiled).tokens == decode(pair, 40).tokens

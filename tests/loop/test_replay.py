@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import PromptLookup
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget
 from mpissd.engine.workload.markov import (
     MarkovLaws,
     MarkovModel,
@@ -119,8 +118,8 @@ def replayed(
     K, F = policy.lookahead, policy.fan_outs.widest
     parts = recording.sequences[:batch]
     return stepped(
-        GemmTargetWorker(CountingForwards(), RecordedStream(recording, batch, K)),
-        GemmDraftWorker(CountingForwards(), RecordedDraft(recording, batch, K, F)),
+        TargetWorker(CountingForwards(), ImposedTarget(RecordedStream(recording, batch, K))),
+        DraftWorker(CountingForwards(), ImposedDraft(RecordedDraft(recording, batch, K, F))),
         policy,
         [Request(n, first_token=int(part.prompt[-1])) for n, part in enumerate(parts)],
         script,
@@ -163,7 +162,7 @@ def defined(
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_a_replay_is_the_definition(seed: int) -> None:
     dice = random.Random(seed)
     vocab, order, K = dice.choice([5, 9, 40]), dice.choice([1, 2]), dice.randint(1, 6)
@@ -176,16 +175,3 @@ def test_a_replay_is_the_definition(seed: int) -> None:
     recording = recording_of(laws, 1, limit=rounds * (K + 1), K=K, F=vocab - 1)
     found = replayed(recording, policy, 1, dealt.__getitem__, rounds)
     assert found.tolist() == defined(laws, policy, rounds)
-
-
-def test_more_may_be_recorded_than_a_run_needs() -> None:
-    laws, script = laws_of(3), lambda round_: 2
-    policy = DraftPolicy(2, FanOuts((2,) * 3, (2,) * 3), backup_lookahead=2)
-    wide = recording_of(laws, 2, limit=40, K=8, F=9)
-    parts = [
-        replace(part, tokens=part.tokens[:-6], rollout=part.rollout[:, :2], top=part.top[:, :3])
-        for part in wide.sequences
-    ]
-    exact = replace(wide, sequences=parts)
-    found = [replayed(each, policy, 2, script, 13).tolist() for each in (wide, exact)]
-    assert found[0] == found[1]

@@ -38,7 +38,7 @@ class Inline(Speculator):
     def answer(self, round_: int, count: int) -> Speculation:
         assert self._asked is not None
         speculation = self._drafter.answer(self._asked)
-        self._drafter.hear(speculation)
+        self._drafter.verification_started(speculation)
         if self._drafter.finish(self._drafter.begin_growth(speculation)):
             while self._drafter.growing:
                 self._drafter.finish(self._drafter.grow_step())

@@ -40,11 +40,10 @@ from tests.loop.swap_rig import (  # noqa: E402
 SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
 WAYS = [
     {"mode": "sd", "lookahead": 3},
-    SSD,
     {**SSD, "batch_size": 2},
     {**SSD, "backup": "fast"},
 ]
-SAMPLED = [{"mode": "sd"}, {"mode": "ssd", "fan_out": "uniform:2"}]
+SAMPLED = [{"mode": "ssd", "fan_out": "uniform:2"}]
 
 
 @pytest.fixture(scope="module")
@@ -170,22 +169,22 @@ def written(made: TinyPair, number: int, version: Arrays) -> str:
 
 def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str]) -> None:
     """Has drafters send, with tokens that version n drew, the distributions of version n + 1."""
-    assemble = Drafter._assemble
+    assemble = Drafter._assembled
 
     def wrong(drafter: Any, round_: int, count: int, rollouts: Any) -> Any:
         found = assemble(drafter, round_, count, rollouts)
         where = folders[(drafter.version + 1) % len(folders)]
-        for row, history in enumerate(drafter.worker._histories.rows(drafter._batch)):
+        for row, history in enumerate(drafter.batch.sequences):
             told = []
             for place, token in enumerate(found.tokens[row, : found.num_draft[row]].tolist()):
                 context = (*history.tokens, *found.tokens[row, :place].tolist())
                 q = sampling.probabilities(logits_behind(where, context), 1.0).astype(np.float32)
                 found.q[row, place] = float(q[token]) / float(q.sum(dtype=np.float64))
                 told.append(q)
-            drafter._answer.rows[row] = told
+            drafter.rows[row] = told
         return found
 
-    monkeypatch.setattr(Drafter, "_assemble", wrong)
+    monkeypatch.setattr(Drafter, "_assembled", wrong)
 
 
 @pytest.mark.parametrize("flags", SAMPLED, ids=str)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Control, Outcome, Request
-from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import queue_link
-from mpissd.engine.comm.wire import Kind
-from mpissd.engine.decode.serve import serve
-from mpissd.engine.decode.speculator import InlineSpeculator, NoSpeculator, RemoteSpeculator
+from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.speculator import NoSpeculator, RemoteSpeculator
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from tests.loop.harness import (
     WAITER,
-    Guarded,
     Result,
     Rig,
     Scenario,
@@ -123,18 +119,6 @@ def test_the_same_id_in_another_epoch_starts_over(mode: str) -> None:
 
 
 @Modes
-def test_a_full_batch_is_replaced_at_once(mode: str) -> None:
-    server = Server(Scenario(mode, batch=3))
-    server.loop.admit([Request(n) for n in range(3)])
-    server.step(2)
-    server.loop.finish([0, 1, 2])
-    server.loop.admit([Request(n) for n in range(10, 13)])
-    server.step(2)
-    assert server.ids == [10, 11, 12]
-    server.check()
-
-
-@Modes
 def test_a_batch_runs_empty_and_takes_up_again(mode: str) -> None:
     server = Server(Scenario(mode, batch=2))
     server.loop.admit([Request(0), Request(1)])
@@ -146,16 +130,6 @@ def test_a_batch_runs_empty_and_takes_up_again(mode: str) -> None:
     server.step(2)
     assert server.ids == [2]
     server.check()
-
-
-def test_finishing_nobody_or_a_stranger_changes_nothing() -> None:
-    server = Server(Scenario("sd", batch=2))
-    server.loop.admit([Request(0), Request(1)])
-    server.step()
-    server.loop.finish([])
-    server.loop.finish([77])
-    server.step()
-    assert server.ids == [0, 1]
 
 
 @Modes
@@ -178,34 +152,6 @@ def test_more_sequences_than_the_batch_holds_are_refused() -> None:
         server.loop.step()
 
 
-def test_rounds_count_from_zero_and_results_name_them() -> None:
-    server = Server(Scenario("sd"))
-    server.loop.admit([Request(0)])
-    for round_ in range(4):
-        assert server.loop.round == round_
-        result = server.step()
-        assert result.speculation.round == result.outcome.round == round_
-        assert result.t_target_s == 0.25
-
-
-def test_the_lead_s_phases_add_up() -> None:
-    server = Server(Scenario("ssd", batch=2))
-    server.loop.admit([Request(0), Request(1)])
-    server.loop.ledger.restart()
-    for round_ in range(5):
-        server.step()
-        server.loop.ledger.close_round(round_, LeadPhase.RECORD)
-    table = server.loop.ledger.table(0, 5)
-    assert (table[:, 1] == table[:, 2:].sum(axis=1)).all()
-    phases = server.loop.ledger.names
-    assert (table[:, 2 + phases.index("draft_wait")] > 0).all()  # the draft is in this thread
-
-
-def test_an_inline_draft_needs_an_outcome_first() -> None:
-    with pytest.raises(AssertionError, match="before ask"):
-        InlineSpeculator(Rig(Scenario("sd")).drafter).answer(0, 1)
-
-
 def test_a_draft_that_says_nothing_is_a_fault() -> None:
     rig = Rig(Scenario("sd"))
     lead, _ = queue_link(rig.shape, Waiter(0.2, spin=False))
@@ -215,44 +161,9 @@ def test_a_draft_that_says_nothing_is_a_fault() -> None:
         loop.step()
 
 
-def test_a_lead_that_says_nothing_is_a_fault() -> None:
-    rig = Rig(Scenario("sd"))
-    _, draft = queue_link(rig.shape, Waiter(0.2, spin=False))
-    with pytest.raises(FaultError, match="target: outcome"):
-        serve((draft, rig.drafter))
-
-
-def test_an_answer_to_another_round_is_refused() -> None:
-    rig = Rig(Scenario("sd"))
-    lead, draft = queue_link(rig.shape, WAITER)
-    thread = Guarded(lambda: serve((draft, rig.drafter)))
-    lead.send_outcome(Outcome.admission(-1, [Request(0)]))
-    with pytest.raises(ProtocolError, match="round is 0, expected 1"):
-        lead.speculation(1, 1)
-    lead.send_outcome(Outcome(0, np.zeros((1, 5), np.int32)), stop=True)
-    thread.finish()
-
-
 def test_a_draft_refuses_an_outcome_of_another_round() -> None:
     rig = Rig(Scenario("sd"))
     lead, draft = queue_link(rig.shape, WAITER)
     lead.send_outcome(Outcome.admission(4, [Request(0)]))
     with pytest.raises(ProtocolError, match="round is 4, expected -1"):
         serve((draft, rig.drafter))
-
-
-def test_what_a_link_carried_is_counted() -> None:
-    rig = Rig(Scenario("sd", batch=2))
-    lead, draft = queue_link(rig.shape, WAITER)
-    thread = Guarded(lambda: serve((draft, rig.drafter)))
-    loop = rig.loop(RemoteSpeculator(lead))
-    loop.admit([Request(0), Request(1)])
-    for _ in range(5):
-        loop.step()
-    out, into = (rig.shape.message(kind) for kind in (Kind.OUTCOME, Kind.SPECULATION))
-    assert lead.num_messages == 10
-    assert lead.num_bytes == 5 * (out.array.nbytes + into.array.nbytes)
-    loop.stop()
-    thread.finish()
-    lead.close()
-    draft.close()

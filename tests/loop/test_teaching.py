@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.common.rounds import Batch, Ints, Outcome, Request
+from mpissd.common.rounds import Ints, Outcome, Request
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Lesson
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.decode.teaching import Teaching
+from mpissd.engine.workload.sequence import Batch
 from tests.loop.harness import Scenario
 from tests.loop.test_target import Server
 from tests.text_config import text_config
@@ -71,7 +72,7 @@ class Recorded:
 
 
 class Read:
-    """A target worker that counts the rows of logits that are read of it."""
+    """A target oracle that counts the rows of logits that are read of it."""
 
     def __init__(self, worker: Any) -> None:
         self._worker, self.rows, self.asked = worker, 0, 0
@@ -96,7 +97,7 @@ def test_lessons_carry_the_logits_that_decided_each_token(
     config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=60, mode=mode, lookahead=3)
     outlet = Recorded(lambda asked: asked % every == 0)
     with Decoder(config) as decoder:
-        read = Read(decoder.worker)
+        read = Read(decoder.worker.oracle)
         teaching = Teaching(read, outlet, everywhere=True)  # type: ignore[arg-type]
         decoder.loop.teach = teaching
         while not decoder.is_over:

@@ -15,34 +15,30 @@ import pytest
 from mpissd.common import workloads
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.workload.base import RowFields, Workload
-from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.workers import (
-    Admissions,
-    DraftWorker,
+from mpissd.engine.workload.oracle import (
+    Branches,
+    DraftOracle,
+    Lanes,
     OpenGather,
     Proposals,
-    TargetWorker,
+    Rollout,
+    TargetOracle,
 )
+from mpissd.engine.workload.sequence import Batch
 from mpissd.lab.predict.row import is_predictable
 
 V = 101
 
 
-class CountingTarget(TargetWorker):
-    """The token behind t is t + 1."""
-
-    def __init__(self, stepper: Forwards) -> None:
-        self.stepper = stepper
-
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        return None
+class CountingTarget(TargetOracle):
+    """The token after t is t + 1."""
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -53,14 +49,11 @@ class CountingTarget(TargetWorker):
         return accepted, true[np.arange(len(batch)), accepted]
 
 
-class CountingDraft(DraftWorker):
-    """Drafts t + 1 behind t, and t + 2 where t + 1 is a multiple of five."""
+class CountingDraft(DraftOracle):
+    """Drafts t + 1 after t, and t + 2 where t + 1 is a multiple of five."""
 
-    def __init__(self, stepper: Forwards, lookahead: int) -> None:
-        self.stepper, self.lookahead = stepper, lookahead
-
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        return None
+    def __init__(self, lookahead: int) -> None:
+        self.lookahead = lookahead
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         rows, ks, places, first = [], [], [], []
@@ -83,7 +76,7 @@ class CountingDraft(DraftWorker):
         tokens = np.zeros((len(first), self.lookahead), np.int32)
         return Rollout(np.asarray(rows, np.int64), first, tokens)
 
-    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         for rollout in rollouts:
             following = (rollout.inputs + 1) % V
             rollout.tokens[:, rollout.steps] = (following + (following % 5 == 0)) % V
@@ -94,13 +87,13 @@ class Counting(Workload):
     vocab = V
     law = "the target counts upward"
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> CountingTarget:
-        return CountingTarget(stepper)
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> TargetOracle:
+        return CountingTarget()
 
-    def draft_worker(self, stepper: Forwards) -> CountingDraft:
-        return CountingDraft(stepper, self.job.lookahead)
+    def draft_oracle(self, stepper: Forwards) -> CountingDraft:
+        return CountingDraft(self.job.lookahead)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         return [Request(first_id + n, first_token=n) for n in range(count)]

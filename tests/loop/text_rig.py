@@ -19,9 +19,10 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.placement import Placement
-from mpissd.engine.workload.text.draft import TextDraftWorker
-from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.sequence import Placement
+from mpissd.engine.workload.text.draft import LogitsDraft
+from mpissd.engine.workload.text.target import LogitsTarget
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
@@ -112,12 +113,12 @@ class TextPair(Pair):
         return LinkShape(3, self.batch, self.K, vocab=vocab, num_tokens=self.vocab, prompt_tokens=9)
 
 
-class WatchedText(Watching, TextDraftWorker):
-    """The draft worker of the `text` workload, watched."""
+class WatchedText(Watching, LogitsDraft):
+    """The draft oracle of the `text` workload, watched."""
 
 
-class JudgedText(Judging, TextTargetWorker):
-    """The target worker of the `text` workload, forked."""
+class JudgedText(Judging, LogitsTarget):
+    """The target oracle of the `text` workload, forked."""
 
     wrong_top_p: float | None = None
 
@@ -129,7 +130,7 @@ class JudgedText(Judging, TextTargetWorker):
         return super()._target_row(request, start, i)
 
 
-def text_workers(case: Case) -> tuple[Watching, Judging]:
+def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     """New workers over models that are made once; what they stored before is given back."""
     pair = case.pair
     assert isinstance(pair, TextPair)
@@ -139,10 +140,10 @@ def text_workers(case: Case) -> tuple[Watching, Judging]:
     for stepper in (target, draft):
         stepper.release(range(pair.batch))
     drafter = WatchedText(
-        draft, pair.seed, pair.fans, pair.K,
+        draft, pair.seed, pair.K, pair.fans,
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
     judge.wrong_top_p = pair.wrong_top_p
-    drafter.placement, judge.placement = Placement(pair.batch), Placement(pair.batch)
-    return drafter, judge
+    places = Placement()
+    return DraftWorker(draft, drafter, places), TargetWorker(target, judge, places)

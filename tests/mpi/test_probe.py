@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.presets import resolve_model
-from mpissd.engine.backend.profile import known_profiles, load_profile
+from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
 from tests.mpi.harness import needs_mpi, start
@@ -123,41 +123,6 @@ def test_roles_of_an_emulated_machine(
     assert again.forward_s(cost) == truth.forward_s(cost)
 
 
-def two_kernels(folder: Path) -> Path:
-    """A device whose jobs of at most 8 rows take 1 ms a forward, and others 2 ms."""
-    forwards = [
-        {
-            **vars(Shard(resolve_model(model)).key(1, ForwardOptions())),
-            "params": Shard(resolve_model(model)).num_params(ForwardOptions()),
-            "kernel": kernel,
-            "most_rows": most,
-            "from": "defined: for this test",
-            "seconds": {"1": seconds},
-        }
-        for model in ("toy-target", "toy-draft")
-        for kernel, most, seconds in (("chain", 8, 1e-3), ("cublas", None, 2e-3))
-    ]
-    data = json.loads(known_profiles()["null"].read_text())
-    file = folder / "two.json"
-    file.write_text(json.dumps({**data, "tables": {"forwards": forwards}}))
-    return file
-
-
-def test_each_kernel_that_a_job_may_run_is_probed(tmp_path: Path) -> None:
-    flags = ("--backend=emulated", f"--device={two_kernels(tmp_path)}", "--pair=toy")
-    code, out, err = probe(2, *flags, "--mode=sd", folder=tmp_path)
-    assert code == 0, err[-2000:]
-    data = json.loads(Path(told(out)["profile"]).read_text())
-    found = data["tables"]["forwards"]
-    assert [(e["model"], e["most_rows"]) for e in found] == [
-        (model, most) for model in ("toy-target", "toy-draft") for most in (8, None)
-    ]
-    for entry in found:
-        assert set(entry["seconds"].values()) == {1e-3 if entry["most_rows"] else 2e-3}
-        assert entry["kernel"] == "modelled"
-    assert "toy-target T=1 by modelled, jobs of at most 8 rows" in out
-
-
 def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
     _, data = numpy()
     ways = [(e["mode"], e["num_drafts"], e["batch_size"]) for e in data["host"]]
@@ -184,13 +149,6 @@ def test_wrong_data_end_the_job_and_save_nothing(
     lines = [line for line in err.splitlines() if line.startswith("mpissd")]
     assert code == 3 and len(lines) == 1 and said in lines[0]
     assert "{" not in out and not list((tmp_path / "profiles").iterdir())
-
-
-def test_a_name_that_is_no_file_name(tmp_path: Path) -> None:
-    name = "--name=a/b"
-    code, out, err = probe(2, "--backend=emulated", "--device=null", name, folder=tmp_path / "out")
-    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
-    assert code == 2 and out == "" and len(lines) == 1 and "name=" in lines[0]
 
 
 def _break(what: str) -> None:

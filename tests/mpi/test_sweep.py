@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from mpissd.common.row import flat
 from mpissd.engine.spec.hits import named_hit_law
 from tests.mpi.harness import Job, Started, launch, needs_mpi, start
-from tests.needs import needs_linux
 
 pytestmark = needs_mpi
 DEFAULT = named_hit_law("smollm2").label
@@ -134,22 +132,6 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert end(again)["measured"] + end(again)["failed"] == 8 - len(before)
 
 
-def test_sweeps_at_the_same_time_double_nothing_and_lose_nothing(tmp_path: Path) -> None:
-    """The second has one repeat more, which nobody else is to measure."""
-    flags = ["--grid=mode=ar,sd; lookahead=1..2", *NULL, "--rounds=600", f"--out={tmp_path}"]
-    with start(2, "mpissd", "sweep", *flags, "--repeats=2") as first:
-        patience = time.monotonic() + 60
-        while not rows_in(tmp_path) and time.monotonic() < patience:
-            time.sleep(0.02)
-        with start(2, "mpissd", "sweep", *flags, "--repeats=3") as second:
-            ends = [Job(*job.finish(), tmp_path) for job in (first, second)]
-    assert {job.code for job in ends} <= {0, 3}
-    found = tasks(tmp_path)
-    assert len(found) == len(set(found)) == 9
-    left = end(ends[1])["left_to_others"]
-    assert left and f", {left} left to another job that is to measure them" in ends[1].out
-
-
 def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path: Path) -> None:
     """Rank 1 has no memory for the branches of eight sequences; rank 0 hears of it in time, and
     what needs fewer rows is measured."""
@@ -169,39 +151,6 @@ def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path:
     assert f", {told['failed_before']} before (--retry measures them again)" in again.out
     retried = sweep(2, *flags, "--retry", folder=tmp_path)
     assert retried.code in (0, 3) and len(set(tasks(tmp_path))) == 6
-
-
-def resident(pid: int) -> float:
-    """MB."""
-    fields = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()
-    return int(fields[0]) / 1e3
-
-
-@needs_linux
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_number_of_configurations(tmp_path: Path) -> None:
-    repeats = 40
-    grid = "mode=ar,sd,ssd; lookahead=2,4; alpha=.6,.8; batch_size=1,2"
-    told = [f"--grid={grid}", *NULL, f"--repeats={repeats}", f"--out={tmp_path}"]
-    with start(2, "mpissd", "sweep", *told) as job, ThreadPoolExecutor(1) as pool:
-        ranks = [job.rank(rank) for rank in (0, 1)]
-        over = pool.submit(job.finish)  # reads meanwhile: a sweep prints more than a pipe holds
-        sizes: dict[int, list[float]] = {}
-        while not over.done():
-            try:
-                sizes[len(tasks(tmp_path))] = [resident(pid) for pid in ranks]
-            except (OSError, ValueError, IndexError):
-                continue
-            time.sleep(0.02)
-        code, _, err = over.result()
-    assert code in (0, 3), err
-    total = len(tasks(tmp_path))
-    assert total == 18 * repeats
-    early = next(sizes[n] for n in sorted(sizes) if n >= 36)  # everything has been made
-    # Its last table reads all rows at once, of this and of every earlier job.
-    late = sizes[max(n for n in sizes if n < total)]
-    growth = [after - before for before, after in zip(early, late, strict=True)]
-    assert max(growth) < 4, f"{growth} MB from 36 to {total} rows"
 
 
 def test_a_dry_run_lists_the_plan(tmp_path: Path) -> None:

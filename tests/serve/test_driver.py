@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -11,15 +10,11 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.decode import upkeep
-from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
-from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Serving
-from mpissd.engine.workload.steps import Steps
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
 from mpissd.serve.ranks import warm
@@ -229,33 +224,6 @@ class Wild(Goodput):
         return True  # it chooses before each round
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_resting_and_catching_up_at_any_time_change_no_token(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """The draft rests at once here, while others join, leave and store prompts."""
-    parts, store = list[bool](), Drafter.store_part
-
-    def stored(self: Drafter) -> Steps[None]:
-        parts.append(True)
-        yield from store(self)
-
-    monkeypatch.setattr(upkeep, "_SHARE", 1.0)
-    monkeypatch.setattr(Drafter, "store_part", stored)
-    dice = random.Random(seed)
-    asked = [(dice.randrange(60), n, prompt, 90) for n, prompt in enumerate(prompts(20, seed))]
-    mail = Script(*((at, Submit(*one)) for at, *one in asked), (30, Cancel(4)))
-    goodput = Wild(seed)
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail, ThreeRows(), goodput=goodput)
-    assert all_returned(loops)
-    tokens = mail.tokens()
-    for _, n, prompt, count in asked:
-        whole = alone(pair, prompt, count)
-        assert tokens.get(n, []) == (whole if n != 4 else whole[: len(tokens.get(n, []))])
-    assert len(parts) > 3 and len(goodput.ways) > 5
-
-
 @pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]
@@ -356,45 +324,6 @@ class Planned(Goodput):
     @property
     def is_trying(self) -> bool:
         return True  # it chooses before each round
-
-
-@pytest.mark.parametrize("case", ["drafting breaks off", "a long prompt joins behind the rest"])
-def test_what_a_draft_lacks_behind_a_rest_is_never_stored_all_at_once(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    stored, rounds, fill = list[int](), list[Way](), Drafter._fill
-    store, begin = Drafter.store_part, {"drafting breaks off": 110}.get(case, 45)
-
-    def filled(
-        self: Drafter, rows: Sequence[int], spare: int = 0, most: int | None = None
-    ) -> Steps[int]:
-        count = yield from fill(self, rows, spare, most)
-        if len(rounds) >= begin:
-            stored.append(count)
-        return count
-
-    def slow(self: Drafter) -> Steps[None]:
-        yield from store(self)
-        time.sleep(0.05)  # as long as a round, so that little is caught up in each
-
-    def observe(self: Goodput, way: Way, result: RoundResult, round_s: float) -> None:
-        rounds.append(way)
-
-    monkeypatch.setattr(Drafter, "_fill", filled)
-    monkeypatch.setattr(Goodput, "observe", observe)
-    first, second, *_ = prompts(3, seed=5)
-    if case == "drafting breaks off":
-        monkeypatch.setattr(Drafter, "store_part", slow)
-        asked = [(0, Submit(n, prompt, 190)) for n, prompt in enumerate(prompts(3, seed=5))]
-        goodput = Planned(lambda n: begin < n <= begin + 4)
-    else:
-        monkeypatch.setattr(upkeep, "_SHARE", 1.0)  # rests at once
-        asked = [(0, Submit(0, first, 190)), (1, Submit(1, second, 190))]
-        asked.append((8, Submit(2, (first * 20)[:200], 30)))
-        goodput = Planned(lambda n: n > begin)
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, Script(*asked), ThreeRows(), goodput=goodput)
-    assert sum(stored) > 60 and max(stored) <= upkeep.PART
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])

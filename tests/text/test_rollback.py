@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.common.rounds import Batch, Event, Outcome, Request, Source, Speculation
+from mpissd.common.rounds import Event, Outcome, Request, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
@@ -21,15 +21,16 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.placement import Placement
-from mpissd.engine.workload.text.draft import TextDraftWorker
-from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.sequence import Batch, Placement
+from mpissd.engine.workload.text.draft import LogitsDraft
+from mpissd.engine.workload.text.target import LogitsTarget
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.tiny_pair import tiny_pair
 
 WAITER = Waiter(30.0, spin=False)
 V, K, SLOTS, CAPACITY, PAGE, LANES, LONGEST = 31, 4, 3, 160, 16, 12, 70
-ROUNDS = 10_000
-Worker = TextTargetWorker | TextDraftWorker
+ROUNDS = 2_000
+Worker = TargetWorker | DraftWorker
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,8 @@ def cached(stepper: Stepper, slot: int, count: int) -> tuple[Any, Any]:
 class Walk:
     """Random outcomes of sequences that come, go and restart in used slots."""
 
+    batch: Batch
     seed: int
-    batch: Batch = field(default_factory=lambda: Batch(SLOTS))
     served: Speculation = field(default_factory=lambda: Speculation.empty(-1, 0, K))
     born: int = 0
 
@@ -97,7 +98,7 @@ class Walk:
 
 
 def verify(worker: Worker, walk: Walk, speculation: Speculation) -> None:
-    assert isinstance(worker, TextTargetWorker)
+    assert isinstance(worker, TargetWorker)
     worker.fill(walk.batch, range(len(walk.batch)), WAITER)
     worker.upload(walk.batch, speculation)
     worker.launch()
@@ -107,13 +108,13 @@ def verify(worker: Worker, walk: Walk, speculation: Speculation) -> None:
 def draft(worker: Worker, walk: Walk, speculation: Speculation) -> None:
     """What a draft does in a round: it backs some rows up, which are then served, and has a glue or
     not; others served the other rows."""
-    assert isinstance(worker, TextDraftWorker)
+    assert isinstance(worker, DraftWorker)
     dice, batch = walk.dice, walk.batch
     rows = [row for row in range(len(batch)) if dice.random() < 0.5]
     if rows:
         worker.fill(batch, rows, WAITER, 1)
-        backup = worker.resume(batch, rows, Source.JIT)
-        grow(worker, [backup], dice.randint(0, K))
+        backup = worker.restart(batch, rows, Source.JIT)
+        grow(worker, batch, [backup], dice.randint(0, K))
         speculation.num_draft[rows], speculation.tokens[rows] = backup.steps, backup.tokens
     worker.served(batch, speculation)
     if len(batch) and dice.random() < 0.7:
@@ -121,15 +122,15 @@ def draft(worker: Worker, walk: Walk, speculation: Speculation) -> None:
         worker.launch_glue(batch, speculation)
         worker.wait(WAITER)
         fans = FanOuts((1, 1, 0, 0, 2), (0, 1, 2, 0, 1))
-        found = worker.branches(batch, speculation, fans)
-        worker.settle(batch, found.rollout, found.lanes.rows, found.lanes.k)
+        found = worker.oracle.branches(batch, speculation, fans)
+        worker.place_branches(batch, found.rollout, found.lanes.rows, found.lanes.k)
         if len(found.rollout):
-            grow(worker, [found.rollout], dice.randint(0, K))
+            grow(worker, batch, [found.rollout], dice.randint(0, K))
 
 
-def grow(worker: TextDraftWorker, rollouts: list[Any], steps: int) -> None:
+def grow(worker: DraftWorker, batch: Batch, rollouts: list[Any], steps: int) -> None:
     for _ in range(steps):
-        worker.launch_step(rollouts)
+        worker.launch_step(batch, rollouts)
         worker.wait(WAITER)
         worker.collect_step(rollouts)
 
@@ -137,18 +138,16 @@ def grow(worker: TextDraftWorker, rollouts: list[Any], steps: int) -> None:
 def check(worker: Worker, walk: Walk, scratch: Stepper) -> int:
     """Compares what is said to be stored with a cache that is filled from the beginning."""
     compared = 0
-    placement = worker.placement
-    assert placement is not None and isinstance(worker.stepper, Stepper)
-    lasts = placement.last(walk.batch).tolist()
-    for history, slot, last in zip(
-        worker._histories.rows(walk.batch), walk.batch.slots.tolist(), lasts, strict=True
-    ):
-        assert len(history.tokens) == last + 1
-        stored = min(int(placement.filled[slot]), last)
+    batch = walk.batch
+    assert isinstance(worker.stepper, Stepper)
+    for one, last in zip(batch.sequences, batch.last().tolist(), strict=True):
+        assert len(one.tokens) == last + 1
+        slot = one.slot
+        stored = min(int(batch.filled[slot]), last)
         scratch.release([0])
         for start in range(0, stored, 16):
             stop = min(stored, start + 16)
-            tokens = np.array(history.tokens[start:stop], np.int32)
+            tokens = np.array(one.tokens[start:stop], np.int32)
             scratch.upload(stop - start, tokens, trunk_rows(0, start, stop))
             scratch.launch()
         assert cached(worker.stepper, slot, stored) == cached(scratch, 0, stored)
@@ -159,17 +158,17 @@ def check(worker: Worker, walk: Walk, scratch: Stepper) -> int:
 @pytest.mark.parametrize("part", ["target", "draft"])
 def test_any_outcomes_leave_the_cache_that_a_fresh_one_would_be(where: Path, part: str) -> None:
     rows = [1, 2, 4, 8, SLOTS * (K + 1), 24]
+    stepper = stepper_of(where, rows)
     worker: Worker
     if part == "target":
-        worker = TextTargetWorker(stepper_of(where, rows), 0)
+        worker = TargetWorker(stepper, LogitsTarget(stepper, 0), Placement())
     else:
-        worker = TextDraftWorker(stepper_of(where, rows), 0, FanOuts(), K)
-    worker.placement = Placement(SLOTS)
-    scratch, walk = stepper_of(where, [16], slots=1), Walk(seed=len(part))
+        worker = DraftWorker(stepper, LogitsDraft(stepper, 0, K, FanOuts()), Placement())
+    walk = Walk(worker.open_batch(SLOTS), seed=len(part))
+    scratch = stepper_of(where, [16], slots=1)
     compared, most = 0, 0
     for round_ in range(ROUNDS):
-        admissions = walk.batch.apply(walk.outcome(round_ - 1))
-        worker.enter(walk.batch, admissions)
+        worker.enter(walk.batch, walk.batch.apply(walk.outcome(round_ - 1)))
         if round_ % 50 == 0:
             compared += check(worker, walk, scratch)
         (verify if part == "target" else draft)(worker, walk, walk.speculation(round_))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.workload.text.stops import AnswerText, Cut, Stops, TextStream
+from mpissd.engine.workload.text.stops import AnswerText, Cut, TextEndings, TextStream
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 
@@ -33,11 +33,6 @@ def of_bytes(text: str) -> list[int]:
     return [tiny.of_byte(byte) for byte in text.encode()]
 
 
-def test_a_character_of_four_tokens_appears_with_its_last() -> None:
-    stream = TextStream(TOKENIZERS[0])
-    assert [stream.push(token) for token in of_bytes("a👋b")] == ["a", "", "", "", "👋", "b"]
-
-
 @given(st.text(max_size=30))
 def test_pieces_hold_whole_characters_and_add_up(text: str) -> None:
     found = pieces(TOKENIZERS[0], of_bytes(text))
@@ -55,11 +50,6 @@ def test_a_character_that_never_completes_leaves_at_the_end() -> None:
     assert [stream.push(token) for token in of_bytes("é")[:1]] == [""]
     assert stream.flush() == "\ufffd"
     assert stream.flush() == ""
-
-
-def test_invalid_bytes_are_shown_once_the_next_character_is_there() -> None:
-    stream = TextStream(TOKENIZERS[0])
-    assert [stream.push(tiny.of_byte(b)) for b in (0xE2, 0x82, ord("a"))] == ["", "", "\ufffda"]
 
 
 @given(
@@ -90,12 +80,6 @@ def test_a_stop_string_that_straddles_tokens_never_shows() -> None:
     assert text.ended == "stop" and text.flush() == ""
 
 
-def test_a_held_beginning_of_a_stop_string_leaves_at_the_end() -> None:
-    text = AnswerText(TOKENIZERS[0], ["\n\n#"], {END})
-    assert "".join(text.push(t) for t in of_bytes("a\n\n")) == "a"
-    assert text.flush() == "\n\n" and text.ended is None
-
-
 def test_a_stop_token_ends_the_text_and_gives_what_was_held() -> None:
     text = AnswerText(TOKENIZERS[0], ["ab"], {END})
     assert text.push(tiny.of_byte(ord("a"))) == ""
@@ -103,19 +87,20 @@ def test_a_stop_token_ends_the_text_and_gives_what_was_held() -> None:
     assert text.ended == "stop_token" and text.push(tiny.of_byte(ord("b"))) == ""
 
 
-def test_stops_count_the_tokens_up_to_the_one_that_ends() -> None:
-    stops = Stops(TOKENIZERS[0], ["lo\n"], {END})
-    assert stops.feed(7, of_bytes("hel")) is None
-    assert stops.feed(8, [5, END, 9]) == 2
-    assert stops.feed(7, of_bytes("lo\nxx")) == 3
-    assert stops.feed(7, of_bytes("\n")) is None  # an id that is used again starts afresh
+def test_endings_count_the_tokens_up_to_the_one_that_ends() -> None:
+    endings = TextEndings(TOKENIZERS[0], ["lo\n"], {END}, {7: 99, 8: 99, 9: 5})
+    assert endings.kept(7, 0, of_bytes("hel")) is None
+    assert endings.kept(8, 0, [5, END, 9]) == 2
+    assert endings.kept(7, 3, of_bytes("lo\nxx")) == 3
+    assert endings.kept(7, 0, of_bytes("\n")) is None  # an id that is used again starts afresh
+    assert [endings.kept(9, 0, [3, 4]), endings.kept(9, 2, [3, 4, 5, END])] == [None, 3]
 
 
 def test_without_stop_strings_no_tokenizer_is_needed() -> None:
-    stops = Stops(None, [], {END})
-    assert [stops.feed(0, [3, 4]), stops.feed(0, [END])] == [None, 1]
+    endings = TextEndings(None, [], {END}, {0: 99})
+    assert [endings.kept(0, 0, [3, 4]), endings.kept(0, 2, [END])] == [None, 1]
     with pytest.raises(ConfigError, match="needs a tokenizer"):
-        Stops(None, ["x"], {END})
+        TextEndings(None, ["x"], {END}, {})
 
 
 def test_decoders_that_drop_a_first_space_keep_the_spaces_between(tmp_path: Path) -> None:

@@ -122,9 +122,6 @@ def test_stop_tokens_are_those_of_every_file_that_names_some(tmp_path: Path) -> 
         ({"tokenizer_config.json": "[]"}, {}, "is no JSON object"),
         ({"tokenizer.json": '{"model": '}, {}, "tokenizer.json"),
         ({"tokenizer_config.json": "[" * 99_999}, {}, "its tokenizer is damaged"),
-        ({"generation_config.json": '{"eos_token_id": [["a"]]}'}, {}, "its tokenizer is damaged"),
-        ({"generation_config.json": '{"eos_token_id": "a"}'}, {}, "its tokenizer is damaged"),
-        ({}, {"eos_token": {"content": 3}}, "its tokenizer is damaged"),
         ({}, {"chat_template": [{"name": "default"}]}, "its tokenizer is damaged"),
     ],
 )
@@ -155,8 +152,6 @@ def test_random_weights_have_no_tokenizer() -> None:
         ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
         ({"eos_token_id": 999}, "token 999 of 264 tokens"),
         ({"merges": ["no such"]}, "its merges"),
-        ({"merges": [1, 2]}, "its tokenizer is damaged"),
-        ({"bos_token_id": "first"}, "its tokenizer is damaged"),
         ({"token_type": [3]}, "its tokenizer is damaged"),
     ],
 )
@@ -179,37 +174,11 @@ def test_a_gguf_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [
-        struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9999 + struct.pack("<IQ", 4, 0),  # nested
-        struct.pack("<II", 4, 0),  # of no bytes
-        struct.pack("<IIQ", 9, 4, 0),  # a list
-    ],
-)
-def test_an_alignment_that_cannot_be_is_refused_in_one_line(tmp_path: Path, entry: bytes) -> None:
-    path = tmp_path / "x.gguf"
-    head = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + gguf_string("general.alignment")
-    path.write_bytes(head + entry)
-    with pytest.raises(ConfigError, match="a GGUF file that is cut off or damaged"):
-        read_gguf(path)
-
-
-def test_a_file_of_something_else_is_no_gguf(tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(b"PK\x03\x04" * 20)
-    with pytest.raises(ConfigError, match="is no GGUF file"):
-        read_gguf(path)
-
-
-@pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{% if %}", "chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "chat template"),
-        ("{{ messages[7].role }}", "chat template"),
-        ("{{ 1 / 0 }}", "chat template: division by zero"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template"),
         ("{% for n in range(10 ** 9) %}{% endfor %}", "chat template: Range too big"),
         ("{{ '\ud800' }}", "chat template"),
     ],
@@ -219,12 +188,6 @@ def test_a_template_that_fails_or_breaks_out_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
-
-
-def test_a_template_may_use_special_tokens_and_json(tmp_path: Path) -> None:
-    template = "{{ bos_token }}{{ messages[0] | tojson }}{{ strftime_now('') }}"
-    found = load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
-    assert found[0] == 0 and len(found) > 10
 
 
 def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
 _SAMPLES, _WARM_UP_S = 7, 0.05
 _SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03
-_MIB = 1 << 20
 
 
 def read_bandwidth(backend: CupyBackend, num_bytes: int) -> float:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.registry import unopened
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.rank_counts import RankCounts
 from mpissd.engine.job import Job
-from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.workers import DraftWorker
@@ -30,41 +28,24 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
     )
 
 
-def draft_worker(job: Job, stepper: Forwards) -> DraftWorker:
-    """Returns the worker that drafts with the whole draft model."""
-    worker = job.workload.draft_worker(stepper)
-    worker.placement = job.placement(drafts=True)
-    return worker
-
-
 def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
     """Returns a worker for each target group, which share the draft model's forwards."""
     config = job.config
     if config.groups == 1:
-        return [draft_worker(job, stepper)]
+        return [job.workload.draft_worker(stepper)]
     lanes = job.draft_options.lanes // config.groups
     shared = SharedForwards(stepper, config.groups, slots=config.batch_size, lanes=lanes)
-    return [draft_worker(job, seat) for seat in shared.seats]
+    return [job.workload.draft_worker(seat) for seat in shared.seats]
 
 
-def make_drafter(
-    job: Job,
-    worker: DraftWorker,
-    waiter: Waiter,
-    *,
-    kind: type[Drafter] = Drafter,
-) -> Drafter:
-    """Returns the drafter over `worker`; kind: its class."""
+def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
+    """Returns the drafter over `worker`."""
     policy = DraftPolicy(
         lookahead=job.lookahead,
         fan_outs=job.fan_outs,
         backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
         backup_lookahead=job.backup_lookahead,
         sampled=link_shape(job).sampled,
-        # On a CPU the ranks share its memory, and cores where there are few.
-        rests=job.serving is not None
-        and job.config.drafts > 0
-        and unopened(job.config.backend) == "numpy",
     )
     counts = RankCounts() if job.workload.reports_outcomes else None
-    return kind(worker, policy, job.config.batch_size, waiter, counts)
+    return Drafter(worker, policy, job.config.batch_size, waiter, counts)

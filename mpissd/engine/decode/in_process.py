@@ -22,11 +22,11 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
-from mpissd.engine.decode.chained import ChainedDrafter, chained_forwards, chained_pair
+from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.drafting import draft_worker, link_shape, make_drafter
+from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.drafting import link_shape, make_drafter
 from mpissd.engine.decode.sequences import Sequences
-from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
@@ -76,7 +76,6 @@ class Loops:
             job.target_shard, job.options, job.target_buckets(), drafts=False
         )
         self.worker = self.workload.target_worker(self.target_stepper)
-        self.worker.placement = job.placement(drafts=False)
         self.worker, speculator = self._sides(self.worker)
         batch = job.config.batch_size
         self.loop = TargetLoop(self.worker, speculator, NoPlans(), batch, self._waiter)
@@ -109,12 +108,11 @@ class Loops:
         if job.config.drafts:
             return target, RemoteSpeculator(self._start())
         draft = self._draft_worker() if job.inline else None
-        chained = chained_forwards(job, target, draft)
-        kind = Drafter if chained is None else ChainedDrafter
-        drafter = None if draft is None else make_drafter(job, draft, waiter, kind=kind)
-        if chained is not None:
+        drafter = None if draft is None else make_drafter(job, draft, waiter)
+        if (chained := chained_forwards(job, target, draft)) is not None:
             self._resources.callback(chained.close)
-            return chained_pair(job, target, drafter, chained, waiter)
+            limit = self.workload.longest_answer
+            target = ChainedTarget(target, drafter, chained, limit, waiter)
         return target, NoSpeculator() if drafter is None else InlineSpeculator(drafter)
 
     def _draft_worker(self) -> DraftWorker:
@@ -124,8 +122,8 @@ class Loops:
             job.draft_shard, job.draft_options, job.draft_buckets(), drafts=True
         )
         self.draft_steppers.append(stepper)
-        worker = draft_worker(job, stepper)
-        worker.prepare(self.workload.tabulated())
+        worker = self.workload.draft_worker(stepper)
+        worker.oracle.prepare(self.workload.tabulated())
         return worker
 
     def _start(self) -> LeadEnd:
@@ -182,7 +180,7 @@ class Decoder(Loops):
         self._sequences = Sequences(self.workload)
         self.records.ends = self._sequences.ends
         requests = self._sequences.first()
-        self.worker.prepare(requests)
+        self.worker.oracle.prepare(requests)
         self.loop.admit(requests)
         self.loop.ledger.restart()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpissd.common.rounds import Event, Outcome, Source, Speculation
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.rollout import Branches
+from mpissd.engine.workload.oracle import Branches
 
 
 class RankCounts:

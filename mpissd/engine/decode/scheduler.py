@@ -4,18 +4,17 @@ The scheduler is a pure object: it reads no clock and knows no model. Its caller
 two rounds which sequences leave and join, and passes it each round's result by `take`. The server
 and the simulation of arrivals use the same one.
 
-Order. Requests are admitted in the order in which they arrived. A later request may overtake the
-first if the first does not fit, at most `patience` times; then the queue waits for it, so that no
-request waits for ever. If pages run out, the sequence that arrived last is preempted: its pages go
-back, and it is computed again later from its prompt and the tokens that it emitted. As forwards are
-batch-invariant, bit for bit, its tokens stay the same (temperature 0).
+Order. Requests are admitted in the order in which they arrived: the queue waits for the first one,
+so that no request waits for ever. If pages run out, the sequence that arrived last is preempted:
+its pages go back, and it is computed again later from its prompt and the tokens that it emitted. As
+forwards are batch-invariant, bit for bit, its tokens stay the same (temperature 0).
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -23,7 +22,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.decode.target import RoundResult
 
-_PATIENCE = 16
 _ORDER = attrgetter("arrived_s", "request_id")
 
 
@@ -33,7 +31,7 @@ class Room:
 
     sequences: sequences that run at once. context: tokens of a sequence, its prompt included.
     ahead: positions that a round may write after the last token. page: positions of a page. pages:
-    of the pool. patience: how many requests may overtake one.
+    of the pool.
     """
 
     sequences: int
@@ -41,7 +39,6 @@ class Room:
     ahead: int
     page: int
     pages: int
-    patience: int = _PATIENCE
 
     def pages_of(self, tokens: int) -> int:
         """Returns the pages that a sequence of so many tokens needs for its next round."""
@@ -68,7 +65,6 @@ class Task:
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
-    overtaken: int = 0
     drafted: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -205,65 +201,40 @@ class Scheduler:
         """Returns the changes before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
-        preempted = self._preempted()
-        join = [] if preempted else self._admitted()
-        for task in preempted:
-            self._put_back(task)
+        join = [] if self._preempt() else self._admitted()
         turn = Turn(self._ended, self._leaving, [task.request() for task in join])
         self._ended, self._leaving = [], []
         return turn
 
-    def _preempted(self) -> list[Task]:
-        """Removes the sequences that arrived last until the others have the pages that they need.
+    def _preempt(self) -> int:
+        """Puts the sequences that arrived last back until the others have the pages that they need;
+        returns how many.
 
         The first one always stays: the pool holds at least one whole sequence.
         """
-        gone = []
+        count = 0
         while self.free_pages < 0:
             last = max(self._running.values(), key=_ORDER)
             del self._running[last.request_id]
             self._leaving.append(last.request_id)
-            gone.append(last)
-        return gone
-
-    def _put_back(self, task: Task) -> None:
-        task.epoch += 1
-        self.num_preempted += 1
-        insort(self._waiting, task, key=_ORDER)
+            last.epoch += 1
+            insort(self._waiting, last, key=_ORDER)
+            count += 1
+        self.num_preempted += count
+        return count
 
     def _admitted(self) -> list[Task]:
         """Moves waiting requests to the running ones, as many as there is room for."""
         joined: list[Task] = []
-        while (task := self._next()) is not None:
-            self._waiting.remove(task)
-            self._running[task.request_id] = task
+        while self._waiting and len(self._running) < self.room.sequences:
+            task = self._waiting[0]
+            # Each running sequence may need a page soon; taking it from a new one would be wasted
+            # work.
+            if self._running and self._held(task) > self.free_pages - len(self._running):
+                break
+            self._running[task.request_id] = self._waiting.pop(0)
             joined.append(task)
         return joined
-
-    def _next(self) -> Task | None:
-        """Returns the request that joins now: the first one, or one that may overtake it."""
-        if len(self._running) >= self.room.sequences:
-            return None
-        # Each running sequence may need a page soon; taking it from a new one would be wasted work.
-        free = self.free_pages - len(self._running)
-        for task in self._candidates():
-            if self._held(task) <= free or not self._running:
-                return self._passed(task)
-        return None
-
-    def _candidates(self) -> Iterator[Task]:
-        """Yields the waiting requests up to one whose patience is at its end."""
-        for task in self._waiting:
-            yield task
-            if task.overtaken >= self.room.patience:
-                return
-
-    def _passed(self, task: Task) -> Task:
-        for other in self._waiting:
-            if other is task:
-                break
-            other.overtaken += 1
-        return task
 
     def take(self, result: RoundResult) -> list[Emitted]:
         """Counts a round; returns the tokens of each request that still runs."""

@@ -7,13 +7,16 @@ pre-speculated. A speculator is asked with the outcome of the last round, and th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
+from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.decode.draft import Drafter
 
@@ -21,18 +24,16 @@ _DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 
 
 class Speculator(ABC):
-    """The source of draft tokens: asked once a round, it answers once a round."""
+    """The source of draft tokens: asked once a round, it answers once a round.
 
-    # The first round after the draft was lost, with K = 0 from there on; None while it is present.
+    lost_round: the first round after the draft was lost, with K = 0 from there on; None while it is
+    present. stored, stored_s: of the last answer, the committed tokens that a draft on the lead's
+    own device stored (opened prompts included), and the seconds of that.
+    """
+
     lost_round: int | None = None
-    # Of the last answer: committed tokens that a draft on the lead's own device stored (opened
-    # prompts included), and the seconds that this took.
     stored, stored_s = 0, 0.0
-
-    @property
-    def lacking(self) -> int:
-        """The tokens of live sequences that a draft on the lead's own device has not stored."""
-        return 0
+    lacking = 0  # tokens of live sequences that a draft on the lead's own device has not stored
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -83,32 +84,32 @@ class InlineSpeculator(Speculator):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._outcome: Outcome | None = None
-        self._proposals: dict[int, list[NDArray[np.float32]]] = {}
+        self._outcome: Outcome
 
     @property
-    def lacking(self) -> int:
+    def lacking(self) -> int:  # type: ignore[override]
         return self._drafter.lacking
 
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
     def answer(self, round_: int, count: int) -> Speculation:
-        assert self._outcome is not None, "answer() before ask()"
-        self._drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
-        speculation = self._drafter.answer(self._outcome)
-        self.stored, self.stored_s = self._drafter.caught_up
-        self._proposals = self._drafter.proposals_by_row()
-        self._drafter.hear(speculation)
-        if self._drafter.is_storing and self._outcome.control.catch_up is None:
+        drafter = self._drafter
+        drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
+        speculation = drafter.answer(self._outcome)
+        self.stored, self.stored_s = drafter.caught_up
+        if drafter.chained is not None and drafter.chained.is_on:
+            return speculation  # its tokens come with the verdict (chained.ChainedTarget)
+        drafter.verification_started(speculation)
+        if drafter.is_storing and self._outcome.control.catch_up is None:
             start = perf_counter()
-            self.stored += self._drafter.finish(self._drafter.store_opened())
+            self.stored += drafter.finish(drafter.store_opened())
             self.stored_s += perf_counter() - start
-        self._drafter.close_round(speculation)
+        drafter.close_round(speculation)
         return speculation
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        return self._proposals[row][index]
+        return self._drafter.rows[row][index]
 
     def stop(self, outcome: Outcome) -> None:
         self._drafter.leave()
@@ -120,7 +121,7 @@ class RemoteSpeculator(Speculator):
     def __init__(self, link: LeadEnd) -> None:
         self._link, self._page = link, OWN.bytes
         self._answers = True  # whether the draft answers the round that was asked for
-        self._served: Speculation | None = None
+        self._served: Speculation
         self._waiting = 0  # PROPOSALS rows of the last answer that are still to be received
         self._rows: NDArray[np.float32] | None = None  # those that were received, [rows, V]
 
@@ -131,8 +132,7 @@ class RemoteSpeculator(Speculator):
     def answer(self, round_: int, count: int) -> Speculation:
         if not self._answers:
             self._drop_proposals()
-            link = self._link
-            return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
+            return self._nothing(round_, count)
         self._page[DOING] = _DRAFT_WAIT
         self._drop_proposals()
         served = self._served = self._link.speculation(round_, count)
@@ -141,9 +141,12 @@ class RemoteSpeculator(Speculator):
         self._page[DOING] = _VERIFY
         return served
 
+    def _nothing(self, round_: int, count: int) -> Speculation:
+        link = self._link
+        return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
+
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
         served = self._served
-        assert served is not None, "a proposal before a speculation"
         if self._rows is None:
             self._rows = self._link.proposals(served.round, self._waiting)
             self._waiting = 0
@@ -152,10 +155,94 @@ class RemoteSpeculator(Speculator):
 
     def _drop_proposals(self) -> None:
         if self._waiting:
-            assert self._served is not None, "proposals before a speculation"
             self._link.skip_proposals(self._served.round, self._waiting)
         self._waiting, self._rows = 0, None
 
     def stop(self, outcome: Outcome) -> None:
         self._drop_proposals()
         self._link.send_outcome(outcome, stop=True)
+
+
+class PeerLost(FaultError):
+    """The rank that is waited for is gone, and the job goes on without it."""
+
+
+class LossWaiter(Waiter):
+    """Waits for one rank until it is known to be gone."""
+
+    def __init__(self, waiter: Waiter, is_lost: Callable[[], bool]) -> None:
+        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone."""
+        super().__init__(waiter.deadline_s, waiter.spin, waiter.spin_s)
+        self._waiter, self._is_lost = waiter, is_lost
+
+    def until(self, test: Callable[[], bool], what: str) -> None:
+        """Waits like Waiter.until; raises PeerLost once the rank is gone."""
+        met = False
+
+        def is_over() -> bool:
+            nonlocal met
+            met = met or test()
+            return met or self._is_lost()
+
+        self._waiter.until(is_over, what)
+        if not met:
+            raise PeerLost(f"{what}: the rank is gone")
+
+
+class ARFallback(RemoteSpeculator):
+    """The speculator of --on_draft_loss=ar: one draft rank, after whose loss K = 0.
+
+    A sampled round needs the distributions of its tokens once one of them is rejected. They are
+    lost if the draft dies before it has sent them. Whether such a round counts must not depend on
+    the rejections: drawing again only after a rejection would give less likely tokens too often. So
+    a sampled round is judged only after its distributions have arrived. If they are lost, no
+    drafted token is judged, and each sequence draws one token from the target's distribution. Both
+    depend on the moment of the loss and on no draw, so the output distribution stays the target's
+    [THEORY, losslessness 1].
+    """
+
+    def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
+        """Takes the link, whose waits raise PeerLost (LossWaiter), and is_lost, which returns
+        whether the draft rank is known to be gone."""
+        super().__init__(link)
+        self._is_lost, self._is_gone = is_lost, False
+
+    def _survives(self, step: Callable[[], None]) -> bool:
+        """Takes a step with the draft rank; returns False if the rank is gone."""
+        self._is_gone = self._is_gone or self._is_lost()
+        if not self._is_gone:
+            try:
+                step()
+            except PeerLost:
+                self._is_gone = True
+        return not self._is_gone
+
+    def ask(self, outcome: Outcome) -> None:
+        ask = super().ask
+        self._answers = True  # after a loss `answer` notes it, also in a round without drafting
+        self._survives(lambda: ask(outcome))
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        if not self._is_gone:
+            try:
+                return super().answer(round_, count)
+            except PeerLost:
+                self._is_gone = True
+        if self.lost_round is None:
+            self.lost_round, self._waiting, self._rows = round_, 0, None
+        return self._nothing(round_, count)
+
+    def confirm(self, speculation: Speculation) -> bool:
+        if not self._waiting:
+            return True
+        try:
+            self._link.wait_for_proposals()
+        except PeerLost:
+            self._is_gone, self._waiting = True, 0
+            return False
+        return True
+
+    def stop(self, outcome: Outcome) -> None:
+        stop = super().stop
+        if not self._survives(lambda: stop(outcome)) and self.lost_round is None:
+            self.lost_round = outcome.round + 1

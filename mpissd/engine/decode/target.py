@@ -1,4 +1,8 @@
-"""The target's round loop: ask, plan, verify, judge. Modes differ only in the speculator."""
+"""The target's round: ask, plan, verify, judge. Modes differ only in the speculator.
+
+`TargetLoop.step` is the lead's round of Saguaro's algorithm; `follow` runs the same forwards on the
+other target ranks. The draft's round is in draft_loop.py.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from time import perf_counter
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpissd.common.rounds import LIVE, Batch, Control, Event, Ints, Outcome, Request, Speculation
+from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.speculator import Speculator
+from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.workers import TargetWorker
 
 _VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
@@ -61,7 +65,13 @@ class RoundResult:
 
 
 class TargetLoop:
-    """The lead's round loop; its caller runs it by step() and makes sequences join or leave."""
+    """The lead's round loop; its caller runs it by step() and makes sequences join or leave.
+
+    round: the next one. control: of the next round. prefill_s: seconds spent on prompts so far.
+    meanwhile: called in every round while the target verifies, for work that must not lengthen a
+    round. teach: called with every judged round (batch, accepted, bonus), after the outcome is
+    sent, so that the draft works meanwhile; see Teaching.
+    """
 
     def __init__(
         self,
@@ -73,20 +83,92 @@ class TargetLoop:
     ) -> None:
         self._worker, self._speculator, self._plans = worker, speculator, plans
         self._waiter = waiter
-        self.batch = Batch(capacity)
-        self.round = 0
-        self.prefill_s = 0.0  # spent on prompts so far
-        self.control = Control()  # of the next round
-        self._pending = Outcome.admission(-1, [])
+        self.batch = worker.open_batch(capacity)
+        self.round, self.prefill_s, self.control = 0, 0.0, Control()
         self.ledger = Ledger(LeadPhase)
-        # Called in every round while the target verifies; for work that must not lengthen a round.
         self.meanwhile: Callable[[], None] | None = None
-        # Called with every judged round (batch, accepted, bonus), after the outcome is sent, so
-        # that the draft works meanwhile; see Teaching.
         self.teach: Callable[[Batch, Ints, Ints], None] | None = None
         self._untaught: tuple[Ints, Ints] | None = None  # of the round that was judged last
+        self._decided: Ints = self.batch.identity  # outcome rows of the last round
+        # What changes with the next outcome: new sequences, and ids of those that end.
+        self._new: list[tuple[Event, Request]] = []
+        self._leaving: set[int] = set()
         # This rank verifies, except while a speculator reports DRAFT_WAIT.
         OWN.bytes[DOING] = _VERIFY
+
+    def step(self) -> RoundResult:
+        """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
+        r."""
+        mark, worker, speculator = self.ledger.mark, self._worker, self._speculator
+        outcome = self._outcome()
+        speculator.ask(outcome)
+        mark(LeadPhase.SEND)
+        self.tell()
+        change = self.batch.apply(outcome)
+        worker.enter(self.batch, change)
+        mark(LeadPhase.COMMIT)
+        # Without followers, prompts are stored while the draft does the same.
+        is_single = self._plans.num_followers == 0
+        if change.started and is_single and self._prefill():
+            mark(LeadPhase.PREFILL)
+        asked = perf_counter()
+        speculation = speculator.answer(self.round, len(self.batch))
+        stored, stored_s = speculator.stored, speculator.stored_s
+        wait_s = perf_counter() - asked - stored_s
+        mark(LeadPhase.DRAFT_WAIT)
+        self._plans.publish(outcome, speculation)
+        mark(LeadPhase.BROADCAST)
+        if change.started and not is_single and self._prefill():  # the followers do, too
+            mark(LeadPhase.PREFILL)
+        worker.upload(self.batch, speculation, outcome.control.fill)
+        mark(LeadPhase.UPLOAD)
+        worker.launch()
+        mark(LeadPhase.LAUNCH)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        worker.wait(self._waiter)
+        mark(LeadPhase.DEVICE_WAIT)
+        speculation.is_lost = not speculator.confirm(speculation)
+        accepted, bonus = worker.judge(self.batch, speculation, speculator.proposal)
+        rows = self.batch.identity.copy()
+        rows[:, 3], rows[:, 4] = accepted, bonus
+        logprobs = worker.oracle.logprobs(self.batch, accepted, bonus)
+        self._decided, self._untaught = rows, (accepted, bonus)
+        mark(LeadPhase.SAMPLE)
+        decided = Outcome(self.round, rows)
+        self.round += 1
+        seconds, num_rows, adopted = worker.elapsed_s(), worker.num_rows, worker.adopted
+        return RoundResult(
+            speculation, decided, seconds, logprobs, num_rows, wait_s, stored, stored_s, adopted
+        )
+
+    def _outcome(self) -> Outcome:
+        """Returns outcome r-1 as it is sent: the decisions of the last round, and which sequences
+        join and leave."""
+        joining = self._joining
+        if not (joining or self._new or self._leaving):
+            return Outcome(self.round - 1, self._decided, control=self.control)
+        rows = self._decided.copy()
+        rows[np.isin(rows[:, 0], list(self._leaving)), 2] = Event.RELEASE
+        opened = [one.request for one in self.batch.opened.values()]
+        gone = [request for request in opened if request.request_id in self._leaving]
+        changes = [
+            *((Event.JOIN, request) for request in joining),
+            *self._new,
+            *((Event.RELEASE, request) for request in gone),
+        ]
+        more = [(r.request_id, r.epoch, event, 0, r.first_token) for event, r in changes]
+        prompts = {(r.request_id, r.epoch): r for _, r in self._new if r.prompt}
+        self._new, self._leaving = [], set()
+        every = np.concatenate([rows, np.array(more, np.int32).reshape(-1, Outcome.WIDTH)])
+        return Outcome(self.round - 1, every, prompts, self.control)
+
+    @property
+    def _joining(self) -> list[Request]:
+        """The opened sequences that join with the next outcome: their prompts are stored."""
+        if not self.batch.opened:
+            return []
+        return [one for one in self.batch.stored() if one.request_id not in self._leaving]
 
     @property
     def draft_lost_round(self) -> int | None:
@@ -96,24 +178,21 @@ class TargetLoop:
     @property
     def live_ids(self) -> list[int]:
         """The sequences that the next round verifies."""
-        rows = self._pending.rows[:, :3].tolist()
-        return [request_id for request_id, _, event in rows if LIVE[event]]
+        live = [name for name in self._decided[:, 0].tolist() if name not in self._leaving]
+        new = [request.request_id for event, request in self._new if event == Event.ADMIT]
+        return [*live, *(one.request_id for one in self._joining), *new]
 
     @property
     def is_storing(self) -> bool:
         """Whether prompts of opened sequences are still being stored in the next round."""
-        events = self._pending.events
-        joining = np.count_nonzero(events == Event.JOIN)
-        return bool(len(self.batch.opened) > joining or (events == Event.OPEN).any())
+        storing = len(self.batch.opened) > len(self._joining)
+        return storing or any(event == Event.OPEN for event, _ in self._new)
 
     @property
     def unstored(self) -> int:
         """The tokens of opened prompts that are still to be stored."""
-        opened = self.batch.opened
-        known = {request.request_id for request in opened.values()}
-        new = self._pending.prompts.values()
-        coming = sum(len(one.prompt) - 1 for one in new if one.request_id not in known)
-        return coming + self._worker.unstored(opened)
+        coming = sum(len(request.prompt) - 1 for _, request in self._new if request.prompt)
+        return coming + sum(gap.size for gap in self.batch.opened_gaps())
 
     @property
     def lacking(self) -> int:
@@ -127,88 +206,20 @@ class TargetLoop:
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join at the next round."""
-        self._add(requests, Event.ADMIT)
+        self._new += [(Event.ADMIT, request) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join once their prompts are stored, `control.fill` rows a round."""
-        self._add(requests, Event.OPEN)
-
-    def _add(self, requests: Sequence[Request], event: Event) -> None:
-        new, pending = Outcome.admission(0, requests, event), self._pending
-        rows = np.concatenate([pending.rows, new.rows])
-        self._pending = Outcome(pending.round, rows, {**pending.prompts, **new.prompts})
+        self._new += [(Event.OPEN, request) for request in requests]
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """Releases these sequences from the next round on; the tokens they emitted so far
         remain."""
-        gone = np.isin(self._pending.ids, request_ids)
         # Other ranks do not know a sequence admitted since the last round, so it is just dropped.
-        unborn = gone & np.isin(self._pending.events, (Event.ADMIT, Event.OPEN))
-        released = self._released(gone)
-        rows = np.concatenate([released.rows[~unborn], self._unopened(request_ids)])
-        self._pending = Outcome(released.round, rows, released.prompts)
-
-    def _unopened(self, request_ids: Sequence[int]) -> Ints:
-        """Returns the releases of sequences whose prompts are still being stored."""
-        known = set(self._pending.ids.tolist())
-        gone = [
-            request
-            for request in self.batch.opened.values()
-            if request.request_id in request_ids and request.request_id not in known
+        self._new = [
+            (e, request) for e, request in self._new if request.request_id not in request_ids
         ]
-        return Outcome.admission(0, gone, Event.RELEASE).rows
-
-    def step(self) -> RoundResult:
-        """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
-        r."""
-        mark, pending = self.ledger.mark, self._pending
-        # An outcome of its own: the last step has returned the pending one.
-        outcome = Outcome(pending.round, pending.rows, pending.prompts, self.control)
-        self._speculator.ask(outcome)
-        mark(LeadPhase.SEND)
-        self.tell()
-        admissions = self.batch.apply(outcome)
-        self._worker.enter(self.batch, admissions)
-        mark(LeadPhase.COMMIT)
-        is_alone = self._plans.num_followers == 0
-        if admissions and is_alone and self._prefill():  # while the draft does the same
-            mark(LeadPhase.PREFILL)
-        asked = perf_counter()
-        speculation = self._speculator.answer(self.round, len(self.batch))
-        stored, stored_s = self._speculator.stored, self._speculator.stored_s
-        waited = perf_counter() - asked - stored_s
-        mark(LeadPhase.DRAFT_WAIT)
-        self._plans.publish(outcome, speculation)
-        mark(LeadPhase.BROADCAST)
-        if admissions and not is_alone and self._prefill():  # the followers do, too
-            mark(LeadPhase.PREFILL)
-        self._worker.upload(self.batch, speculation, outcome.control.fill)
-        mark(LeadPhase.UPLOAD)
-        self._worker.launch()
-        mark(LeadPhase.LAUNCH)
-        if self.meanwhile is not None:
-            self.meanwhile()
-        self._worker.wait(self._waiter)
-        mark(LeadPhase.DEVICE_WAIT)
-        speculation.is_lost = not self._speculator.confirm(speculation)
-        accepted, bonus = self._worker.judge(self.batch, speculation, self._speculator.proposal)
-        self._pending = self._outcome(accepted, bonus)
-        logprobs = self._worker.logprobs(self.batch, speculation, accepted, bonus)
-        self._untaught = accepted, bonus
-        mark(LeadPhase.SAMPLE)
-        self.round += 1
-        seconds, rows = self._worker.elapsed_s(), self._worker.num_rows
-        return RoundResult(
-            speculation,
-            self._pending,
-            seconds,
-            logprobs,
-            rows,
-            waited,
-            stored,
-            stored_s,
-            self._worker.adopted,
-        )
+        self._leaving.update(request_ids)
 
     def tell(self) -> None:
         """Calls `teach` with the round that was judged last, unless it has been.
@@ -227,35 +238,14 @@ class TargetLoop:
         self.prefill_s += (perf_counter() - start) * done
         return done
 
-    def _outcome(self, accepted: Ints, bonus: Ints) -> Outcome:
-        rows = self.batch.identity.copy()
-        rows[:, 3], rows[:, 4] = accepted, bonus
-        if self.batch.opened and (joined := self._stored()):
-            rows = np.concatenate([rows, Outcome.admission(0, joined, Event.JOIN).rows])
-        return Outcome(self.round, rows)
-
-    def _stored(self) -> list[Request]:
-        """Returns the opened sequences whose whole prompts are stored."""
-        return [r for slot, r in self.batch.opened.items() if self._worker.is_stored(slot)]
-
     def stop(self) -> None:
         """Ends the loops of the followers and of the draft."""
-        everyone = np.ones(len(self._pending.rows), np.bool_)
-        self._pending = self._released(everyone)
-        nothing = Speculation.empty(self.round, 0, 0)
-        self._speculator.stop(self._pending)
-        self._plans.publish(self._pending, nothing, stop=True)
-        self._worker.leave()
-
-    def _released(self, gone: NDArray[np.bool_]) -> Outcome:
-        """Returns a copy of the pending outcome with these rows [n] turned into releases.
-
-        It must be a copy, because step() has returned the original.
-        """
-        pending = self._pending
-        released = Outcome(pending.round, pending.rows.copy(), pending.prompts)
-        released.events[gone] = Event.RELEASE
-        return released
+        rows = self._decided.copy()
+        rows[:, 2] = Event.RELEASE
+        last, nothing = Outcome(self.round - 1, rows), Speculation.empty(self.round, 0, 0)
+        self._speculator.stop(last)
+        self._plans.publish(last, nothing, stop=True)
+        self._worker.leave(self.batch)
 
 
 def follow(
@@ -269,7 +259,7 @@ def follow(
 
     Returns the digest of the outcomes it received (Batch.digest).
     """
-    batch, page = Batch(capacity), OWN.bytes
+    batch, page = worker.open_batch(capacity), OWN.bytes
     ledger = ledger or NullLedger(FollowPhase)
     ledger.restart()
     round_ = 0
@@ -277,14 +267,14 @@ def follow(
         page[DOING] = _PLAN_WAIT
         outcome, speculation, stop = plans.plan(round_)
         if stop:
-            worker.leave()
+            worker.leave(batch)
             return batch.digest
         ledger.mark(FollowPhase.PLAN_WAIT)
         page[DOING] = _VERIFY
-        admissions = batch.apply(outcome)
-        worker.enter(batch, admissions)
+        change = batch.apply(outcome)
+        worker.enter(batch, change)
         ledger.mark(FollowPhase.COMMIT)
-        if admissions and worker.fill(batch, range(len(batch)), waiter):
+        if change.started and worker.fill(batch, range(len(batch)), waiter):
             ledger.mark(FollowPhase.PREFILL)
         worker.upload(batch, speculation, outcome.control.fill)
         ledger.mark(FollowPhase.UPLOAD)

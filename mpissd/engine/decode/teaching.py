@@ -5,10 +5,11 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from mpissd.common.rounds import Batch, Ints
+from mpissd.common.rounds import Ints
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Outlet
-from mpissd.engine.workload.workers import TargetWorker
+from mpissd.engine.workload.oracle import TargetOracle
+from mpissd.engine.workload.sequence import Batch
 
 
 class Teaching:
@@ -18,8 +19,8 @@ class Teaching:
     the next message brings its tokens.
     """
 
-    def __init__(self, worker: TargetWorker, outlet: Outlet, *, everywhere: bool) -> None:
-        self._worker, self._outlet, self._everywhere = worker, outlet, everywhere
+    def __init__(self, oracle: TargetOracle, outlet: Outlet, *, everywhere: bool) -> None:
+        self._oracle, self._outlet, self._everywhere = oracle, outlet, everywhere
         self._sent: dict[tuple[int, int], int] = {}  # tokens that were sent, by sequence
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
@@ -38,12 +39,12 @@ class Teaching:
         self.spent_s += perf_counter() - start
 
     def _send(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        worker, sent = self._worker, self._sent
-        told = worker.lessons(batch, accepted, bonus, sent, everywhere=self._everywhere)
-        logits = [worker.logits_of(row) for one in told for row in one.rows]
-        message = learner_messages.write_lessons(told, logits)
+        oracle, sent = self._oracle, self._sent
+        lessons = oracle.lessons(batch, accepted, bonus, sent, everywhere=self._everywhere)
+        logits = [oracle.logits_of(row) for one in lessons for row in one.rows]
+        message = learner_messages.write_lessons(lessons, logits)
         self._outlet.send(message)
-        self._sent = {one.name: one.start + len(one.tokens) for one in told}
+        self._sent = {one.name: one.start + len(one.tokens) for one in lessons}
         self.rows += len(logits)
         self.num_bytes += message.nbytes
 

@@ -18,18 +18,14 @@ from mpissd.common import guard
 from mpissd.common.trace import FollowPhase, Ledger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
-from mpissd.engine.decode.chained import (
-    ChainedDrafter,
-    ChainedTarget,
-    chained_forwards,
-    chained_pair,
-)
+from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
-from mpissd.engine.decode.outliving import OutlivingSpeculator, OutlivingWaiter
-from mpissd.engine.decode.serve import serve
 from mpissd.engine.decode.speculator import (
+    ARFallback,
     InlineSpeculator,
+    LossWaiter,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
@@ -70,7 +66,6 @@ class Rank:
             self.target = session.target_worker(target)
         if draft is not None:
             self.drafts = draft_workers(session.job, draft)
-        self.chained_target: ChainedTarget | None = None  # of the last pass
         self.chained = chained_forwards(session.job, self.target, self.draft)
         self._open_messages()
 
@@ -94,7 +89,7 @@ class Rank:
         if topology.leads_group:
             self.sender = PlanSender(group, shape, waiter)
             if session.job.config.on_draft_loss == "ar":
-                waiter = OutlivingWaiter(waiter, _is_draft_lost)
+                waiter = LossWaiter(waiter, _is_draft_lost)
             if topology.num_drafts:
                 self.lead_link = lead_end(world, topology.first_draft, shape, waiter)
         else:
@@ -132,9 +127,7 @@ class Rank:
 
     def drafter(self, worker: DraftWorker) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.drafting)."""
-        session = self.session
-        kind = Drafter if self.chained is None else ChainedDrafter
-        return make_drafter(session.job, worker, session.waiter, kind=kind)
+        return make_drafter(self.session.job, worker, self.session.waiter)
 
     def run_pass(
         self,
@@ -156,7 +149,7 @@ class Rank:
                 self.updates = self._updates(drafter)
                 ends = zip(self.draft_links, (drafter, *others), strict=True)
                 serve(*ends, updates=self.updates)
-                self.ledger, self.digest = drafter.ledger, drafter.digest
+                self.ledger, self.digest = drafter.ledger, drafter.batch.digest
                 return None
             assert target is not None, "a target rank without a worker"
             if self.receiver is not None:
@@ -164,7 +157,10 @@ class Rank:
                 self.digest = follow(target, self.receiver, batch, waiter, self.ledger)
                 return None
             assert self.sender is not None, "a lead without a plan channel"
-            target, speculator = self._sides(target, drafter)
+            speculator = self._speculator(drafter)
+            if self.chained is not None:
+                limit = self.session.workload.longest_answer
+                target = ChainedTarget(target, drafter, self.chained, limit, waiter)
             loop = TargetLoop(target, speculator, self.sender, batch, waiter)
             result = drive(loop)
             loop.stop()
@@ -181,22 +177,10 @@ class Rank:
             return None
         return Updates(learning.inbox, drafter)
 
-    def _sides(
-        self, target: TargetWorker, drafter: Drafter | None
-    ) -> tuple[TargetWorker, Speculator]:
-        """Returns the target worker and the speculator of a loop on the lead."""
-        job, chained = self.session.job, self.chained
-        draft = None if drafter is None else drafter.worker
-        if chained is not None and target is self.target and draft is self.draft:
-            pair = chained_pair(job, target, drafter, chained, self.session.waiter)
-            self.chained_target = pair[0]
-            return pair
-        return target, self._speculator(drafter)
-
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         if self.lead_link is not None:
             if self.session.job.config.on_draft_loss == "ar":
-                return OutlivingSpeculator(self.lead_link, _is_draft_lost)
+                return ARFallback(self.lead_link, _is_draft_lost)
             return RemoteSpeculator(self.lead_link)
         if self.draft_lost:
             shape = link_shape(self.session.job)
@@ -223,9 +207,9 @@ class Rank:
         """Draws the first tokens of the first sequences ahead of the rounds that admit them."""
         workload = self.session.workload
         if self.target is not None:
-            self.target.prepare(workload.tabulated(self.session.topology.group_index))
+            self.target.oracle.prepare(workload.tabulated(self.session.topology.group_index))
         for group, worker in enumerate(self.drafts):
-            worker.prepare(workload.tabulated(group))
+            worker.oracle.prepare(workload.tabulated(group))
 
     def close(self) -> None:
         """Closes the message ends; the machine closes models, groups and the backend."""

@@ -66,10 +66,7 @@ class Session:
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Returns a worker that verifies with this target rank's share of the model."""
-        rank = self.topology.group.rank
-        worker = self.workload.target_worker(stepper, rank, self._open_gather)
-        worker.placement = self.job.placement(drafts=False)
-        return worker
+        return self.workload.target_worker(stepper, self._open_gather)
 
     def _open_gather(self) -> MpiLogitsGather:
         comm = self.topology.group.Dup()

@@ -1,4 +1,4 @@
-"""The interface of a workload: how it completes a job, and which workers decode it."""
+"""The interface of a workload: how it completes a job, and which oracles decide its tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.model.transformer.shard import StateShard
 from mpissd.engine.spec.lawfile import load_laws
+from mpissd.engine.workload.oracle import DraftOracle, OpenGather, TargetOracle
 from mpissd.engine.workload.resolved import Resolved
-from mpissd.engine.workload.workers import DraftWorker, OpenGather, TargetWorker
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 
 class Endings:
@@ -68,7 +69,7 @@ class RowFields:
 
 
 class Workload(ABC):
-    """Base class of workloads: makes the sequences of a job and the workers that decode them.
+    """Base class of workloads: makes a job's sequences, and the oracles of their tokens.
 
     A new workload is a subclass in a folder of its own and one call of common.workloads.register.
     """
@@ -128,17 +129,29 @@ class Workload(ABC):
         """One line for the printed card that describes the source of the outcomes."""
 
     @abstractmethod
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> TargetWorker:
-        """Returns the worker of target rank `rank`, over its share of the target model.
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> TargetOracle:
+        """Returns what decides the target's tokens on one target rank; stepper: its forwards.
 
         open_gather: makes the gather of T > 1 ranks' logits; collective over the target ranks.
         """
 
     @abstractmethod
+    def draft_oracle(self, stepper: Forwards) -> DraftOracle:
+        """Returns what decides a draft's tokens; stepper: the draft's forwards."""
+
+    def target_worker(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> TargetWorker:
+        """Returns the worker of one target rank, over its share of the target model."""
+        oracle = self.target_oracle(stepper, open_gather)
+        return TargetWorker(stepper, oracle, self.job.placement(drafts=False))
+
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of one draft, over the whole draft model."""
+        oracle, placement = self.draft_oracle(stepper), self.job.placement(drafts=True)
+        return DraftWorker(stepper, oracle, placement, reads_states=self.job.reads_states)
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

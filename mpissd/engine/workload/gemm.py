@@ -11,40 +11,85 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import AcceptanceLaw, count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
-from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.workers import (
-    Admissions,
-    DraftWorker,
+from mpissd.engine.workload.oracle import (
+    Branches,
+    DraftOracle,
+    Lanes,
     OpenGather,
     Proposals,
-    TargetWorker,
+    Rollout,
+    TargetOracle,
 )
+from mpissd.engine.workload.sequence import Batch, Index
+from mpissd.engine.workload.sequence import Sequence as Live
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
 _CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions
 _MARGIN = 4
-Index = NDArray[np.int64]
 
 
-class TokenStream:
+class Stream:
+    """The tokens Y that the target emits, as a flat table.
+
+    Offset 0 is the position n after a sequence's newest committed token; a subclass computes
+    `_origin` [b], the table entry of each sequence's position n, in begin_round.
+    """
+
+    lookahead: int
+    _table: Ints
+    _origin: Index = np.zeros(0, np.int64)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Tabulates future sequences, while no sequence is live. The default does nothing."""
+
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+        """Admits new sequences, and follows the lengths of the batch."""
+        raise NotImplementedError
+
+    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
+        """Returns Y at positions n + offsets, int32 [b, …], or of batch rows `rows` if given."""
+        return self._table.take(self._index(offsets, rows))
+
+    def row(self, count: int) -> list[int]:
+        """Returns Y at positions n … n + count − 1 of the only sequence of the batch."""
+        first = int(self._origin[0])
+        tokens: list[int] = self._table[first : first + count].tolist()
+        return tokens
+
+    def grown(
+        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
+    ) -> tuple[Ints, Ints]:
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
+        that grow after them [n, ΣF, K]; of a draft's stream."""
+        raise NotImplementedError
+
+    def restarts(self, source: Source, rows: Index) -> Ints:
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]; of a draft's
+        stream."""
+        raise NotImplementedError
+
+    def _index(self, offsets: Index, rows: Index | None = None) -> Index:
+        origin = self._origin if rows is None else self._origin[rows]
+        return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
+
+
+class TokenStream(Stream):
     """Table of the tokens that the target emits, Y(s,p) = floor(V·U(token,s,p)).
 
     s is the sequence in a slot, p a position, and U a uniform draw.
-
-    Offsets are relative to each sequence's newest committed length n: offset 0 is position n.
     """
 
     def __init__(
@@ -54,15 +99,13 @@ class TokenStream:
         self._reach = 2 * lookahead + 4  # positions past n that a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
-        self._base = np.zeros(
-            capacity, np.int64
-        )  # slot · window − (position of the slot's first column)
-        self._limit = np.zeros(capacity, np.int64)  # a slot needs a refill from this length on
+        # By slot: slot · window − (position of the first column), and the length that needs a
+        # refill.
+        self._base, self._limit = np.zeros((2, capacity), np.int64)
         self._true = np.zeros((capacity, self._window), np.int32)
-        self._flat_true = self._true.reshape(-1)
+        self._table = self._true.reshape(-1)
         self._prepared: dict[int, list[NDArray[np.int32]]] = {}
         self._safe_rounds = 0  # rounds in which no sequence can reach its limit
-        self._origin: Index = np.zeros(0, np.int64)  # [b] flat index of position n
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first windows of future sequences, while no sequence is live.
@@ -74,30 +117,22 @@ class TokenStream:
             self._fill(0, 0)
             self._prepared[request.request_id] = [view.copy() for view in self._views(0)]
 
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
         """Admits new sequences, and refills every table that this round could read past its end."""
-        for slot, request in admissions:
-            self._request[slot] = request.request_id
-            self._admit(slot, self._prepared.pop(request.request_id, None))
+        for one in started:
+            name, slot = one.request.request_id, one.slot
+            self._request[slot] = name
+            if (prepared := self._prepared.pop(name, None)) is None:
+                self._fill(slot, 0)
+                continue
+            for view, saved in zip(self._views(slot), prepared, strict=True):
+                view[...] = saved
+            self._place(slot, 0)
         self._safe_rounds -= 1
-        if admissions or self._safe_rounds < 0:
+        if started or self._safe_rounds < 0:
             self._refill(batch)
         self._origin = self._base[batch.slots]
         self._origin += batch.lengths
-
-    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
-        """Returns Y at positions n + offsets, int32 [b, …], or of batch rows `rows` if given."""
-        return self._flat_true.take(self._index(offsets, rows))
-
-    def row(self, count: int) -> list[int]:
-        """Returns Y at positions n … n + count − 1 of the only sequence of the batch."""
-        first = int(self._origin[0])
-        tokens: list[int] = self._flat_true[first : first + count].tolist()
-        return tokens
-
-    def _index(self, offsets: Index, rows: Index | None = None) -> Index:
-        origin = self._origin if rows is None else self._origin[rows]
-        return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
 
     def _refill(self, batch: Batch) -> None:
         for row in np.flatnonzero(batch.lengths >= self._limit[batch.slots]):
@@ -105,14 +140,6 @@ class TokenStream:
         if len(batch):
             room = self._limit[batch.slots] - batch.lengths
             self._safe_rounds = max(0, int(room.min()) // (self.lookahead + 1) - 1)
-
-    def _admit(self, slot: int, prepared: list[NDArray[np.int32]] | None) -> None:
-        if prepared is None:
-            self._fill(slot, 0)
-            return
-        for view, saved in zip(self._views(slot), prepared, strict=True):
-            view[...] = saved
-        self._place(slot, 0)
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
         """Returns writable views of this slot's part of every table, to save and restore them."""
@@ -171,8 +198,8 @@ class DraftStream(TokenStream):
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
         }
-        self._table = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
-        self._flat_table = {source: table.reshape(-1) for source, table in self._table.items()}
+        self._by_source = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
+        self._flat_drafts = {source: table.reshape(-1) for source, table in self._by_source.items()}
         step = np.arange(lookahead, dtype=np.int64)
         # For each place i, the distance in a flat table from (0, p) to (i, p + i).
         self._places: Index = step * (plane + 1)
@@ -199,13 +226,11 @@ class DraftStream(TokenStream):
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
         """Returns the tokens x_1 … x_K that `source` drafts from n + offsets on, [b, …, K]."""
         index = self._index(offsets[..., None] + self._places, rows)
-        return self._flat_table[source].take(index)
+        return self._flat_drafts[source].take(index)
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow after them [n, ΣF, K]."""
         source, num_draft = speculation.source, speculation.num_draft
         if rows is not None:
             source, num_draft = source[rows], num_draft[rows]
@@ -214,7 +239,6 @@ class DraftStream(TokenStream):
         return found, self.drafts(Source.CACHE, offsets.behind, rows)
 
     def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
         return self.drafts(source, np.zeros((), np.int64), rows)
 
     def candidates(
@@ -249,7 +273,7 @@ class DraftStream(TokenStream):
         for hazards, table in self._drafts.items():
             for i, rate in enumerate(hazards):
                 table[i, slot] = np.where(coin < rate, true, wrong)
-        for source, table in self._table.items():
+        for source, table in self._by_source.items():
             self._run[source, slot] = leading(table[:, slot] == true)
         # Decoys count upwards from Y + 1 and skip `wrong`: the proposed token is Y or `wrong`.
         place = np.arange(self._widest)
@@ -281,52 +305,21 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 _NOBODY: Index = np.zeros(0, np.int64)
 
 
-class Stream(Protocol):
-    """The tokens Y that the target emits; offset 0 is the position after a sequence's newest."""
-
-    lookahead: int
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Tabulates future sequences, while no sequence is live."""
-
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Admits new sequences, and follows the lengths of the batch."""
-
-    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
-        """Returns Y at these offsets, int32 [b, …], or of batch rows `rows` if given."""
-
-    def row(self, count: int) -> list[int]:
-        """Returns the next `count` tokens Y of the only sequence of the batch."""
-
-
-class DraftTables(Stream, Protocol):
-    """Tables of the tokens that the draft proposes and of the outcomes that it prepares for."""
-
-    def grown(
-        self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
-    ) -> tuple[Ints, Ints]:
-        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow after them [n, ΣF, K]."""
-
-    def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
-
-
-class GemmTargetWorker(TargetWorker):
-    """Runs the target's forward, and accepts drafted tokens that equal the token stream Y."""
+class ImposedTarget(TargetOracle):
+    """Accepts the drafted tokens that equal a stream Y of tokens."""
 
     chains = True
 
-    def __init__(self, stepper: Forwards, stream: Stream) -> None:
-        self.stepper, self._stream = stepper, stream
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        self._stream.begin_round(batch, admissions)
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+        self._stream.begin_round(batch, started)
 
     def truth(self) -> Ints:
         return self._stream.true(self._ahead)
@@ -355,25 +348,23 @@ def _judge_one(true: list[int], speculation: Speculation) -> tuple[Ints, Ints]:
     return np.array([accepted], np.int32), np.array([true[accepted]], np.int32)
 
 
-class GemmDraftWorker(DraftWorker):
-    """Runs the draft's forwards; takes tokens and bonus candidates from the stream's tables."""
+class ImposedDraft(DraftOracle):
+    """Takes drafted tokens and bonus candidates from tables."""
 
     chains = True
 
-    def __init__(self, stepper: Forwards, stream: DraftTables, num_tokens: int = 1) -> None:
-        """Makes a worker whose forward drafts `num_tokens` tokens (Medusa: all K)."""
-        self.stepper, self.lookahead = stepper, stream.lookahead
-        self._stream, self._num_tokens = stream, num_tokens
-        self._full: dict[
-            tuple[tuple[int, ...], int], Lanes
-        ] = {}  # {(fan-out, batch size): the lanes of all rows}
+    def __init__(self, stream: Stream, num_tokens: int = 1) -> None:
+        """num_tokens: those that a forward drafts (Medusa: all K)."""
+        self.lookahead, self._stream, self._num_tokens = stream.lookahead, stream, num_tokens
+        # The lanes of all rows, by (fan-out, batch size).
+        self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        self._stream.begin_round(batch, admissions)
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+        self._stream.begin_round(batch, started)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
@@ -424,7 +415,7 @@ class GemmDraftWorker(DraftWorker):
         chosen = np.asarray(rows, np.int64)
         return Rollout(chosen, batch.last_tokens[chosen], self._stream.restarts(source, chosen))
 
-    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         for rollout in rollouts:
             rollout.steps += self._num_tokens
 
@@ -470,19 +461,19 @@ class GemmWorkload(Workload):
                 f"vocab_size - 2 = {self.vocab - 2}"
             )
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> GemmTargetWorker:
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> ImposedTarget:
         job = self.job
         stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
-        return GemmTargetWorker(stepper, stream)
+        return ImposedTarget(stream)
 
-    def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
+    def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job, capacity = self.job, self.job.config.batch_size
         stream = DraftStream(
             job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
         )
-        return GemmDraftWorker(stepper, stream, job.tokens_a_forward)
+        return ImposedDraft(stream, job.tokens_a_forward)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         ids = range(first_id, first_id + count)

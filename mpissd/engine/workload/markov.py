@@ -10,7 +10,7 @@ n^(−sharpness/temperature) of the likeliest one's probability, at any vocabula
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -20,23 +20,14 @@ from numpy.typing import NDArray
 from mpissd.common.config import DEFAULT_VOCAB
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, stream, uniforms
-from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
-from mpissd.common.wait import Waiter
+from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import RowFields, Workload
-from mpissd.engine.workload.history import Histories
-from mpissd.engine.workload.rollout import Branches, Lanes, Rollout
-from mpissd.engine.workload.sampled import (
-    Lane,
-    OwnLogits,
-    SampledRollout,
-    SamplingDraftWorker,
-    SamplingTargetWorker,
-    gathered,
-)
-from mpissd.engine.workload.workers import LogitsGather, OpenGather, Proposals
+from mpissd.engine.workload.oracle import OpenGather, Proposals
+from mpissd.engine.workload.sampled import Lane, Proposal, SampledDraft, SampledTarget
+from mpissd.engine.workload.sequence import Batch
 
 Logits = NDArray[np.float32]
 
@@ -63,12 +54,9 @@ class MarkovModel:
         seen = tuple(tokens[-self.order :])
         return (_NOBODY,) * (self.order - len(seen)) + seen
 
-    def logits(self, context: tuple[int, ...], start: int = 0, stop: int | None = None) -> Logits:
-        """Returns the logits of tokens start … stop−1 (default: all) after a context.
-
-        float32 [stop − start], read-only. A token's logit does not depend on the slice.
-        """
-        logits: Logits = _rows(self)(context, start, self.vocab if stop is None else stop)
+    def logits(self, context: tuple[int, ...]) -> Logits:
+        """Returns the logits after a context, float32 [V], read-only."""
+        logits: Logits = _rows(self)(context)
         return logits
 
     @property
@@ -100,14 +88,14 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
     """Returns a function that computes one model's logits, and caches the latest ones."""
 
     @lru_cache(maxsize=max(64, _CACHED_BYTES // (4 * model.vocab)))
-    def rows(context: tuple[int, ...], start: int, stop: int) -> Logits:
-        mixed = np.zeros(stop - start)
+    def rows(context: tuple[int, ...]) -> Logits:
+        mixed = np.zeros(model.vocab)
         for purpose, share in (
             (Purpose.TARGET_ROW, 1 - model.divergence),
             (Purpose.DRAFT_ROW, model.divergence),
         ):
             if share:
-                u = stream(model.seed, _word(purpose, context), start, stop - start)
+                u = stream(model.seed, _word(purpose, context), 0, model.vocab)
                 mixed += share * -np.log1p(-u)
         logits: Logits = (SHARPNESS * mixed).astype(np.float32)
         logits.setflags(write=False)
@@ -160,66 +148,27 @@ class MarkovLaws:
         return [Request(n, first_token=self.prompt(n)[-1]) for n in ids]
 
 
-class MarkovDraftWorker(SamplingDraftWorker):
+class MarkovDraft(SampledDraft):
     """Samples drafted tokens from the draft model, and predicts bonus tokens with it."""
 
-    def __init__(
-        self, stepper: Forwards, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts
-    ) -> None:
-        """Makes a worker; Saguaro sampling uses `fan_outs` until `branches` is given others."""
-        self.stepper, self._laws, self.lookahead = stepper, laws, lookahead
-        self._seed, self._fan_outs = laws.seed, fan_outs
-        self._histories = Histories(lambda request: laws.prompt(request.request_id))
-        self._copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
+    def __init__(self, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts) -> None:
+        super().__init__(laws.seed, lookahead, fan_outs)
+        self._laws = laws
+        self.copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
-    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
-        self._fan_outs = fan_outs
+    def prompt(self, request: Request) -> list[int]:
+        return self._laws.prompt(request.request_id)
+
+    def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
+        for one in batch.sequences:
+            for context in trunk(self._laws.draft, one.tokens, one.served):
+                yield sampling.largest(self._laws.draft.logits(context), count).tolist()
+
+    def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
         model = self._laws.draft
-        found: list[tuple[int, int, int, int]] = []  # row, k, place, token
-        lanes: list[Lane] = []
-        sources = speculation.source.tolist()
-        for row, history in enumerate(self._histories.rows(batch)):
-            fan_out = fan_outs.behind(sources[row])
-            for k, context in enumerate(trunk(model, history.tokens, history.served)):
-                served = history.served[k] if k < len(history.served) else None
-                ids = sampling.largest(model.logits(context), fan_out[k], served).tolist()
-                for place, token in enumerate(ids):
-                    found.append((row, k, place, token))
-                    behind = model.context((*context, token))
-                    sequence, draws = history.request.request_id, history.first_draw(1)
-                    lanes.append(Lane(sequence, draws, behind, fan_outs.after_hit))
-        table = np.array(found, np.int64).reshape(-1, 4)
-        first = table[:, 3].astype(np.int32)
-        rollout = SampledRollout(np.zeros(0, np.int64), first, lanes, self.lookahead)
-        k_of, place_of = table[:, 1].astype(np.int32), table[:, 2].astype(np.int32)
-        return Branches(Lanes(table[:, 0], k_of, place_of), rollout)
+        return model.context([*tokens[-model.order :], *ahead])
 
-    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        """Returns new lanes that continue batch rows `rows` from their last committed token.
-
-        FAST lanes get all K tokens at once, with q = 1: by prompt lookup in the sequence, and the
-        model's likeliest token for the rest. JIT lanes are grown step by step.
-        """
-        histories = self._histories.rows(batch)
-        lanes = [
-            Lane(
-                histories[row].request.request_id,
-                histories[row].first_draw(),
-                self._laws.draft.context(histories[row].tokens),
-                self._fan_outs.after_miss,
-            )
-            for row in rows
-        ]
-        chosen = np.asarray(rows, np.int64)
-        rollout = SampledRollout(chosen, batch.last_tokens[chosen], lanes, self.lookahead)
-        if source == Source.FAST:
-            for lane, row in enumerate(rows):
-                rollout.tokens[lane] = histories[row].copied(self.lookahead, *self._copies)
-        return rollout
-
-    def _propose(self, lane: Lane, place: int, u: float) -> tuple[int, float, sampling.Row]:
-        """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
+    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         laws = self._laws
         top = lane.fan_out[place] if lane.fan_out else 0
         logits = laws.draft.logits(lane.context)
@@ -229,67 +178,29 @@ class MarkovDraftWorker(SamplingDraftWorker):
         return token, q, row
 
 
-class MarkovTargetWorker(SamplingTargetWorker):
+class MarkovTarget(SampledTarget):
     """Verifies by rejection sampling against the target model (greedily at temperature 0)."""
 
-    def __init__(
-        self,
-        stepper: Forwards,
-        laws: MarkovLaws,
-        *,
-        tp: int = 1,
-        rank: int = 0,
-        gather: LogitsGather | None = None,
-    ) -> None:
-        """Makes the worker of target rank `rank` of `tp`; needs `gather` if tp ≥ 2."""
-        self.stepper, self._laws, self._seed = stepper, laws, laws.seed
-        self._tp, self._rank = tp, rank
-        self._gather = gather or OwnLogits()
-        self._histories = Histories(lambda request: laws.prompt(request.request_id))
-        self._contexts: list[tuple[int, ...]] = []
-        self._logits: Logits
+    def __init__(self, laws: MarkovLaws) -> None:
+        super().__init__(laws.seed)
+        self._laws = laws
+        self._contexts: list[tuple[int, ...]] = []  # by row of the forward
 
-    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
-        self._histories.serve(batch, speculation)
-        self._contexts = [
-            context
-            for history in self._histories.rows(batch)
-            for context in trunk(self._laws.target, history.tokens, history.served)
-        ]
-        super().upload(batch, speculation)
-
-    def launch(self) -> None:
-        super().launch()
-        self._gather.start(self._local_logits())
-
-    def _local_logits(self) -> Logits:
-        """Returns this rank's share of the logits, float32 [rows, ceil(V/T)].
-
-        Columns beyond the vocabulary are −inf.
-        """
-        share = -(-self._laws.vocab // self._tp)
-        start = min(self._rank * share, self._laws.vocab)
-        stop = min(start + share, self._laws.vocab)
-        local = np.full((len(self._contexts), share), -np.inf, np.float32)
-        for row, context in enumerate(self._contexts):
-            local[row, : stop - start] = self._laws.target.logits(context, start, stop)
-        return local
-
-    def done(self) -> bool:
-        return super().done() and self._gather.done()
-
-    def wait(self, waiter: Waiter) -> None:
-        super().wait(waiter)
-        waiter.until(self._gather.done, "logits of the target ranks")
+    def prompt(self, request: Request) -> list[int]:
+        return self._laws.prompt(request.request_id)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        self._logits = gathered(self._gather)[:, : self._laws.vocab]
+        model = self._laws.target
+        self._contexts = [
+            context for one in batch.sequences for context in trunk(model, one.tokens, one.served)
+        ]
         return super().judge(batch, speculation, proposals)
 
     def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
-        return sampling.probabilities(self._logits[start + i], self._laws.temperature)
+        logits = self._laws.target.logits(self._contexts[start + i])
+        return sampling.probabilities(logits, self._laws.temperature)
 
 
 _MOST_ROW_BYTES = 1 << 30
@@ -345,15 +256,13 @@ class MarkovWorkload(Workload):
                 f"{_MOST_ROW_BYTES / 1e9:.1f} GB"
             )
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> MarkovTargetWorker:
-        tp = self.job.tp
-        gather = None if open_gather is None or tp == 1 else open_gather()
-        return MarkovTargetWorker(stepper, self.laws, tp=tp, rank=rank, gather=gather)
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> MarkovTarget:
+        return MarkovTarget(self.laws)
 
-    def draft_worker(self, stepper: Forwards) -> MarkovDraftWorker:
-        return MarkovDraftWorker(stepper, self.laws, self.job.lookahead, self.job.fan_outs)
+    def draft_oracle(self, stepper: Forwards) -> MarkovDraft:
+        return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         return self.laws.requests(first_id, count)

@@ -16,7 +16,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.hits import HitLaw
-from mpissd.engine.workload.placement import Placement, StatelessPlacement
+from mpissd.engine.workload.sequence import Placement
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
 WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a text job up
@@ -126,18 +126,15 @@ class Resolved:
         return max(self.longest, warm) + each
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns the places of a new worker's rows in the cache; None without a KV cache."""
+        """Returns how sequences use the KV cache of the target or the draft; None without one."""
         config = self.config
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
         serving, draft = self.serving, self.draft_shard
         # A draft on hidden states needs the states of every token, which a reused page lacks.
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
-        kind = Placement
-        if drafts and isinstance(draft, StateShard) and not draft.kv_layers:
-            kind = StatelessPlacement
-        size = config.batch_size, config.context, self.window
-        return kind(*size, pooled=serving is not None, keeps=keeps)
+        stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
+        return Placement(config.context, self.window, keeps, stateless)
 
     @property
     def inline(self) -> bool:

@@ -1,40 +1,42 @@
-"""Workers that sample tokens from two models: they draft, reject and replace tokens.
+"""Oracles that sample tokens from two models: they draft, reject and replace tokens.
 
 A subclass provides the models' distributions: `markov` computes them from the context, `text` reads
 the logits of its forwards. Draws are keyed by (seed, purpose, sequence, round), so that every
-worker may draw them in any order.
+oracle may draw them in any order.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Batch, Ints, Request, Speculation
+from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.history import Histories, History
-from mpissd.engine.workload.rollout import Rollout
-from mpissd.engine.workload.workers import (
-    Admissions,
-    DraftWorker,
-    LogitsGather,
+from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.lookup import LONGEST
+from mpissd.engine.workload.oracle import (
+    Branches,
+    DraftOracle,
+    Lanes,
     Proposals,
-    TargetWorker,
+    Rollout,
+    TargetOracle,
 )
+from mpissd.engine.workload.sequence import Batch, Index
+from mpissd.engine.workload.sequence import Sequence as Live
 
 Logits = NDArray[np.float32]
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
-Proposal = tuple[
-    int, float, sampling.Row
-]  # a token, its probability, the row that it is drawn from
+# A token, its probability, and the row that it is drawn from (None if it was certain).
+Proposal = tuple[int, float, sampling.Row | None]
+_NOBODY: Index = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -60,37 +62,48 @@ class Lane:
 
     seed, sequence: of its random draws. first_draw: the index of the first one of the round that
     will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
-    keeps. context, logits: the draft model's last context and its logits, whichever of the two the
-    worker uses.
+    keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
+    the two the oracle uses.
     """
 
+    seed: int
     sequence: int
     first_draw: int
     context: tuple[int, ...]
     fan_out: tuple[int, ...]
+    temperature: float
     logits: Logits | None = None
-    temperature: float = 0.0
-    seed: int | None = None
+
+    def u(self, place: int, drawn: Draws) -> float:
+        """Returns the uniform that draws token `place`; lanes of a sequence share it."""
+        key = self.seed, self.sequence, self.first_draw + place
+        if key not in drawn:
+            drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
+        return drawn[key]
 
 
 class SampledRollout(Rollout):
     """A rollout that records, with each sampled token, its probability and distribution."""
 
-    def __init__(self, rows: NDArray[np.int64], first: Ints, lanes: list[Lane], K: int) -> None:
+    def __init__(self, rows: Index, first: Ints, lanes: list[Lane], K: int) -> None:
         super().__init__(rows, first, np.zeros((len(first), K), np.int32))
-        self.q = np.ones((len(first), K))
+        self.q: NDArray[np.float64] = np.ones((len(first), K))
         self.lanes = lanes
         self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes]
 
+    def record(self, n: int, proposal: Proposal) -> None:
+        """Records the next token of lane n."""
+        token, q, row = proposal
+        self.tokens[n, self.steps], self.q[n, self.steps] = token, q
+        self.recorded[n].append(row if q < 1 else None)
+
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
         super().keep(lanes, rows)
-        assert self.q is not None
         self.q = self.q.take(np.array(lanes, np.int64), axis=0)
         self.lanes = [self.lanes[n] for n in lanes]
         self.recorded = [self.recorded[n] for n in lanes]
 
     def fill(self, count: int) -> None:
-        assert self.q is not None
         self.q[:, self.steps : count] = 1.0
         for row in self.recorded:
             row[self.steps :] = [None] * max(0, count - self.steps)
@@ -100,65 +113,108 @@ class SampledRollout(Rollout):
         return [row for row in self.recorded[lane][:steps] if row is not None]
 
 
-class SamplingDraftWorker(DraftWorker):
-    """A draft worker that samples each drafted token; a subclass provides the distribution."""
+class SampledDraft(DraftOracle):
+    """A draft oracle that draws each drafted token; a subclass provides the distribution.
 
-    _seed: int
-    _histories: Histories
+    Saguaro sampling uses the fan-outs of the job until `branches` is given others.
+    """
 
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        self._histories.begin_round(batch, admissions)
+    reads_tokens = True
+    samples = True  # whether tokens are drawn, or always the likeliest
+    # Kind of lookup of a fast backup, the tokens that it compares, and the token that fills places
+    # which the lookup leaves open (None: the sequence's last token).
+    copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
 
-    def served(self, batch: Batch, speculation: Speculation) -> None:
-        self._histories.serve(batch, speculation)
+    def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts) -> None:
+        self._seed, self.lookahead, self._fan_outs = seed, lookahead, fan_outs
 
-    def collect_step(self, rollouts: Sequence[Rollout]) -> None:
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
+        self._fan_outs = fan_outs
+        found: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
+        best = self._likeliest(batch, fan_outs.widest + 1)
+        for row, source in enumerate(speculation.source.tolist()):
+            served, fan_out = batch.sequences[row].served, fan_outs.behind(source)
+            for k in range(len(served) + 1):
+                token = served[k] if k < len(served) else None
+                others = [candidate for candidate in next(best) if candidate != token]
+                found += [(row, k, place, t) for place, t in enumerate(others[: fan_out[k]])]
+        table = np.array(found, np.int64).reshape(-1, 4)
+        rows, k_of = table[:, 0], table[:, 1].astype(np.int32)
+        lanes = Lanes(rows, k_of, table[:, 2].astype(np.int32))
+        return Branches(lanes, self._rollout(batch, _NOBODY, table[:, 3], rows, k_of.tolist()))
+
+    @abstractmethod
+    def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
+        """Yields, for each row of the trunks, at least `count` of the draft's likeliest tokens,
+        best first."""
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        """Returns new lanes that continue batch rows `rows` from their last committed token.
+
+        FAST lanes get all K tokens at once, with q = 1: copied from the sequence by a lookup. JIT
+        lanes are grown step by step.
+        """
+        chosen = np.asarray(rows, np.int64)
+        rollout = self._rollout(batch, chosen, batch.last_tokens[chosen], chosen)
+        if source == Source.FAST:
+            for lane, row in enumerate(rows):
+                rollout.tokens[lane] = batch.sequences[row].copied(self.lookahead, *self.copies)
+        return rollout
+
+    def _rollout(
+        self,
+        batch: Batch,
+        chosen: Index,
+        first: Index | Ints,
+        rows: Index,
+        k: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Returns lanes after the tokens `first` of batch rows `rows`, not grown yet.
+
+        chosen: the batch rows that the lanes answer. k: by lane, the served tokens before its first
+        token, of branches that are verified in the next round; None: lanes of this round.
+        """
+        first = first.astype(np.int32)
+        if not self.samples:
+            return Rollout(chosen, first, np.zeros((len(first), self.lookahead), np.int32))
+        fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
+        lanes = []
+        for n, row in enumerate(rows.tolist()):
+            one = batch.sequences[row]
+            ahead = [] if k is None else [*one.served[: k[n]], int(first[n])]
+            draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
+            seed, name = one.stream(self._seed)
+            lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))
+        return SampledRollout(chosen, first, lanes, self.lookahead)
+
+    def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
+        """Returns the context of a lane after committed tokens and those ahead of them."""
+        return ()
+
+    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         drawn: Draws = {}
         for rollout in rollouts:
             assert isinstance(rollout, SampledRollout)
-            for n in range(len(rollout.lanes)):
-                self._draw(rollout, n, rollout.steps, drawn)
+            for n, lane in enumerate(rollout.lanes):
+                u = lane.u(rollout.steps, drawn)
+                rollout.record(n, self._propose(lane, rollout.steps, u))
             rollout.steps += 1
-
-    def _draw(self, rollout: SampledRollout, n: int, place: int, drawn: Draws) -> int:
-        """Draws and records token `place` of a rollout's lane n; lanes of a sequence share
-        draws."""
-        lane = rollout.lanes[n]
-        return self._record(
-            rollout, n, place, self._propose(lane, place, self._u(lane, place, drawn))
-        )
-
-    def _u(self, lane: Lane, place: int, drawn: Draws) -> float:
-        """Returns the uniform that draws token `place` of a lane."""
-        seed = self._seed if lane.seed is None else lane.seed
-        key = seed, lane.sequence, lane.first_draw + place
-        if key not in drawn:
-            drawn[key] = uniforms(seed, Purpose.DRAFT, *key[1:], 1)[0]
-        return drawn[key]
-
-    def _record(self, rollout: SampledRollout, n: int, place: int, proposal: Proposal) -> int:
-        """Records token `place` of a rollout's lane n."""
-        assert rollout.q is not None
-        token, q, row = proposal
-        rollout.tokens[n, place], rollout.q[n, place] = token, q
-        rollout.recorded[n].append(row if q < 1 else None)
-        return token
 
     @abstractmethod
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
-        """Draws the lane's next token with u: returns (token, its probability, the whole row)."""
+        """Draws the lane's next token with u."""
 
 
-class SamplingTargetWorker(TargetWorker):
-    """A target worker that verifies by rejection sampling (greedily at temperature 0)."""
+class SampledTarget(TargetOracle):
+    """A target oracle that verifies by rejection sampling (greedily at temperature 0)."""
 
-    _seed: int
-    _histories: Histories
+    reads_tokens = True
     # The token of each entry of a proposal's row, rising; None: entry t is token t.
     _draft_ids: Ints | None = None
 
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        self._histories.begin_round(batch, admissions)
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
 
     @abstractmethod
     def _target_row(
@@ -176,28 +232,22 @@ class SamplingTargetWorker(TargetWorker):
         """
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
         start, cases = 0, list[Case]()
-        for row, history in enumerate(self._histories.rows(batch)):
-            count = len(history.served)
-            if (sure := self._certain(history, start)) is not None:
+        for row, one in enumerate(batch.sequences):
+            count = len(one.served)
+            if (sure := self._certain(one, start)) is not None:
                 accepted[row], bonus[row] = sure
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
                 if speculation.is_lost and min(q, default=1.0) < 1:
                     q = []  # draw the token after the last committed one, whatever was drafted
-                cases.append(self._case(history, row, start, q, proposals))
+                coins = self._draws(Purpose.ACCEPT, one, len(q))
+                (u,) = self._draws(Purpose.BONUS, one, 1)
+                proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]
+                cases.append(Case(row, start, one.request, served, q, proposal, coins, u))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
             accepted[case.row], bonus[case.row] = verdict
         return accepted, bonus
-
-    def _case(
-        self, history: History, row: int, start: int, q: Sequence[float], proposals: Proposals
-    ) -> Case:
-        coins = self._draws(Purpose.ACCEPT, history, len(q))
-        (u,) = self._draws(Purpose.BONUS, history, 1)
-        proposal = partial(_proposal, proposals, row, q)
-        served = history.served[: len(q)]
-        return Case(row, start, history.request, served, q, proposal, coins, u)
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         """Returns (k, t*) of each of these sequences."""
@@ -205,16 +255,16 @@ class SamplingTargetWorker(TargetWorker):
 
     def _judge_one(self, case: Case) -> tuple[int, int]:
         p = partial(self._target_row, case.request, case.start)
-        drafted = case.tokens, case.q, case.proposal
+        drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids)
 
-    def _certain(self, history: History, start: int) -> tuple[int, int] | None:
+    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
         """Returns (k, t*) from the rows after row `start` if no draw decides them, or None."""
         return None
 
-    def _draws(self, purpose: Purpose, history: History, count: int) -> list[float]:
-        seed, sequence = history.draws(self._seed)
-        drawn: list[float] = uniforms(seed, purpose, sequence, history.first_draw(), count).tolist()
+    def _draws(self, purpose: Purpose, one: Live, count: int) -> list[float]:
+        seed, sequence = one.stream(self._seed)
+        drawn: list[float] = uniforms(seed, purpose, sequence, one.first_draw(), count).tolist()
         return drawn
 
 
@@ -227,23 +277,3 @@ def check_finite(logits: Logits, model: str) -> None:
     """Raises DivergedError if a logit is not finite, which would decide a token silently."""
     if not np.isfinite(logits).all():
         raise DivergedError(f"{model}: a logit is not finite: its weights are damaged, or overflow")
-
-
-class OwnLogits:
-    """Gather of logits for a single target rank: returns its own."""
-
-    def start(self, local: Logits) -> None:
-        self._local = local
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Logits:
-        return self._local[None]
-
-
-def gathered(gather: LogitsGather) -> Logits:
-    """Returns the logits of all ranks side by side: float32 [rows, Σ columns]."""
-    parts: Any = gather.result()
-    found: Logits = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
-    return found

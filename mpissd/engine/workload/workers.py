@@ -1,88 +1,72 @@
-"""The interfaces of a workload's target and draft workers.
+"""The target worker and the draft worker: they run a model's forwards for a batch.
 
-The decoding loops in `decode` use a model only through these classes. Workers start forwards and
-report when they are over; they never send messages, wait for a peer or read a clock. Every rank's
-worker sees the same batch, because every rank applies the same outcomes.
+The decoding loops in `decode` use a model only through these classes. A worker starts forwards and
+reports when they are over; its oracle decides tokens. Workers never send messages, wait for a peer
+or read a clock.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation, verify_rows
+from mpissd.common.rounds import Ints, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.learner_messages import Lesson, Sent
-from mpissd.engine.model.forwards import Forwards, Places
+from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.placement import (
-    LEAST_CHUNK,
+from mpissd.engine.workload.oracle import DraftOracle, Oracle, Proposals, Rollout, TargetOracle
+from mpissd.engine.workload.sequence import (
+    Batch,
+    Change,
     Gap,
+    Index,
     Placement,
     chunk,
-    cut,
     joined,
+    places_of,
 )
-from mpissd.engine.workload.rollout import Branches, Rollout
-from mpissd.engine.workload.steps import Steps, finish
 
-_ALL = 1 << 30
-Admissions = Sequence[tuple[int, Request]]
-
-W = TypeVar("W", bound="Worker")
-# (batch row, i) → float32 [V]: the distribution from which drafted token i was drawn.
-_NO_LOGPROBS: Mapping[int, list[float]] = {}
-Proposals = Callable[[int, int], NDArray[np.float32]]
+LEAST_CHUNK = 256  # tokens of a prompt that are worth a chunk of their own
+R = TypeVar("R")
+AnyOracle = TypeVar("AnyOracle", bound=Oracle)
+# Work that pauses at each of its forwards: it yields whenever it has launched one, and is resumed
+# when that is over. Whoever drives it may run forwards of several groups as one (model.shared).
+Steps = Generator[None, None, R]
 
 
-class LogitsGather(Protocol):
-    """Gathers the T target ranks' shares of the logits on the lead."""
-
-    def start(self, local: NDArray[np.float32]) -> None:
-        """Starts to gather `local` [rows, V/T] (collective)."""
-
-    def done(self) -> bool:
-        """Returns whether the gather is over (never blocks)."""
-
-    def result(self) -> NDArray[np.float32]:
-        """Returns the gathered logits on the lead: float32 [T, rows, V/T]."""
+def finish(steps: Steps[R], wait: Callable[[], None]) -> R:
+    """Runs all forwards of `steps`, each awaited by `wait`; returns their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            result: R = over.value
+            return result
+        wait()
 
 
-OpenGather = Callable[[], LogitsGather]
+class Worker(Generic[AnyOracle]):
+    """Base class of both workers: fills the KV cache of a batch, and runs forwards.
 
-
-class Worker(ABC):
-    """Base class of target and draft workers: follows the batch, tracks the places of its rows in
-    the model's KV cache, fills that cache, and runs forwards.
-
-    Without a placement (a model of products) rows have no place, and nothing is ever filled.
+    num_rows: rows of the trunk forward that was uploaded last. adopted: by request id, of the
+    sequences that the last outcome placed, the tokens that other sequences have stored.
     """
 
-    stepper: Forwards
-    placement: Placement | None = None
-    num_rows = 0  # of the trunk forward that was uploaded last
-    _opened: Mapping[int, Request] = {}  # by slot, those whose prompts are being stored
-    # By request id, of the sequences placed in this round: tokens that others have stored.
-    adopted: Mapping[int, int] = {}
-    # Whether the device may decide whole greedy rounds by itself (decode.chained).
-    chains: bool = False
-    reads_forwards: ClassVar[bool] = False  # whether the forwards decide its tokens
+    def __init__(
+        self, stepper: Forwards, oracle: AnyOracle, placement: Placement | None = None
+    ) -> None:
+        """placement: None if the model keeps no KV cache; then nothing is ever filled."""
+        self.stepper, self.oracle, self.placement = stepper, oracle, placement
+        self.num_rows = 0
+        self.adopted: Mapping[int, int] = {}
 
-    def prepare(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """Draws the first tokens of these sequences ahead of the rounds that admit them.
-
-        Called while no sequence is live. The default does nothing.
-        """
-
-    def done(self) -> bool:
-        """Returns whether the launched forward is over; never blocks."""
-        return self.stepper.done()
+    def open_batch(self, capacity: int) -> Batch:
+        """Returns an empty batch, for one pass of the loop."""
+        prompt = self.oracle.prompt if self.oracle.reads_tokens else None
+        return Batch(capacity, self.placement, prompt)
 
     def wait(self, waiter: Waiter) -> None:
         """Waits until the launched forward is over."""
@@ -92,98 +76,43 @@ class Worker(ABC):
         """Returns the device time of the last finished forward, in seconds."""
         return self.stepper.elapsed_s()
 
-    def close(self) -> None:
-        """Frees the forwards; must be called before the group's communicator is freed."""
-        self.stepper.close()
+    def enter(self, batch: Batch, change: Change) -> None:
+        """Begins a round: frees the caches of sequences that left, and places new ones."""
+        if self.adopted:
+            self.adopted = {}
+        if self.placement is not None and any(change):
+            pages = self._kept_pages
+            self._free(change.left)
+            if pages is not None:
+                self.adopted = {one.request.request_id: 0 for one in change.placed}
+                for one in change.placed:
+                    batch.filled[one.slot] = shared = pages.adopt(one.slot, one.tokens[:-1])
+                    self.adopted[one.request.request_id] = shared
+                for one in change.started:  # other sequences may use the prompt that it has stored
+                    pages.keep(one.slot, batch.stored_of(one))
+        self.oracle.begin_round(batch, change.started)
 
-    @abstractmethod
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Admits new sequences to their slots and prepares the tokens that this round needs.
-
-        Called after an outcome was applied to `batch`. A slot that is used again forgets its
-        previous sequence.
-        """
-
-    def enter(self, batch: Batch, admissions: Admissions) -> None:
-        """Begins a round: places new sequences in the KV cache, rolls the others back."""
-        placement, adopted = self.placement, dict[int, int]()
-        if placement is not None:
-            self._vacate(placement, batch.occupied)
-            for slot, request in (*admissions, *batch.opened.items()):
-                if self._opened.get(slot) is not request:
-                    adopted[request.request_id] = self._place(placement, slot, request)
-                elif slot not in batch.opened:  # it joins
-                    self._keep(slot, request.prompt[: int(placement.filled[slot])])
-            placement.roll_back(batch)
-        self._opened, self.adopted = dict(batch.opened), adopted
-        self.begin_round(batch, admissions)
-
-    def _place(self, placement: Placement, slot: int, request: Request) -> int:
-        """Gives a new sequence its slot; returns how many of its tokens are stored already."""
-        shared = self.reusable(slot, request)
-        if not shared:
-            self._keep(slot, self.known(slot)[: int(placement.filled[slot])])  # of the last one
-            self.stepper.release([slot])
-            if placement.keeps and request.prompt and (pages := self._pages):
-                shared = pages.adopt(slot, request.prompt[:-1])
-        placement.admit(slot, request, shared)
-        return shared
-
-    def leave(self) -> None:
-        """Ends a pass: gives back the pages of every sequence if sequences share pages."""
+    def leave(self, batch: Batch) -> None:
+        """Ends a pass: frees the cache of every sequence."""
         if self.placement is not None:
-            self._vacate(self.placement, np.zeros(0, np.int64))
+            left = [*batch.sequences, *batch.opened.values()]
+            self._free([(one.slot, batch.stored_of(one)) for one in left])
 
-    def forget(self) -> None:
-        """Forgets the stored tokens of every sequence: the model's weights have changed.
-
-        Committed tokens are stored again before the next forward that reads them.
-        """
-        if self.placement is not None:
-            self.placement.filled[:] = 0
-
-    def _vacate(self, placement: Placement, slots: NDArray[np.int64]) -> None:
-        if left := placement.vacate(slots):
-            for slot, filled in left:
-                self._keep(slot, self.known(slot)[:filled])
-            self.stepper.release([slot for slot, _ in left])
+    def _free(self, left: Sequence[tuple[int, list[int]]]) -> None:
+        """Frees the caches of these slots, after later sequences may reuse the pages that store
+        these tokens."""
+        if not left:
+            return
+        if (pages := self._kept_pages) is not None:
+            for slot, tokens in left:
+                pages.keep(slot, tokens)
+        self.stepper.release([slot for slot, _ in left])
 
     @property
-    def _pages(self) -> PageTable | None:
-        return self.stepper.pages if isinstance(self.stepper, Stepper) else None
-
-    def _keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Lets later sequences take over the pages of a slot that store these tokens."""
-        if self.placement is not None and self.placement.keeps and (pages := self._pages):
-            pages.keep(slot, tokens)
-
-    def known(self, slot: int) -> Sequence[int]:
-        """Returns the tokens of a slot's sequence, as far as they were committed; none if
-        forwards decide nothing."""
-        return ()
-
-    def reusable(self, slot: int, request: Request) -> int:
-        """Returns how many tokens of a new prompt need no forward, since the slot's cache holds
-        them.
-
-        Returns 0 if sequences share the pages: pages left by a longer sequence belong to others,
-        and the tokens of a sequence that never joined are unknown.
-        """
-        if self.placement is None or self.placement.pooled:
-            return 0
-        held = int(self.placement.filled[slot])
-        return min(self.shared(slot, request), held)
-
-    def shared(self, slot: int, request: Request) -> int:
-        """Returns how many tokens of a new prompt begin the slot's last sequence."""
-        return 0
-
-    def committed(self, slot: int, start: int, stop: int) -> Ints:
-        """Returns tokens start … stop − 1 of a slot's sequence, int32 [stop − start].
-
-        If forwards decide nothing, any tokens may be returned.
-        """
-        return np.zeros(stop - start, np.int32)
+    def _kept_pages(self) -> PageTable | None:
+        """The pages of the cache, if sequences reuse pages that store the same first tokens."""
+        keeps = self.placement is not None and self.placement.keeps
+        return self.stepper.pages if keeps and isinstance(self.stepper, Stepper) else None
 
     def fill(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> bool:
         """Like `filling`, forward by forward."""
@@ -198,86 +127,64 @@ class Worker(ABC):
         (None: all of them). Returns how many were; collective over the target ranks, which all see
         the same batch.
         """
-        gaps = _first(self._gaps(batch, rows, spare), most)
-        if self.placement is None or not gaps:
+        gaps = _first(self.gaps(batch, rows, spare), most)
+        if not gaps:
             return 0
-        self.placement.fill(gaps)
-        rows_apart: list[Gap] = []
+        batch.fill(gaps)
+        others: list[Gap] = []
         stepper = self.stepper
-        is_long = any(gap.stop - gap.start >= LEAST_CHUNK for gap in gaps)
-        for gap, is_chunk in cut(gaps, _chunk_rows(stepper) if is_long else 0):
+        is_long = any(gap.size >= LEAST_CHUNK for gap in gaps)
+        chunk_rows = stepper.chunk_rows if is_long else 0
+        for gap, is_chunk in _cut(gaps, chunk_rows):
             if not is_chunk:
-                rows_apart.append(gap)
+                others.append(gap)
                 continue
-            yield from self._fill_rows(rows_apart)
-            rows_apart = []
-            stepper.upload_chunk(gap.slot, gap.start, self.committed(*gap))
+            yield from self._fill_rows(batch, others)
+            others = []
+            stepper.upload_chunk(gap.slot, gap.start, batch.committed(gap))
             stepper.launch()
             yield
-        yield from self._fill_rows(rows_apart)
-        return sum(gap.stop - gap.start for gap in gaps)
+        yield from self._fill_rows(batch, others)
+        return sum(gap.size for gap in gaps)
 
-    def _gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
-        if self.placement is None or not len(rows):
-            return []
-        return self.placement.gaps(batch, np.asarray(rows, np.int64), spare)
+    def gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
+        """Returns the tokens that `filling` stores (Batch.gaps)."""
+        return batch.gaps(rows, spare)
 
     def lacking(self, batch: Batch) -> int:
         """Returns how many committed tokens the cache lacks, but for those that a forward over the
         last ones stores."""
-        return sum(gap.stop - gap.start for gap in self._gaps(batch, range(len(batch)), 1))
+        return sum(gap.size for gap in self.gaps(batch, range(len(batch)), 1))
 
     def ready(self, batch: Batch, rows: list[int], spare: int) -> list[int]:
         """Returns the batch rows among `rows` that lack at most `spare` tokens."""
-        short = {gap.slot for gap in self._gaps(batch, rows, spare)}
+        short = {gap.slot for gap in self.gaps(batch, rows, spare)}
         return [row for row in rows if int(batch.slots[row]) not in short] if short else rows
 
-    def _fill_rows(self, gaps: Sequence[Gap]) -> Steps[None]:
+    def _fill_rows(self, batch: Batch, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
         if not gaps:
             return
-        tokens = np.concatenate([self.committed(*gap) for gap in gaps])
-        places, most = Placement.places_of(gaps), self.stepper.most_rows
+        tokens = np.concatenate([batch.committed(gap) for gap in gaps])
+        places, most = places_of(gaps), self.stepper.most_rows
         for start in range(0, len(tokens), most):
             part = slice(start, start + most)
             self.stepper.upload(len(tokens[part]), tokens[part], chunk(places, part))
             self.stepper.launch()
             yield
 
-    def unstored(self, opened: Mapping[int, Request]) -> int:
-        """Returns how many tokens of opened prompts, by slot, are still to be stored."""
-        gaps = [] if self.placement is None else self.placement.opened_gaps(opened, _ALL)
-        return sum(gap.stop - gap.start for gap in gaps)
-
-    def is_stored(self, slot: int) -> bool:
-        """Returns whether the whole prompt of an opened sequence is stored."""
-        placement, request = self.placement, self._opened[slot]
-        return placement is None or not placement.opened_gaps({slot: request}, 1)
-
     def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
         """Stores up to `rows` tokens of opened prompts in a forward of their own; returns how
         many."""
-        if self.placement is None or not rows:
-            return 0
-        gaps = self.placement.opened_gaps(batch.opened, min(rows, self.stepper.most_rows))
-        if not gaps:
-            return 0
-        tokens, places = self._take(self.placement, gaps)
-        self.stepper.upload(len(tokens), tokens, chunk(places, slice(None)))
-        self.stepper.launch()
-        yield
-        return len(tokens)
-
-    def _take(self, placement: Placement, gaps: Sequence[Gap]) -> tuple[Ints, Places]:
-        """Returns the tokens and places of parts of opened prompts, which are stored from then
-        on."""
-        parts = [np.array(self._opened[g.slot].prompt[g.start : g.stop], np.int32) for g in gaps]
-        return np.concatenate(parts), placement.fill(gaps)
+        gaps = batch.opened_gaps(min(rows, self.stepper.most_rows)) if rows else []
+        if gaps:
+            batch.fill(gaps)
+            yield from self._fill_rows(batch, gaps)
+        return sum(gap.size for gap in gaps)
 
     def _upload_trunk(
         self,
         rows: int,
-        tokens: Ints,
         batch: Batch,
         speculation: Speculation,
         fill: int = 0,
@@ -286,46 +193,25 @@ class Worker(ABC):
     ) -> None:
         """Hands the last token of each sequence and its served tokens to the device.
 
-        After them come up to `fill` tokens of opened prompts. lists: whether each row's best
-        candidates are read, or only the best one.
+        rows: of the forward, as most. After them come up to `fill` tokens of opened prompts. lists:
+        whether each row's best candidates are read, or only the best one.
         """
+        tokens = verify_rows(batch.last_tokens, speculation)
         self.num_rows = rows
         if self.placement is None:
             self.stepper.upload(rows, tokens, lists=lists)
             return
-        places = self.placement.trunk(batch, speculation.num_draft)
+        places = batch.trunk(speculation.num_draft)
         fill = min(fill, self.stepper.most_rows - rows)
-        if gaps := self.placement.opened_gaps(batch.opened, fill) if fill > 0 else ():
-            more, behind = self._take(self.placement, gaps)
-            tokens, rows = np.concatenate([tokens, more]), rows + len(more)
-            places = joined([places, behind])
-            if not len(batch):
-                places = chunk(places, slice(None))
-        self.num_rows = rows
+        if gaps := batch.opened_gaps(fill) if fill > 0 else []:
+            prompts = [batch.committed(gap) for gap in gaps]
+            tokens = np.concatenate([tokens, *prompts])
+            places = joined([places, batch.fill(gaps)], reads=len(batch) > 0)
+            self.num_rows = rows = rows + sum(map(len, prompts))
         self.stepper.upload(rows, tokens, places, lists=lists)
 
-    def _upload_lanes(
-        self, placement: Placement, rollouts: Sequence[Rollout], inputs: Sequence[Ints]
-    ) -> int:
-        """Hands the lanes' tokens to the device, after committed tokens that the cache lacks.
 
-        Returns the row of the first lane; lanes follow one another.
-        """
-        tokens, parts = [*inputs], []
-        gaps: list[Gap] = []
-        for rollout in rollouts:
-            assert rollout.places is not None, "a lane without a place"
-            gaps += placement.missing(rollout.places, rollout.steps)
-            parts.append(placement.step(rollout.places, rollout.steps))
-        if gaps:
-            tokens = [*(self.committed(*gap) for gap in gaps), *tokens]
-            parts = [placement.places_of(gaps), *parts]
-        every = np.concatenate(tokens)
-        self.stepper.upload(len(every), every, joined(parts))
-        return sum(gap.stop - gap.start for gap in gaps)
-
-
-class TargetWorker(Worker):
+class TargetWorker(Worker[TargetOracle]):
     """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
@@ -334,138 +220,141 @@ class TargetWorker(Worker):
         A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. After
         them, up to `fill` tokens of opened prompts are stored.
         """
-        tokens = verify_rows(batch.last_tokens, speculation)
-        self._upload_trunk(len(tokens), tokens, batch, speculation, fill)
+        batch.serve(speculation)
+        self._verified = rows = speculation.num_rows
+        self._upload_trunk(rows, batch, speculation, fill)
 
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""
         self.stepper.launch()
 
-    def served(self, batch: Batch, speculation: Speculation) -> None:
-        """Records the speculation that is verified. The default does nothing."""
+    def wait(self, waiter: Waiter) -> None:
+        """Waits until the forward is over, and what judging needs has arrived."""
+        self.stepper.wait(waiter)
+        self.oracle.gather(self._verified, waiter)
 
-    def truth(self) -> Ints | None:
-        """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards decide."""
-        return None
-
-    @abstractmethod
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule to the finished forward.
-
-        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only if the rule
-        rejects a token that was drawn with q < 1.
-        """
-
-    def logprobs(
-        self, batch: Batch, speculation: Speculation, accepted: Ints, bonus: Ints
-    ) -> Mapping[int, list[float]]:
-        """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
-
-        Of the sequences that asked for them (Request.logprobs); by default of none.
-        """
-        return _NO_LOGPROBS
-
-    def lessons(
-        self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
-    ) -> list[Lesson]:
-        """Returns a judged round's lessons for a learner, by sequence.
-
-        sent: how many tokens of a sequence the learner has. everywhere: of all rows up to the
-        bonus, or only of rows that rejected a drafted token.
-        """
-        raise NotImplementedError("lessons of a workload without logits")
-
-    def logits_of(self, row: int) -> NDArray[np.float32]:
-        """Returns the target's logits [V] of a row of the finished forward."""
-        raise NotImplementedError("logits of a workload without them")
+        """Applies the acceptance rule (TargetOracle.judge)."""
+        return self.oracle.judge(batch, speculation, proposals)
 
 
-class DraftWorker(Worker):
+class DraftWorker(Worker[DraftOracle]):
     """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
 
-    lookahead: int
-    first_row: int = 0  # the row of the first lane in the last step's forward
+    def __init__(
+        self,
+        stepper: Forwards,
+        oracle: DraftOracle,
+        placement: Placement | None = None,
+        *,
+        reads_states: bool = False,
+    ) -> None:
+        """reads_states: whether the draft reads the hidden states of the target's verification.
+
+        Keys and values of accepted tokens were then computed from the draft's own states. They are
+        computed again from the target's, together with the next round's first token.
+        """
+        super().__init__(stepper, oracle, placement)
+        self._reads_states = reads_states
+
+    def served(self, batch: Batch, speculation: Speculation) -> None:
+        """Notes the speculation that was served, also in rounds without a glue forward."""
+        batch.serve(speculation)
+        if self._reads_states and self.placement is not None:
+            slots = batch.slots
+            batch.filled[slots] = np.minimum(batch.filled[slots], batch.last() + 1)
+
+    def gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
+        """Returns the tokens that `filling` stores; a draft on hidden states leaves as many as a
+        round accepts to its first step."""
+        least = self.oracle.lookahead if self._reads_states else 0
+        return batch.gaps(rows, max(spare, least))
+
+    def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
+        """Stores parts of opened prompts, as Worker; a draft on hidden states stores none, because
+        the target computes the states of these tokens in this very round."""
+        return (yield from super().store_opened(batch, 0 if self._reads_states else rows))
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, K+1 rows a sequence."""
-        tokens = verify_rows(batch.last_tokens, speculation)
-        rows = len(batch) * (self.lookahead + 1)
-        self._upload_trunk(rows, tokens, batch, speculation, lists=True)
+        rows = len(batch) * (self.oracle.lookahead + 1)
+        self._upload_trunk(rows, batch, speculation, lists=True)
         self.stepper.launch()
 
-    def served(self, batch: Batch, speculation: Speculation) -> None:
-        """Records the speculation that was served.
-
-        Called before the glue forward, and also in rounds that have none. The default does nothing.
-        """
-
-    @abstractmethod
-    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane (branch slot) for each bonus candidate t*, after the glue forward.
-
-        The candidates are the rollout's `first`. A sequence whose speculation was a hit keeps
-        fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that
-        was served after k accepted tokens is never one of them.
-        """
-
-    @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        """Returns new lanes that continue batch rows `rows` from their last committed token.
-
-        source: which backup drafts them (JIT or FAST).
-        """
-
-    def settle(self, batch: Batch, rollout: Rollout, rows: NDArray[np.int64], k: Ints) -> None:
-        """Gives new branches, after k accepted tokens of batch rows `rows`, their places."""
+        """Returns new lanes that continue batch rows `rows`, with their places in the cache."""
+        rollout = self.oracle.restart(batch, rows, source)
         if self.placement is not None:
-            rollout.places = self.placement.lanes(batch, rows, k)
-
-    def resume(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        """Returns the lanes of `restart`, with their places in the KV cache."""
-        rollout = self.restart(batch, rows, source)
-        if self.placement is not None:
-            rollout.places = self.placement.restart(batch, np.asarray(rows, np.int64))
+            rollout.places = batch.restart(np.asarray(rows, np.int64))
         return rollout
 
-    def launch_step(self, rollouts: Sequence[Rollout]) -> None:
-        """Starts one forward that grows every lane of every rollout by one token."""
-        inputs = [rollout.inputs for rollout in rollouts]
+    def place_branches(self, batch: Batch, rollout: Rollout, rows: Index, k: Ints) -> None:
+        """Gives new branches, after k accepted tokens of batch rows `rows`, their places."""
         if self.placement is not None:
-            self.first_row = self._upload_lanes(self.placement, rollouts, inputs)
-        else:
-            tokens = inputs[0] if len(inputs) == 1 else np.concatenate(inputs)
-            self.stepper.upload(len(tokens), tokens)
+            rollout.places = batch.lanes(rows, k)
+
+    def launch_step(self, batch: Batch, rollouts: Sequence[Rollout]) -> None:
+        """Starts one forward that grows every lane of every rollout by one token.
+
+        Committed tokens that the cache lacks come first in it.
+        """
+        tokens = [rollout.inputs for rollout in rollouts]
+        self._first_row, places = 0, None
+        if self.placement is not None:
+            parts, gaps = [], list[Gap]()
+            for rollout in rollouts:
+                assert rollout.places is not None, "a lane without a place"
+                gaps += batch.missing(rollout.places, rollout.steps)
+                parts.append(batch.step(rollout.places, rollout.steps))
+            if gaps:
+                tokens = [*map(batch.committed, gaps), *tokens]
+                parts = [places_of(gaps), *parts]
+                self._first_row = sum(gap.size for gap in gaps)
+            places = joined(parts)
+        every = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        self.stepper.upload(len(every), every, places)
         self.stepper.launch()
 
-    @abstractmethod
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
-        """Stores the tokens of the finished step in the rollouts.
+        """Stores the tokens of the finished step in the rollouts (DraftOracle.collect)."""
+        self.oracle.collect(rollouts, self._first_row)
 
-        Raises DivergedError, and leaves `steps` of unfinished rollouts as they are, if a token is
-        sampled from logits that are not finite.
+    def forget(self, batch: Batch) -> None:
+        """Forgets the stored tokens of every sequence: the model's weights have changed.
+
+        Committed tokens are stored again before the next forward that reads them.
         """
-
-    def is_sound(self) -> bool:
-        """Returns whether the last step's logits were finite, if watched, as replaced weights
-        are."""
-        return True
+        batch.filled[:] = 0
+        self.oracle.forget()
 
 
 def _first(gaps: list[Gap], most: int | None) -> list[Gap]:
     """Returns `most` tokens of these gaps, short gaps first (None: all)."""
     if most is None:
         return gaps
-    found = []
-    for gap in sorted(gaps, key=lambda gap: gap.stop - gap.start):
+    chosen = []
+    for gap in sorted(gaps, key=lambda gap: gap.size):
         if not most:
             break
-        found.append(gap._replace(stop=min(gap.stop, gap.start + most)))
-        most -= found[-1].stop - gap.start
-    return found
+        chosen.append(gap._replace(stop=min(gap.stop, gap.start + most)))
+        most -= chosen[-1].size
+    return chosen
 
 
-def _chunk_rows(stepper: Forwards) -> int:
-    """Returns the rows of the chunks in which these forwards compute long prompts; 0: none."""
-    return getattr(stepper, "chunk_rows", 0)
+def _cut(gaps: Sequence[Gap], rows: int) -> Iterator[tuple[Gap, bool]]:
+    """Cuts gaps at absolute multiples of `rows` (0: not at all); yields (part, is a chunk).
+
+    A chunk begins at such a multiple, so that how a position is computed depends only on its
+    sequence. Parts of fewer than LEAST_CHUNK tokens are no chunks, because a chunk is computed
+    whole.
+    """
+    for gap in gaps:
+        start = gap.start
+        while rows and start < gap.stop:
+            stop = min(gap.stop, start // rows * rows + rows)
+            yield Gap(gap.slot, start, stop), start % rows == 0 and stop - start >= LEAST_CHUNK
+            start = stop
+        if not rows:
+            yield gap, False

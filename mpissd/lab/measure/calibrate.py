@@ -23,7 +23,7 @@ from mpissd.engine.model.shared import GroupView
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
-from mpissd.engine.workload.placement import timed_places
+from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
 _REPEATS = 5

@@ -132,7 +132,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     guard.stage(Stage.GATHER)
     lost = lead is not None and lead.draft_lost_round is not None
     world = survivors(session, draft_lost=lost)
-    heard = [each.digest for each in drafters] if session.topology.is_draft else [rank.digest]
+    heard = [each.batch.digest for each in drafters] if session.topology.is_draft else [rank.digest]
     digests = list(chain(*world.gather(heard) or ()))
     told = world.allgather((lead.first_round, lead.last_round) if lead else None)
     spans = [span for span in told if span is not None]  # of each target group

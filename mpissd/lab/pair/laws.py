@@ -24,7 +24,6 @@ from mpissd.lab.pair.measures import (
     RankTable,
     acceptance,
     accepted_table,
-    parts,
     rank_tables,
 )
 from mpissd.lab.pair.outcomes import Outcomes, looked_up_counts, of_recording, of_row
@@ -122,7 +121,6 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
         had = ", ".join(map(str, known))
         raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
     rng = np.random.default_rng(_SEED)
-    printed = [of for source in sources if (of := source.at(lookahead)) is not None]
     return {
         "kind": "laws",
         "schema": SCHEMA,
@@ -132,8 +130,6 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
             "tool": tool("pair"),
         },
         "laws": [_laws_at(sources, k, rng) for k in known],
-        "lookahead_of_parts": lookahead,
-        "parts": parts(printed, rng),
     }
 
 
@@ -187,10 +183,9 @@ def text(document: Mapping[str, Any], lookahead: int) -> str:
     return "\n".join(
         [
             *_acceptance(at),
-            *_ranks("bonus behind a rejection", at["rejected"]),
-            *_ranks("bonus behind K accepted tokens", at["complete"]),
+            *_ranks("bonus after a rejection", at["rejected"]),
+            *_ranks("bonus after K accepted tokens", at["complete"]),
             *_fast(at),
-            *_parts(document["parts"]),
         ]
     )
 
@@ -226,21 +221,6 @@ def _fast(at: Mapping[str, Any]) -> Lines:
     for kind, counts in at["fast"].items():
         tokens = 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts)
         yield f"{kind} lookup alone: {tokens:.3f} tokens a round"
-
-
-def _parts(parts: Sequence[Mapping[str, Any]]) -> Lines:
-    yield f"{'source':42}  rounds  {'tokens a round':23}misses at F = 1, 4, 16"
-    for part in parts:
-        name = f"{part['source']}, T = {part['temperature']:g}"
-        tokens = _with(part, "tokens_a_round")
-        yield f"{name:42}{part['rounds']:8}  {tokens:22} {_two(part['misses'])}"
-
-
-def _two(misses: Mapping[str, Mapping[str, float]] | None) -> str:
-    if misses is None:
-        return ""
-    each = (" ".join(f"{miss:.3f}" for miss in of.values()) for of in misses.values())
-    return " | ".join(each)
 
 
 def _with(of: Mapping[str, Any], name: str) -> str:

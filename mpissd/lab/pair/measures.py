@@ -26,8 +26,6 @@ Floats = NDArray[np.float64]
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
 RESAMPLES = 200
 _FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
-_FEWEST = 50  # rounds of a part that is listed
-_LISTED = (1, 4, 16)  # fan-outs whose misses are listed by part
 
 
 @dataclass(frozen=True)
@@ -202,28 +200,3 @@ def _counted(of: Outcomes) -> tuple[RankTable, RankTable] | None:
         rank = np.repeat(counts[:, 1], counts[:, 2])
         tables.append(RankTable.of(np.arange(len(rank)), rank, int(counts[0, 0]), False))
     return (tables[0], tables[1]) if len(tables) == 2 else None
-
-
-def parts(outcomes: Sequence[Outcomes], rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Returns an entry for each source that has enough rounds."""
-    lines = []
-    for of in outcomes:
-        name = {"source": of.source, "temperature": of.temperature}
-        if len(of.accepted) >= _FEWEST:
-            found = acceptance(accepted_table([of]), rng)
-            kept = ("rounds", "tokens_a_round", "tokens_a_round_95", "alpha", "alpha_95")
-            lines.append({**name, **{key: found[key] for key in kept}, "misses": _misses_of(of)})
-    return lines
-
-
-def _misses_of(of: Outcomes) -> dict[str, dict[str, float]] | None:
-    """Returns {"rejected" or "complete": {F: miss rate}}."""
-    tables = rank_tables(of)
-    if tables is None:
-        return None
-    found: dict[str, dict[str, float]] = {}
-    for name, table in zip(("rejected", "complete"), tables, strict=True):
-        total = table.counts.sum(axis=0)
-        listed = [f for f in _LISTED if f <= len(total) - 2] if total.any() else []
-        found[name] = {str(f): float(total[f:].sum() / total.sum()) for f in listed}
-    return found

@@ -24,7 +24,7 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, ReadOut
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
-from mpissd.engine.workload.placement import timed_places
+from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.probe.sample import (
     Checks,
     Entry,

@@ -136,16 +136,6 @@ class ChainedForwards:
         programs = self._programs[round_ % RING]
         return programs[-1].after_s(programs[0]) + programs[0].elapsed_s()
 
-    def idle_s(self, round_: int) -> float:
-        """Returns the time without a forward from the round before's to this one's verification.
-
-        In seconds: between programs, and in stages, which compute no forward. Both rounds must be
-        over, one launched behind the other.
-        """
-        programs, before = self._programs[round_ % RING], self.last_of(round_ - 1)
-        gaps = sum(b.after_s(a) for a, b in zip([before, *programs], programs, strict=False))
-        return gaps + max(0, int(self.sheet.spent[round_ % RING])) * 1e-9
-
     def close(self) -> None:
         """Frees the programs."""
         for programs in self._programs:

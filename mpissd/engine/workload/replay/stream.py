@@ -7,19 +7,20 @@ in warm-up and calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.common.rounds import Batch, Ints, Request, Source, Speculation
+from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.lookup import make_lookup
-from mpissd.engine.workload.gemm import Index
+from mpissd.engine.workload.gemm import Stream
 from mpissd.engine.workload.replay.recording import Ids, Recording
-from mpissd.engine.workload.workers import Admissions
+from mpissd.engine.workload.sequence import Batch, Index
+from mpissd.engine.workload.sequence import Sequence as Live
 
 
-class RecordedStream:
+class RecordedStream(Stream):
     """The target's recorded tokens of all prompts, in one table.
 
     Each prompt has end + K entries, K of the recording: entry c follows c generated tokens.
@@ -30,13 +31,11 @@ class RecordedStream:
         counts = [len(part.tokens) for part in recording.sequences]
         self._starts = np.cumsum([0, *counts])
         self._size = int(self._starts[-1])
-        self._tokens = self._table([part.tokens for part in recording.sequences])
-        self._base = np.zeros(
-            capacity, np.int64
-        )  # [slots], the table entry of the prompt's token 0, minus 1
-        self._origin: Index = np.zeros(0, np.int64)  # [b], the entry of each sequence's next token
+        self._table = self._tabled([part.tokens for part in recording.sequences])
+        # By slot: the table entry of the prompt's token 0, minus 1.
+        self._base = np.zeros(capacity, np.int64)
 
-    def _table(self, parts: Sequence[Ids]) -> Ints:
+    def _tabled(self, parts: Sequence[Ids]) -> Ints:
         """Joins [end or end + K, …] of all prompts to int32 [entries, …]; zeros fill the rest.
 
         The first entries are repeated after the last: a round reads at most 2·(K + 1) entries.
@@ -47,25 +46,11 @@ class RecordedStream:
         again = np.arange(2 * self.lookahead + 2) % self._size
         return np.concatenate([table, table[again]])
 
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Does nothing: the tables are complete."""
-
-    def begin_round(self, batch: Batch, admissions: Admissions) -> None:
-        """Computes the table entry of each sequence's next token, from the batch's lengths."""
-        for slot, request in admissions:
-            self._base[slot] = self._starts[request.request_id % len(self.recording.sequences)] - 1
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+        for one in started:
+            number = one.request.request_id % len(self.recording.sequences)
+            self._base[one.slot] = self._starts[number] - 1
         self._origin = (self._base[batch.slots] + batch.lengths) % self._size
-
-    def true(self, offsets: Index, rows: Index | None = None) -> Ints:
-        """Returns the target's tokens at these offsets from each sequence's next, int32 [b, …]."""
-        origin = self._origin if rows is None else self._origin[rows]
-        return self._tokens.take(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
-
-    def row(self, count: int) -> list[int]:
-        """Returns the next `count` tokens of the only sequence of the batch."""
-        first = int(self._origin[0])
-        found: list[int] = self._tokens[first : first + count].tolist()
-        return found
 
 
 class RecordedDraft(RecordedStream):
@@ -89,21 +74,20 @@ class RecordedDraft(RecordedStream):
         """
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
-        self._rollout = self._table([part.rollout[:, :lookahead] for part in parts])
-        self._top = self._table([part.top[:, : widest + 1] for part in parts])
+        self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
+        self._top = self._tabled([part.top[:, : widest + 1] for part in parts])
         self._width = widest + 1
         self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
         self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
         self._fast: Ints | None = None
         if lookup is not None:
             each = [copied(recording, n, lookahead, lookup) for n in range(len(parts))]
-            self._fast = self._table(each)
+            self._fast = self._tabled(each)
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow after them [n, ΣF, K].
+        """Returns candidates and their tokens, as Stream.grown.
 
         The candidates of k are the likeliest tokens after k accepted ones, without the one served
         there. After a hit the bonus token is committed, so that its branch is the draft's
@@ -134,7 +118,6 @@ class RecordedDraft(RecordedStream):
         return self._lanes[fan_out]
 
     def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]."""
         origin = self._origin[rows]
         if source != Source.FAST:
             return self._rollout[origin]

@@ -9,10 +9,10 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.workload.base import Endings, RowFields, Workload, laws_label
-from mpissd.engine.workload.gemm import GemmDraftWorker, GemmTargetWorker
+from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget
+from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.replay.recording import Recording, load
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
-from mpissd.engine.workload.workers import OpenGather
 
 
 class RecordedEndings(Endings):
@@ -88,20 +88,17 @@ class ReplayWorkload(Workload):
     def endings(self) -> RecordedEndings:
         return RecordedEndings([part.end for part in self.recording.sequences])
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> GemmTargetWorker:
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> ImposedTarget:
         job = self.job
-        stream = RecordedStream(self.recording, job.config.batch_size, job.lookahead)
-        return GemmTargetWorker(stepper, stream)
+        return ImposedTarget(RecordedStream(self.recording, job.config.batch_size, job.lookahead))
 
-    def draft_worker(self, stepper: Forwards) -> GemmDraftWorker:
+    def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job, batch = self.job, self.job.config.batch_size
         widest = min(job.widest, self.recording.widest)  # without branches none is read
-        recorded = RecordedDraft(
-            self.recording, batch, job.lookahead, widest, lookup=job.config.fast_lookup
-        )
-        return GemmDraftWorker(stepper, recorded)
+        lookup = job.config.fast_lookup
+        return ImposedDraft(RecordedDraft(self.recording, batch, job.lookahead, widest, lookup))
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         parts = self.recording.sequences

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpissd.common.atomic_file import whole_file
 from mpissd.common.rounds import Source
 from mpissd.engine.workload.text.prompts import Prompt
 from mpissd.engine.workload.text.stops import AnswerText
@@ -83,17 +82,9 @@ def write_answers(
     """
     flagged = {"gates": list(faults)} if faults else {}
     path = answers_file(out, run_id)
-    folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    dicts = [{**answer.to_dict(), **flagged} for answer in answers]
-    lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in dicts]
-    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{run_id}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(lines)
-        os.chmod(name, 0o644)  # mkstemp makes it private
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        for answer in answers:
+            line = json.dumps({**answer.to_dict(), **flagged}, ensure_ascii=False)
+            file.write(f"{line}\n".encode())
     return path

@@ -3,7 +3,7 @@ another."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.workload.base import Endings
@@ -41,34 +41,6 @@ class AnswerText:
         if self.ended is not None:
             return ""
         return self._cut.push(self._stream.flush()) + self._cut.flush()
-
-
-class Stops:
-    """Locates the ends of answers. One object serves all sequences of a run."""
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, strings: Sequence[str], stop_ids: Collection[int]
-    ) -> None:
-        """The tokenizer may be None without stop strings; raises ConfigError with them."""
-        if tokenizer is None and strings:
-            raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
-        self._tokenizer, self._strings, self._stop_ids = tokenizer, strings, stop_ids
-        self._texts: dict[int, AnswerText] = {}
-
-    def feed(self, request_id: int, tokens: Sequence[int]) -> int | None:
-        """Takes a sequence's new tokens; returns how many of them belong to its answer if it ends
-        with them, and None if it goes on."""
-        if self._tokenizer is None or not self._strings:  # then no text is needed
-            ends = (n for n, token in enumerate(tokens, 1) if token in self._stop_ids)
-            return next(ends, None)
-        new = AnswerText(self._tokenizer, self._strings, self._stop_ids)
-        text = self._texts.setdefault(request_id, new)
-        for n, token in enumerate(tokens, 1):
-            text.push(token)
-            if text.ended is not None:
-                del self._texts[request_id]
-                return n
-        return None
 
 
 class Cut:
@@ -117,16 +89,39 @@ class Cut:
 class TextEndings(Endings):
     """Ends an answer at a stop token or a stop string, or when the context is full."""
 
-    def __init__(self, stops: Stops, room: dict[int, int]) -> None:
-        """Takes the tokens that each request may emit within the context, by request id."""
-        super().__init__()
-        self._stops, self._room = stops, room
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        strings: Sequence[str],
+        stop_ids: Collection[int],
+        room: Mapping[int, int],
+    ) -> None:
+        """room: the tokens that each request may emit within the context, by request id. Raises
+        ConfigError for stop strings without a tokenizer."""
+        super().__init__(*stop_ids)
+        if tokenizer is None and strings:
+            raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
+        self._tokenizer, self._strings, self._room = tokenizer, strings, room
+        self._texts: dict[int, AnswerText] = {}
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        kept, left = self._stops.feed(request_id, tokens), self._room[request_id] - before
+        kept, left = self._stopped(request_id, before, tokens), self._room[request_id] - before
         if kept is None:
             return left if len(tokens) >= left else None
         return min(kept, left)
+
+    def _stopped(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        """Returns how many of these tokens belong to the answer if a stop ends it, or None."""
+        if self._tokenizer is None or not self._strings:  # then no text is needed
+            return super().kept(request_id, before, tokens)
+        new = AnswerText(self._tokenizer, self._strings, self._stop)
+        text = self._texts.setdefault(request_id, new)
+        for n, token in enumerate(tokens, 1):
+            text.push(token)
+            if text.ended is not None:
+                del self._texts[request_id]
+                return n
+        return None
 
 
 _PARTIAL = "\ufffd"  # the character to which incomplete UTF-8 bytes are decoded

@@ -1,4 +1,4 @@
-"""Target worker of the `text` workload: verifies with the logits of its own forward."""
+"""Target oracle of the `text` workload: verifies with the logits of its own forward."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Batch, Ints, Request, Speculation
+from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.history import History, PromptHistories
-from mpissd.engine.workload.sampled import Case, Logits, SamplingTargetWorker, check_finite
-from mpissd.engine.workload.workers import LogitsGather, Proposals
+from mpissd.engine.workload.oracle import LogitsGather, Proposals
+from mpissd.engine.workload.sampled import Case, Logits, SampledTarget, check_finite
+from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.workload.sequence import Sequence as Live
 
 
-class TextTargetWorker(SamplingTargetWorker):
+class LogitsTarget(SampledTarget):
     """Accepts the drafted tokens that the target would have chosen, or sampled."""
 
     reads_forwards = True
-    _histories: PromptHistories
 
     def __init__(
         self,
@@ -36,48 +36,33 @@ class TextTargetWorker(SamplingTargetWorker):
         gather: LogitsGather | None = None,
         teaches: bool = False,
     ) -> None:
-        """Makes the worker of one target rank.
+        """Makes the oracle of one target rank.
 
         draft_ids: the tokens that the draft knows (None: all). widths: columns of the LM head by
-        target rank; gather: needed for several, if tokens are sampled or teaches, whether a learner
-        reads the logits.
+        target rank; gather: needed for several, if logits are read. teaches: whether a learner
+        reads them.
         """
-        self.stepper, self._seed = stepper, seed
-        self._samples, self._draft_ids = samples, draft_ids
+        super().__init__(seed)
+        self._stepper, self._samples, self._draft_ids = stepper, samples, draft_ids
         self.chains = not samples
         self._widths, self._gather, self._teaches = widths, gather, teaches
-        self._histories = PromptHistories()
-        self._num_rows = 0
-        # Of the round under verification: whether a sequence is sampled, and logits are read.
+        # Whether a live sequence is sampled, and whether logits are read.
         self._draws_any = self._reads_logits = False
+        self._live: list[Live] | None = None  # the sequences of which this is known
         self._parts: Logits
 
-    def shared(self, slot: int, request: Request) -> int:
-        return self._histories.shared(slot, request.prompt)
-
-    def known(self, slot: int) -> Sequence[int]:
-        return self._histories.known(slot)
-
-    def committed(self, slot: int, start: int, stop: int) -> Ints:
-        return self._histories.committed(slot, start, stop)
-
-    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
-        self.served(batch, speculation)
-        self._num_rows = speculation.num_rows
-        requests = [history.request for history in self._histories.rows(batch)]
+    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+        if batch.sequences is self._live:
+            return
+        self._live, requests = batch.sequences, [one.request for one in batch.sequences]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
         asked = self._teaches or any(one.logprobs for one in requests)
         self._reads_logits = self._draws_any or asked
-        super().upload(batch, speculation, fill)
 
-    def served(self, batch: Batch, speculation: Speculation) -> None:
-        self._histories.serve(batch, speculation)
-
-    def wait(self, waiter: Waiter) -> None:
-        super().wait(waiter)
+    def gather(self, rows: int, waiter: Waiter) -> None:
         if self._gather is not None and self._reads_logits:
-            local = self.stepper.logits(range(self._num_rows))
-            padded = np.full((self._num_rows, max(self._widths)), -np.inf, np.float32)
+            local = self._stepper.logits(range(rows))
+            padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
             self._gather.start(padded)
             waiter.until(self._gather.done, "logits of the target ranks")
@@ -97,18 +82,14 @@ class TextTargetWorker(SamplingTargetWorker):
 
     def _likeliest(self) -> list[int]:
         """Returns the token with the largest logit of every row."""
-        found = self.stepper.results()
+        found = self._stepper.results()
         if found.values is not None:
             check_finite(found.values[0, :, 0], "target")
         best: list[int] = found.ids[0, :, 0].tolist()
         return best
 
-    def _judge_one(self, case: Case) -> tuple[int, int]:
-        proposal = case.proposal  # of a row that a device may keep
-        return super()._judge_one(replace(case, proposal=lambda i: np.asarray(proposal(i))))
-
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
-        draws: Draws | None = getattr(self.stepper, "draws", None)
+        draws: Draws | None = getattr(self._stepper, "draws", None)
         if draws is None or self._gather is not None:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
@@ -117,10 +98,10 @@ class TextTargetWorker(SamplingTargetWorker):
             next(verdicts) if case.request.top_p >= 1 else self._judge_one(case) for case in cases
         ]
 
-    def _certain(self, history: History, start: int) -> tuple[int, int] | None:
-        if history.request.temperature > 0:
+    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
+        if sequence.request.temperature > 0:
             return None
-        return _agreed(history.served, self._best, start)
+        return _agreed(sequence.served, self._best, start)
 
     def _greedy(self, speculation: Speculation) -> tuple[Ints, Ints]:
         best = self._best
@@ -132,35 +113,33 @@ class TextTargetWorker(SamplingTargetWorker):
             start += count + 1
         return accepted, bonus
 
-    def logprobs(
-        self, batch: Batch, speculation: Speculation, accepted: Ints, bonus: Ints
-    ) -> Mapping[int, list[float]]:
+    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
         found = {}
         start = 0
-        for row, history in enumerate(self._histories.rows(batch)):
-            if history.request.logprobs:
-                tokens = [*history.served[: accepted[row]], int(bonus[row])]
+        for row, one in enumerate(batch.sequences):
+            if one.request.logprobs:
+                tokens = [*one.served[: accepted[row]], int(bonus[row])]
                 rows = (self._logits(start + i) for i in range(len(tokens)))
                 found[row] = [_logprob(*pair) for pair in zip(rows, tokens, strict=True)]
-            start += len(history.served) + 1
+            start += len(one.served) + 1
         return found
 
     def lessons(
         self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
     ) -> list[Lesson]:
         found, start = [], 0
-        for row, history in enumerate(self._histories.rows(batch)):
-            k, count = int(accepted[row]), len(history.served)
+        for row, one in enumerate(batch.sequences):
+            k, count = int(accepted[row]), len(one.served)
             first = 0 if everywhere else k
             rows = range(start + first, start + k + 1) if everywhere or k < count else range(0)
-            last = len(history.tokens) - 1  # the position of the row's own token
-            name = history.request.request_id, history.request.epoch
+            last = len(one.tokens) - 1  # the position of the row's own token
+            name = one.request.request_id, one.request.epoch
             had = sent.get(name, 0)
-            tokens = np.array([*history.tokens[had:], *history.served[:k], bonus[row]], np.int32)
+            tokens = np.array([*one.tokens[had:], *one.served[:k], bonus[row]], np.int32)
             at = np.arange(last + first, last + first + len(rows), dtype=np.int32)
-            prompt = len(history.request.prompt)
+            prompt = len(one.request.prompt)
             found.append(Lesson(*name, had, tokens, prompt, at, rows))
             start += count + 1
         return found
@@ -171,7 +150,7 @@ class TextTargetWorker(SamplingTargetWorker):
     def _logits(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
         if self._gather is None:
-            own: Logits = self.stepper.logits([row])[0]
+            own: Logits = self._stepper.logits([row])[0]
             return own
         parts = zip(self._parts[:, row], self._widths, strict=True)
         return np.concatenate([part[:width] for part, width in parts])

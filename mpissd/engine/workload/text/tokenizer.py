@@ -32,7 +32,7 @@ _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, Recursio
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's vocabulary. stop_ids: the tokens that end an answer. template: the model's chat
+    """A model's tokens. stop_ids: the tokens that end an answer. template: the model's chat
     template (jinja2), or None. specials: named special tokens that a template may use."""
 
     name: str
@@ -81,11 +81,17 @@ def load_tokenizer(where: str) -> Tokenizer:
     if path.suffix == ".json":
         path = path.parent
     try:
-        found = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
-        return _checked(path, found)
+        tokenizer = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
+        foreign = [token for token in tokenizer.stop_ids if not 0 <= token < tokenizer.vocab_size]
     except _DAMAGED as error:
         told = " ".join(str(error).split())
         raise ConfigError(f"{str(path)!r}: its tokenizer is damaged ({told})") from error
+    if foreign:
+        raise ConfigError(
+            f"{str(path)!r}: stop token {min(foreign)} is of another tokenizer: this one has "
+            f"{tokenizer.vocab_size} tokens"
+        )
+    return tokenizer
 
 
 def tokenizer_digest(where: str) -> str | None:
@@ -96,18 +102,6 @@ def tokenizer_digest(where: str) -> str | None:
         return None
     paths = [folder / name for name in _FILES if (folder / name).exists()]
     return digest(paths)[0] if paths else None
-
-
-def _checked(path: Path, found: Vocabulary) -> Tokenizer:
-    """Returns the tokenizer; raises ConfigError for a stop token that it does not have."""
-    made = Tokenizer(path.name, found.stop_ids, found.template, found.specials, found.vocabulary)
-    foreign = sorted(token for token in found.stop_ids if not 0 <= token < made.vocab_size)
-    if foreign:
-        raise ConfigError(
-            f"{str(path)!r}: stop token {foreign[0]} is of another tokenizer: this one has "
-            f"{made.vocab_size} tokens"
-        )
-    return made
 
 
 def render(
@@ -173,17 +167,7 @@ _WHOLE = ("llama-bpe", "llama3")  # a word that is a token needs no merges
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")  # some files name only the end of a document
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The contents of a model's token files; text.tokenizer.Tokenizer explains the fields."""
-
-    vocabulary: tokenizers.Tokenizer
-    stop_ids: frozenset[int]
-    template: str | None
-    specials: Mapping[str, str]
-
-
-def from_folder(folder: Path) -> Vocabulary:
+def from_folder(folder: Path) -> Tokenizer:
     """Reads tokenizer.json and its neighbour files; raises ConfigError if that fails."""
     library, path = _library(), folder / "tokenizer.json"
     if not path.is_file():
@@ -194,11 +178,12 @@ def from_folder(folder: Path) -> Vocabulary:
         raise ConfigError(f"{str(path)!r}: no tokenizer: {_first_line(error)}") from error
     config = _json(folder / "tokenizer_config.json")
     specials = {name: _content(config.get(name)) for name in _SPECIALS}
-    return Vocabulary(
-        vocabulary,
+    return Tokenizer(
+        folder.name,
         _stop_ids(folder, vocabulary, specials["eos_token"]),
         _template(folder, config),
         {name: token for name, token in specials.items() if token is not None},
+        vocabulary,
     )
 
 
@@ -249,7 +234,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def from_gguf(path: Path) -> Vocabulary:
+def from_gguf(path: Path) -> Tokenizer:
     """Builds the byte-pair vocabulary that a GGUF file describes.
 
     Raises ConfigError for another kind (SentencePiece), and for a pre-tokenizer that is not known
@@ -268,14 +253,15 @@ def from_gguf(path: Path) -> Vocabulary:
     foreign = [i for i in ids.values() if i is not None and not 0 <= i < len(tokens)]
     if foreign:
         raise ConfigError(f"{str(path)!r}: token {foreign[0]} of {len(tokens)} tokens")
-    return Vocabulary(
-        _byte_pairs(path, known),
+    return Tokenizer(
+        path.name,
         frozenset(
             {i for name in _GGUF_STOPS if (i := ids[name]) is not None}
             | {tokens.index(token) for token in _END_OF_TURN if token in tokens}
         ),
         metadata.get("tokenizer.chat_template"),
-        {told: tokens[i] for name, told in _GGUF_SPECIALS.items() if (i := ids[name]) is not None},
+        {key: tokens[i] for name, key in _GGUF_SPECIALS.items() if (i := ids[name]) is not None},
+        _byte_pairs(path, known),
     )
 
 

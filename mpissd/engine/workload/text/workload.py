@@ -12,13 +12,13 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
-from mpissd.engine.workload.text.draft import StateDraftWorker, TextDraftWorker
+from mpissd.engine.workload.text.draft import LogitsDraft
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
-from mpissd.engine.workload.text.stops import Stops, TextEndings
-from mpissd.engine.workload.text.target import TextTargetWorker
+from mpissd.engine.workload.text.stops import TextEndings
+from mpissd.engine.workload.text.target import LogitsTarget
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.engine.workload.workers import OpenGather
 
 
 class TextWorkload(Workload):
@@ -93,9 +93,9 @@ class TextWorkload(Workload):
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
-    def target_worker(
-        self, stepper: Forwards, rank: int = 0, open_gather: OpenGather | None = None
-    ) -> TextTargetWorker:
+    def target_oracle(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> LogitsTarget:
         job = self.job
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
@@ -104,7 +104,7 @@ class TextWorkload(Workload):
         # A request of a server may ask for log-probabilities.
         reads = self.samples or job.serving is not None or teaches
         gathers = reads and open_gather is not None and job.tp > 1
-        return TextTargetWorker(
+        return LogitsTarget(
             stepper,
             job.config.seed,
             samples=self.samples,
@@ -114,18 +114,19 @@ class TextWorkload(Workload):
             teaches=teaches,
         )
 
-    def draft_worker(self, stepper: Forwards) -> TextDraftWorker:
-        job, config = self.job, self.job.config
-        parts = stepper, config.seed, job.fan_outs, job.lookahead
-        told = {
-            "samples": self.samples,
-            "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
-            "ids": self.draft_ids,
-            "lookup": config.lookup,
-        }
-        if isinstance(shard := job.draft_shard, StateShard):
-            return StateDraftWorker(*parts, heads=shard.num_heads_used, **told)
-        return TextDraftWorker(*parts, **told)  # type: ignore[arg-type]
+    def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
+        job, config, shard = self.job, self.job.config, self.job.draft_shard
+        return LogitsDraft(
+            stepper,
+            config.seed,
+            job.lookahead,
+            job.fan_outs,
+            samples=self.samples,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            ids=self.draft_ids,
+            lookup=config.lookup,
+            heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
+        )
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled according to the flags."""
@@ -152,9 +153,8 @@ class TextWorkload(Workload):
 
     def endings(self) -> TextEndings:
         job = self.job
-        stops = Stops(self.tokenizer, job.config.stop_strings, self.stop_ids)
         room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
-        return TextEndings(stops, room)
+        return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
 
     def row_fields(self) -> RowFields:
         config = self.job.config

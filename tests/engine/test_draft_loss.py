@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Control, Outcome, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.decode.outliving import OutlivingSpeculator, OutlivingWaiter, PeerLost
+from mpissd.engine.decode.speculator import ARFallback, LossWaiter, PeerLost
 
 ASKED = Outcome.admission(-1, [Request(0)])
 
@@ -24,7 +24,7 @@ class Link:
     def __init__(
         self, is_lost: Callable[[], bool], answers: int = 0, sampled: bool = False, q: float = 0.5
     ) -> None:
-        self.waiter = OutlivingWaiter(Waiter(9.0, spin=False), is_lost)
+        self.waiter = LossWaiter(Waiter(9.0, spin=False), is_lost)
         self.sent, self.answers, self.sampled, self.q = 0, answers, sampled, q
         self.proposed, self.blocked = False, False  # distributions are there; sends stand
 
@@ -64,13 +64,13 @@ class Loss:
         return self.looks is not None and self.looks <= 0
 
 
-def pair(**told: object) -> tuple[OutlivingSpeculator, Link, Loss]:
+def pair(**told: object) -> tuple[ARFallback, Link, Loss]:
     loss = Loss()
     link = Link(loss, **told)  # type: ignore[arg-type]
-    return OutlivingSpeculator(link, loss), link, loss  # type: ignore[arg-type]
+    return ARFallback(link, loss), link, loss  # type: ignore[arg-type]
 
 
-def asked(speculator: OutlivingSpeculator, round_: int, lookahead: int = 4) -> Speculation:
+def asked(speculator: ARFallback, round_: int, lookahead: int = 4) -> Speculation:
     ASKED.control = Control(lookahead)
     speculator.ask(ASKED)
     return speculator.answer(round_, 1)
@@ -130,6 +130,6 @@ def test_a_wait_whose_end_and_loss_coincide_ends_well() -> None:
         tests.append(1)
         return len(tests) == 3
 
-    OutlivingWaiter(Waiter(9.0, spin=False), lambda: len(tests) > 2).until(once, "it")
+    LossWaiter(Waiter(9.0, spin=False), lambda: len(tests) > 2).until(once, "it")
     with pytest.raises(PeerLost, match="it: the rank is gone"):
-        OutlivingWaiter(Waiter(9.0, spin=False), lambda: True).until(lambda: False, "it")
+        LossWaiter(Waiter(9.0, spin=False), lambda: True).until(lambda: False, "it")

@@ -1,0 +1,497 @@
+"""The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
+
+Every rank keeps a Batch of its own, equal to the others' because all apply the same outcomes. All
+state of a sequence is here; what decides its tokens (workload.oracle) only reads it.
+
+Places. A sequence's committed tokens have positions 0, 1, …; of the last one only the token is
+known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
+stored and valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those
+that are served) write the cache; branches that a draft grows write scratch, so a hit copies
+nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ProtocolError
+from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
+
+Index = NDArray[np.int64]
+Prompt = abc.Callable[[Request], abc.Sequence[int]]
+TRUNK = -1  # the lane of a row that writes the cache
+_ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
+_EPOCH = 1 << 32  # limit of rounds in an epoch
+_ALL = 1 << 30
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How sequences use a model's KV cache.
+
+    context: tokens before the first one of a sequence without a prompt. They are never computed:
+    the attention reads their bytes, and no token depends on their values. window: the committed
+    tokens after which such a sequence's positions begin again, so that a run of any length stays
+    within the cache (None: never). keeps: whether sequences reuse pages that store the same first
+    tokens. stateless: of a draft without keys and values, which never lacks a token.
+    """
+
+    context: int = 0
+    window: int | None = None
+    keeps: bool = False
+    stateless: bool = False
+
+
+class Gap(NamedTuple):
+    """Committed tokens of a slot that are not in its cache: positions start … stop − 1."""
+
+    slot: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """The number of these tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LanePlaces:
+    """Places where a rollout's lanes (branch slots) grow; all are [lanes].
+
+    slots: the cache slot. first: the position of the token that the first step reads. ids: the
+    lane's scratch, or TRUNK for a lane that continues the committed tokens in the cache.
+    """
+
+    slots: Index
+    first: Index
+    ids: Index
+
+    def keep(self, lanes: Index) -> LanePlaces:
+        """Returns the places of only these lanes."""
+        return LanePlaces(self.slots[lanes], self.first[lanes], self.ids[lanes])
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence on this rank.
+
+    slot: its place on this rank, which other ranks never see. tokens: the committed ones, prompt
+    included, and served: those under verification; both only if the oracle reads tokens. rounds:
+    those that it has committed. lookups: by kind, its index that tokens are looked up in.
+    """
+
+    request: Request
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)
+    rounds: int = 0
+    lookups: dict[str, Lookup] = field(default_factory=dict)
+
+    def commit(self, accepted: int, bonus: int) -> None:
+        """Appends the accepted ones of the served tokens, and the bonus token."""
+        self.tokens += [*self.served[:accepted], bonus]
+        self.served = []
+        self.rounds += 1
+
+    def first_draw(self, later: int = 0) -> int:
+        """Returns the index of the round's first draw in the sequence's random streams.
+
+        later: rounds from now. No two rounds of a sequence share a draw, in any of its epochs.
+        """
+        return (self.request.epoch * _EPOCH + self.rounds + later) * _ROUND
+
+    def stream(self, seed: int) -> tuple[int, int]:
+        """Returns (seed, sequence), the key of its random draws; seed: the job's."""
+        own = self.request.seed
+        return (seed, self.request.request_id) if own is None else (own, 0)
+
+    def copied(
+        self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
+    ) -> list[int]:
+        """Returns the `count` tokens that a fast backup drafts, by this kind of lookup."""
+        if kind not in self.lookups:
+            self.lookups[kind] = make_lookup(kind, longest)
+        lookup = self.lookups[kind]
+        lookup.follow(self.tokens)
+        return lookup.padded(count, filler)
+
+
+class Change(NamedTuple):
+    """What an outcome changed.
+
+    left: of each sequence that left, its slot and the tokens that its cache stores. placed: the
+    sequences that have taken a slot. started: those whose first round comes next.
+    """
+
+    left: abc.Sequence[tuple[int, list[int]]] = ()
+    placed: abc.Sequence[Sequence] = ()
+    started: abc.Sequence[Sequence] = ()
+
+
+_UNCHANGED = Change()
+
+
+class Batch:
+    """The live sequences, in the order of messages, with their lengths, last tokens and places.
+
+    By batch row: sequences, ids, epochs, slots, lengths (committed tokens, the prompt counted as
+    one), last_tokens, and identity [b, 5], the rows of an outcome without its decisions. By slot:
+    filled, the positions that the cache holds. opened: by slot, the sequences whose prompts are
+    being stored, in the order in which they came. digest: CRC-32 of the applied outcomes, to
+    compare between ranks.
+    """
+
+    def __init__(
+        self, capacity: int, placement: Placement | None = None, prompt: Prompt | None = None
+    ) -> None:
+        """Starts empty. placement: None without a KV cache. prompt: returns a request's tokens up
+        to its first_token (None: tokens are not kept)."""
+        self.capacity, self.placement, self._prompt = capacity, placement, prompt
+        self.sequences: list[Sequence] = []
+        self._by_slot: dict[int, Sequence] = {}  # the last one in each slot
+        self.opened: dict[int, Sequence] = {}
+        self.ids: Ints = np.zeros(0, np.int32)
+        self.epochs: Ints = np.zeros(0, np.int32)
+        self.slots = np.zeros(0, np.int64)
+        self.lengths = np.zeros(0, np.int64)
+        self.last_tokens: Ints = np.zeros(0, np.int32)
+        self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)
+        self.digest = 0
+        self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
+        self._base = np.zeros(capacity, np.int64)  # position of the first counted token
+        self.filled = np.zeros(capacity, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def after(self, accepted: Ints, bonus: Ints) -> Batch:
+        """Returns this batch as it will be after a round of this outcome, to look ahead."""
+        following = copy(self)
+        following.lengths, following.last_tokens = self.lengths + accepted + 1, bonus
+        return following
+
+    def apply(self, outcome: Outcome) -> Change:
+        """Applies an outcome; returns what it changed.
+
+        Raises ProtocolError if the outcome's sequences differ from the batch's.
+        """
+        self.digest = crc32(outcome.rows.tobytes(), self.digest)
+        change = _UNCHANGED
+        if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
+            change = self._apply_changes(outcome)
+        else:
+            self.lengths += outcome.num_accepted
+            self.lengths += 1
+            self.last_tokens = outcome.bonus
+            if self._prompt is not None:
+                for sequence, row in zip(self.sequences, outcome.rows.tolist(), strict=True):
+                    sequence.commit(row[3], row[4])
+        if self.placement is not None:  # forgets what is stored after each last committed token
+            self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
+        return change
+
+    def _apply_changes(self, outcome: Outcome) -> Change:
+        known = len(self.ids)
+        old = outcome.rows[:known]
+        if len(old) < known or (old[:, 0] != self.ids).any() or (old[:, 1] != self.epochs).any():
+            raise self._mismatch(outcome)
+        if (old[:, 2] > Event.RELEASE).any() or (old[:, 2] == Event.ADMIT).any():
+            raise self._mismatch(outcome)
+        stays = old[:, 2] == Event.COMMIT
+        kept = [self.sequences[n] for n in np.flatnonzero(stays)]
+        joined, dropped = self._close(outcome, known)
+        gone = [*(self.sequences[n] for n in np.flatnonzero(~stays)), *dropped]
+        left = [(one.slot, self.stored_of(one)) for one in gone]
+        fresh = outcome.fresh
+        held = {*self.opened, *(one.slot for one in (*kept, *joined))}
+        free = sorted(set(range(self.capacity)) - held)
+        if len(fresh) > len(free):
+            raise ProtocolError(
+                f"round {outcome.round}: {len(fresh)} admissions, room for {len(free)}"
+            )
+        placed, started = [], joined
+        for slot, row in zip(free, fresh.tolist(), strict=False):
+            sequence = self._place(slot, self._request(row, outcome))
+            placed.append(sequence)
+            if row[2] == Event.OPEN:
+                self.opened[slot] = sequence
+            else:
+                started.append(sequence)
+        if self._prompt is not None:
+            for sequence, row in zip(kept, old[stays].tolist(), strict=True):
+                sequence.commit(row[3], row[4])
+        self._enter(old[stays], self.lengths[stays], kept, started)
+        return Change(left, placed, started)
+
+    def _close(self, outcome: Outcome, known: int) -> tuple[list[Sequence], list[Sequence]]:
+        """Takes the opened sequences that join or are released out of `opened`; returns (those
+        that join, the others)."""
+        joined, dropped = list[Sequence](), list[Sequence]()
+        for row in outcome.rows[known:].tolist():
+            if row[2] in (Event.ADMIT, Event.OPEN):
+                continue
+            name = Request(row[0], epoch=row[1])
+            slot = next((s for s, one in self.opened.items() if _is_same(one.request, name)), -1)
+            if row[2] == Event.COMMIT or slot < 0:
+                raise self._mismatch(outcome)
+            (joined if row[2] == Event.JOIN else dropped).append(self.opened.pop(slot))
+        return joined, dropped
+
+    def _request(self, row: abc.Sequence[int], outcome: Outcome) -> Request:
+        """Returns the request of a new row; the digest covers its prompt."""
+        name, epoch, token = row[0], row[1], row[4]
+        request = outcome.prompts.get((name, epoch)) or Request(name, token, epoch)
+        if request.prompt:
+            self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
+        return request
+
+    def _place(self, slot: int, request: Request) -> Sequence:
+        """Returns a new sequence in a free slot; raises ProtocolError if its prompt does not end
+        in the request's first token."""
+        tokens = [] if self._prompt is None else list(self._prompt(request))
+        if self._prompt is not None and tokens[-1:] != [request.first_token]:
+            raise ProtocolError(
+                f"sequence {request.request_id} begins after token {request.first_token}, "
+                f"its prompt ends in {tokens[-1:]}"
+            )
+        if self.placement is not None:
+            context = self.placement.context
+            self._base[slot] = len(request.prompt) - 1 if request.prompt else context
+            self.filled[slot] = 0 if request.prompt else context
+        self._by_slot[slot] = sequence = Sequence(request, slot, tokens)
+        return sequence
+
+    def _enter(
+        self, kept: Ints, lengths: Index, stay: list[Sequence], started: list[Sequence]
+    ) -> None:
+        """Makes the batch of the outcome rows `kept` and of the sequences that start."""
+        new = Outcome.admission(0, [one.request for one in started]).rows
+        rows = np.concatenate([kept, new])
+        self.sequences = [*stay, *started]
+        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
+        self.lengths = np.concatenate([lengths + kept[:, 3] + 1, np.ones(len(new), np.int64)])
+        self.slots = np.array([one.slot for one in self.sequences], np.int64)
+        self.identity = np.zeros_like(rows)
+        self.identity[:, :2] = rows[:, :2]
+        self._steady = self.identity[:, :3].tobytes()
+
+    def _mismatch(self, outcome: Outcome) -> ProtocolError:
+        return ProtocolError(
+            f"round {outcome.round}: outcome rows {outcome.rows[:, :3].tolist()} do not fit the "
+            f"batch of ids {self.ids.tolist()}"
+        )
+
+    def serve(self, speculation: Speculation) -> None:
+        """Notes the drafted tokens that the target verifies now, if tokens are kept."""
+        if self._prompt is None:
+            return
+        served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
+        for sequence, (tokens, count) in zip(self.sequences, served, strict=True):
+            sequence.served = tokens[:count]
+
+    def committed(self, gap: Gap) -> Ints:
+        """Returns the tokens of a gap, int32; zeros if their values decide nothing: of a sequence
+        without a prompt, or if tokens are not kept."""
+        one = self._by_slot[gap.slot]
+        if not one.tokens or not one.request.prompt:
+            return np.zeros(gap.size, np.int32)
+        return np.array(one.tokens[gap.start : gap.stop], np.int32)
+
+    def last(self) -> Index:
+        """Returns the position of each sequence's last committed token, [b]."""
+        assert self.placement is not None, "positions without a cache"
+        later, window = self.lengths - 1, self.placement.window
+        if window is not None:
+            later %= window
+        position: Index = self._base[self.slots] + later
+        return position
+
+    def gaps(self, rows: abc.Sequence[int] | Index, spare: int = 0) -> list[Gap]:
+        """Returns the committed tokens that the cache lacks, without each row's last one.
+
+        Sequences that lack at most `spare` tokens are left out.
+        """
+        if self.placement is None or self.placement.stateless or not len(rows):
+            return []
+        chosen = np.asarray(rows, np.int64)
+        slots, last = self.slots[chosen], self.last()[chosen]
+        filled = self.filled[slots]
+        short = np.flatnonzero(last - filled > spare)
+        return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
+
+    def opened_gaps(self, most: int = _ALL) -> list[Gap]:
+        """Returns the next `most` tokens of opened prompts that the cache lacks; the last token of
+        a prompt is never one of them, since its first round reads it."""
+        gaps: list[Gap] = []
+        if self.placement is None:
+            return gaps
+        for slot, one in self.opened.items():
+            start, end = int(self.filled[slot]), len(one.request.prompt) - 1
+            stop = min(end, start + most)
+            if stop > start:
+                gaps.append(Gap(slot, start, stop))
+                most -= stop - start
+        return gaps
+
+    def stored_of(self, sequence: Sequence) -> list[int]:
+        """Returns the tokens that a sequence's cache stores, if tokens are kept."""
+        return sequence.tokens[: int(self.filled[sequence.slot])]
+
+    def stored(self) -> list[Request]:
+        """Returns the opened sequences whose whole prompts are stored."""
+        short = {gap.slot for gap in self.opened_gaps()}
+        return [one.request for slot, one in self.opened.items() if slot not in short]
+
+    def fill(self, gaps: abc.Sequence[Gap]) -> Places:
+        """Returns the places of all tokens of these gaps, which are filled from then on."""
+        for gap in gaps:
+            self.filled[gap.slot] = gap.stop
+        return places_of(gaps)
+
+    def trunk(self, num_draft: Ints) -> Places:
+        """Returns the places of each sequence's last token and its num_draft served tokens."""
+        if len(num_draft) == 1:
+            return self._trunk_of_one(int(num_draft[0]) + 1)
+        counts = num_draft + 1
+        last = self.last()
+        rows, ahead = _consecutive(counts)
+        assert (self.filled[self.slots] >= last).all(), "a trunk after tokens that are missing"
+        self.filled[self.slots] = last + counts
+        return _trunk(self.slots[rows], last[rows] + ahead)
+
+    def _trunk_of_one(self, count: int) -> Places:
+        """Returns `trunk` of a batch of one sequence in a third of its time, for which every round
+        waits: Python's integers instead of arrays of one."""
+        assert self.placement is not None, "a trunk without a cache"
+        slot, later = int(self.slots[0]), int(self.lengths[0]) - 1
+        if self.placement.window is not None:
+            later %= self.placement.window
+        first = int(self._base[slot]) + later
+        assert self.filled[slot] >= first, "a trunk after tokens that are missing"
+        self.filled[slot] = first + count
+        positions = np.arange(first, first + count, dtype=np.int32)
+        slots, lanes = np.full(count, slot, np.int32), np.full(count, TRUNK, np.int32)
+        return Places(slots, positions, lanes, positions)
+
+    def grow(self, count: int) -> None:
+        """Notes that the tokens from each sequence's last one on are stored, `count` of them."""
+        last = self.last()
+        assert (self.filled[self.slots] >= last - 1).all(), "tokens after some that are missing"
+        self.filled[self.slots] = last + count
+
+    def room(self, capacity: int) -> Index:
+        """Returns how many positions follow each sequence's last token, [b], before the cache
+        ends, or before its positions begin again."""
+        assert self.placement is not None, "positions without a cache"
+        last, window = self.last(), self.placement.window
+        if window is None:
+            return capacity - 1 - last
+        return np.minimum(capacity, self._base[self.slots] + window) - 1 - last
+
+    def lanes(self, rows: Index, k: Ints) -> LanePlaces:
+        """Returns the places of branches after k accepted tokens of batch rows `rows`.
+
+        Imposed tokens also make branches after tokens that a short trunk lacks. These never hit.
+        They are placed at its end, so that they read only stored positions.
+        """
+        slots = self.slots[rows]
+        first = np.minimum(self.last()[rows] + k + 1, self.filled[slots])
+        return LanePlaces(slots, first, np.arange(len(rows)))
+
+    def restart(self, rows: Index) -> LanePlaces:
+        """Returns the places of lanes that continue batch rows `rows` in the cache."""
+        return LanePlaces(self.slots[rows], self.last()[rows], np.full(len(rows), TRUNK))
+
+    def step(self, lanes: LanePlaces, steps: int) -> Places:
+        """Returns the places of the next step of these lanes, which have grown `steps` tokens."""
+        positions = lanes.first + steps
+        in_trunk = lanes.ids == TRUNK
+        self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1
+        return _places(lanes.slots, positions, lanes.ids, lanes.first)
+
+    def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
+        """Returns the gaps that lanes in the trunk have to fill before their first token."""
+        assert self.placement is not None, "places without a cache"
+        is_trunk = len(lanes.ids) and lanes.ids[0] == TRUNK
+        if steps or not is_trunk or self.placement.stateless:
+            return []
+        filled = self.filled[lanes.slots]
+        short = np.flatnonzero(lanes.first > filled).tolist()
+        return [Gap(int(lanes.slots[n]), int(filled[n]), int(lanes.first[n])) for n in short]
+
+
+def _is_same(one: Request, other: Request) -> bool:
+    return (one.request_id, one.epoch) == (other.request_id, other.epoch)
+
+
+def places_of(gaps: abc.Sequence[Gap]) -> Places:
+    """Returns the places of all tokens of these gaps, in their order."""
+    slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
+    return _trunk(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
+
+
+def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
+    """Returns places of `rows` rows after the mean context, for timing; None without a cache.
+
+    Rows are grouped by sequence as in a verification, so that neighbours read the same keys and
+    values. Their results are not used.
+    """
+    if not options.capacity:
+        return None
+    number = np.arange(rows)
+    slots = number * min(sequences, rows) // rows
+    later = number - np.searchsorted(slots, slots)
+    return _trunk(slots, np.minimum(options.context + later, options.capacity - 1))
+
+
+def joined(parts: abc.Sequence[Places], *, reads: bool = True) -> Places:
+    """Returns the concatenated places of several groups of rows.
+
+    reads: whether candidates of the rows are read.
+    """
+    if len(parts) == 1 and reads:
+        return parts[0]
+    return Places(
+        np.concatenate([part.slots for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.lanes for part in parts]),
+        np.concatenate([part.trunks for part in parts]),
+        reads,
+    )
+
+
+def chunk(places: Places, part: slice) -> Places:
+    """Returns the places of some rows of a prompt, whose candidates are not read."""
+    rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
+    return Places(*rows, False)
+
+
+def _consecutive(counts: NDArray[np.integer[Any]]) -> tuple[Index, Index]:
+    """Returns (n, i) of each row, of consecutive groups: group n has counts[n] rows, i = 0 …."""
+    groups = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return groups, np.arange(len(groups)) - starts[groups]
+
+
+def _trunk(slots: Index, positions: Index) -> Places:
+    return _places(slots, positions, np.full(len(slots), TRUNK), positions)
+
+
+def _places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
+    return Places(
+        slots.astype(np.int32),
+        positions.astype(np.int32),
+        lanes.astype(np.int32),
+        trunks.astype(np.int32),
+    )
