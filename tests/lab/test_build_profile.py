@@ -103,17 +103,6 @@ def test_host_costs_of_a_draft_beside_two_targets() -> None:
     assert modes == ["ssd"]
 
 
-def test_all_reduces_that_no_probe_measured_stay_as_they_were() -> None:
-    found = built.build([ONE, TWO, json.loads(OLD.read_text())], BASE)
-    reduce = found["all_reduce"]
-    assert reduce["latency_s"]["2"] == 3e-6 and reduce["latency_s"]["4"] < 4e-6
-    assert reduce["latency_s"]["8"] == BASE["all_reduce"]["latency_s"]["8"]
-    assert "8 ranks as before" in reduce["from"]
-    assert all(e["tp"] < 4 for e in found["tables"]["forwards"])
-    with pytest.raises(ValueError, match="tells kernels apart"):
-        built.build([json.loads(OLD.read_text())], BASE)
-
-
 def test_the_profile_that_is_written_can_be_read_and_models_any_pair(tmp_path: Path) -> None:
     files = []
     for number, data in enumerate((ONE, TWO)):
@@ -129,22 +118,6 @@ def test_the_profile_that_is_written_can_be_read_and_models_any_pair(tmp_path: P
     assert profile.forward_s(cost) == 1.7
     other = Shard(resolve_model("qwen3-32b"), 2).cost(1, 1, 2, ForwardOptions())
     assert profile.tables.forward(other) is None and profile.forward_s(other) > 0
-
-
-def test_an_lm_head_that_was_not_probed_goes_by_its_bytes() -> None:
-    """70B's is twice as wide as 8B's: at T = 4 as many bytes as 8B's at T = 2."""
-    plain, headed = forward(2, 1.7, **{"8": 2.0}), forward(2, 1.9, **{"8": 2.4})
-    shard, options = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True, lm_head=True)
-    headed |= {"lm_head": True, "params": shard.num_params(options)}
-    big = Shard(resolve_model("70b"), 4)
-    fused = ForwardOptions(fuse=True)
-    other = forward(4, 8.0, **{"4": 8.5}) | vars(big.key(1, fused))
-    other["params"] = big.num_params(fused)
-    found = built.with_heads([plain, headed, other])
-    assert [(e["model"], e["tp"], e["lm_head"]) for e in found] == [("llama-3.1-70b", 4, True)]
-    assert found[0]["params"] == big.num_params(options)
-    assert found[0]["seconds"] == pytest.approx({"1": 8.2, "4": 8.5 + 0.2 + 0.2 * 3 / 7})
-    assert found[0]["from"].startswith("derived: LM head of llama-3.1-8b T=2")
 
 
 def test_forwards_of_the_probes_own_jobs_count_by_the_kernel_that_they_ran() -> None:

@@ -157,14 +157,6 @@ def test_a_name_tells_what_a_profile_covers(found: Job, name: str) -> None:
     check_name(name)
 
 
-def test_a_generated_model_has_a_short_name_of_its_own() -> None:
-    models = [f"gen:layers=2,hidden=128,ffn={ffn}" for ffn in (256, 512)]
-    names = [profile_name(job(pair=None, target=model), H200) for model in models]
-    assert names[0] != names[1] and all(len(name) < 100 for name in names)
-    for name in names:
-        check_name(name)
-
-
 @pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 121])
 def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="name="):
