@@ -15,7 +15,7 @@ _CAPTION = (
     "forwards of more rows than were probed are extrapolated); no pool ran on GPUs. Every point at "
     "its own best K, fan-out and backup. {laws}. A GPU: of the targets' T each and of their draft; "
     "b sequences a target. Copies of any use fill the same GPUs, so all lines are at equal GPUs. "
-    "Theory: common/queueing.py"
+    "Theory: mean-value analysis of a closed queue (Reiser, Lavenberg 1980)"
 )
 
 

@@ -6,11 +6,10 @@ therefore accepts any flag and checks it itself: a mistyped one gives one line w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import fire
 from fire.decorators import SetParseFn
@@ -22,8 +21,7 @@ from mpissd.cli.configs import (
 )
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flags import parse_into
-from mpissd.common.manual import manual, signed
+from mpissd.common.flags import flags_of, parse_into
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.configs import SweepConfig
@@ -84,17 +82,17 @@ SPECS = {
 
 
 def _command(name: str, spec: Spec) -> Callable[..., Command]:
-    """Returns a function for fire, whose signature is the configuration's fields."""
+    """Returns a function that fire calls with the words and flags of a command."""
 
-    def collect(*words: str, **flags: str) -> Command:
+    @SetParseFn(str)  # type: ignore[untyped-decorator]
+    def command(*words: str, **flags: str) -> Command:
         names = [name for name in spec.words if name not in flags]
         if len(words) > len(names):
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
         given = {**flags, **dict(zip(names, words, strict=False))}
         return Command(name, parse_into(spec.config, given), frozenset(given))
 
-    command: Callable[..., Command] = signed(SetParseFn(str)(collect), spec.config)
-    return command
+    return command  # type: ignore[no-any-return]
 
 
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
@@ -111,16 +109,32 @@ def parse(arguments: list[str]) -> Command:
     if command and command[0] not in COMMANDS:
         raise unknown("command", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
-        manuals = {n: manual(spec.about, spec.config, spec.words) for n, spec in SPECS.items()}
-        with contextlib.redirect_stderr(sys.stdout):  # fire writes help to stderr
-            fire.Fire(manuals, command=[*command, "--", "--help"], name="mpissd")
+        print("\n".join(_help_of(command[0]) if command else _help()))
+        sys.exit(0)
     if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     request = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
-    assert isinstance(request, Command), request
     if request.name in _ON_A_BACKEND and "device" in request.given:
         backend = request.run.backend
         if backend != "emulated":  # it would change nothing
             device = f"device={request.run.device} with backend={backend}"
             raise ConfigError(f"{device}: allowed: backend=emulated")
-    return request
+    return cast(Command, request)
+
+
+def _help() -> Iterator[str]:
+    yield "python -m mpissd COMMAND [--flag=value …]; COMMAND --help lists its flags"
+    yield from (f"  {name:9} {spec.about}" for name, spec in SPECS.items())
+
+
+def _help_of(name: str) -> Iterator[str]:
+    """Yields a command's help: its words, and each flag with its default."""
+    spec = SPECS[name]
+    yield " ".join(
+        ["python -m mpissd", name, *(f"[{w.upper()}]" for w in spec.words), "[--flag …]"]
+    )
+    yield f"  {spec.about}"
+    for flag, known in flags_of(spec.config).items():
+        default = "" if known.default is None else f"={known.default}"
+        yield f"  --{flag}{default}\n      {known.metadata['help']}"
+    yield from (f"  {word.upper()} is the value of --{word}" for word in spec.words)

@@ -32,8 +32,8 @@ class Event(IntEnum):
     COMMIT = 0  # the round accepted num_accepted tokens and drew the bonus token
     ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and its first round is a miss
     RELEASE = 2  # the sequence is finished and takes no speculation
-    OPEN = 3  # a new sequence whose prompt is stored in parts, during the rounds of the others
-    JOIN = 4  # an opened sequence whose prompt is stored: from here on as if it were admitted
+    PREFILL = 3  # a new sequence whose prompt is stored in parts, during the rounds of the others
+    START = 4  # an opened sequence whose prompt is stored: from here on as if it were admitted
 
 
 LIVE = (True, True, False, False, True)  # by Event: takes part in the next round
@@ -45,15 +45,15 @@ class Control(NamedTuple):
 
     lookahead: most tokens that are drafted for a sequence (None: K). width: most bonus candidates
     that the draft keeps for a row, while the target verifies (None: its fan-out; 0: no growth).
-    fill: rows of opened prompts that are stored with the verification. catch_up: most committed
-    tokens that a draft on the lead's own device stores before it drafts; it then drafts only for
-    sequences stored completely, and stores no prompt first (None: all tokens, and prompts during
-    the verification, as other drafts do). No message carries it.
+    prefill_rows: rows of opened prompts that are stored with the verification. catch_up: most
+    committed tokens that a draft on the lead's own device stores before it drafts; it then drafts
+    only for sequences stored completely, and stores no prompt first (None: all tokens, and prompts
+    during the verification, as other drafts do). No message carries it.
     """
 
     lookahead: int | None = None
     width: int | None = None
-    fill: int = 0
+    prefill_rows: int = 0
     catch_up: int | None = None
 
 
@@ -123,7 +123,7 @@ class Outcome:
     def num_live(self) -> int:
         """The number of sequences that take part in the next round."""
         events = self.events  # of a damaged message, they may have any value
-        return int(np.count_nonzero((events <= Event.ADMIT) | (events == Event.JOIN)))
+        return int(np.count_nonzero((events <= Event.ADMIT) | (events == Event.START)))
 
 
 class Speculation:

@@ -23,7 +23,8 @@ from typing import Any
 SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
-RETIRED = ("schedule", "ledger_overhead", "draft_lookup")  # keys of older rows alone
+# Keys of older rows alone.
+RETIRED = "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s".split()
 Means = Mapping[str, float]
 
 
@@ -45,51 +46,8 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in line.items() if name != CONFIGURATION}, **inner}
 
 
-class Origin:
-    """The part of common.row.Row that reads its provenance."""
-
-    num_drafts: int
-    tp: int
-    device_name: str
-    draft_device_name: str | None
-    provenance: Mapping[str, Any]
-    absent: frozenset[str]
-
-    @property
-    def draft_device(self) -> str | None:
-        """Device name of the first draft rank; None if there is none or it is unknown."""
-        if not self.num_drafts:
-            return None
-        if "draft_device_name" not in self.absent:
-            return self.draft_device_name
-        ranks, place = self._origin("ranks"), self.tp
-        if not isinstance(ranks, list) or type(place) is not int or not 0 <= place < len(ranks):
-            return None
-        return ranks[place].get("device") if isinstance(ranks[place], Mapping) else None
-
-    @property
-    def other_draft_device(self) -> str | None:
-        """Device name of the first draft rank if it differs from the lead's, or None."""
-        name = self.draft_device
-        return None if name == self.device_name else name
-
-    @property
-    def sweep(self) -> dict[str, Any] | None:
-        """The row's sweep: its id, task, repeat and flags; None in a row of `run`."""
-        sweep = self._origin("sweep")
-        return sweep if isinstance(sweep, dict) else None
-
-    @property
-    def command(self) -> list[str]:
-        """The words of the command line that wrote the row."""
-        return [str(word) for word in self._origin("command") or ()]
-
-    def _origin(self, name: str) -> Any:
-        return (self.provenance or {}).get(name)
-
-
 @dataclass(frozen=True, eq=False)
-class Row(Origin, Mapping[str, Any]):
+class Row(Mapping[str, Any]):
     """One measured run; also a mapping, equal to the flat form of its line in runs.jsonl."""
 
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
@@ -173,7 +131,6 @@ class Row(Origin, Mapping[str, Any]):
         "`acceptance_fast` decides"
     )
     num_layers: int = setting("layers of the target that ran")
-    full_num_layers: int = setting("layers of the target before it was scaled")
     seed: int = setting("seed of all random draws")
     temperature: float | None = setting(
         "sampling temperature of a `markov` or `text` job; else null"
@@ -330,9 +287,6 @@ class Row(Origin, Mapping[str, Any]):
     cache_bytes: float | None = key(
         "size of the last-level cache of the lead's device; null: unknown, or emulated", "bytes"
     )
-    t_target_full_depth_s: float | None = key(
-        "a depth-scaled target's t_target_s for all of its layers; else null", "s"
-    )
     predicted_tok_per_s: float | None = key(
         "rate that the replay predicts from this run's draws, its forwards timed in series, and "
         "the ledger of its warm-up rounds; of text, from its own acceptance, hits and "
@@ -414,6 +368,38 @@ class Row(Origin, Mapping[str, Any]):
             is_set = name in FIELDS and FIELDS[name].metadata["is_set"]
             (line.setdefault(CONFIGURATION, {}) if is_set else line)[name] = value
         return line
+
+    @property
+    def draft_device(self) -> str | None:
+        """Device name of the first draft rank; None if there is none or it is unknown."""
+        if not self.num_drafts:
+            return None
+        if "draft_device_name" not in self.absent:
+            return self.draft_device_name
+        ranks, place = self._origin("ranks"), self.tp
+        if not isinstance(ranks, list) or type(place) is not int or not 0 <= place < len(ranks):
+            return None
+        return ranks[place].get("device") if isinstance(ranks[place], Mapping) else None
+
+    @property
+    def other_draft_device(self) -> str | None:
+        """Device name of the first draft rank if it differs from the lead's, or None."""
+        name = self.draft_device
+        return None if name == self.device_name else name
+
+    @property
+    def sweep(self) -> dict[str, Any] | None:
+        """The row's sweep: its id, task, repeat and flags; None in a row of `run`."""
+        sweep = self._origin("sweep")
+        return sweep if isinstance(sweep, dict) else None
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command line that wrote the row."""
+        return [str(word) for word in self._origin("command") or ()]
+
+    def _origin(self, name: str) -> Any:
+        return (self.provenance or {}).get(name)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a key that only older rows have; None in a row without it."""

@@ -1,9 +1,15 @@
-"""Starts a trainer and talks to it, without ever waiting for it."""
+"""Starts a trainer and exchanges messages with it, without ever waiting for it.
+
+Messages are pickled. To the trainer go Examples; back come versions, (number, packed weights), and
+reports, dictionaries.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -11,33 +17,36 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.guard import without_ranks
-from mpissd.online import frames
 from mpissd.online.examples import Example
 
-PYTHON = "MPISSD_LEARNER_PYTHON"  # another interpreter that has PyTorch; default: this one
 _MOST = 256  # examples that wait for the trainer; further ones are dropped
 _PATIENCE_S = 3.0  # for its last report
-_NEEDED = ("numpy", "safetensors", "torch")  # imports of a trainer in addition to mpissd
-_LACKS = f"from importlib.util import find_spec as f; print(*[n for n in {_NEEDED} if not f(n)])"
+_NEEDED = ("numpy", "safetensors", "torch")  # imports of a trainer
 
 
 def check_trainer() -> None:
-    """Raises ConfigError if the trainer's interpreter does not start, or lacks a package."""
+    """Raises ConfigError if this interpreter lacks a package of the trainer."""
+    if missing := ", ".join(name for name in _NEEDED if not importlib.util.find_spec(name)):
+        use = "pip install 'mpissd[distill]' there"
+        raise ConfigError(f"learners=1: {sys.executable} has no {missing}: {use}")
+
+
+def send(pipe: BinaryIO, message: object) -> None:
+    """Writes a message; blocks while the pipe is full."""
+    pickle.dump(message, pipe)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> Any:
+    """Returns the next message of the process at the other end; None at the pipe's end."""
     try:
-        answer = subprocess.run(
-            [_python(), "-c", _LACKS], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env=_environment(), timeout=30, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "strerror", None) or "it ended with an error, or not within 30 s"
-        raise ConfigError(f"learners=1: {_python()} does not run: {why}") from error
-    if missing := ", ".join(answer.stdout.split()):
-        use = f"pip install 'mpissd[distill]' there, or name another interpreter in {PYTHON}"
-        raise ConfigError(f"learners=1: {_python()} has no {missing}: {use}")
+        return pickle.load(pipe)
+    except (EOFError, pickle.UnpicklingError):  # it ended, perhaps within a message
+        return None
 
 
 class TrainerProcess:
@@ -47,14 +56,14 @@ class TrainerProcess:
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self._waiting: queue.Queue[bytes] = queue.Queue(_MOST)
+        self._waiting: queue.Queue[Example | None] = queue.Queue(_MOST)
         self._newest: deque[tuple[int, bytes]] = deque(maxlen=1)
         self.report: dict[str, Any] = {"state": "starting"}
         self._heard_at = time.monotonic()
         self.dropped = 0
         told = json.dumps({**task, "started_at": time.time()})
         self._process = subprocess.Popen(
-            [_python(), "-m", "mpissd.online.trainer", told],
+            [sys.executable, "-m", "mpissd.online.trainer", told],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(),
         )  # fmt: skip
         self._threads = [
@@ -66,7 +75,7 @@ class TrainerProcess:
     def post(self, example: Example) -> None:
         """Hands an example over, or drops it if too many wait."""
         try:
-            self._waiting.put_nowait(frames.of_example(example))
+            self._waiting.put_nowait(example)
         except queue.Full:
             self.dropped += 1
 
@@ -90,7 +99,7 @@ class TrainerProcess:
         last, `unheard_s` seconds before.
         """
         was_alive, unheard_s = self.is_alive, round(time.monotonic() - self._heard_at, 1)
-        self._waiting.put(b"") if not self._waiting.full() else self._process.kill()
+        self._waiting.put(None) if not self._waiting.full() else self._process.kill()
         has_answered = True
         try:
             self._process.wait(_PATIENCE_S)
@@ -110,24 +119,20 @@ class TrainerProcess:
     def _write(self) -> None:
         pipe: Any = self._process.stdin
         try:
-            while data := self._waiting.get():
-                frames.write(pipe, frames.EXAMPLE, data)
+            while (example := self._waiting.get()) is not None:
+                send(pipe, example)
             pipe.close()
         except OSError:
             return  # it has ended: `is_alive` is False
 
     def _read(self) -> None:
         pipe: Any = self._process.stdout
-        while (frame := frames.read(pipe)) is not None:
-            if frame[0] == frames.VERSION:
-                self._newest.append(frames.version_of(frame[1]))
+        while (message := receive(pipe)) is not None:
+            if isinstance(message, dict):
+                self.report = message
             else:
-                self.report = json.loads(frame[1])
+                self._newest.append(message)
             self._heard_at = time.monotonic()
-
-
-def _python() -> str:
-    return os.environ.get(PYTHON, sys.executable)
 
 
 def _environment() -> dict[str, str]:

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from mpissd.engine.model.transformer.versions import packed
-from mpissd.online import frames
 from mpissd.online.examples import Example
 from mpissd.online.learner import Learner, LearnerPlan
+from mpissd.online.process import receive, send
 from mpissd.online.student import Student
 
 _IDLE_S = 0.05
@@ -94,8 +94,7 @@ class Trainer:
             return
         self._published_at, self._published_steps = now, counts.steps
         if self.learner.publish():
-            data = packed(self.learner.student.arrays())
-            frames.write(self._out, frames.VERSION, frames.of_version(counts.published, data))
+            send(self._out, (counts.published, packed(self.learner.student.arrays())))
         self.report()
 
     def report(self) -> None:
@@ -107,7 +106,7 @@ class Trainer:
         last = {} if not losses else {name: _mean(losses, name) for name in losses[0]}
         told: dict[str, Any] = {"state": learner.state.value, **counts, "last_losses": last}
         told |= {"held_out_agreement": learner.agreement, **self._since_start}
-        frames.write(self._out, frames.REPORT, frames.of_report(told))
+        send(self._out, told)
 
     def _age(self) -> float | None:
         """Returns the seconds since this process was started."""
@@ -140,8 +139,8 @@ def _gpu(device: str) -> str | None:
 
 
 def _read(pipe: BinaryIO, inbox: queue.SimpleQueue[Example | None]) -> None:
-    while (frame := frames.read(pipe)) is not None:
-        inbox.put(frames.example_of(frame[1]))
+    while (example := receive(pipe)) is not None:
+        inbox.put(example)
     inbox.put(None)
 
 

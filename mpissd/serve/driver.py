@@ -9,8 +9,8 @@ from typing import Protocol
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
-from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.text.answers import BONUS
@@ -93,7 +93,7 @@ class Driver:
         """vocab: token ids are below it. samples: whether requests may ask for a temperature."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self._stop_ids, self._vocab, self._samples = stop_ids, vocab, samples
-        self.times = RowTimes()
+        self.times = ForwardTimes()
         self.goodput: Goodput | None = None  # chooses each round's way; None: it stays the same
         self._live: list[int] = []  # the sequences for which it has chosen
         # The numbers of live and storing sequences of the last choice, and the rounds since.
@@ -182,7 +182,7 @@ class Driver:
     def _control(self, loop: Rounds, way: Way, rows: int, fill: int) -> Control:
         """Returns the control of a round that verifies `rows` rows and stores `fill`."""
         if self.goodput is None:
-            return Control(fill=fill)
+            return Control(prefill_rows=fill)
         catch_up = 0
         if way.lookahead:
             catch_up = _ALL  # a single sequence delays only itself

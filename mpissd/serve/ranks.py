@@ -17,8 +17,8 @@ from mpissd.common.stage import Stage
 from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
-from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, Serving
@@ -77,7 +77,7 @@ def _follow(rank: Rank) -> None:
 def _lead(rank: Rank, config: ServeConfig) -> None:
     job, workload = rank.session.job, rank.session.workload
     assert isinstance(workload, TextWorkload), "serving text"
-    times, room = RowTimes(_stepper(rank).sizes), room_of(job, rank)
+    times, room = ForwardTimes(_stepper(rank).sizes), room_of(job, rank)
     rank.run_pass(rank.target, _drafter(rank), lambda loop: warm(loop, job, times, room))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
@@ -125,7 +125,7 @@ def room_of(job: Job, rank: Rank) -> Room:
     return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 
 
-def warm(loop: TargetLoop, job: Job, times: RowTimes, room: Room) -> None:
+def warm(loop: TargetLoop, job: Job, times: ForwardTimes, room: Room) -> None:
     """Decodes a few rounds of batches of several sizes, and measures their forwards.
 
     So no request waits for compilers or cold caches. A batch has at most as many sequences as there

@@ -41,8 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mpissd.common.presets import resolve_model
-from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.backend.profile_tables import Curve
+from mpissd.engine.backend.profile import Curve, load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
 

@@ -75,14 +75,6 @@ def test_a_row_alone_tells_of_its_draws() -> None:
     assert Rate.of_row(row(sampling_sd=0.0)).variance == 0  # AR draws nothing
 
 
-@pytest.mark.parametrize("times", [{"p90": 1.1281552e4}, {"p90": 1e4, "p99": 1.2326348e4}])
-def test_a_row_alone_tells_of_the_spread_of_its_rounds(times: dict[str, float]) -> None:
-    """σ = 1 ms of 10 ms by the one percentile or the other, over √100."""
-    flat = dict(row().round_us)
-    found = Rate.of_row(row(sampling_sd=0.0, round_us=flat | times))
-    assert found.variance == pytest.approx(0.01**2)
-
-
 @pytest.mark.parametrize(
     "changed",
     [

@@ -7,7 +7,6 @@ import pytest
 from mpissd.common import default_flags
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import parse_into
-from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.serve.config import ChatConfig
 
 TEXT = {"pair": "smollm2", "prompt": "Why?"}
@@ -45,8 +44,3 @@ def test_elsewhere_the_defaults_stay() -> None:
 def test_what_is_given_counts() -> None:
     assert chosen({**TEXT, "lookahead": "5"}) == (5, MEASURED[1])
     assert chosen({**TEXT, "fan_out": "list:4,4,4,4"}) == (3, "list:4,4,4,4")
-
-
-def test_a_sweep_compares_at_the_same_defaults() -> None:
-    config = parse_into(SweepConfig, {**TEXT, "grid": "mode=sd,ssd"})
-    assert (config.run.lookahead, config.run.fan_out) == DEFAULT

@@ -11,7 +11,7 @@ import pytest
 
 from mpissd.common import model_files
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import files_of, has_weights, resolve_model, split_pair
+from mpissd.common.presets import files_of, resolve_model, split_pair
 from tests.weight_files import CONFIG
 
 
@@ -19,13 +19,6 @@ def folder(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
     return path
-
-
-def test_paths(tmp_path: Path) -> None:
-    path = folder(tmp_path / "model")
-    assert files_of(str(path)) == files_of(f"{path}@1L") == path
-    assert has_weights(str(path)) and not has_weights(f"{path}/config.json")
-    assert resolve_model(f"{path}@1L").name == "model@1L"
 
 
 def test_a_name_of_the_hub_is_its_newest_snapshot(

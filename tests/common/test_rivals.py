@@ -36,14 +36,6 @@ def test_one_that_was_not_measured_is_named_and_nothing_is_best() -> None:
     assert found.best is None and found.fastest is INLINE2
 
 
-def test_what_does_not_fit_and_the_mode_itself_do_not_count() -> None:
-    assert other_uses("ssd", 1, ALL, widest(2, TPS)).judged == (INLINE1, AR1)
-    assert other_uses("sd", 2, ALL).judged == (SSD, LOOKUP, AR2, AR1)
-    assert other_uses("ssd", 2, []).best is None
-    slower, same = Row("sd", 2, 0, 700.0), Row("sd", 1, 2, 796.0)
-    assert other_uses("ssd", 3, [slower, same, INLINE2]).judged == (INLINE2, same)
-
-
 def test_independent_copies_are_two_or_more_of_one_use() -> None:
     assert copies(2, ALL) == (2, INLINE1)
     assert copies(5, ALL) == (5, INLINE1)

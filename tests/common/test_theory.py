@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common import theory
-from mpissd.common.errors import ConfigError
 
 SEED = 20260301
 ROUNDS = 200_000
@@ -91,27 +90,3 @@ def test_ssd_meets_sd_and_its_bound_at_the_ends() -> None:
         for t in np.linspace(0.05, 5, 100)
     ]
     assert max(gains) <= 2
-
-
-def test_stationary_hit_rate_against_its_chain() -> None:
-    after_hit, after_miss = 0.8, 0.5
-    assert theory.stationary_hit_rate(after_hit, after_miss) == pytest.approx(5 / 7)
-    chain = np.array([[after_hit, 1 - after_hit], [after_miss, 1 - after_miss]])
-    settled = np.linalg.matrix_power(chain, 100)
-    assert settled[1, 0] == pytest.approx(theory.stationary_hit_rate(after_hit, after_miss))
-    assert theory.stationary_hit_rate(0.6, 0.6) == pytest.approx(0.6)
-    assert theory.stationary_hit_rate(1.0, 0.0) == 0
-    assert theory.stationary_hit_rate(1.0, 0.3) == 1
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
-def test_what_is_no_probability_is_a_config_error(value: float) -> None:
-    calls = (
-        lambda: theory.expected_tokens(value, 3),
-        lambda: theory.stationary_hit_rate(value, 0.5),
-        lambda: theory.stationary_hit_rate(0.5, value),
-        lambda: theory.speedup_ssd(value, 4, 3, verify_ratio=1, t_growth=1, t_backup=1),
-    )
-    for call in calls:
-        with pytest.raises(ConfigError, match="allowed"):
-            call()

@@ -69,59 +69,11 @@ def test_the_optimum_is_what_exhaustive_search_finds(
     assert found == pytest.approx(least_miss(weights, budget, a, r), abs=1e-10)
 
 
-@pytest.mark.parametrize("a", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("r", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("alpha", [0.2, 0.8, 0.97])
-def test_the_optimum_on_a_grid(alpha: float, r: float, a: float) -> None:
-    weights = accept_probabilities([alpha] * 3)
-    for budget in (1, 2, 5, 9):
-        fan_out = optimal_fan_out(weights, budget, [a] * 4, r)
-        found = miss_probability(weights, fan_out, [a] * 4, r)
-        assert found == pytest.approx(least_miss(weights, budget, [a] * 4, r), abs=1e-11)
-
-
-@settings(max_examples=60)
-@given(Hazards, st.integers(1, 64), st.floats(0.1, 1.5), st.floats(0.3, 2))
-def test_properties_of_the_optimum(hazards: list[float], budget: int, a: float, r: float) -> None:
-    weights = accept_probabilities(hazards)
-    many = [a] * len(weights)
-    fan_out = optimal_fan_out(weights, budget, many, r)
-    miss = miss_probability(weights, fan_out, many, r)
-    more = optimal_fan_out(weights, budget + 5, many, r)
-    assert miss_probability(weights, more, many, r) <= miss + 1e-10
-    share, extra = divmod(budget, len(weights))
-    even = [share + (k < extra) for k in range(len(weights))]
-    assert miss <= miss_probability(weights, even, many, r) + 1e-10
-    floored = optimal_fan_out(weights, budget, many, r, minimum=share)
-    assert min(floored) >= share and sum(floored) <= budget
-    assert miss_probability(weights, floored, many, r) >= miss - 1e-10
-    assert all(type(f) is int for f in fan_out)
-
-
 def geometric_miss(alpha: float, lookahead: int, budget: float, r: float, a: float) -> float:
     """The least miss probability of a real-valued fan-out, F_k ∝ (w_k·A)^{1/(1+r)} [theorem 12]."""
     weights = np.array(accept_probabilities([alpha] * lookahead))
     shares = weights ** (1 / (1 + r))
     return float(weights @ (a * (budget * shares / shares.sum()) ** -r))
-
-
-@given(st.floats(0.3, 0.95), st.integers(1, 8), st.floats(0.5, 2))
-@settings(max_examples=30)
-def test_rounding_costs_little_and_never_gains(alpha: float, lookahead: int, r: float) -> None:
-    """Theorem 12 bounds the whole numbers from below, and is met closely by a large budget."""
-    budget = 64 * (lookahead + 1)
-    fan_out = resolve_fan_out(f"geometric:{budget}", lookahead, [alpha] * lookahead, 0.5, r)
-    weights = accept_probabilities([alpha] * lookahead)
-    miss = miss_probability(weights, fan_out, [0.5] * (lookahead + 1), r)
-    bound = geometric_miss(alpha, lookahead, budget, r, 0.5)
-    assert bound * (1 - 1e-9) <= miss <= bound * 1.02
-
-
-def test_a_may_depend_on_k() -> None:
-    even = resolve_fan_out("geometric:16", 3, [0.7] * 3, 1.0, 1.0)
-    easy_end = resolve_fan_out("geometric:16", 3, [0.7] * 3, [1.0, 1.0, 1.0, 0.2], 1.0)
-    assert easy_end[3] < even[3]
-    assert sum(easy_end) == sum(even) == 16
 
 
 def test_outcomes_that_cannot_happen_get_nothing() -> None:
@@ -148,21 +100,13 @@ def test_the_largest_plan_is_close_to_real_valued() -> None:
     ("text", "message"),
     [
         ("geom:24", "did you mean 'geometric'"),
-        ("3", "allowed: geometric, list, uniform"),
-        ("", "unknown fan_out ''"),
-        ("uniform:", "''"),
         ("uniform:0", "allowed: 1 to"),
-        ("uniform:-3", "'-3'"),
         ("uniform:2.5", "'2.5'"),
         ("uniform:99999", "allowed: 1 to 1365"),
-        ("geometric:0", "allowed: 1 to 4096"),
         ("geometric:4097", "allowed: 1 to 4096"),
-        ("geometric:1e3", "'1e3'"),
         ("geometric:1", "no candidate hits"),
-        ("list:1,2", "2 values: allowed: lookahead + 1 = 3"),
         ("list:1,2,3,4", "4 values: allowed: lookahead + 1 = 3"),
         ("list:0,0,0", "allowed: a sum from 1"),
-        ("list:1,-1,2", "'-1'"),
         ("list:1,,2", "''"),
     ],
 )

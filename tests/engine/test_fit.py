@@ -69,7 +69,7 @@ def test_nothing_is_likelier_than_the_fit(outcomes: list[tuple[int, int]], seed:
         assert log_likelihood(ranks, limits, float(a), float(r)) <= top + 1e-6
 
 
-@pytest.mark.parametrize(("a", "r"), [(0.4, 2.0), (0.75, 1.0), (1.0, 0.5), (1.2, 1.0), (2.0, 1.5)])
+@pytest.mark.parametrize(("a", "r"), [(0.4, 2.0), (1.0, 0.5), (2.0, 1.5)])
 def test_a_known_law_is_found(a: float, r: float) -> None:
     fit = most_likely(*drawn(a, r, 40_000, 1))
     assert fit is not None
@@ -100,32 +100,6 @@ def test_without_censoring_a_is_the_share_behind_rank_one() -> None:
 )
 def test_what_leaves_a_or_r_open_has_no_fit(ranks: list[int], limits: list[int]) -> None:
     assert most_likely(np.array(ranks, np.int32), np.array(limits, np.int32)) is None
-
-
-def test_one_limit_is_enough_if_ranks_are_spread() -> None:
-    ranks = [1] * 10 + [2] * 15 + [3] * 5 + [0] * 10  # as often as A = .75, r = 1 says
-    fit = most_likely(np.array(ranks), np.full(40, 3))
-    assert fit is not None
-    assert fit[0] == pytest.approx(0.75) and fit[1] == pytest.approx(1.0)
-
-
-@settings(max_examples=25)
-@given(Outcomes, st.randoms(use_true_random=False), st.integers(0, 20))
-def test_order_and_outcomes_with_nothing_kept_change_nothing(
-    outcomes: list[tuple[int, int]], random: object, empty: int
-) -> None:
-    mixed = outcomes + [(0, 0)] * empty
-    random.shuffle(mixed)  # type: ignore[attr-defined]
-    assert most_likely(*arrays(mixed)) == most_likely(*arrays(outcomes))
-
-
-@settings(max_examples=40)
-@given(Outcomes, st.integers(1, 9))
-def test_one_more_first_hit_lowers_a(outcomes: list[tuple[int, int]], limit: int) -> None:
-    before = most_likely(*arrays(outcomes))
-    after = most_likely(*arrays([*outcomes, (1, limit)]))
-    if before is not None and after is not None:
-        assert after[0] <= before[0] * (1 + 1e-6)
 
 
 def test_a_rank_beyond_its_limit_is_refused() -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpissd.common.rounds import Event, Outcome, Source, Speculation
+from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode import goodput as module
-from mpissd.engine.decode.goodput import Backlog, Goodput, Way
-from mpissd.engine.decode.row_times import RowTimes
+from mpissd.engine.decode.forward_times import ForwardTimes
+from mpissd.engine.decode.goodput import Backlog, CatchUpCost, Goodput, Way
 from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.decode.target import RoundResult
 
@@ -58,7 +58,7 @@ def decoded(
     world: World, counts: list[int], rounds: int = 400, widths: tuple[int | None, ...] = (None,)
 ) -> tuple[Goodput, list[list[Way]]]:
     """The ways chosen at batches of these sizes, one after the other."""
-    times = RowTimes()
+    times = ForwardTimes()
     for rows in (1, 2, 4, 8, 16, 32, 64, 160):
         times.add(rows, world.forward_s(rows))
     goodput, ways = Goodput(K, widths, times), list[list[Way]]()
@@ -90,9 +90,9 @@ class Compiling(World):
         return result, round_s + more_s
 
 
-@pytest.mark.parametrize("count", [1, 6, 24])
+@pytest.mark.parametrize("count", [1, 24])
 @pytest.mark.parametrize(("alpha", "hits"), [(0.05, 0.3), (0.5, 0.6), (0.9, 0.95)])
-@pytest.mark.parametrize("row_s", [1e-6, 2e-4, 2e-3])
+@pytest.mark.parametrize("row_s", [1e-6, 2e-3])
 def test_it_settles_on_nearly_the_best_way(
     count: int, alpha: float, hits: float, row_s: float
 ) -> None:
@@ -105,7 +105,7 @@ def test_it_settles_on_nearly_the_best_way(
 
 
 @pytest.mark.parametrize("widths", [(), (None,)])
-@pytest.mark.parametrize(("alpha", "row_s"), [(0.05, 2e-4), (0.7, 2e-4), (0.9, 2e-3)])
+@pytest.mark.parametrize(("alpha", "row_s"), [(0.05, 2e-4), (0.9, 2e-3)])
 def test_rounds_that_compile_are_no_reason_to_leave_a_way(
     alpha: float, row_s: float, widths: tuple[int | None, ...]
 ) -> None:
@@ -134,7 +134,7 @@ class Crowded(World):
         return count * (1 + k) / (slowed * self.forward_s(count * (way.lookahead + 1)) + wait_s)
 
 
-@pytest.mark.parametrize(("count", "alpha"), [(1, 0.3), (1, 0.7), (6, 0.3), (6, 0.7)])
+@pytest.mark.parametrize(("count", "alpha"), [(1, 0.7), (6, 0.3)])
 def test_a_draft_that_slows_the_target_pays_for_it(count: int, alpha: float) -> None:
     world = Crowded(alpha, 0.9, 5e-4)
     _, (ways,) = decoded(world, [count])
@@ -184,25 +184,6 @@ def test_trying_what_seems_worse_costs_little() -> None:
     assert {way.mode for way in ways[1000:]} >= {"ar", "ssd"}, "it looks again, now and then"
 
 
-def test_sequences_that_join_are_no_part_of_the_round_before() -> None:
-    world, tasks, ways = World(0.9, 1.0, 2e-3), [Task(0, (1,), 99)], list[list[Way]]()
-    for joining in (0, 3):
-        goodput = Goodput(K, [None], RowTimes())
-        rows = np.full((joining, Outcome.WIDTH), Event.JOIN, np.int32)
-        nothing = RoundResult(Speculation.empty(0, 0, K), Outcome(0, rows), 0.01)
-        goodput.observe(Way(K, None), nothing, 0.5)
-        assert sum(goodput.rounds_by.values()) == 0
-        world.rng = np.random.default_rng(0)
-        ways.append([])
-        for _ in range(50):
-            result, round_s = world.round(Way(K, None), tasks)
-            both = np.concatenate([result.outcome.rows, rows])
-            told = replace(result, outcome=Outcome(0, both), wait_s=0.004)
-            goodput.observe(Way(K, None), told, round_s)
-            ways[-1].append(goodput.choose(tasks))
-    assert ways[0] == ways[1]
-
-
 def test_sequences_that_accept_little_lower_the_lookahead() -> None:
     world = World(0.9, 0.9, 4e-4)
     goodput, (ways,) = decoded(world, [4])
@@ -231,14 +212,16 @@ def test_waiting_prompts_get_the_rows_that_cost_nothing(on_a_cpu: Goodput, count
     assert on_a_cpu.choose(tasks, Backlog(50, 0, 512)) == on_a_cpu.choose(tasks) == alone
 
 
-def test_what_every_way_can_store_at_once_changes_nothing(on_a_cpu: Goodput) -> None:
-    tasks = [Task(0, (1,), 10**6, accepted=900, rejected=100)]
-    alone = on_a_cpu.choose(tasks)
-    assert on_a_cpu.choose(tasks, Backlog(3, 2, 512)) == alone
-    assert on_a_cpu.choose(tasks, Backlog(3, 99, 512)).lookahead < alone.lookahead
-
-
-def test_prompts_that_no_way_can_store_change_nothing() -> None:
-    goodput, _ = decoded(World(0.9, 0.95, 2e-4), [4])
-    tasks = [Task(n, (1,), 10**6) for n in range(4)]
-    assert goodput.choose(tasks, Backlog(9, 900, 4)) == goodput.choose(tasks)
+def test_catching_up_is_spread_over_the_tokens_that_it_serves() -> None:
+    times = ForwardTimes()
+    times.add(1, 0.01)
+    times.caught_up(16, 0.016, 1, 0.002)  # 1 ms a token
+    price = CatchUpCost(times)
+    assert price.seconds(4, 0) == 0  # no request is over: nothing is known
+    price.ended(60, 20)
+    price.ended(10_000, 0)  # cancelled in the queue: it stored nothing, however long its prompt
+    assert price.seconds(4, 100) == pytest.approx(0.003)
+    # An answer of 20 tokens, met at any time, has 10 to come.
+    assert price.seconds(4, 400) == pytest.approx(0.010)
+    assert price.ready(1, 400) == price.ready(4, 0) == 1
+    assert 0 < price.ready(4, 400) < price.ready(4, 100) < 1

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Source
 from mpissd.engine.job import Job, buckets, resolve
 
 GB = 10**9
@@ -45,15 +44,6 @@ def test_ar_has_no_draft_and_drafts_nothing() -> None:
     assert ar.rank_bytes(4)[1] == 0
 
 
-def test_sd_keeps_no_candidates_and_ssd_does() -> None:
-    assert job(mode="sd", fan_out="uniform:3").fan_out == ()
-    assert job(mode="ssd", lookahead=2).fan_out == (3, 3, 3)
-    assert job(mode="ssd", lookahead=2, fan_out="list:0,2,1").fan_out == (0, 2, 1)
-    inline = job(mode="sd", num_drafts=0)
-    assert inline.inline and inline.world_size == 1
-    assert not job(mode="sd").inline and job(mode="sd").world_size == 2
-
-
 def test_imposed_hits_leave_every_outcome_a_candidate() -> None:
     flags: dict[str, Any] = {"lookahead": 7, "fan_out": "geometric:12"}
     assert 0 in job(**flags, hit_law="power:A=1,r=1").fan_out
@@ -61,20 +51,6 @@ def test_imposed_hits_leave_every_outcome_a_candidate() -> None:
     assert job(lookahead=1, fan_out="list:0,2", p_hit=0.0).fan_out == (0, 2)
     with pytest.raises(ConfigError, match="every F_k from 1"):
         job(lookahead=1, fan_out="list:0,2", p_hit=0.1)
-
-
-def test_misses_and_hits_share_a_law_and_the_fast_backup_has_its_own() -> None:
-    laws = job(mode="sd", alpha=0.9, lookahead=2).acceptance
-    assert laws[Source.CACHE] == laws[Source.JIT]
-    assert laws[Source.JIT].hazards == (0.9, 0.9) and laws[Source.FAST].hazards == (0.3, 0.3)
-    rates = job(acceptance="rates:.9,.5", lookahead=2, acceptance_fast="0")
-    assert rates.acceptance[Source.CACHE].hazards == (0.9, 0.5)
-    assert rates.acceptance[Source.FAST].hazards == (0.0, 0.0)
-
-
-def test_the_backup_drafts_k_unless_told() -> None:
-    assert job(lookahead=6).backup_lookahead == 6
-    assert job(lookahead=6, backup_lookahead=2).backup_lookahead == 2
 
 
 @pytest.mark.parametrize(
@@ -99,15 +75,6 @@ def test_the_backup_drafts_k_unless_told() -> None:
 def test_refusals(tp: int, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         job(tp, **flags)
-
-
-def test_too_little_memory_names_what_is_needed_and_what_is_there() -> None:
-    for memory, fits in ((19 * GB, True), (16 * GB, True), (15 * GB, False), (14 * GB, False)):
-        if fits:
-            assert job(1, "cupy", memory, pair="8b/1b")
-        else:
-            with pytest.raises(ConfigError, match=r"needs 14.0 GB a rank .* has 1[45].0 GB"):
-                job(1, "cupy", memory, pair="8b/1b")
 
 
 def test_the_draft_has_a_device_of_its_own() -> None:
@@ -138,34 +105,6 @@ def test_buckets_hold_every_row_count(batch: int, verify: int, growth: int) -> N
     assert {batch, verify, growth} <= set(found)
     assert found[-1] == max(batch, verify, growth)
     assert all(b <= 2 * a for a, b in pairwise(found))  # never twice the rows
-
-
-@pytest.mark.parametrize("flags", [{}, {"batch_size": 3, "lookahead": 1}, {"batch_size": 64}])
-def test_rows_that_occur_fit_the_largest_bucket(flags: dict[str, Any]) -> None:
-    ssd = job(pair="toy", fan_out="list:1,4" if flags.get("lookahead") else "uniform:5", **flags)
-    batch, width = ssd.config.batch_size, ssd.lookahead + 1
-    assert ssd.verify_rows == batch * width
-    assert ssd.target_buckets()[-1] == batch * width
-    assert ssd.draft_buckets()[-1] == max(batch * width, batch * sum(ssd.fan_out))
-
-
-def test_a_draft_with_a_head_reads_out_the_candidates_it_may_need() -> None:
-    assert job(pair="toy", lookahead=2, fan_out="list:1,7,2").draft_options.top_k == 1
-    deep = job(pair="toy", lookahead=2, fan_out="list:1,7,2", lm_head=True)
-    assert deep.draft_options.top_k == 8 and deep.options.top_k == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"mode": "sd", "fan_out": "garbage"}, "unknown fan_out 'garbage'"),
-        ({"lm_head": True, "fan_out": "uniform:100"}, "100 a row: allowed: at most 63"),
-        ({"fan_out": "geometric:5000"}, "5000: allowed: 1 to 4096"),
-    ],
-)
-def test_lists_are_judged_whether_they_are_used_or_not(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(RunConfig(pair="8b/1b", **flags), 1, backend="emulated", memory_bytes=None)
 
 
 def test_rows_of_proposals_have_to_fit_a_message() -> None:

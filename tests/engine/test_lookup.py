@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.engine.spec.lookup import Lookup, PromptLookup, SuffixLookup, make_lookup
+from mpissd.engine.spec.lookup import PromptLookup, SuffixLookup
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
@@ -38,20 +38,6 @@ def test_the_automaton_finds_the_longest_suffix_at_its_latest_place(
     lookup = SuffixLookup()
     lookup.follow(tokens)
     assert lookup.drafted(count) == looked_up(tokens, len(tokens), count)
-
-
-@given(TOKENS, st.data())
-@pytest.mark.parametrize("kind", ["prompt", "suffix"])
-def test_a_sequence_may_arrive_in_pieces(kind: str, tokens: list[int], data: st.DataObject) -> None:
-    at_once, piecewise = make_lookup(kind), make_lookup(kind)
-    at_once.follow(tokens)
-    for end in sorted(data.draw(st.lists(st.integers(0, len(tokens))))):
-        piecewise.follow(tokens[:end])
-        before: Lookup = make_lookup(kind)
-        before.follow(tokens[:end])
-        assert piecewise.drafted(3) == before.drafted(3)
-    piecewise.follow(tokens)
-    assert piecewise.drafted(5) == at_once.drafted(5)
 
 
 class Counted(list[int]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,32 +85,6 @@ def test_saguaro_sampling_damps_the_likeliest(
         assert found == pytest.approx([p / total for p in damped], rel=1e-9, abs=1e-15)
 
 
-@given(st.data(), st.integers(2, 9), st.integers(1, 8))
-def test_the_less_the_likeliest_weigh_the_more_they_are_left(
-    data: st.DataObject, size: int, top: int
-) -> None:
-    """Given a rejection, the chance that its replacement is of the top F rises as C falls."""
-    finite = arrays.arrays(np.float32, size, elements=st.floats(0, 6, width=32))
-    draft, target = data.draw(finite), data.draw(finite)
-    p, kept = sampling.probabilities(target, 1.0), sampling.largest(draft, min(top, size - 1))
-    chances = []
-    for scale in (1.0, 0.7, 0.5, 0.3, 0.1, 0.0):
-        left = sampling.residual(p, sampling.probabilities(draft, 1.0, len(kept), scale))
-        if left is not None:
-            chances.append(left[kept].sum())
-    assert all(after >= before - 1e-9 for before, after in pairwise(chances))
-
-
-@given(Logits, st.integers(0, 14), st.data())
-def test_largest_are_the_largest(
-    logits: NDArray[np.float32], count: int, data: st.DataObject
-) -> None:
-    without = data.draw(st.none() | st.integers(0, len(logits) - 1))
-    ids = [n for n in range(len(logits)) if n != without]
-    want = sorted(ids, key=lambda n: (-logits[n], n))[:count]
-    assert sampling.largest(logits, count, without).tolist() == want
-
-
 @given(distributions())
 def test_what_is_recorded_is_a_distribution(probs: NDArray[np.float64]) -> None:
     row = sampling.record(probs)
@@ -129,11 +102,6 @@ def test_a_proposal_is_of_the_row_that_travels(probs: NDArray[np.float64], u: fl
     exact = sampling.recorded(row)
     assert q == exact[token] > 0
     assert token == sampling.draw(exact, u)
-
-
-def test_what_single_precision_cannot_hold_is_never_proposed() -> None:
-    probs = np.array([1e-60, 1 - 2e-60, 1e-60])
-    assert [sampling.propose(probs, u)[:2] for u in (0.0, 0.5, LAST)] == [(1, 1.0)] * 3
 
 
 @given(distributions(), Uniforms)
@@ -154,16 +122,6 @@ def test_the_residual_is_what_p_has_and_q_has_not(
         assert left is None
     else:
         assert left == pytest.approx([x / sum(missing) for x in missing], abs=1e-12)
-
-
-@given(distributions(), st.data())
-def test_the_residual_of_a_certain_proposal(p: NDArray[np.float64], data: st.DataObject) -> None:
-    token = data.draw(st.integers(0, len(p) - 1))
-    found, certain = sampling.without(p, token), np.eye(len(p))[token]
-    want = sampling.residual(p, certain)
-    assert (found is None) == (want is None)
-    if found is not None and want is not None:
-        assert found == pytest.approx(want, abs=1e-12) and found[token] == 0
 
 
 def never(i: int) -> sampling.Row:
@@ -202,12 +160,6 @@ def test_a_verified_token_has_the_law_of_the_target(
         for (k, bonus), chance in verdicts(judge).items():
             law[token if k else bonus] += q * chance
     assert law == pytest.approx(p, abs=1e-12)
-
-
-def test_without_proposals_the_bonus_is_the_target_s() -> None:
-    p = np.array([0.25, 0.0, 0.75])
-    found = [sampling.judge(lambda i: p, [], [], never, [], u) for u in (0.0, 0.2, 0.25, LAST)]
-    assert found == [(0, 0), (0, 0), (0, 2), (0, 2)]
 
 
 def test_each_token_is_judged_behind_those_before_it() -> None:

@@ -72,12 +72,6 @@ def test_pairs_that_cannot_run(tmp_path: Path) -> None:
     refused(1, target, draft, told="num_local_experts says mixture-of-experts")
 
 
-def test_what_decides_by_laws_needs_no_equal_tokens(tmp_path: Path) -> None:
-    target, draft = model(tmp_path, "target"), model(tmp_path, "draft", "xyz")
-    laws = parse_flags({"target": str(target), "draft": str(draft), "forward": "transformer"})
-    assert resolve(laws, 1, backend="numpy", memory_bytes=None).tp == 1
-
-
 def test_the_command_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     values = values_of(open_checkpoint(str(model(tmp_path, "whole") / "config.json")))
     path = write_gguf(tmp_path / "cut.gguf", values)

@@ -14,8 +14,7 @@ from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.transformer.chained import ChainedForwards, ends_of
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
-from mpissd.engine.model.transformer.numba_ops.chained import run_stage
-from mpissd.engine.model.transformer.stages import BEFORE, SLOT, Ends, Sheet, Stage
+from mpissd.engine.model.transformer.stages import BEFORE, SLOT, Ends, Sheet, Stage, run_stage
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from tests.gpu.agreement import relative_error

@@ -95,16 +95,6 @@ def test_what_a_method_is_called() -> None:
     assert method_of(row("ssd", 4, 1, **alone)) == "SSD fan_out=geometric:24 p_hit:0.9"
 
 
-@pytest.mark.parametrize(
-    "counts, expected",
-    [([2, 2, 2, 2], "uniform:2"), ([4, 3, 3, 3], "geometric:13"), (None, "uniform:3")],
-)
-def test_a_fan_out_that_no_flag_says_is_the_row_s_own(counts: Any, expected: str) -> None:
-    """SmolLM2 takes another one on a CPU than the flag's default."""
-    default = row("ssd", 3, 1, fan_out=counts, provenance={"command": ["run", "--pair=smollm2"]})
-    assert method_of(default) == f"SSD fan_out={expected} p_hit:0.9"
-
-
 def test_what_drafts_a_miss_makes_another_method() -> None:
     usual = row("ssd", 4, 900, backup="jit", backup_lookahead=4, acceptance_fast="alpha:0.3")
     fast = {"backup": "fast"}

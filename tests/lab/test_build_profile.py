@@ -77,16 +77,6 @@ def test_what_several_probes_measured_is_their_median() -> None:
     assert found["numbers"]["memory_bytes"] == BASE["numbers"]["memory_bytes"]
 
 
-def test_forwards_without_fuse_are_derived_where_they_were_not_measured() -> None:
-    own = forward(1, 7.0)
-    own["fuse"] = False
-    found = built.build([ONE, TWO, probe([own], [])], BASE)["tables"]["forwards"]
-    others = {(e["tp"], e["most_rows"]): e for e in found if not e["fuse"]}
-    assert others[1, 32]["seconds"] == {"1": 7.0} and "measured" in others[1, 32]["from"][:8]
-    assert others[1, None]["from"].startswith("derived: as with --fuse")
-    assert others[2, 32]["seconds"] == {"1": 1.7}
-
-
 def test_host_costs_of_a_draft_beside_two_targets() -> None:
     found = built.build([ONE, TWO], BASE)["host"]
     derived = {e["mode"]: e for e in found if e["from"].startswith("derived")}
@@ -98,9 +88,17 @@ def test_host_costs_of_a_draft_beside_two_targets() -> None:
     assert (sd["link"], sd["draft_commit"], sd["lead_send"]) == (1e-5, 2e-5, 8e-6)
     assert sd["follower"] == pytest.approx(1.5e-5)
     assert ssd["keys"] == 3e-5 and ssd["follower"] == pytest.approx(2.6e-5)
-    measured = built.build([ONE, TWO, probe([forward(2, 1)], [host("sd", 2, 1)])], BASE)["host"]
-    modes = [e["mode"] for e in measured if e["from"].startswith("derived")]
-    assert modes == ["ssd"]
+
+
+def test_all_reduces_that_no_probe_measured_stay_as_they_were() -> None:
+    found = built.build([ONE, TWO, json.loads(OLD.read_text())], BASE)
+    reduce = found["all_reduce"]
+    assert reduce["latency_s"]["2"] == 3e-6 and reduce["latency_s"]["4"] < 4e-6
+    assert reduce["latency_s"]["8"] == BASE["all_reduce"]["latency_s"]["8"]
+    assert "8 ranks as before" in reduce["from"]
+    assert all(e["tp"] < 4 for e in found["tables"]["forwards"])
+    with pytest.raises(ValueError, match="tells kernels apart"):
+        built.build([json.loads(OLD.read_text())], BASE)
 
 
 def test_the_profile_that_is_written_can_be_read_and_models_any_pair(tmp_path: Path) -> None:
@@ -120,8 +118,17 @@ def test_the_profile_that_is_written_can_be_read_and_models_any_pair(tmp_path: P
     assert profile.tables.forward(other) is None and profile.forward_s(other) > 0
 
 
-def test_forwards_of_the_probes_own_jobs_count_by_the_kernel_that_they_ran() -> None:
-    way = host("sd", 2, 0) | {"job_forwards": {"verify": {"1": 1.9, "40": 3.0}, "draft": None}}
-    found = built.build([probe([forward(2, 1.7), forward(2, 2.1, None)], [way])], BASE)
-    times = {e["most_rows"]: e["seconds"] for e in found["tables"]["forwards"] if e["fuse"]}
-    assert times == {32: {"1": 1.7}, None: {"1": 2.0, "40": 3.0}}
+def test_an_lm_head_that_was_not_probed_goes_by_its_bytes() -> None:
+    """70B's is twice as wide as 8B's: at T = 4 as many bytes as 8B's at T = 2."""
+    plain, headed = forward(2, 1.7, **{"8": 2.0}), forward(2, 1.9, **{"8": 2.4})
+    shard, options = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True, lm_head=True)
+    headed |= {"lm_head": True, "params": shard.num_params(options)}
+    big = Shard(resolve_model("70b"), 4)
+    fused = ForwardOptions(fuse=True)
+    other = forward(4, 8.0, **{"4": 8.5}) | vars(big.key(1, fused))
+    other["params"] = big.num_params(fused)
+    found = built.with_heads([plain, headed, other])
+    assert [(e["model"], e["tp"], e["lm_head"]) for e in found] == [("llama-3.1-70b", 4, True)]
+    assert found[0]["params"] == big.num_params(options)
+    assert found[0]["seconds"] == pytest.approx({"1": 8.2, "4": 8.5 + 0.2 + 0.2 * 3 / 7})
+    assert found[0]["from"].startswith("derived: LM head of llama-3.1-8b T=2")

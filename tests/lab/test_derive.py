@@ -12,8 +12,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
-from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.profile_tables import Curve
+from mpissd.engine.backend.profile import Curve, Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
@@ -159,9 +158,3 @@ def test_a_survey_drops_no_t_silently() -> None:
     there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
     assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 3, 4}
     assert "all-reduce over 4 ranks" in there.unjudged[Family("ar", 4, 0)]
-
-
-def test_a_model_of_the_same_name_and_other_weights_is_not_derived_from() -> None:
-    alone = probed("h200-8b-1b-T1D1")
-    with pytest.raises(ConfigError, match="doesn't cover"):
-        survey(replace(EIGHT, fuse=False), alone, 2)

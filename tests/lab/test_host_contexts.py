@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.profile_tables import HostEntry
+from mpissd.engine.backend.profile import HostEntry, Profile, load_profile
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.hosts import costs_at, host_of
 from mpissd.lab.probe.group import NEAR

@@ -79,16 +79,6 @@ def test_a_draft_that_takes_no_time_serves_any_number_of_targets() -> None:
     assert rates[1] == pytest.approx(rates[0], rel=0.01)
 
 
-def test_a_frame_in_flight_is_all_that_a_complete_hit_waits_for() -> None:
-    """Every outcome hits, and 1 + K frames are shorter than a verification."""
-    flags: dict[str, Any] = {"lookahead": 3, "fan_out": "uniform:1", "p_hit": 1.0}
-    alone, shared = (simulate(pool_of(n, **flags), 200) for n in (1, 3))
-    frame_s = pool_of(3, **flags).glue_s(3 * 4)
-    host = pool_of(1, **flags).host
-    work_s = 3 * (host.reply_s + host.keys + host.step + host.draft_record)
-    assert alone.wait_s < shared.wait_s < alone.wait_s + frame_s + work_s
-
-
 def test_more_targets_make_their_drafts_slower_and_a_gpu_worth_more_up_to_a_point() -> None:
     flags: dict[str, Any] = {"pair": "70b/1b", "lookahead": 8, "fan_out": "uniform:3"}
     found = {n: simulate(pool_of(n, tp=2, **flags), 1600 // n) for n in (1, 4, 16, 64)}
@@ -144,13 +134,6 @@ def test_plan_knows_pools(capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command.partition(" mpissd ")[2])
     assert main([*words, "--backend=emulated", f"--dry_run={ranks}"]) == 0
     assert ranks <= 5 and "--groups=" in command
-
-
-def test_plan_for_two_gpus_has_no_pool(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.8", "--gpus=2"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)["pools"] is None
-    assert not any("equal copies" in line for line in lines)
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

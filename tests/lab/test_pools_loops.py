@@ -127,12 +127,9 @@ def check(groups: int, rounds: int, **flags: Any) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "sd": {"mode": "sd", "lookahead": 5},
-    "in time": {"mode": "ssd", "lookahead": 2, "fan_out": "uniform:2"},
     "late": {"mode": "ssd", "lookahead": 5, "fan_out": "uniform:3"},
     "batch": {"mode": "ssd", "lookahead": 4, "batch_size": 3, "fan_out": "geometric:20"},
     "fast": {"mode": "ssd", "lookahead": 4, "batch_size": 2, "backup": "fast"},
-    "short backup": {"mode": "ssd", "lookahead": 6, "backup_lookahead": 2, "alpha": 0.9},
-    "a longer target": {"mode": "ssd", "pair": "70b/8b", "lookahead": 6, "fan_out": "uniform:4"},
 }
 
 

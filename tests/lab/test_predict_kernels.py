@@ -10,15 +10,13 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.base import ForwardKey
-from mpissd.engine.backend.profile import Profile, load_profile
-from mpissd.engine.backend.profile_tables import Curve, Forward, HostEntry, Tables
+from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, Tables, load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import derived_from, entry_of, host_of
-from mpissd.lab.predict.places import device_costs, survey
-from mpissd.lab.predict.row import predict_row
+from mpissd.lab.predict.places import survey
 from mpissd.lab.predict.search import Placement
 from mpissd.lab.predict.simulation import expected
 from tests.datasheet import DATASHEET
@@ -76,21 +74,6 @@ def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(
         assert float(costs.draft_s(1)) == pytest.approx(draft)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("fan_out", ["geometric:32", "geometric:33"])
-@pytest.mark.parametrize("lookahead", [3, 12])
-def test_a_plan_expects_of_a_configuration_what_predict_expects(
-    lookahead: int, fan_out: str, batch: int
-) -> None:
-    flags = {"lookahead": lookahead, "batch_size": batch}
-    found = job(mode="ssd", fan_out=fan_out, **flags)
-    any_job = device_costs(found.config, PROFILE, 1)
-    for one in (found, job(mode="sd", num_drafts=0, **flags), job(mode="ar", batch_size=batch)):
-        own = DeviceCosts.from_profile(PROFILE, one)
-        rates = [float(expected(one, costs, FREE).tok_per_s[0]) for costs in (any_job, own)]
-        assert rates[0] == pytest.approx(rates[1])
-
-
 def test_a_plan_s_choices_are_what_predict_says_of_them() -> None:
     """Cells of one group may run two kernels: each has its own times."""
     config = RunConfig(pair="8b/1b", alpha=0.9)
@@ -146,25 +129,3 @@ def test_host_costs_are_those_of_the_nearest_way_to_decode(
     assert (derived_from(profile, found) is not None) is derived
     assert host_of(PROFILE, found) == FREE and entry_of(PROFILE, found) is None
     assert not derived_from(PROFILE, found)
-
-
-def test_predict_and_plan_charge_the_profile_s_host_costs() -> None:
-    slow = tuple(entry(e.mode, e.num_drafts, 1e-3) for e in HOSTS)
-    profile, config = replace(PROFILE, hosts=slow), RunConfig(pair="8b/1b", alpha=0.8)
-    free, charged = (plan(config, FREE, measured(config, known), 2) for known in (PROFILE, profile))
-    for before, after in zip(
-        sorted(free.by_method, key=lambda c: c.method),
-        sorted(charged.by_method, key=lambda c: c.method),
-        strict=True,
-    ):
-        assert after.tok_per_s < before.tok_per_s
-        if after.mode == "ar":
-            assert after.round_us == pytest.approx(before.round_us + 1e3)
-    one = job(mode="ar")
-    device = DeviceCosts.from_profile(profile, one)
-    row = predict_row(one, device, host_of(profile, one))
-    assert row["round_us"]["mean"] == pytest.approx(charged_ar(charged))
-
-
-def charged_ar(advice: Any) -> float:
-    return float(next(c.round_us for c in advice.by_method if c.mode == "ar"))

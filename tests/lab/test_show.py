@@ -99,11 +99,6 @@ def test_an_answer_cannot_reorder_the_terminal(character: str) -> None:
     assert harmless(f"a{character}exe.txt") == "a\ufffdexe.txt"
 
 
-def test_writing_from_right_to_left_stays_as_it_is() -> None:
-    for text in ("שלום, עולם", "مرحبا\u200f!", "👩\u200d🚀"):
-        assert harmless(text) == text
-
-
 def test_a_meter_leaves_out_the_round_that_waits_for_the_prompt() -> None:
     ticks = count(0, 2)  # each round takes 2 s
     meter = Meter(has_cache=True, clock=lambda: float(next(ticks)))
@@ -147,19 +142,6 @@ def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(tokenizer: 
     assert shown == [("a", "cache"), ("b", "cache"), ("f", "bonus")]
     show.take(a_round([3], [letters[:4]], [4], letters[5]))  # sequence 0 is gone
     assert len(shown) == 3 and show.meter.num_rounds == 1
-
-
-def test_what_is_shown_ends_with_the_answer(tokenizer: Tokenizer) -> None:
-    for limit, stop, text in ((2, set[int](), "ab"), (None, {tiny.of_byte(ord("c"))}, "ab")):
-        shown: list[Piece] = []
-        answer = AnswerText(tokenizer, [], stop)
-        show = Show(answer, lambda new, _, to=shown: to.extend(new), has_cache=True, limit=limit)
-        letters = [tiny.of_byte(ord(c)) for c in "abcdef"]
-        for _ in range(2):
-            show.take(a_round([0], [letters[:4]], [4], letters[5]))
-        show.end()
-        assert "".join(piece for piece, _ in shown) == text
-        assert show.meter.num_rounds == 1
 
 
 def test_a_terminal_is_opened_by_its_name_on_its_own_host(

@@ -13,7 +13,8 @@ from mpissd.common import theory
 from mpissd.common.config import RunConfig
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.simulation import Config, Grid, expect, expected
+from mpissd.lab.predict.grid import Config, Grid
+from mpissd.lab.predict.simulation import expect, expected
 
 FREE = HostCosts()
 EXACT, NEAR = 1e-9, 6e-3  # largest relative errors: without growth, and of 8,192 rounds

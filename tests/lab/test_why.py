@@ -89,21 +89,6 @@ def test_all_gaps_together_are_the_round_less_its_floor(row: Row) -> None:
         assert gap.advice[0].isupper() and gap.advice.endswith(".") and "\n" not in gap.advice
 
 
-def test_advice_fits_the_row() -> None:
-    text = {gap.name: gap.advice for gap in gaps(SSD, 99)}
-    assert "hit rate of 0.75" in text["drafting exposed"]
-    always = {gap.name: gap.advice for gap in gaps(SSD | {"hit_rate": 1.0}, 99)}
-    assert "6.56 ms" in always["drafting exposed"]
-    late = text["link, and growth steps that an outcome waits for"]
-    assert "6.56 ms" in late and "5.69 ms" in late
-    assert "78%" in text["verification above its floor"]
-    assert "--fuse" in text["verification above its floor"]
-    fused = {gap.name: gap.advice for gap in gaps(SSD | {"fuse": True, "tp": 2}, 99)}
-    assert "--fuse" not in fused["verification above its floor"]
-    assert "all-reduce" in fused["verification above its floor"]
-    assert "--mode=ssd" in gaps(SD)[0].advice and "--mode=ssd" in gaps(INLINE)[0].advice
-
-
 def test_what_is_null_is_left_out() -> None:
     assert "verification above its floor" not in named(SD | {"floor_us": None}, 99)
     blind = named(SD | {"t_target_s": None}, 99)
@@ -125,19 +110,6 @@ def test_numpy_computes_in_its_launch() -> None:
     assert "launch" not in found and found["upload"] == 3.0
     assert found["verification above its floor"] == pytest.approx(5693.7 - 4451.666)
     assert found["waiting beyond the forward"] == pytest.approx(5735.2 - 5693.7)
-
-
-@pytest.mark.parametrize(("peak", "says"), [(1e14, "reads at 78%"), (1e12, "computes at 78%")])
-def test_the_longer_side_of_the_floor_is_named(peak: float, says: str) -> None:
-    rates = {"read_bytes_per_s": 3e12, "peak_flops_per_s": peak}
-    row = SD | rates | {"floor_bytes": 13.35e9, "floor_flops": 70e9}
-    assert says in {gap.name: gap.advice for gap in gaps(row, 99)}["verification above its floor"]
-
-
-def test_a_forward_that_takes_no_time_is_no_gap() -> None:
-    null = copy.deepcopy(SD) | {"floor_us": None, "t_target_s": 0.0}
-    null["phases_us"]["lead"]["device_wait"] = 0.7
-    assert named(null, 99)["waiting beyond the forward"] == pytest.approx(0.7)
 
 
 def test_other_rows_are_refused() -> None:

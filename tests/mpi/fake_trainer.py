@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from mpissd.engine.model.transformer.versions import packed, unpacked
-from mpissd.online import frames
+from mpissd.online.process import receive, send
 
 
 def tell(version: int, data: bytes) -> None:
-    frames.write(sys.stdout.buffer, frames.VERSION, frames.of_version(version, data))
-    frames.write(sys.stdout.buffer, frames.REPORT, frames.of_report({"state": "learning"}))
+    send(sys.stdout.buffer, (version, data))
+    send(sys.stdout.buffer, {"state": "learning"})
 
 
 def overflowing(data: bytes) -> bytes:
@@ -33,8 +33,7 @@ def main(kind: str, folder: Path) -> int:
     if kind == "deaf":
         time.sleep(600)
     count = version = 0
-    while (frame := frames.read(sys.stdin.buffer)) is not None:
-        example = frames.example_of(frame[1])
+    while (example := receive(sys.stdin.buffer)) is not None:
         assert len(example.at) and example.at[-1] < len(example.tokens)
         count += 1
         if kind == "dying" and count == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -51,11 +50,13 @@ def launched(
     trainer: str,
 ) -> Job:
     """A job; trainer: the kind of fake_trainer that stands for the learner's."""
-    python = tmp_path / "python"
     told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
-    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exit 0\nexec {shlex.join(told)}\n')
-    python.chmod(0o755)
-    env = {"MPISSD_LEARNER_PYTHON": str(python)}
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'mpissd.online.trainer' in sys.orig_argv:\n"
+        f"    os.execv(sys.executable, {told!r})\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
     folder = tmp_path / "out"
     models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
     told = [*JOB.split(), f"--prompt_ids={PROMPTS}", *models, *flags]

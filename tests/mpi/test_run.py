@@ -203,7 +203,7 @@ def test_so_many_tokens_of_each_sequence(runs: Together) -> None:
 def test_options_change_the_forward_and_not_the_decisions(runs: Together) -> None:
     row = runs["options"].row
     assert (row["fuse"], row["lm_head"], row["context"]) == (True, True, 64)
-    assert (row["target"], row["num_layers"], row["full_num_layers"]) == ("toy-target@2L", 2, 4)
+    assert (row["target"], row["num_layers"]) == ("toy-target@2L", 2)
     assert sum(row["fan_out"]) == row["branch_budget"] == 9 and len(row["fan_out"]) == 4
     assert row["outcome_digest"] == runs["ssd"].row["outcome_digest"]
 

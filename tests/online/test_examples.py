@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 
 from mpissd.common.errors import ProtocolError
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Lesson
-from mpissd.online import frames
 from mpissd.online.examples import HELD, Collector, Example, Memory, compressed
 
 V = 20
@@ -120,18 +117,3 @@ def test_the_buffer_holds_some_sequences_out_and_forgets_the_oldest() -> None:
     assert [len(one.tokens) for one in batch[:2]] == [38, 39] and len(batch) == 4
     assert len({len(one.tokens) for one in batch}) == 4
     assert len(Memory(3).batch(4)) == 0
-
-
-def test_frames_bring_examples_and_versions_back() -> None:
-    pipe = io.BytesIO()
-    frames.write(pipe, frames.EXAMPLE, frames.of_example(example(7, rows=3)))
-    frames.write(pipe, frames.VERSION, frames.of_version(4, b"weights"))
-    pipe.write(b"cut")
-    pipe.seek(0)
-    kind, data = frames.read(pipe) or (b"", b"")
-    found, wanted = frames.example_of(data), example(7, rows=3)
-    assert kind == frames.EXAMPLE
-    for name in ("tokens", "at", "ids", "logs"):
-        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
-    assert frames.version_of((frames.read(pipe) or (b"", b""))[1]) == (4, b"weights")
-    assert frames.read(pipe) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,26 +80,3 @@ def test_a_profile_that_parts_from_the_rows_is_told(share: float, tmp_path: Path
     every = [group for group in groups(found) if group["tp"]]
     assert all(is_biased(group) for group in every) and len(every) == 5
     assert all((g["without_luck_signed"] > MEAN_BAR) == (share > 1) for g in every)
-
-
-def first(path: str, **wanted: Any) -> Row:
-    rows = load_rows([RESULTS / path])
-    return next(r for r in rows if all(r[name] == value for name, value in wanted.items()))
-
-
-@pytest.mark.parametrize(
-    ("row", "changed", "derived"),
-    [
-        (("h200-pairs/runs_t2.jsonl", {"mode": "sd", "lm_head": True}), {}, False),
-        (("h200-70b/runs_t4.jsonl", {"mode": "sd"}), {}, True),  # an LM head that was not probed
-        (("h200-70b/runs_t4.jsonl", {"mode": "sd"}), {"tp": 8, "lm_head": False}, True),
-        (("h200-sweep/runs_8b.jsonl", {"context": 4096}), {}, True),  # KV that was not probed
-        (("h200-ssd/runs.jsonl", {"batch_size": 64}), {}, True),  # more rows than were probed
-        (("h200-sweep/runs_8b.jsonl", {"mode": "ar"}), {"fuse": False}, True),
-    ],
-)
-def test_what_was_not_measured_is_predicted_and_labelled(
-    row: tuple[str, dict[str, Any]], changed: dict[str, Any], derived: bool
-) -> None:
-    found = profile_of_another_job("h200", None)(first(row[0], **row[1]) | changed)
-    assert found.reason is None and found.tok_per_s and found.derived is derived

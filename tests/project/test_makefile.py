@@ -49,11 +49,6 @@ def launched(box: Path, *variables: str, **env: str) -> tuple[int, list[str]]:
     return int(argv[1]), argv[len(prefix) :]
 
 
-def variables(box: Path) -> list[str]:
-    table = (box / "Makefile").read_text().split("flag_of :=")[1].split("\nflags =")[0]
-    return ["TP", *re.findall(r"(\w+):\w+", table), "ARGS"]
-
-
 def submitted(box: Path, *variables: str) -> list[str]:
     """How launch/submit.py is called."""
     done = call(box, "make", "submit", "PYTHON=fakes/bin/python", *variables)
@@ -95,10 +90,6 @@ def test_flags(box: Path, variables: str, num_ranks: int, flags: list[str]) -> N
     assert launched(box, *variables.split()) == (num_ranks, flags)
 
 
-def test_environment_does_not_count(box: Path) -> None:
-    assert launched(box, **dict.fromkeys(variables(box), "7")) == (2, [])
-
-
 @pytest.mark.parametrize("bad", ["TP=abc", "TP=0", "DRAFTS=-1", "DRAFTS=$(x)", "GROUPS=0"])
 def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     done = make_run(box, bad)
@@ -132,22 +123,6 @@ def test_every_target_refuses_what_it_would_not_read(
     assert f"{name} is no variable of {target}; they are: {they}" in done.stderr
 
 
-def environment(box: Path, **env: str) -> dict[str, str]:
-    """The environment in which launch/local.sh starts mpirun."""
-    given = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun", **env}
-    done = call(box, "launch/local.sh", "3", **given)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout)[1])
-
-
-def test_environment_of_the_ranks(box: Path) -> None:
-    env = environment(box)
-    assert env["OPENBLAS_NUM_THREADS"] == "1"
-    assert env["OMPI_MCA_btl"] == "self,vader"
-    assert env["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
-    assert "MPI4PY_LIBMPI" not in env  # the library beside Python is this mpirun's
-
-
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     grid = "mode=ar,sd; fan_out='list:4,4,3'"
@@ -164,15 +139,6 @@ def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     refused = call(box, "make", "sweep", *fakes, "GRIDS=x")
     assert refused.returncode == 2 and "GRIDS is no variable of sweep" in refused.stderr
     assert "GRID is no variable of run" in make_run(box, "GRID=x").stderr
-
-
-def test_chat_takes_its_own_variables_and_starts_no_rank_itself(box: Path) -> None:
-    done = call(box, "make", "chat", "PYTHON=fakes/bin/python", "MODE=sd", "TP=2", "ARGS=--seed=1")
-    assert done.returncode == 0, done.stderr
-    (argv,) = [json.loads(line) for line in (box / "dry_runs").read_text().splitlines()]
-    assert argv == ["-m", "mpissd", "chat", "--mode=sd", "--tp=2", "--seed=1"]
-    refused = call(box, "make", "chat", "PYTHON=fakes/bin/python", "ROUNDS=3")
-    assert refused.returncode == 2 and "ROUNDS is no variable of chat" in refused.stderr
 
 
 def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:

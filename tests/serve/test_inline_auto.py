@@ -34,7 +34,7 @@ def arrivals(rate: float, count: int) -> list[Arrival]:
     return [Arrival(*one) for one in zip(times, prompts, tokens, strict=True)]
 
 
-def busy_s(requests: Sequence[server.Served]) -> float:
+def busy_s(requests: Sequence[server.Answered]) -> float:
     """Seconds from arrivals to last tokens, of all requests."""
     return sum(one.token_s[-1] - one.at_s for one in requests)
 
@@ -45,7 +45,7 @@ def h200_costs() -> tuple[DeviceCosts, HostCosts]:
     return DeviceCosts.from_dict(told), HostCosts(**told["host"])
 
 
-def inline(asked: Sequence[Arrival], mode: str, lookahead: int = 0) -> list[server.Served]:
+def inline(asked: Sequence[Arrival], mode: str, lookahead: int = 0) -> list[server.Answered]:
     """The requests of a load of SmolLM2 with its draft on the same H200."""
     flags = {"pair": "8b/1b", "backend": "emulated", "device": "h200", "batch_size": "32"}
     flags |= {"workload": "replay", "recording": RECORDING, "mode": "ar" if mode == "ar" else "sd"}

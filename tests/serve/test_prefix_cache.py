@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
-from mpissd.engine.model.transformer.page_pool import PagePool
+from mpissd.engine.model.transformer.cache import PagePool
 from mpissd.serve.protocol import Cancel, Submit
 from tests.serve.test_driver import Script, all_returned, alone, config, served
 from tests.tiny_pair import TinyPair, tiny_pair

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from mpissd.common.config import parse_flags
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.scheduler import Scheduler, Task
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
@@ -85,7 +85,7 @@ def soak(count: int, *, auto: bool) -> None:
         scheduler = Scheduler(room_of(loops))
         driver = Driver(scheduler, crowd, clock=lambda: float(next(ticks)))
         driver.lookahead = K
-        driver.goodput = Dice(K, [None, 1], RowTimes()) if auto else None
+        driver.goodput = Dice(K, [None, 1], ForwardTimes()) if auto else None
         held = 0
         while driver.wait(1.0):
             driver.drive(loops.loop)

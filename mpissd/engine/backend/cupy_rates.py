@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from cupy.cuda import runtime
@@ -11,16 +11,13 @@ from cupy.cuda import runtime
 from mpissd.engine.backend.cupy_device import HALF, CupyProgram, Weight, device_empty
 from mpissd.engine.backend.kernels import ceil_div
 
-if TYPE_CHECKING:
-    from mpissd.engine.backend.cupy_backend import CupyBackend
-
 # Bytes of one timed sample, and of its buffer at most.
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
 _SAMPLES, _WARM_UP_S = 7, 0.05
 _SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03
 
 
-def read_bandwidth(backend: CupyBackend, num_bytes: int) -> float:
+def read_bandwidth(backend: Any, num_bytes: int) -> float:
     """Measures reading a buffer of num_bytes (at most 4 GB, or half of the free memory) repeatedly.
 
     Takes the median of seven samples of at least 4 GiB each, timed by events, after a warm-up of 50
@@ -35,7 +32,7 @@ def read_bandwidth(backend: CupyBackend, num_bytes: int) -> float:
     return float(size * passes / _median_s(backend, program))
 
 
-def peak_flops(backend: CupyBackend) -> float | None:
+def peak_flops(backend: Any) -> float | None:
     """Measures a square float16 product, of side 8192 if memory allows; None if 1024 does not fit.
 
     It is launched for 30 ms (at least three times) and timed by events. The fastest launch counts,
@@ -55,7 +52,7 @@ def peak_flops(backend: CupyBackend) -> float | None:
     return float(2 * side**3 / min(seconds))
 
 
-def _median_s(backend: CupyBackend, program: CupyProgram) -> float:
+def _median_s(backend: Any, program: CupyProgram) -> float:
     """Returns the median seconds of _SAMPLES launches, after a warm-up."""
     warm_s = 0.0
     while warm_s < _WARM_UP_S:
@@ -63,7 +60,7 @@ def _median_s(backend: CupyBackend, program: CupyProgram) -> float:
     return float(np.median([_timed_s(backend, program) for _ in range(_SAMPLES)]))
 
 
-def _timed_s(backend: CupyBackend, program: CupyProgram) -> float:
+def _timed_s(backend: Any, program: CupyProgram) -> float:
     program.launch()
     backend.synchronize()
     return program.elapsed_s()

@@ -2,38 +2,307 @@
 
 A profile is a JSON file {"schema": 1, "name", "device_name", "numbers": {key: {"value", "from"}},
 "all_reduce": {"from", "latency_s": {ranks: s}, "bytes_per_s": {ranks: B/s}}, "tables": {…}}; "from"
-is measured, modelled, datasheet, assumed or defined. The emulated backend takes its durations from
-a profile, and `probe` makes profiles (docs/profile.md). Where a measured table covers a forward,
-the table is used; otherwise the forward is modelled from the rates.
+is measured, modelled, datasheet, assumed or defined. Every table is a list of entries {identity…,
+"from", "seconds": {rows or bytes: s}}; other fields of an entry, such as its spread, are for human
+readers only. The emulated backend takes its durations from a profile, and `probe` makes profiles
+(docs/profile.md). Where a measured table covers a forward, the table is used; otherwise the forward
+is modelled from the rates.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.engine.backend.base import Cost, ForwardKey
-from mpissd.engine.backend.profile_tables import HostEntry, Tables
 
 SCHEMA = 1
 _FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # H100, GH200, A100, V100, L40S
 _FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
 _USUAL_FORM = {"H200": "SXM"}  # of devices whose names give a form only if it is another
 _SIZES = ("A100", "V100")  # devices of one form that come with two sizes of memory
-_NUMBERS = (
-    "read_bytes_per_s",
-    "peak_flops_per_s",
-    "product_overhead_s",
-    "launch_s",
-    "memory_bytes",
-)
+
+# The fields that distinguish the entries of each table.
+IDENTITY: dict[str, tuple[str, ...]] = {
+    "products": ("k", "n"),
+    "all_reduces": ("name", "ranks", "graph"),
+    "links": ("name", "idle_s"),
+    "copies": ("direction",),
+    "read_outs": ("columns", "forward", "candidates"),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at measured points, interpolated linearly between them and constant before the first.
+
+    After the last point the slope of the last two points continues, if it is positive. At a
+    measured point the value is exact. Raises ValueError if points do not rise from 1 on, or seconds
+    are negative or infinite.
+    """
+
+    points: tuple[int, ...]
+    seconds: tuple[float, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.points or len(self.points) != len(self.seconds):
+            raise ValueError(f"{len(self.points)} points, {len(self.seconds)} times")
+        if self.points[0] < 1 or list(self.points) != sorted(set(self.points)):
+            raise ValueError(f"points {self.points}: allowed: rising whole numbers from 1")
+        if not all(0 <= s < math.inf for s in self.seconds):
+            raise ValueError(f"seconds {self.seconds}: allowed: numbers, at least 0")
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> Curve:
+        """Reads the curve from one entry of a table."""
+        measured = {_whole(point): float(s) for point, s in entry["seconds"].items()}
+        points = tuple(sorted(measured))
+        return cls(points, tuple(measured[n] for n in points), str(entry["from"]))
+
+    def __call__(self, at: int) -> float:
+        """Returns the seconds at any point, measured or not."""
+        points, seconds = self.points, self.seconds
+        right = bisect.bisect_left(points, at)
+        if right == 0 or (right < len(points) and points[right] == at):
+            return seconds[right]
+        if right == len(points):
+            if right == 1:
+                return seconds[0]
+            run = points[-1] - points[-2]
+            return seconds[-1] + max(0.0, seconds[-1] - seconds[-2]) / run * (at - points[-1])
+        share = (at - points[right - 1]) / (points[right] - points[right - 1])
+        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Seconds of a whole forward by rows, with all-reduces, on a rank that holds `params` weights.
+
+    most_rows: the kernel is used in jobs whose forwards have at most so many rows; None: in any
+    job.
+    """
+
+    params: int
+    seconds: Curve
+    kernel: str = ""  # The kernel of the products; "" in profiles older than this field.
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Seconds of one launch: the host's part, and the device's from event to event."""
+
+    host_s: float
+    device_s: float
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """Seconds of host work and link time for one configuration, by the field names of HostCosts."""
+
+    mode: str
+    tp: int
+    num_drafts: int  # 0 for AR, or for a draft on the lead.
+    batch_size: int
+    lookahead: int
+    seconds: Mapping[str, float]
+    source: str
+    # Branches of a sequence, whose keys are in seconds["keys"]; 0: none or unknown.
+    lanes: int = 0
+    context: int = 0  # of a transformer's forwards
+    forward: str = "gemm"  # as --forward says it
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
+        """Reads an entry of a profile's "host".
+
+        Raises KeyError, TypeError or ValueError if it is malformed.
+        """
+        names = ("tp", "num_drafts", "batch_size", "lookahead")
+        seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
+        counts = {name: _whole(entry[name]) for name in names}
+        counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
+        # Profiles older than the field have a context for transformers only.
+        forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
+        source = str(entry["from"])
+        return cls(str(entry["mode"]), **counts, seconds=seconds, source=source, forward=forward)
+
+
+Series = Mapping[tuple[Any, ...], Curve]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All measured tables of a profile; all empty if the profile has only rates.
+
+    forwards: for each key its kernels, those of jobs with the fewest rows first. shards: likewise,
+    of one rank's share of a model, without all-reduces. products: by (k, n), then rows.
+    all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name, idle_s), then
+    bytes. copies: by (direction,), then bytes. launches: by what is launched. read_outs: by (logits
+    of a row, kind of forward, candidates), then rows.
+    """
+
+    forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
+    shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
+    products: Series = field(default_factory=dict)
+    all_reduces: Series = field(default_factory=dict)
+    links: Series = field(default_factory=dict)
+    copies: Series = field(default_factory=dict)
+    read_outs: Series = field(default_factory=dict)
+    launches: Mapping[str, Launch] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Tables:
+        """Reads the "tables" of a profile's JSON.
+
+        Raises KeyError, TypeError or ValueError if it is malformed.
+        """
+        if unknown := set(data) - {*IDENTITY, "forwards", "shards", "launches", "bandwidths"}:
+            raise ValueError(f"table {min(unknown)!r}")
+        series = {
+            name: {tuple(e[i] for i in identity): Curve.parse(e) for e in data.get(name, ())}
+            for name, identity in IDENTITY.items()
+        }
+        forwards, shards = (_forwards(data.get(name, ())) for name in ("forwards", "shards"))
+        launches = {
+            str(e["what"]): Launch(_seconds(e["host_s"]), _seconds(e["device_s"]))
+            for e in data.get("launches", ())
+        }
+        return cls(forwards=forwards, shards=shards, launches=launches, **series)
+
+    def forward(self, cost: Cost) -> Curve | None:
+        """Returns the measured curve of a cost's forward with the kernel that its job would run, or
+        None."""
+        most = cost.most_rows or cost.rows
+        for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
+            if kernel.most_rows is None or most <= kernel.most_rows:
+                return kernel.seconds
+        return None
+
+    def lists_s(self, cost: Cost) -> float:
+        """Returns the seconds by which a cost's forward is longer than with one candidate a row.
+
+        They go along straight lines over the candidates and the rows; 0 where none was measured.
+        """
+        if cost.key is None or cost.candidates == 1:
+            return 0.0
+        known = self.candidates(cost)
+        if not known:
+            return 0.0
+        taken = tuple(known[k](cost.rows) for k in sorted(known))
+        by_candidates = Curve(tuple(sorted(known)), taken)
+        return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
+
+    def candidates(self, cost: Cost) -> dict[int, Curve]:
+        """Returns {candidates of a row: seconds by rows} of read-outs like that of this cost."""
+        like = cost.columns, "" if cost.key is None else cost.key.forward
+        return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
+
+    def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
+        """Returns a forward with each kernel that it was measured with, those of few rows first.
+
+        params: its number of weights, which tells models of one name apart. alone: of one rank's
+        share, without all-reduces. A transformer's forward is interpolated over context and
+        sequences (between).
+        """
+        every = self.shards if alone else self.forwards
+        if key.sequences and key not in every:
+            alike = [k for k in every if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
+            measured = {k: one for k in alike for one in every[k] if one.params == params}
+            return (between(measured, key),) if measured else ()
+        return tuple(kernel for kernel in every.get(key, ()) if kernel.params == params)
+
+    @property
+    def few_rows(self) -> int:
+        """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
+        every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
+        return max((most for most in every if most is not None), default=0)
+
+
+def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
+    """Returns a transformer's forward at a context and a number of sequences b, interpolated.
+
+    measured: the same model's at other contexts and b. At each number of rows, seconds go along
+    straight lines over the context, and then over min(rows, b), the sequences whose keys and values
+    the rows read; both as in Curve. Beyond what was measured, the source begins with "derived".
+    """
+    batches = sorted({known.sequences for known in measured})
+    points = {n for forward in measured.values() for n in forward.seconds.points}
+    rows = sorted(points | {min(key.sequences, max(points))})  # from b rows on, no more KV is read
+
+    def over_context(batch: int, number: int) -> float:
+        curves = {k.context: f.seconds for k, f in measured.items() if k.sequences == batch}
+        contexts = sorted(curves)
+        seconds = tuple(curves[context](number) for context in contexts)
+        return Curve(tuple(context + 1 for context in contexts), seconds)(key.context + 1)
+
+    def over_sequences(number: int) -> float:
+        seconds = {min(number, batch): over_context(batch, number) for batch in batches}
+        return Curve(tuple(seconds), tuple(seconds.values()))(min(number, key.sequences))
+
+    one = next(iter(measured.values()))
+    most = max(known.context for known in measured), batches[-1]
+    source = one.seconds.source
+    if key.context > most[0] or key.sequences > most[1]:
+        source = f"derived: {key}, measured up to context={most[0]} b={most[1]}"
+    return replace(one, seconds=Curve(tuple(rows), tuple(map(over_sequences, rows)), source))
+
+
+def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
+    """Groups forwards by key, those of the fewest rows first; of duplicates the last entry
+    counts."""
+    every: dict[ForwardKey, dict[float, Forward]] = {}
+    for entry in entries:
+        key, forward = _forward(entry)
+        every.setdefault(key, {})[forward.most_rows or math.inf] = forward
+    return {key: tuple(forward[most] for most in sorted(forward)) for key, forward in every.items()}
+
+
+def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:
+    tp, kv_tokens = _whole(entry["tp"]), _whole(entry["kv_tokens"])
+    fuse, lm_head = entry["fuse"], entry["lm_head"]
+    if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
+        raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
+    sequences = _whole(entry.get("sequences", 0))
+    key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens, sequences)
+    most = entry.get("most_rows")
+    limit = None if most is None else _most_rows(most)
+    kernel = str(entry.get("kernel", ""))
+    return key, Forward(_whole(entry["params"]), Curve.parse(entry), kernel, limit)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, (bool, float)):
+        raise ValueError(f"{value!r}: allowed: whole numbers")
+    return int(value)
+
+
+def _most_rows(value: Any) -> int:
+    if _whole(value) < 1:
+        raise ValueError(f"most_rows={value!r}: allowed: a whole number >= 1, or null")
+    return _whole(value)
+
+
+def _seconds(value: Any) -> float:
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{value!r}: allowed: seconds, at least 0")
+    return float(value)
+
+
+def _rate(value: Any) -> float | None:
+    """Returns a rate; None if it is unknown."""
+    if value is not None and not 0 < float(value) < math.inf:
+        raise ValueError(f"rate {value!r}, must be positive")
+    return None if value is None else float(value)
 
 
 @dataclass(frozen=True)
@@ -199,29 +468,29 @@ def _read(path: Path) -> Profile:
 
 
 def _profile(data: dict[str, Any]) -> Profile:
-    numbers = {key: data["numbers"][key] for key in _NUMBERS}
-    values = {key: entry["value"] for key, entry in numbers.items()}
-    sources = {key: str(entry["from"]) for key, entry in numbers.items()}
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "read_bytes_per_s": _rate,
+        "peak_flops_per_s": _rate,
+        "product_overhead_s": _seconds,
+        "launch_s": _seconds,
+        "memory_bytes": lambda value: None if value is None else int(value),
+    }
+    numbers = data["numbers"]
+    values: dict[str, Any] = {key: read(numbers[key]["value"]) for key, read in kinds.items()}
     reduce = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
-    sources["all_reduce"] = str(reduce["from"])
     latencies, rates = _all_reduce(reduce)
-    memory = values["memory_bytes"]
     return Profile(
         name=str(data["name"]),
         device_name=str(data["device_name"]),
-        read_bytes_per_s=_rate(values["read_bytes_per_s"]),
-        peak_flops_per_s=_rate(values["peak_flops_per_s"]),
-        product_overhead_s=_seconds(values["product_overhead_s"]),
-        launch_s=_seconds(values["launch_s"]),
-        memory_bytes=None if memory is None else int(memory),
         all_reduce_latency_s=latencies,
         all_reduce_bytes_per_s=rates,
-        sources=sources,
+        sources={key: str(numbers[key]["from"]) for key in kinds} | {"all_reduce": reduce["from"]},
         tables=Tables.parse(data.get("tables") or {}),
         models_others="others" in data,
         other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
         other_lists=frozenset(map(str, data.get("other_lists") or ())),
         hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
+        **values,
     )
 
 
@@ -231,23 +500,7 @@ def _all_reduce(
     if entry["latency_s"] is None and entry["bytes_per_s"] is None:
         return None, None
     latencies = {int(n): _seconds(s) for n, s in entry["latency_s"].items()}
-    rates = {int(n): _positive(s) for n, s in entry["bytes_per_s"].items()}
+    rates = {int(n): _rate(float(s)) or 0.0 for n, s in entry["bytes_per_s"].items()}
     if latencies.keys() != rates.keys():
         raise ValueError(f"all_reduce: latency_s of {[*latencies]}, bytes_per_s of {[*rates]}")
     return latencies, rates
-
-
-def _rate(value: Any) -> float | None:
-    return None if value is None else _positive(value)
-
-
-def _seconds(value: Any) -> float:
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{value!r}: allowed: seconds, at least 0")
-    return float(value)
-
-
-def _positive(value: Any) -> float:
-    if not 0 < float(value) < math.inf:
-        raise ValueError(f"rate {value!r}, must be positive")
-    return float(value)

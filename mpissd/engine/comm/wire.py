@@ -165,7 +165,7 @@ class Message:
         if control is not None:
             lookahead = -1 if control.lookahead is None else control.lookahead
             width = -1 if control.width is None else control.width
-            fill = control.fill
+            fill = control.prefill_rows
         _HEADER.pack_into(self._bytes, 0, 0, *fields, lookahead, width, fill, weights)
         self.seal(end - HEADER)
         return end

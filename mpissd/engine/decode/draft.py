@@ -274,12 +274,12 @@ class Drafter:
     @property
     def is_storing(self) -> bool:
         """Whether this round stores parts of opened prompts."""
-        return self._control.fill > 0
+        return self._control.prefill_rows > 0
 
     def store_opened(self) -> Steps[int]:
         """Stores a part of the opened prompts: as many rows as the target did, so that both are
         ready together. Returns how many were stored."""
-        self._due += self._control.fill
+        self._due += self._control.prefill_rows
         if not self._most and self._due < PART:
             return 0
         due, self._due = self._due, 0

@@ -53,8 +53,8 @@ def _encoded(
     prompt: str | Sequence[Message], config: RunConfig, tokenizer: Tokenizer
 ) -> Sequence[int]:
     if isinstance(prompt, str):
-        (found,) = read_prompts(replace(config, prompt=prompt), tokenizer)
-        return found.tokens
+        (only,) = read_prompts(replace(config, prompt=prompt), tokenizer)
+        return only.tokens
     if not prompt:
         raise ConfigError("prompt: is empty")
     return tokenizer.chat(prompt)

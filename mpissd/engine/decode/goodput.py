@@ -16,7 +16,7 @@ running means measured on the lead. Acceptance rates come from each sequence's o
 the rates of all sequences. The choice reads counts and clocks, never the proposed tokens, so
 decoding stays lossless [THEORY, losslessness 1].
 
-A draft on the lead's own device first stores the tokens that it lacks (`storing`).
+A draft on the lead's own device first stores the tokens that it lacks (CatchUpCost).
 
 An untried load is assumed to cost as much as the nearest larger load, in proportion: the controller
 is optimistic and tries it. A way not tried for _STALE_ROUNDS rounds of a load is tried again, at a
@@ -25,6 +25,7 @@ cost of at most EXPLORE of the time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Source
-from mpissd.engine.decode.row_times import RowTimes
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.scheduler import Task
-from mpissd.engine.decode.storing import StoredPrice
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job
 
@@ -48,6 +48,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
 _HITS = 1 / 256  # the same for hits
+_FORGOTTEN = 1 / 256  # of earlier requests with each that ends
 _SAMPLE = 1 / 8  # weight of a new duration
 _STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
@@ -149,10 +150,57 @@ class _Growth:
         return max(0.0, known + more * step_s)
 
 
+class CatchUpCost:
+    """Cost of the tokens that a draft on the lead's own device stores before it drafts.
+
+    Such a draft stores nothing while K = 0. Storing the lacking tokens later takes seconds in which
+    it does not draft. They are spread over the tokens that the sequence emits.
+    """
+
+    def __init__(self, times: ForwardTimes) -> None:
+        """Takes the target's times, which have the draft's as well."""
+        self._times = times
+        # Of the requests that are over: tokens of prompts, of answers, and the squares of these.
+        self._ended = np.zeros(3)
+
+    def ended(self, prompt: int, answer: int) -> None:
+        """Takes the tokens of a request that is over; one without an answer stored nothing."""
+        if answer:
+            self._ended = (1 - _FORGOTTEN) * self._ended + [prompt, answer, answer**2]
+
+    def seconds(self, count: int, lacking: int) -> float:
+        """Returns the seconds of storing per emitted token.
+
+        The larger of two ratios counts: the `lacking` tokens of `count` sequences over the tokens
+        that these are expected to emit yet, and the prompts of future requests over their answers.
+        """
+        prompts, answers, _ = self._ended.tolist()
+        each = max(prompts / answers, lacking / count / self._left) if answers else 0.0
+        return each * self._times.caught_up_s
+
+    def ready(self, count: int, lacking: int) -> float:
+        """Returns the share of the time to come in which the draft has a whole sequence stored.
+
+        It catches up with one sequence after the other: a mean one waits for half of the lacking
+        tokens, a single one does not wait.
+        """
+        if not lacking or count == 1:
+            return 1.0
+        rounds = lacking / 2 / self._times.caught_up_a_round(2 * count)
+        return 1 / (1 + rounds / self._left)
+
+    @property
+    def _left(self) -> float:
+        """Tokens that a live sequence is expected to emit yet: one that is met at any time is
+        likelier a long one."""
+        _, answers, squares = self._ended.tolist()
+        return squares / (2 * answers) if answers else math.inf
+
+
 class Goodput:
     """The controller of one server. Call `choose` before a round and `observe` after it."""
 
-    def __init__(self, lookahead: int, widths: Sequence[int | None], times: RowTimes) -> None:
+    def __init__(self, lookahead: int, widths: Sequence[int | None], times: ForwardTimes) -> None:
         """Takes K, the widths that SSD may have (none: only SD), and the target's times."""
         self._lookahead, self._times = lookahead, times
         self._growths = {width: _Growth() for width in (0, *widths)}
@@ -165,13 +213,13 @@ class Goodput:
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
-        self.stored = StoredPrice(times)
+        self.stored = CatchUpCost(times)
         self.way = self._best = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         """Takes a round that was decoded in this way, in round_s seconds as a whole."""
-        count = len(result.speculation.rows)  # the outcome has those that join now as well
+        count = len(result.speculation.rows)
         if not count:
             return
         load = count.bit_length()
@@ -200,7 +248,7 @@ class Goodput:
         """Counts which drafted tokens were reached and accepted, by their place."""
         if result.speculation.is_lost:
             return  # its tokens were not judged
-        k = result.outcome.num_accepted[: len(result.speculation.rows)]
+        k = result.outcome.num_accepted
         served = result.speculation.num_draft
         place = np.arange(self._lookahead)
         keep = (1 - _MEMORY) ** len(k)

@@ -243,7 +243,7 @@ class Scheduler:
             if (one := self._running.get(request_id)) and not one.epoch:
                 one.cached = count
         drafted, outcome = result.speculation, result.outcome
-        rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=False)
+        rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=True)
         given = []
         for row, ((request_id, epoch, _, accepted, bonus), served) in enumerate(rows):
             task = self._running.get(request_id)
@@ -270,8 +270,8 @@ class Scheduler:
         if reason is not None:
             del self._running[task.request_id]
             self._leaving.append(task.request_id)
-        told = None if logprobs is None else logprobs[:kept]
-        return Emitted(task, list(tokens[:kept]), sources[:kept], told, reason)
+        shown = None if logprobs is None else logprobs[:kept]
+        return Emitted(task, list(tokens[:kept]), sources[:kept], shown, reason)
 
 
 def _kept(task: Task, tokens: Sequence[int]) -> tuple[int, str | None]:

@@ -120,7 +120,7 @@ class TargetLoop:
         mark(LeadPhase.BROADCAST)
         if change.started and not is_single and self._prefill():  # the followers do, too
             mark(LeadPhase.PREFILL)
-        worker.upload(self.batch, speculation, outcome.control.fill)
+        worker.upload(self.batch, speculation, outcome.control.prefill_rows)
         mark(LeadPhase.UPLOAD)
         worker.launch()
         mark(LeadPhase.LAUNCH)
@@ -153,7 +153,7 @@ class TargetLoop:
         opened = [one.request for one in self.batch.opened.values()]
         gone = [request for request in opened if request.request_id in self._leaving]
         changes = [
-            *((Event.JOIN, request) for request in joining),
+            *((Event.START, request) for request in joining),
             *self._new,
             *((Event.RELEASE, request) for request in gone),
         ]
@@ -186,7 +186,7 @@ class TargetLoop:
     def is_storing(self) -> bool:
         """Whether prompts of opened sequences are still being stored in the next round."""
         storing = len(self.batch.opened) > len(self._joining)
-        return storing or any(event == Event.OPEN for event, _ in self._new)
+        return storing or any(event == Event.PREFILL for event, _ in self._new)
 
     @property
     def unstored(self) -> int:
@@ -209,8 +209,9 @@ class TargetLoop:
         self._new += [(Event.ADMIT, request) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Lets these sequences join once their prompts are stored, `control.fill` rows a round."""
-        self._new += [(Event.OPEN, request) for request in requests]
+        """Lets these sequences join once their prompts are stored, in parts of
+        `control.prefill_rows` rows."""
+        self._new += [(Event.PREFILL, request) for request in requests]
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """Releases these sequences from the next round on; the tokens they emitted so far
@@ -276,7 +277,7 @@ def follow(
         ledger.mark(FollowPhase.COMMIT)
         if change.started and worker.fill(batch, range(len(batch)), waiter):
             ledger.mark(FollowPhase.PREFILL)
-        worker.upload(batch, speculation, outcome.control.fill)
+        worker.upload(batch, speculation, outcome.control.prefill_rows)
         ledger.mark(FollowPhase.UPLOAD)
         worker.launch()
         ledger.mark(FollowPhase.LAUNCH)

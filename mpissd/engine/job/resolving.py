@@ -9,7 +9,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP, resolve_model, split_pair, target_of
 from mpissd.common.rounds import Source
-from mpissd.common.shapes import SCALED
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
@@ -141,7 +140,6 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     draft = LOOKUP if config.is_lookup else draft
     check_draft(config, target, draft)
     check_transformer(config, backend, draft)
-    full = resolve_model(SCALED.sub("", where))  # as deep as without the depth in its name
     check_shards(config, target, where, tp)
     check_tokens(config, where, draft, draft_where)
     if draft is not None and draft.head is None and draft_where is not None:
@@ -162,7 +160,6 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         config=config,
         tp=tp,
         target=target,
-        full_target=full,
         draft=None if config.mode == "ar" else draft,
         lookahead=lookahead,
         fan_out=fan_outs.after_hit,

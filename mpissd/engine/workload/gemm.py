@@ -235,8 +235,8 @@ class DraftStream(TokenStream):
         if rows is not None:
             source, num_draft = source[rows], num_draft[rows]
         offsets = self.offsets(fan_out)
-        found = self.candidates(source, num_draft, offsets, rows)
-        return found, self.drafts(Source.CACHE, offsets.behind, rows)
+        first = self.candidates(source, num_draft, offsets, rows)
+        return first, self.drafts(Source.CACHE, offsets.behind, rows)
 
     def restarts(self, source: Source, rows: Index) -> Ints:
         return self.drafts(source, np.zeros((), np.int64), rows)

@@ -44,7 +44,6 @@ class Resolved:
     config: RunConfig
     tp: int
     target: ModelShape
-    full_target: ModelShape  # of all layers, if the name says a depth (70b@8L)
     draft: ModelShape | None
     lookahead: int  # 0 in AR
     fan_out: tuple[int, ...]  # F_0 … F_K after a hit; empty unless SSD

@@ -131,15 +131,15 @@ class SampledDraft(DraftOracle):
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
         self._fan_outs = fan_outs
-        found: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
+        entries: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
         best = self._likeliest(batch, fan_outs.widest + 1)
         for row, source in enumerate(speculation.source.tolist()):
             served, fan_out = batch.sequences[row].served, fan_outs.behind(source)
             for k in range(len(served) + 1):
                 token = served[k] if k < len(served) else None
                 others = [candidate for candidate in next(best) if candidate != token]
-                found += [(row, k, place, t) for place, t in enumerate(others[: fan_out[k]])]
-        table = np.array(found, np.int64).reshape(-1, 4)
+                entries += [(row, k, place, t) for place, t in enumerate(others[: fan_out[k]])]
+        table = np.array(entries, np.int64).reshape(-1, 4)
         rows, k_of = table[:, 0], table[:, 1].astype(np.int32)
         lanes = Lanes(rows, k_of, table[:, 2].astype(np.int32))
         return Branches(lanes, self._rollout(batch, _NOBODY, table[:, 3], rows, k_of.tolist()))

@@ -224,7 +224,7 @@ class Batch:
         for slot, row in zip(free, fresh.tolist(), strict=False):
             sequence = self._place(slot, self._request(row, outcome))
             placed.append(sequence)
-            if row[2] == Event.OPEN:
+            if row[2] == Event.PREFILL:
                 self.opened[slot] = sequence
             else:
                 started.append(sequence)
@@ -239,13 +239,13 @@ class Batch:
         that join, the others)."""
         joined, dropped = list[Sequence](), list[Sequence]()
         for row in outcome.rows[known:].tolist():
-            if row[2] in (Event.ADMIT, Event.OPEN):
+            if row[2] in (Event.ADMIT, Event.PREFILL):
                 continue
             name = Request(row[0], epoch=row[1])
             slot = next((s for s, one in self.opened.items() if _is_same(one.request, name)), -1)
             if row[2] == Event.COMMIT or slot < 0:
                 raise self._mismatch(outcome)
-            (joined if row[2] == Event.JOIN else dropped).append(self.opened.pop(slot))
+            (joined if row[2] == Event.START else dropped).append(self.opened.pop(slot))
         return joined, dropped
 
     def _request(self, row: abc.Sequence[int], outcome: Outcome) -> Request:

@@ -12,14 +12,15 @@ import numpy as np
 from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.backend.profile import Profile
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.decode.goodput import warm_sizes
-from mpissd.engine.decode.row_times import RowTimes
 from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job, fine_buckets
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.lab.predict.pool import Outcomes, bucket
+from mpissd.lab.predict.draws import Outcomes
+from mpissd.lab.predict.pool import bucket
 
 _MOST_ROWS = 512  # of a forward over only a prompt
 _POSITIONS = 4096  # after which the draws of a sequence begin again
@@ -107,9 +108,9 @@ class VirtualLoop:
         self.ledger: Ledger = NullLedger(LeadPhase)
         self.meanwhile: Callable[[], None] | None = None
 
-    def measured(self) -> RowTimes:
+    def measured(self) -> ForwardTimes:
         """Returns the times that a server measures before its first request."""
-        times, width = RowTimes(self.buckets), self._job.lookahead + 1
+        times, width = ForwardTimes(self.buckets), self._job.lookahead + 1
         for rows in (*range(1, width + 1), *(n * width for n in warm_sizes(self._job))):
             times.add(rows, self.forward_s(rows))
         return times
@@ -163,7 +164,7 @@ class VirtualLoop:
         start, control = self.now, self.control
         most = self._job.lookahead
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
-        stored = self._store(control.fill)
+        stored = self._store(control.prefill_rows)
         by_draft = self._stored_inline(stored, lookahead)
         wait_s, stored_s = self._answer_s(lookahead), self._draft_s(by_draft)
         self._unstored += stored  # by a draft of its own rank

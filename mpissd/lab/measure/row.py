@@ -96,7 +96,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         backup=config.backup if job.draft else None,  # SD drafts only with its backup
         backup_lookahead=job.backup_lookahead if job.draft else None,
         num_layers=job.target.num_layers,
-        full_num_layers=job.full_target.num_layers,
         seed=config.seed,
         stop_token=config.stop_token,
         token_limit=config.token_limit,
@@ -259,8 +258,6 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
     if measured.draft is not None and job.fan_out:
         t_growth = median(measured.draft.column("t_growth_s"))
     floor, floor_s = floor_of(job, session.backend.itemsize, rates(measured.profile))
-    layers, all_layers = job.target.num_layers, job.full_target.num_layers
-    is_scaled = t_target is not None and layers != all_layers
     return {
         "t_target_s": t_target,
         "t_draft_s": t_draft,
@@ -270,7 +267,6 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
         "floor_fraction": round(floor_s / t_target, 4) if t_target and floor_s else None,
         **floor,
         "cache_bytes": session.backend.info.cache_bytes,
-        "t_target_full_depth_s": (t_target or 0.0) * all_layers / layers if is_scaled else None,
     }
 
 

@@ -50,11 +50,6 @@ class ExtraGpu:
     otherwise: Choice | None
 
     @property
-    def is_derived(self) -> bool:
-        """Whether any of its choices rests on derived instead of measured times."""
-        return any(use and use.derived for use in (self.ssd, self.without, self.otherwise))
-
-    @property
     def gain(self) -> float | None:
         """SSD's tok/s over the best use's on one GPU less."""
         return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s

@@ -266,14 +266,17 @@ class DeviceCosts:
 
         Older files have no "lists": all of their draft's forwards read out as many candidates.
         """
-        draft, lists = values.get("draft"), values.get("lists") or {}
-        if not isinstance(lists, Mapping):
-            raise ConfigError(f"device costs: lists={lists!r}: allowed: {{candidates: …}}")
-        return cls.from_points(
-            _table("verify", values.get("verify")),
-            None if draft is None else _table("draft", draft),
-            {_rows("lists", k): _table(f"lists {k}", points) for k, points in lists.items()},
-        )
+
+        def points(table: Any) -> dict[int, float]:
+            return {int(rows): float(seconds) for rows, seconds in table.items()}
+
+        try:
+            verify, draft = points(values["verify"]), values.get("draft")
+            drafts = None if draft is None else points(draft)
+            lists = {int(k): points(table) for k, table in (values.get("lists") or {}).items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"device costs: {error!r}: allowed: {{rows: seconds}}") from error
+        return cls.from_points(verify, drafts, lists)
 
 
 def forwards(
@@ -308,22 +311,8 @@ def forwards_of_any_job(
     return dataclasses.replace(many, few=few, few_rows=limit)
 
 
-def _table(name: str, points: Any) -> dict[int, float]:
-    if not isinstance(points, Mapping):
-        raise ConfigError(f"device costs: {name}={points!r}: allowed: {{rows: seconds}}")
-    where = f"device costs: {name}"
-    return {_rows(where, n): _number(where, s) for n, s in points.items()}
-
-
 def _points(table: RowTable) -> dict[str, float]:
     return {str(n): s for n, s in zip(table.rows, table.seconds, strict=True)}
-
-
-def _rows(where: str, text: Any) -> int:
-    try:
-        return int(text)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {text!r}: allowed: whole row counts") from error
 
 
 def _number(where: str, value: Any) -> float:

@@ -21,8 +21,7 @@ from functools import lru_cache
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.base import Cost
-from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
-from mpissd.engine.backend.profile_tables import Curve, Forward
+from mpissd.engine.backend.profile import Curve, Forward, Profile, known_profiles, load_profile
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 

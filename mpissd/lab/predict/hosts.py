@@ -12,8 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mpissd.engine.backend.profile import Profile
-from mpissd.engine.backend.profile_tables import Curve, HostEntry
+from mpissd.engine.backend.profile import Curve, HostEntry, Profile
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.derive import DERIVED, same_device

@@ -111,7 +111,7 @@ def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placemen
 
     It has no draft rank. Raises ConfigError if the forwards of no T below and above are known.
     """
-    tps = tps_of(_resolved(config, "ar", 1, 0, None).full_target.name, 8 * tp)
+    tps = tps_of(_resolved(config, "ar", 1, 0, None).target.name, 8 * tp)
     evens = [t for t in tps if _fits(config, Family("ar", t, 0), None)]
     low, high = max(t for t in evens if t < tp), min((t for t in evens if t > tp), default=0)
     if not high:

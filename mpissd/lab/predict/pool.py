@@ -20,51 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-import numpy as np
-
-from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, buckets
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
+from mpissd.lab.predict.draws import Outcomes
 
 _BURN_IN = 8  # rounds a target before those that count
 _FRESH = 1 << 28  # first sequence of fresh draws; no request of a run has such a large id
-
-
-class Outcomes:
-    """The accepted tokens and hits of one sequence under a job's imposed models, by position.
-
-    They are those of a run with the same seed and sequence id; after num_positions they repeat.
-    """
-
-    def __init__(self, job: Job, sequence: int, num_positions: int, seed: int) -> None:
-        lookahead = job.lookahead
-        self._num_positions, self._counts, self._ranks = num_positions, list[list[int]](), [[0]]
-        if not lookahead:
-            return
-        coins = uniforms(seed, Purpose.ACCEPT, sequence, 0, num_positions + lookahead)
-        ahead = np.lib.stride_tricks.sliding_window_view(coins, lookahead)
-        for source in (Source[job.config.backup.upper()], Source.CACHE):
-            hazards = np.array(job.acceptance[source].hazards)
-            kept = np.logical_and.accumulate(ahead < hazards, axis=1)
-            self._counts.append(kept.sum(axis=1).tolist())
-        uniform = uniforms(seed, Purpose.RANK, sequence, 0, num_positions)
-        law = job.hit_law
-        self._ranks = [law.ranks(np.asarray(uniform), end).tolist() for end in law.ends]
-
-    def accepted(self, position: int, drafted: int, hit: bool) -> int:
-        """Returns how many of `drafted` tokens are accepted, by whether a cached branch drafted
-        them."""
-        return min(self._counts[hit][position % self._num_positions], drafted) if drafted else 0
-
-    def hits(self, position: int, k: int, kept: int, end: bool) -> bool:
-        """Returns whether the bonus token after k accepted ones is among `kept` candidates.
-
-        end: whether all served tokens were accepted.
-        """
-        ranks = self._ranks[min(end, len(self._ranks) - 1)]
-        return ranks[(position + k) % self._num_positions] <= kept
 
 
 @dataclass(frozen=True)

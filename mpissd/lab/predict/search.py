@@ -21,7 +21,8 @@ from mpissd.engine.spec.fanout import MAX_BRANCHES, resolve_fan_out
 from mpissd.engine.spec.hits import HitLaw, hit_law_of
 from mpissd.engine.spec.lawfile import load_laws
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.lab.predict.simulation import Config, Grid, expect
+from mpissd.lab.predict.grid import Config, Grid
+from mpissd.lab.predict.simulation import expect
 
 MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model

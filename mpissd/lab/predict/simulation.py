@@ -16,416 +16,23 @@ outcomes that it had. Shapes: [G, R] for G configurations and R chains, [G, R, b
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
-from mpissd.engine.spec.hits import HitLaw
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.lab.predict.draws import Draws, LawDraws, NoHits, RecordedDraws, ReplayDraws
+from mpissd.lab.predict.grid import Config, Grid, Ints, Mask
 
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
-_LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
 _BURN_IN = 8  # first rounds of a chain, which do not count
 _SETTLED = 4  # rounds after which rounds without growth are all equal
 _PRECISE = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
 _QUICK = 64, 16, 16  # the same, to rank many configurations
 _AT_ONCE = 1 << 17  # sequences of all configurations that are simulated at once, to stay in caches
-# Properties of HostCosts, in a Grid's order.
-_HOST = "ask_s lead_s send_s link reply_s inline_s draft_record nap patience".split()
-_FOLD = 4096  # rounds stored as separate arrays take twelve times the memory of one array
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the simulation reads of a configuration. AR has K = 0.
-
-    hazards: acceptance rates of cached and JIT tokens, K of them; hazards_fast: of looked-up ones.
-    fan_out, fan_out_miss: F_0..F_K after a hit and after a backup; empty if nothing grows.
-    target_rows, draft_rows: the row counts that are compiled besides powers of two.
-    """
-
-    lookahead: int
-    batch_size: int
-    inline: bool
-    hazards: tuple[float, ...]
-    hazards_fast: tuple[float, ...]
-    fan_out: tuple[int, ...]
-    fan_out_miss: tuple[int, ...]
-    hit_law: HitLaw
-    backup_lookahead: int
-    fast: bool
-    target_rows: tuple[int, ...]
-    draft_rows: tuple[int, ...]
-
-    @classmethod
-    def of(cls, job: Job) -> Config:
-        """Makes the configuration of a job."""
-        laws = job.acceptance
-        cached, fast = (
-            tuple(laws[source].hazards) if job.lookahead else ()
-            for source in (Source.CACHE, Source.FAST)
-        )
-        rows = job.config.batch_size, job.verify_rows, *(job.prefill_rows,) * bool(job.prefill_rows)
-        return cls(
-            lookahead=job.lookahead,
-            batch_size=job.config.batch_size,
-            inline=job.inline,
-            hazards=cached,
-            hazards_fast=fast,
-            fan_out=tuple(job.fan_out),
-            fan_out_miss=tuple(job.fan_out_miss),
-            hit_law=job.hit_law,
-            backup_lookahead=job.backup_lookahead,
-            fast=job.config.backup == "fast",
-            target_rows=rows,
-            draft_rows=() if job.draft is None else (*rows, job.group_lanes),
-        )
-
-    @property
-    def widest(self) -> int:
-        """The most candidates of a row."""
-        return max((*self.fan_out, *self.fan_out_miss), default=0)
-
-    @property
-    def most_rows(self) -> int:
-        """The rows of the largest forward."""
-        return max(*self.target_rows, *self.draft_rows, 1)
-
-    def hit_chances(self) -> Floats:
-        """Returns P(hit | k), [source, end, K+1]: after a backup or a hit; whether k is all."""
-        lists = (self.fan_out_miss, self.fan_out)
-        if not self.fan_out:
-            return np.zeros((2, 2, self.lookahead + 1))
-        table = _chances(self.hit_law, self.widest)
-        return np.stack([table[:, list(fans)] for fans in lists])
-
-
-@lru_cache(maxsize=1024)
-def _chances(law: HitLaw, widest: int) -> Floats:
-    return law.hit_probabilities(widest)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """G configurations of one batch size with the durations of their rounds, in seconds.
-
-    Tables are indexed by the numbers of live sequences and of hits among them: [G, L, b+1] with L =
-    b+1, or L = 1 if all sequences live on. most_steps: K where branches grow, 0 elsewhere. lanes_s:
-    a draft step of 0..b sequences, [G, b+1].
-    """
-
-    batch_size: int
-    lookahead: Ints  # [G], and so on
-    backup_lookahead: Ints
-    fast: Mask
-    inline: Mask  # or without a draft
-    hazards: Floats  # [G, K], 0 beyond a configuration's own K
-    hazards_fast: Floats
-    p_hit: Floats  # [G, 2, 2, K+1], Config.hit_chances
-    verify_s: Floats
-    keys_s: Floats
-    step_s: Floats
-    most_steps: Ints
-    lanes_s: Floats
-    host: Floats  # [G, 9], of _HOST
-
-    def __len__(self) -> int:
-        return len(self.lookahead)
-
-    @classmethod
-    def of(
-        cls,
-        configs: Sequence[Config],
-        device: DeviceCosts,
-        host: HostCosts,
-        *,
-        ends: bool = False,
-    ) -> Grid:
-        """Makes the grid of configurations on the same devices and hosts.
-
-        ends: whether sequences may end before others of their batch.
-        """
-        batch = configs[0].batch_size
-        lookahead, backup = (
-            np.array([getattr(c, name) for c in configs], np.int64)
-            for name in ("lookahead", "backup_lookahead")
-        )
-        live = np.arange(batch + 1)[:, None] if ends else np.full((1, 1), batch)
-        won = np.minimum(np.arange(batch + 1), live)  # [L, b+1]
-        missed = live - won
-        k, served = lookahead[:, None, None], backup[:, None, None]
-        compiled = _rows_of([c.target_rows for c in configs])
-        rows = won * (k + 1) + missed * (served + 1)
-        shape = rows.shape
-        verify_s = device.verify(padded(rows, compiled), compiled.max(axis=1)[:, None, None])
-        keys_s, step_s, most = np.zeros(shape), np.ones(shape), np.zeros(shape, np.int64)
-        lanes_s = np.zeros((len(configs), batch + 1))
-        if lookahead.any() and device.draft is not None:
-            compiled = _rows_of([c.draft_rows for c in configs])
-            largest = compiled.max(axis=1)[:, None, None]
-            counts = np.broadcast_to(np.arange(batch + 1), (len(configs), 1, batch + 1))
-            lanes_s = device.draft_s(padded(counts, compiled), largest)[:, 0] + host.step
-            after_hit, after_miss = (
-                np.array([sum(getattr(c, name)) for c in configs])[:, None, None]
-                for name in ("fan_out", "fan_out_miss")
-            )
-            lanes = won * after_hit + missed * after_miss
-            step_s = device.draft_s(padded(np.maximum(lanes, 1), compiled), largest) + host.step
-            candidates = np.array([c.widest + 1 for c in configs])[:, None, None]
-            glue_rows = padded(live * (k + 1) + 0 * won, compiled)
-            glue_s = device.glue_s(glue_rows, candidates, largest) + host.glue
-            keys_s = np.where(lanes > 0, glue_s + host.keys + host.keys_lane * lanes, 0.0)
-            most = np.where(lanes > 0, k, 0)
-        width = int(lookahead.max())
-        hosts = np.tile([getattr(host, name) for name in _HOST], (len(configs), 1))
-        hosts[lookahead == 0, _HOST.index("inline_s")] = 0.0
-        return cls(
-            batch_size=batch,
-            lookahead=lookahead,
-            backup_lookahead=backup,
-            fast=np.array([c.fast for c in configs]),
-            inline=np.array([c.inline for c in configs]) | (lookahead == 0),
-            hazards=_padded([c.hazards for c in configs], width),
-            hazards_fast=_padded([c.hazards_fast for c in configs], width),
-            p_hit=_padded([c.hit_chances() for c in configs], width + 1),
-            verify_s=verify_s,
-            keys_s=keys_s,
-            step_s=step_s,
-            most_steps=most,
-            lanes_s=lanes_s,
-            host=hosts,
-        )
-
-    @classmethod
-    def joined(cls, grids: Sequence[Grid]) -> Grid:
-        """Returns one grid of all configurations, in order; all have one batch size."""
-        width = max(grid.hazards.shape[1] for grid in grids)
-        arrays: dict[str, Any] = {}
-        for field in fields(cls)[1:]:
-            parts = [getattr(grid, field.name) for grid in grids]
-            if field.name in ("hazards", "hazards_fast", "p_hit"):
-                longest = width + (field.name == "p_hit")
-                parts = [_padded(part, longest) for part in parts]
-            arrays[field.name] = np.concatenate(parts)
-        return cls(grids[0].batch_size, **arrays)
-
-    def take(self, chosen: Any) -> Grid:
-        """Returns the configurations with these indices, in that order."""
-        arrays = {f.name: getattr(self, f.name)[chosen] for f in fields(self)[1:]}
-        return Grid(self.batch_size, **arrays)
-
-    @property
-    def grows(self) -> Mask:
-        """Which configurations grow branches, [G]."""
-        return np.asarray(self.most_steps.any(axis=(1, 2)))
-
-
-def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
-    """Returns the row counts of configurations as one array, [G, n]; short lists repeat one."""
-    longest = max(map(len, lists))
-    return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
-
-
-def _padded(parts: Iterable[Any], width: int) -> Floats:
-    """Returns arrays as one, [G, …, width], with zeros after the last of each."""
-    arrays = [np.asarray(part, np.float64) for part in parts]
-    out = np.zeros((len(arrays), *arrays[0].shape[:-1], width))
-    for row, array in zip(out, arrays, strict=True):
-        row[..., : array.shape[-1]] = array
-    return out
-
-
-def padded(rows: Ints, compiled: Ints) -> Ints:
-    """Returns the smallest compiled row count that holds each of `rows` [G, …] (job.buckets).
-
-    compiled: [G, n], those besides the powers of two below the largest.
-    """
-    rows = np.asarray(rows)
-    columns = compiled.T.reshape(compiled.shape[1], -1, *(1,) * (rows.ndim - 1))
-    powers = 2 ** np.ceil(np.log2(np.maximum(rows, 1))).astype(np.int64)
-    largest = columns.max(axis=0)
-    held = np.where(powers < largest, powers, largest)
-    for column in columns:
-        held = np.where((column >= rows) & (column < held), column, held)
-    return np.asarray(np.maximum(held, rows), np.int64)
-
-
-class Draws(ABC):
-    """The source of rounds' accepted tokens and hits."""
-
-    chains: int
-
-    @abstractmethod
-    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns k, how many of num_draft tokens each sequence's round accepts, [G, R, b].
-
-        hit: whether a branch of the cache drafted them, or a backup.
-        """
-
-    @abstractmethod
-    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the outcomes of this round are keys of the cache, [G, R, b].
-
-        end: whether all served tokens were accepted.
-        """
-
-    def bonus(self, accepted: Ints) -> Ints:
-        """Returns the bonus tokens t*, [G, R, b]; 0 if unknown."""
-        return np.zeros_like(accepted)
-
-    def live(self, number: int, live: Mask) -> Mask:
-        """Returns which sequences round `number` decodes, of those that have not ended."""
-        return live
-
-
-class NoHits(Draws):
-    """Rounds whose durations do not depend on what is accepted."""
-
-    chains = 1
-
-    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        return np.zeros_like(num_draft)
-
-    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        return np.zeros_like(hit)
-
-
-class LawDraws(Draws):
-    """Fresh draws from the imposed models; all configurations read the same uniforms.
-
-    The draws of a sequence are spread evenly over the chains of a round (one in each R-th of [0,
-    1)), so that means come out with less noise than from independent draws.
-    """
-
-    def __init__(self, grid: Grid, chains: int, seed: int = 0) -> None:
-        self.chains, self._batch, self._seed, self._number = chains, grid.batch_size, seed, 0
-        self._fast = grid.fast[:, None, None]
-        self._reached, self._kind = _distinct(grid.hazards)
-        self._reached_fast, self._kind_fast = _distinct(grid.hazards_fast)
-        self._p_hit, self._width = grid.p_hit.ravel(), grid.p_hit.shape[-1]
-        self._first = np.arange(len(grid))[:, None, None] * 4 * self._width
-
-    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        uniform = self._spread()[None, :, :, None]
-        free = (uniform < self._reached).sum(axis=3)[self._kind]
-        if self._fast.any():
-            other = (uniform < self._reached_fast).sum(axis=3)[self._kind_fast]
-            free = np.where(hit | ~self._fast, free, other)
-        return np.asarray(np.minimum(free, num_draft), np.int64)
-
-    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        at = self._first + (2 * hit + end) * self._width + accepted
-        return np.asarray(self._spread() < self._p_hit[at])
-
-    def _spread(self) -> Floats:
-        """Returns the next uniforms, [R, b]."""
-        self._number += 1
-        return _spread(self.chains, self._batch, self._seed, self._number)
-
-
-def _distinct(hazards: Floats) -> tuple[Floats, Ints]:
-    """Returns P(k >= i) of the distinct rows, [n, 1, 1, K], and which of them each row is, [G]."""
-    rows, kind = np.unique(hazards, axis=0, return_inverse=True)
-    reached = np.cumprod(rows, axis=1, dtype=np.float64)
-    return reached[:, None, None, :], np.asarray(kind.reshape(-1), np.int64)
-
-
-@lru_cache(maxsize=512)
-def _spread(chains: int, batch: int, seed: int, number: int) -> Floats:
-    """Returns the n-th uniforms of a seed, [R, b], each column one in every R-th of [0, 1)."""
-    random = np.random.Generator(np.random.Philox(key=[seed, _LAW_SEQUENCE + number]))
-    order = random.permuted(np.tile(np.arange(chains)[:, None], batch), axis=0)
-    return np.asarray((order + random.random((chains, batch))) / chains)
-
-
-class ReplayDraws(Draws):
-    """The draws of one run (one configuration, one chain): its seed, sequences and positions."""
-
-    chains = 1
-
-    def __init__(self, job: Job, num_rounds: int, seed: int | None = None) -> None:
-        seed = job.config.seed if seed is None else seed
-        lookahead, batch = job.lookahead, job.config.batch_size
-        # A sequence starts with length 1 and grows by at most K+1 a round.
-        count = 2 + (num_rounds + 1) * (lookahead + 1)
-
-        def table(purpose: Purpose) -> Floats:
-            return np.array([uniforms(seed, purpose, s, 0, count) for s in range(batch)])
-
-        self._true = (table(Purpose.TOKEN) * job.target.vocab_size).astype(np.int64)
-        self._coins = table(Purpose.ACCEPT)
-        uniform, law = table(Purpose.RANK), job.hit_law
-        self._ranks = np.array([law.ranks(uniform, end) for end in law.ends])
-        nothing = (0,) * (lookahead + 1)
-        self._lists = np.array([job.fan_out_miss or nothing, job.fan_out or nothing])
-        backup = Source[job.config.backup.upper()] if lookahead else Source.NONE
-        sources = (backup, Source.CACHE) if lookahead else ()
-        self._hazards = np.array([job.acceptance[source].hazards for source in sources])
-        self._ahead, self._rows = np.arange(lookahead), np.arange(batch)
-        self._length = np.ones((1, 1, batch), np.int64)
-
-    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns the leading i <= k' with U(accept) < a_i, by their drafter's acceptance rates."""
-        if not len(self._ahead):
-            return np.zeros_like(num_draft)
-        coins = self._coins[self._rows[:, None], self._length[..., None] + self._ahead]
-        good = coins < self._hazards[hit.astype(np.int64)]
-        good &= self._ahead < num_draft[..., None]
-        return np.asarray(np.logical_and.accumulate(good, axis=-1).sum(axis=-1), np.int64)
-
-    def bonus(self, accepted: Ints) -> Ints:
-        return np.asarray(self._true[self._rows, self._length + accepted])
-
-    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        law, at = np.minimum(end, len(self._ranks) - 1), self._length + accepted
-        kept = self._lists[hit.astype(np.int64), accepted]
-        self._length = at + 1
-        return np.asarray(self._ranks[law, self._rows, at] <= kept)
-
-
-class RecordedDraws(Draws):
-    """A run's recorded outcomes, round by round: the rows of RoundRecords.sequences, [n, 8].
-
-    A round's sequences are identified only by their place in it; times depend on no more.
-    """
-
-    chains = 1
-
-    def __init__(self, job: Job, sequences: NDArray[np.int64]) -> None:
-        rounds = sequences[:, 0]
-        place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
-        self.num_rounds, self._number = int(rounds.max()) + 1, 0
-        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # and an empty round at the end
-        self._live, self._hit = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-        self._accepted, self._bonus = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        at = rounds, 0, 0, place
-        self._live[at] = True
-        self._accepted[at], self._bonus[at] = sequences[:, 3], sequences[:, 4]
-        self._hit[at] = sequences[:, 6] > 0
-
-    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
-
-    def bonus(self, accepted: Ints) -> Ints:
-        return np.asarray(self._bonus[self._number])
-
-    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the next round's lookups hit; a new sequence's first one never does."""
-        return np.asarray(self._hit[self._number + 1])
-
-    def live(self, number: int, live: Mask) -> Mask:
-        self._number = number
-        return np.asarray(self._live[number])
 
 
 class Rounds:
@@ -763,27 +370,25 @@ def _kept(
 ) -> Prediction:
     """Simulates one job for every chain of `draws`, and keeps its rounds after the first ones."""
     rounds = Rounds(grid, draws, num_tokens)
-    recent: list[dict[str, NDArray[Any]]] = []
-    folded: list[dict[str, NDArray[Any]]] = []
+    kept: dict[str, NDArray[Any]] = {}
+    count = 0
     for number in range(burn_in + num_rounds):
         of_round = rounds.advance(number)
-        if number >= burn_in:
-            recent.append({name: value[0] for name, value in of_round.items()})
-        if len(recent) == _FOLD:
-            folded.append(_stacked(recent, np.array))
-            recent = []
+        if number < burn_in:
+            continue
+        if not kept:  # one array each: rounds of their own would take twelve times the memory
+            first = {name: value[0] for name, value in of_round.items()}
+            kept = {n: np.empty((num_rounds, *v.shape), v.dtype) for n, v in first.items()}
+        for name, value in of_round.items():
+            kept[name][count] = value[0]
+        count += 1
         if not rounds.live.any():
             break
-    folded += [_stacked(recent, np.array)] if recent else []
     growth_s = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
     return Prediction(
-        **_stacked(folded, np.concatenate),
+        **{name: values[:count] for name, values in kept.items()},
         backup=Source[job.config.backup.upper()] if job.lookahead else Source.NONE,
         t_target_s=float(grid.verify_s[0, -1, -1]),
         t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
         t_growth_s=growth_s if grid.grows[0] else None,
     )
-
-
-def _stacked(parts: Sequence[dict[str, NDArray[Any]]], how: Any) -> dict[str, Any]:
-    return {name: how([part[name] for part in parts]) for name in parts[0]}

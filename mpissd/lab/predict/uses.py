@@ -173,12 +173,6 @@ class Gain:
     most: Use | None
     each: Use | None
 
-    @property
-    def is_derived(self) -> bool:
-        """Whether any of the uses rests on derived instead of measured times."""
-        uses = self.pool, self.in_time, self.most, self.each
-        return any(use is not None and use.choice.derived for use in uses)
-
     def over(self, other: Use | None) -> float | None:
         """Returns the pool's tok/s over another use's."""
         return None if other is None else self.pool.tok_per_s / other.tok_per_s

@@ -1,4 +1,4 @@
-"""The KV cache as the host knows it: sizes, pages, and where the rows of a forward stand.
+"""The KV cache as the host knows it: sizes, pages, and the places of a forward's rows.
 
 A page holds the K and V of PAGE consecutive positions of one sequence, in all layers. Attention is
 split at absolute multiples of PAGE positions, so the numbers of a row do not depend on which pages
@@ -7,17 +7,18 @@ its sequence got. A lane (a branch that a draft grows) keeps its K and V in a sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count as counted
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import HostArray
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.transformer.page_pool import PagePool
 
+_FIRST = 0  # the name before a sequence's first page
+_Key = tuple[int, bytes]  # the name of the page before, and the page's tokens
 PADDING = -1  # the slot of a row that stores nothing and attends nothing
 
 
@@ -57,14 +58,6 @@ class CacheSizes:
         return self.pages_per_slot * self.page + self.steps
 
 
-def cache_sizes(
-    layers: int, kv_heads: int, head_dim: int, options: ForwardOptions, *, slots: int, page: int
-) -> CacheSizes:
-    """Returns the sizes of a cache that `slots` sequences of a model with these options need."""
-    sizes = options.lanes, options.steps, options.pool
-    return CacheSizes(layers, kv_heads, head_dim, slots, options.capacity, page, *sizes)
-
-
 class RowPlaces:
     """Host arrays that say where the rows of a forward stand; views of one int32 buffer.
 
@@ -84,6 +77,82 @@ class RowPlaces:
     def size(max_rows: int, sizes: CacheSizes) -> int:
         """Returns the number of elements of the buffer."""
         return 4 * max_rows + sizes.slots * sizes.pages_per_slot
+
+
+class PagePool:
+    """The pages of one cache, of `page` positions each, which sequences share.
+
+    A page whose positions are all stored may be *named* by its tokens and those before it. A
+    sequence that begins with the same tokens takes it over instead of computing it again: the K and
+    V of a position depend on the tokens up to it only, bit for bit. A named page that nobody holds
+    keeps its numbers until the pool needs it; the page that was given back first goes first. Names
+    are compared as they are and never only hashed, so that nobody can make two texts share a name.
+    """
+
+    def __init__(self, pages: int, page: int) -> None:
+        self._page = page
+        self._blank = list(range(pages - 1, -1, -1))  # free, without a name
+        self._kept: dict[int, None] = {}  # free with a name, in the order of their return
+        self._holders = [0] * pages
+        self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
+        self._keys: dict[int, _Key] = {}  # by page
+        self._serial = counted(_FIRST + 1)
+
+    @property
+    def free(self) -> list[int]:
+        """The pages that nobody holds; the last one of those without a name is taken first."""
+        return [*self._blank, *self._kept]
+
+    def take(self) -> int:
+        """Returns a page for new positions; only the caller holds it."""
+        page = self._blank.pop() if self._blank else self._oldest()
+        self._holders[page] = 1
+        return page
+
+    def _oldest(self) -> int:
+        page = next(iter(self._kept))
+        del self._kept[page], self._names[self._keys.pop(page)]
+        return page
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Takes a sequence's pages back, the first positions' first: they are kept longest."""
+        for page in reversed([*pages]):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                if page in self._keys:
+                    self._kept[page] = None
+                else:
+                    self._blank.append(page)
+
+    def found(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the pages that store the first of these tokens, as many as are known; they are
+        the caller's as well."""
+        pages, name = [], _FIRST
+        for part in self._parts(tokens):
+            page, name = self._names.get((name, part), (-1, -1))
+            if page < 0:
+                break
+            pages.append(page)
+        for page in pages:
+            self._holders[page] += 1
+            self._kept.pop(page, None)
+        return pages
+
+    def name(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """Names the pages that store these tokens, the last part of a page left out."""
+        name = _FIRST
+        for page, part in zip(pages, self._parts(tokens), strict=False):
+            key = name, part
+            if key not in self._names:
+                if page in self._keys:  # follows a page that another one has replaced
+                    return
+                self._names[key], self._keys[page] = (page, next(self._serial)), key
+            name = self._names[key][1]
+
+    def _parts(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        every = np.asarray(tokens, np.int32)
+        for start in range(0, len(every) - self._page + 1, self._page):
+            yield every[start : start + self._page].tobytes()
 
 
 class PageTable:

@@ -32,7 +32,7 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import Find, ReadOut, Stack
-from mpissd.engine.model.transformer.cache import PageTable, RowPlaces, cache_sizes
+from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.ops import Chunks, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -76,8 +76,17 @@ class TransformerStack(Stack):
         super().__init__(backend, group, shard, options)
         self.weights, self.states, ops = weights, None, weights.ops
         page = _EMULATED_PAGE if ops is None else ops.page
-        model = shard.kv_layers, shard.kv_heads, shard.shape.head_dim
-        sizes = cache_sizes(*model, options, slots=max_sequences, page=page)
+        sizes = CacheSizes(
+            shard.kv_layers,
+            shard.kv_heads,
+            shard.shape.head_dim,
+            slots=max_sequences,
+            capacity=options.capacity,
+            page=page,
+            lanes=options.lanes,
+            steps=options.steps,
+            pool=options.pool,
+        )
         seats = RowPlaces(backend.host_ints(RowPlaces.size(max_rows, sizes)), max_rows, sizes)
         self.pages = PageTable(seats, sizes)
         self.cache = None if ops is None else ops.cache(sizes, seats)

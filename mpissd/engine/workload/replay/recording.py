@@ -142,8 +142,8 @@ def _load(path: str, changed: int, size: int) -> Recording:
         raise _refused(path, f"{type(error).__name__}: {error}") from error
     arrays = {name: read[name] for name in _ARRAYS}
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-        found = header.get("schema") if isinstance(header, dict) else header
-        raise _refused(path, f"schema {found}: allowed: {SCHEMA}")
+        schema = header.get("schema") if isinstance(header, dict) else header
+        raise _refused(path, f"schema {schema}: allowed: {SCHEMA}")
     fault = _fault(header, arrays) or _unordered(known, header["vocab"])
     if fault is not None:
         raise _refused(path, fault)
@@ -161,8 +161,8 @@ def _load(path: str, changed: int, size: int) -> Recording:
 
 def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     with archive.open(f"{name}.npy") as file:
-        found: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
-        return found
+        array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+        return array
 
 
 def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:

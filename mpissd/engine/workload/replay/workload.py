@@ -60,14 +60,14 @@ class ReplayWorkload(Workload):
         """Refuses a job that needs more than was recorded (K, candidates a row, prompts), and a
         transformer that lacks recorded tokens."""
         super().check()
-        job, found = self.job, self.recording
+        job, recording = self.job, self.recording
         wanted = [
-            (f"lookahead={job.lookahead}", job.lookahead, found.lookahead),
+            (f"lookahead={job.lookahead}", job.lookahead, recording.lookahead),
             (f"batch_size={job.config.batch_size}", job.config.batch_size, len(self.share(0))),
         ]
         if job.fan_out:
             fan_out = f"fan_out={job.config.fan_out}: {job.widest} candidates a row"
-            wanted.append((fan_out, job.widest, found.widest))
+            wanted.append((fan_out, job.widest, recording.widest))
         if job.config.is_transformer and self.vocab > job.target.vocab_size:
             raise ConfigError(
                 f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "

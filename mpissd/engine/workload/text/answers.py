@@ -58,9 +58,9 @@ def answer_of(
     text: an unused AnswerText with the run's stops; None without a tokenizer. ended: its finish
     reason without a stop.
     """
-    told = None if text is None else "".join([text.push(t) for t in tokens]) + text.flush()
+    shown = None if text is None else "".join([text.push(t) for t in tokens]) + text.flush()
     ended = (text and text.ended) or ended
-    return Answer(prompt.entry, told, prompt.tokens, tokens, sources, ended)
+    return Answer(prompt.entry, shown, prompt.tokens, tokens, sources, ended)
 
 
 def sources_of(num_accepted: int, source: int) -> list[str]:

@@ -103,7 +103,7 @@ class LogitsDraft(SampledDraft):
         ]
         if not any(lane.temperature > 0 for lane, _ in lanes):
             return None
-        found: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
+        tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         shared = Draws()
         u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
@@ -116,13 +116,13 @@ class LogitsDraft(SampledDraft):
             ]
             proposed = draws.propose(asked, self._saguaro_c)
             for n, one in zip(chosen, proposed, strict=True):
-                found[n] = self._named(one.token), one.q, one.kept
-            return found
+                tokens[n] = self._named(one.token), one.q, one.kept
+            return tokens
         logits = self._stepper.logits(range(first, first + len(lanes)))
         for n, draw in zip(chosen, u, strict=True):
             lanes[n][0].logits = logits[n]
-            found[n] = self._propose(*lanes[n], draw)
-        return found
+            tokens[n] = self._propose(*lanes[n], draw)
+        return tokens
 
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         assert lane.logits is not None, "a step without logits"

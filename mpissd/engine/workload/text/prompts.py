@@ -52,16 +52,16 @@ def read_prompts(
     answer.
     """
     if config.prompt_ids is not None:
-        found = _prompts_of_ids(config.prompt_ids)
+        named = _prompts_of_ids(config.prompt_ids)
     else:
         assert tokenizer is not None, "text without a tokenizer"
-        found = [
+        named = [
             (where, Prompt(entry, _encoded(where, entry, tokenizer, chat=config.chat_template)))
             for where, entry in _entries(config)
         ]
-    for where, prompt in found:
+    for where, prompt in named:
         _check_room(where, prompt.tokens, context, vocab)
-    return [prompt for _, prompt in found]
+    return [prompt for _, prompt in named]
 
 
 def _check_room(
@@ -81,13 +81,13 @@ def _check_room(
 
 def _prompts_of_ids(text: str) -> list[tuple[str, Prompt]]:
     """Parses 1,2,3;4,5 to two prompts."""
-    found = []
+    prompts = []
     for number, part in enumerate(text.split(";"), 1):
         where, ids = f"prompt_ids: prompt {number}", part.split(",")
         if not all(_ID.fullmatch(token.strip()) for token in ids):
             raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
-        found.append((where, Prompt({}, tuple(int(token) for token in ids))))
-    return found
+        prompts.append((where, Prompt({}, tuple(int(token) for token in ids))))
+    return prompts
 
 
 def _entries(config: RunConfig) -> list[tuple[str, Entry]]:
@@ -109,10 +109,10 @@ def read_entries(file: str) -> list[tuple[str, Entry]]:
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from error
     named = [(f"{name}: line {number}", line) for number, line in enumerate(lines, 1)]
-    found = [(where, _entry(where, line)) for where, line in named if line.strip()]
-    if not found:
+    entries = [(where, _entry(where, line)) for where, line in named if line.strip()]
+    if not entries:
         raise ConfigError(f"{name}: holds no prompt")
-    return found
+    return entries
 
 
 def _entry(where: str, line: bytes) -> Entry:
@@ -145,17 +145,17 @@ def _chatted(where: str, messages: list[dict[str, str]], tokenizer: Tokenizer) -
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _messages(where: str, found: Any) -> list[dict[str, str]]:
+def _messages(where: str, messages: Any) -> list[dict[str, str]]:
     """Returns messages that have a role and a content each."""
-    if not isinstance(found, list) or not found:
+    if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages: allowed: a list of at least one message")
-    for number, message in enumerate(found, 1):
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(
                 f'{where}: message {number}: allowed: {{"role": "…", "content": "…"}}'
             )
         check_text(f"{where}: message {number}", message.get("content"))
-    return found
+    return messages
 
 
 def check_text(where: str, text: Any) -> str:

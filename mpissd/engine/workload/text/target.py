@@ -82,10 +82,10 @@ class LogitsTarget(SampledTarget):
 
     def _likeliest(self) -> list[int]:
         """Returns the token with the largest logit of every row."""
-        found = self._stepper.results()
-        if found.values is not None:
-            check_finite(found.values[0, :, 0], "target")
-        best: list[int] = found.ids[0, :, 0].tolist()
+        results = self._stepper.results()
+        if results.values is not None:
+            check_finite(results.values[0, :, 0], "target")
+        best: list[int] = results.ids[0, :, 0].tolist()
         return best
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
@@ -116,20 +116,20 @@ class LogitsTarget(SampledTarget):
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
-        found = {}
+        logprobs = {}
         start = 0
         for row, one in enumerate(batch.sequences):
             if one.request.logprobs:
                 tokens = [*one.served[: accepted[row]], int(bonus[row])]
                 rows = (self._logits(start + i) for i in range(len(tokens)))
-                found[row] = [_logprob(*pair) for pair in zip(rows, tokens, strict=True)]
+                logprobs[row] = [_logprob(*pair) for pair in zip(rows, tokens, strict=True)]
             start += len(one.served) + 1
-        return found
+        return logprobs
 
     def lessons(
         self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
     ) -> list[Lesson]:
-        found, start = [], 0
+        lessons, start = [], 0
         for row, one in enumerate(batch.sequences):
             k, count = int(accepted[row]), len(one.served)
             first = 0 if everywhere else k
@@ -140,9 +140,9 @@ class LogitsTarget(SampledTarget):
             tokens = np.array([*one.tokens[had:], *one.served[:k], bonus[row]], np.int32)
             at = np.arange(last + first, last + first + len(rows), dtype=np.int32)
             prompt = len(one.request.prompt)
-            found.append(Lesson(*name, had, tokens, prompt, at, rows))
+            lessons.append(Lesson(*name, had, tokens, prompt, at, rows))
             start += count + 1
-        return found
+        return lessons
 
     def logits_of(self, row: int) -> Logits:
         return self._logits(row)
@@ -186,7 +186,7 @@ def judged(draws: Draws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[
     """
     asked = [_asked(case) for case in cases]
     verdicts = iter(draws.judge([one for every in asked for one in every], ids))
-    found = []
+    decided = []
     for case, every in zip(cases, asked, strict=True):
         mine = [next(verdicts) for _ in every]
         for i, verdict in enumerate(mine):
@@ -194,21 +194,21 @@ def judged(draws: Draws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[
                 row = _kept(draws, case, i, ids)
                 (mine[i],) = draws.judge([replace(every[i], kept=row)], ids)
             if mine[i].is_replaced or i == len(case.tokens):
-                found.append((i, mine[i].token))
+                decided.append((i, mine[i].token))
                 break
-    return found
+    return decided
 
 
 def _asked(case: Case) -> list[Judging]:
     """Returns the judgings of a sequence's rows; the last row's token is the target's own."""
-    told = case.request.temperature, case.u
+    how = case.request.temperature, case.u
     every = zip(case.tokens, case.q, case.coins, strict=False)
-    found = []
+    judgings = []
     for i, (token, q, coin) in enumerate(every):
         if not 0 < q <= 1:
             raise ProtocolError(f"token {token} was proposed with probability {q}")
-        found.append(Judging(case.start + i, *told, token, q, coin))
-    return [*found, Judging(case.start + len(found), *told)]
+        judgings.append(Judging(case.start + i, *how, token, q, coin))
+    return [*judgings, Judging(case.start + len(judgings), *how)]
 
 
 def _kept(draws: Draws, case: Case, i: int, ids: Ints | None) -> Any:

@@ -84,8 +84,8 @@ def load_tokenizer(where: str) -> Tokenizer:
         tokenizer = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
         foreign = [token for token in tokenizer.stop_ids if not 0 <= token < tokenizer.vocab_size]
     except _DAMAGED as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"{str(path)!r}: its tokenizer is damaged ({told})") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{str(path)!r}: its tokenizer is damaged ({reason})") from error
     if foreign:
         raise ConfigError(
             f"{str(path)!r}: stop token {min(foreign)} is of another tokenizer: this one has "
@@ -196,10 +196,10 @@ def _stop_ids(
     """
     ids = set[int]()
     if eos_token is not None:
-        found = vocabulary.token_to_id(eos_token)
-        if found is None:
+        token = vocabulary.token_to_id(eos_token)
+        if token is None:
             raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos_token!r}")
-        ids.add(found)
+        ids.add(token)
     known = _json(folder / "generation_config.json") or _json(folder / "config.json")
     also = known.get("eos_token_id")
     return frozenset(ids.union(also if isinstance(also, list) else [] if also is None else [also]))
@@ -210,10 +210,10 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         return alone.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        return next((each["template"] for each in found if each.get("name") == "default"), None)
-    return found
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return next((each["template"] for each in template if each.get("name") == "default"), None)
+    return template
 
 
 def _content(token: Any) -> str | None:
@@ -224,14 +224,14 @@ def _content(token: Any) -> str | None:
 def _json(path: Path) -> dict[str, Any]:
     """Returns a JSON object, {} without such a file; raises ConfigError if it is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r}: {_first_line(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{str(path)!r}: is no JSON object")
-    return found
+    return value
 
 
 def from_gguf(path: Path) -> Tokenizer:

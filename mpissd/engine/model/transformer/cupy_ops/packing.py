@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,37 +90,15 @@ class Packer:
         depth, outputs = parts[0][1][1], sum(size[0] for _, size in parts)
         _check(checkpoint, depth, [head // 2])
         values, start = self._launcher.empty((outputs * depth,), np.float16), 0
-        for part, size in parts:
-            is_random = checkpoint.random_part(part.name, part.rows, part.columns) is not None
-            fill = self._fill_heads if is_random else self._fill_heads_staged
-            fill(checkpoint, values[start : start + size[0] * depth], part, size, head)
-            start += size[0] * depth
+        for part, (rows, _) in parts:
+            first = part.rows.start or 0
+            for at in range(first, first + rows, head):
+                edges = at, at + head // 2, at + head
+                left, right = (replace(part, rows=slice(*pair)) for pair in pairwise(edges))
+                to = values[start + (at - first) * depth :]
+                self._fill(checkpoint, to, _Tiles(left, right, head // 2, depth))
+            start += rows * depth
         return PackedWeight(values, depth, outputs, head=head)
-
-    def _fill_heads(
-        self, checkpoint: Checkpoint, out: Any, part: Part, size: tuple[int, int], head: int
-    ) -> None:
-        first, half, depth = part.rows.start or 0, head // 2, size[1]
-        for at in range(0, size[0], head):
-            left, right = (
-                replace(part, rows=slice(first + a, first + a + half)) for a in (at, at + half)
-            )
-            self._fill(checkpoint, out[at * depth :], _Tiles(left, right, half, depth))
-
-    def _fill_heads_staged(
-        self, checkpoint: Checkpoint, out: Any, part: Part, size: tuple[int, int], head: int
-    ) -> None:
-        """Copies a matrix to the device, some heads at a time, and packs each."""
-        outputs, depth = size
-        tiles = _Tiles(part, replace(part), head // 2, depth)  # two parts: 8 columns of each
-        told = tiles.lanes(head // 2), *tiles.depths
-        count = max(1, _STAGING_ELEMENTS // (depth * head)) * head
-        for first in range(0, outputs, count):
-            rows = self._staged(checkpoint, part, first, min(first + count, outputs)).ravel()
-            for at in range(0, rows.size, head * depth):
-                halves = rows[at:], rows[at + head // 2 * depth :], np.int64(depth)
-                args = (out[first * depth + at :], *told, *halves, *tiles.columns(head // 2))
-                self._launch("pack_lanes", int(told[0]), args)
 
     def gate_up(
         self, checkpoint: Checkpoint, gate: Part, up: Part, size: tuple[int, int]

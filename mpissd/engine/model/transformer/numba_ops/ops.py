@@ -16,10 +16,9 @@ from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
-from mpissd.engine.model.transformer.numba_ops.chained import run_stage
 from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Ops, Part
-from mpissd.engine.model.transformer.stages import Stage
+from mpissd.engine.model.transformer.stages import Stage, run_stage
 
 _NOTHING = np.zeros(0, np.float32)
 

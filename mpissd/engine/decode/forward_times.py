@@ -44,22 +44,22 @@ class Times:
             self._seconds[size] = _mean(self._seconds[size], seconds, count)
         else:
             self._take_first(size, seconds)
-        for few, found in self._first.items():
-            self._seconds[few] = self._between(few) or self._usual(found)
+        for few, samples in self._first.items():
+            self._seconds[few] = self._between(few) or self._usual(samples)
 
     def _take_first(self, size: int, seconds: float) -> None:
         """Takes one of the first four forwards of a size."""
         if size not in self._first:
             insort(self._rows, size)
-        found = self._first.setdefault(size, [])
-        found.append(seconds)
-        if len(found) == _KNOWN:
-            self._seconds[size] = self._usual(found)
+        samples = self._first.setdefault(size, [])
+        samples.append(seconds)
+        if len(samples) == _KNOWN:
+            self._seconds[size] = self._usual(samples)
             del self._first[size]
 
-    def _usual(self, found: Sequence[float]) -> float:
+    def _usual(self, samples: Sequence[float]) -> float:
         """Returns the usual seconds of a forward, given a few samples of its size."""
-        return median(found)
+        return median(samples)
 
     def _between(self, size: int) -> float | None:
         """Returns the seconds that better known sizes predict, if they replace the size's own."""
@@ -71,9 +71,9 @@ class Times:
         Fewer rows than measured count as the smallest measured size. More rows lie on the line
         through the two largest sizes, or are in proportion if only one was measured.
         """
-        if (found := self._asked.get(rows)) is None:
-            found = self._asked[rows] = self._seconds_of(self._size(rows))
-        return found
+        if (answer := self._asked.get(rows)) is None:
+            answer = self._asked[rows] = self._seconds_of(self._size(rows))
+        return answer
 
     def _seconds_of(self, rows: int) -> float:
         known = self._rows
@@ -104,11 +104,11 @@ class Times:
 class _Least(Times):
     """Seconds of forwards whose first run may compile a kernel or capture a graph."""
 
-    def _usual(self, found: Sequence[float]) -> float:
-        return min(found)
+    def _usual(self, samples: Sequence[float]) -> float:
+        return min(samples)
 
 
-class RowTimes(Times):
+class ForwardTimes(Times):
     """The seconds of the target's forwards, and the rows of prompts to store with a verification.
 
     That is the largest forward with which the round takes at most 30% longer. If it stores few

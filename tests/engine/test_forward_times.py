@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mpissd.engine.decode.row_times import RowTimes
+from mpissd.engine.decode.forward_times import ForwardTimes
 from mpissd.engine.job import fine_buckets
 
 
@@ -38,27 +38,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cost", "buckets"), CASES)
-@pytest.mark.parametrize("rows", [1, 5, 20, 100])
-def test_rounds_take_at_most_30_percent_longer_on_average(
-    cost: Callable[[int], float], buckets: Sequence[int], rows: int
-) -> None:
-    times, rounds = RowTimes(buckets), 400
-    for known in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-        times.add(known, cost(known))
-    taken, stored = 0.0, 0
-    for _ in range(rounds):
-        more = times.beside(rows, 512)
-        times.add(rows + more, cost(padded(rows + more, buckets)))
-        taken += cost(padded(rows + more, buckets))
-        stored += more
-    own = rounds * cost(padded(rows, buckets))
-    assert taken <= 1.31 * own
-    free = 0.3 * own  # what may be spent, at the price of the largest forward
-    assert stored * cost(512) / 512 >= 0.5 * free
-
-
-@pytest.mark.parametrize(("cost", "buckets"), CASES)
-@pytest.mark.parametrize("rows", [1, 5, 7, 20, 32, 64, 100])
+@pytest.mark.parametrize("rows", [1, 7, 64])
 def test_nine_rounds_in_ten_take_at_most_30_percent_longer(
     cost: Callable[[int], float], buckets: Sequence[int], rows: int
 ) -> None:
@@ -77,7 +57,7 @@ def test_a_machine_that_others_use_makes_no_rounds_long(noise: str) -> None:
 
     found = []
     for seed in range(8):
-        dice, times, growth = random.Random(seed), RowTimes(), list[float]()
+        dice, times, growth = random.Random(seed), ForwardTimes(), list[float]()
         for rows in 4 * [1, 2, 3, 4, 5, 8, 16, 64]:
             times.add(rows, seconds(rows) * _slowed(noise, dice))
         for _ in range(1500):
@@ -104,8 +84,8 @@ def test_a_forward_that_takes_far_longer_is_paid_for_in_time() -> None:
     assert stored.count(8) * 8.0 == pytest.approx(400 * 0.3, rel=0.1)
 
 
-def known(cost: Callable[[int], float], buckets: Sequence[int]) -> RowTimes:
-    times = RowTimes(buckets)
+def known(cost: Callable[[int], float], buckets: Sequence[int]) -> ForwardTimes:
+    times = ForwardTimes(buckets)
     for rows in buckets or (1, 2, 4, 8, 16, 32, 64, 128, 200, 256, 512):
         times.add(rows, cost(rows))
     return times
@@ -118,7 +98,7 @@ def steps_of_six(rows: int) -> float:
 
 def test_a_size_that_was_slow_once_is_tried_again() -> None:
     """SmolLM2's forward of 6 rows takes 9.5 ms; one of 16.8 made a server of AR speed leave it."""
-    times = RowTimes()
+    times = ForwardTimes()
     for rows in 4 * [1, 2, 3, 4, 5, 10, 20, 40]:
         times.add(rows, steps_of_six(rows))
     times.add(6, 16.8)
@@ -131,22 +111,15 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
 
 @pytest.mark.parametrize("place", range(4))
 def test_one_delayed_forward_of_a_warm_up_changes_little(place: int) -> None:
-    times, seconds = RowTimes(), [15.0] * 4
+    times, seconds = ForwardTimes(), [15.0] * 4
     seconds[place] = 80.0
     for one in seconds:
         times.add(10, one)
     assert times.seconds(10) <= 17
 
 
-def test_prompts_alone_fill_the_largest_forward() -> None:
-    times = RowTimes()
-    assert times.beside(0, 128) == 128
-    times.add(4, 1.0)
-    assert times.beside(0, 128) == 128
-
-
 def test_seconds_lie_on_lines_between_what_was_measured() -> None:
-    times = RowTimes()
+    times = ForwardTimes()
     assert times.seconds(7) == 0.0
     times.add(10, 2.0)
     assert times.seconds(5) == 2.0 and times.seconds(20) == 4.0
