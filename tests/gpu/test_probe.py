@@ -52,7 +52,7 @@ def probed(backend: Any, found: Job) -> dict[int | None, dict[str, Any]]:
     for most in kinds(backend):
         rows = [n for n in FORWARD_ROWS if most is None or n <= most]
         shard = Shard(found.target)
-        entries[most], _ = group.forwards(SoloGroup(), shard, found.options, rows, 1, most)
+        entries[most] = group.forwards(SoloGroup(), shard, found.options, rows, 1, most)
     assert checks.error() is None
     return entries
 
