@@ -1,4 +1,4 @@
-"""The flags of every command, held against their own declarations; and what a run's flags imply."""
+"""The flags of every command, held against their own declarations; the values that they imply."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refusal(kind: type, flags: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("command", SPECS)
 def test_every_flag_refuses_what_its_declaration_excludes(command: str) -> None:
-    """A missing value, numbers outside its bounds, and what is no number or choice.
+    """A missing value, numbers outside its bounds, and values of another type.
 
     fire gives True for a flag without a value.
     """

@@ -54,7 +54,7 @@ WHOLE = b'{"a": 1}\n{"b": "x"}\n'
         (WHOLE + b'{"c": 3}', [{"a": 1}, {"b": "x"}, {"c": 3}]),  # all there but its end
         (WHOLE + b"x" * 200_000, [{"a": 1}, {"b": "x"}]),  # longer than what is read at once
         (WHOLE + b'{"c": "\xc3', [{"a": 1}, {"b": "x"}]),  # cut within a character
-        (WHOLE + b"\0" * 512, [{"a": 1}, {"b": "x"}]),  # what a crashed file system leaves
+        (WHOLE + b"\0" * 512, [{"a": 1}, {"b": "x"}]),  # after a crash of the file system
     ],
 )
 def test_a_torn_last_line_is_skipped_and_repaired(

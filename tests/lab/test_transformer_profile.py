@@ -27,9 +27,8 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.cache import RowPlaces
 from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.coverage import check_device, covered
+from mpissd.lab.predict.coverage import check_device, covered, derived_from
 from mpissd.lab.predict.derive import with_derived
-from mpissd.lab.predict.label import derived_from
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.probe.group import TRANSFORMER_ROWS, GroupProbe, contexts
 from mpissd.lab.probe.sample import Checks

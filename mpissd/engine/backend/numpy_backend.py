@@ -143,7 +143,7 @@ class NumpyBackend(Backend):
 def _fastest_s(operation: Callable[[], object], num_bytes: int) -> float:
     """Returns the least seconds of an operation, repeated until it has moved 1 GB.
 
-    It is called 4 to 100,000 times; with only a few bytes the time is that of the call.
+    It is called 4 to 100,000 times; with only a few bytes the time is the call's.
     """
     seconds = []
     for _ in range(min(10**5, max(4, -(-(10**9) // num_bytes)))):

@@ -33,7 +33,6 @@ from mpissd.engine.job import Job
 from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
-from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
@@ -131,7 +130,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
         rest(session.topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
     lost = lead is not None and lead.draft_lost_round is not None
-    world = survivors(session, draft_lost=lost)
+    world = session.survivors(draft_lost=lost)
     heard = [each.batch.digest for each in drafters] if session.topology.is_draft else [rank.digest]
     digests = list(chain(*world.gather(heard) or ()))
     told = world.allgather((lead.first_round, lead.last_round) if lead else None)
