@@ -7,10 +7,15 @@ gate failed, 130 Ctrl-C, 141 stdout's reader is gone (`| head`), any other code 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
+
+# Ctrl-C during the imports below ends the process without a traceback.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # NumPy reads these when it is imported. One thread a rank: more would compete with other ranks.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -225,4 +230,6 @@ def carry_out(command: cli.Command) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
