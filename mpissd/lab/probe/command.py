@@ -28,7 +28,6 @@ from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.rank_places import seat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
@@ -88,7 +87,7 @@ def _probe(session: Session, name: str | None) -> None:
         session.barrier()
         session.agree(prober.checks.error())
         seconds[stage.__name__] = perf_counter() - begun
-    world, place = session.topology.world, seat(session.topology, session.backend.info)
+    world, place = session.topology.world, session.topology.place(session.backend.info)
     every = world.gather((prober.tables, prober.peak, prober.notes, place, prober.host))
     error: MpissdError | None = None
     if every is not None:

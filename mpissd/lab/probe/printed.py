@@ -56,16 +56,11 @@ def print_host(entries: Sequence[Entry]) -> None:
 
 
 def print_seats(seats: Sequence[Mapping[str, Any]]) -> None:
-    """Prints each rank's host and device, and how the GPUs of a host are linked."""
+    """Prints each rank's host and device."""
     for seat in seats:
-        numa = seat["numa_node"] if seat["bus_id"] else seat["core_numa_nodes"]
         where = f"{seat['host']}  {seat['device']}"
         where += f"  {seat['bus_id']}" if seat["bus_id"] else f"  {seat['cores']} cores"
-        where += "" if numa is None else f"  NUMA {numa}"
         _print([(f"rank {seat['rank']}", f"{seat['role']:6} {where}")])
-    for links in filter(None, (seat["gpu_links"] for seat in seats)):
-        table = links.partition("Legend")[0].splitlines()
-        _print(("", line) for line in table if line.strip())
 
 
 def _bandwidths(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
