@@ -116,7 +116,7 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
 
 
 class ThreeRows(ForwardTimes):
-    """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
+    """Allows three rows of prompts with a verification, and remembers the rows of forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,14 +125,14 @@ class ThreeRows(ForwardTimes):
     def add(self, rows: int, seconds: float) -> None:
         self.seen.append(rows)
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3 if rows else most
 
 
 class AlwaysThree(ThreeRows):
     """Allows no more where nobody runs."""
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3
 
 
@@ -163,7 +163,7 @@ def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
         assert sum(end.hits for end in ends.values()) > 20
 
 
-@pytest.mark.parametrize("mode", ["ar", "ssd"])
+@pytest.mark.parametrize("mode", ["ssd"])
 def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, mode: str) -> None:
     asked = [(n, prompt, 90 + 8 * n) for n, prompt in enumerate(prompts(9, seed=1))]
     mail = Script(*((n, Submit(n, prompt, count)) for n, prompt, count in asked))
@@ -174,7 +174,7 @@ def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, m
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
 
 
-@pytest.mark.parametrize("mode", ["ar", "ssd"])
+@pytest.mark.parametrize("mode", ["ssd"])
 def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
     pair: TinyPair, mode: str
 ) -> None:
@@ -224,7 +224,7 @@ class Wild(Goodput):
         return True  # it chooses before each round
 
 
-@pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
+@pytest.mark.parametrize("mode", ["inline", "ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]
     mail = Script((0, Submit(0, [5, 6, 7], 150)), (6, Submit(1, long, 12)))
@@ -305,7 +305,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
 class FewRows(ForwardTimes):
     """Lets a draft catch up with twenty tokens a round."""
 
-    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
+    def catch_up(self, rows: int, lookahead: int, prompts: int, lacking: int) -> int:
         return 20
 
 

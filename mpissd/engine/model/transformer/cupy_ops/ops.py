@@ -158,7 +158,7 @@ class CupyOps(Ops):
         self._products.multiply(x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
-        """Sums in rank order: by the group's own kernel if it does, else gathers and adds."""
+        """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
         part = delta[:rows]
         if group.name == "oneshot":
             group.all_reduce(part)
@@ -191,20 +191,13 @@ class CupyOps(Ops):
         sheet = stage.sheet
         both = stage.draft or stage.target, stage.target  # without a draft, nothing is read of it
         draft, target = (ends.best for ends in both)
-        state, forced, told, spent = (
-            np.uintp(part.ctypes.data)
-            for part in (
-                sheet.state,
-                sheet.forced[stage.turn],
-                sheet.told[stage.turn],
-                sheet.spent[stage.turn :],
-            )
-        )
+        parts = sheet.state, sheet.forced[stage.turn], sheet.told[stage.turn]
+        arrays = [np.uintp(part.ctypes.data) for part in parts]
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
         best = draft.ids, np.int32(1)
         tops = target.ids, target.values, np.int32(1)
         drafts, targets = map(_rows, both)
-        args = (*sizes, state, forced, told, spent, stage.ids, *best, *drafts, *tops, *targets)
+        args = (*sizes, *arrays, stage.ids, *best, *drafts, *tops, *targets)
         kernel = self._launcher.function("chained", kernels.CHAINED)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
@@ -234,7 +227,7 @@ def _rows(ends: Ends) -> tuple[Any, Any, Any]:
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
-    """Raises ConfigError for what the kernels do not support."""
+    """Raises ConfigError for a GPU or a model that the kernels do not support."""
     shape, capability = config.shape, backend.info.compute_capability
     if int(str(capability).replace(".", "")) < _FIRST_CAPABILITY:
         raise ConfigError(
