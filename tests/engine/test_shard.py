@@ -52,17 +52,6 @@ def test_what_a_forward_costs() -> None:
     assert Shard(shape).cost(6, 2, 2, options).num_all_reduces == 0
 
 
-def test_lanes_share_their_prefix_and_read_their_own_suffix() -> None:
-    """A growth step of the 1B at 16k: 537 MB of prefix once, and 32 KiB a lane and grown token."""
-    shard, options = Shard(resolve_model("1b")), ForwardOptions(context=16384, own_tokens=3)
-    few, many = (shard.cost(lanes, 1, 2, options) for lanes in (5, 80))
-    assert few.kv_bytes == 16384 * 32_768 + 5 * 3 * 32_768
-    assert many.kv_bytes - few.kv_bytes == 75 * 3 * 32_768
-    assert few.key == many.key  # whose measured tables differ in their rows alone
-    assert shard.cost(80, 4, 2, options).kv_bytes == many.kv_bytes + 3 * 16384 * 32_768
-    assert shard.cost(80, 1, 2, ForwardOptions(own_tokens=3)).kv_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("tp", "message"),
     [
