@@ -116,7 +116,7 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
 
 
 class ThreeRows(ForwardTimes):
-    """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
+    """Allows three rows of prompts with a verification, and remembers the rows of forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,14 +125,14 @@ class ThreeRows(ForwardTimes):
     def add(self, rows: int, seconds: float) -> None:
         self.seen.append(rows)
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3 if rows else most
 
 
 class AlwaysThree(ThreeRows):
     """Allows no more where nobody runs."""
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3
 
 
@@ -305,7 +305,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
 class FewRows(ForwardTimes):
     """Lets a draft catch up with twenty tokens a round."""
 
-    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
+    def catch_up(self, rows: int, lookahead: int, prompts: int, lacking: int) -> int:
         return 20
 
 
