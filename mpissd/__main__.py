@@ -101,7 +101,8 @@ def execute(arguments: list[str] | None) -> int:
         if command.run.learners and command.name in ("serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name in ALONE:
-            more = {"doctor": [check_before_mpi], "plan": [command.given]}.get(command.name, [])
+            last: dict[str, Any] = {"doctor": check_before_mpi, "plan": command.given}
+            more = [last[command.name]] if command.name in last else []
             return int(call(ALONE[command.name], command.config, *more))
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
