@@ -13,9 +13,8 @@ import numpy as np
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.cupy_ops.megakernel import ADD, ATTEND, GATED, QKV
 from tests.gpu.agreement import relative_error
-from tests.gpu.greedy_margins import Kept
 from tests.gpu.transformer_rig import Rig, prompt
-from tests.transformer_reference import rotated
+from tests.transformer_reference import Kept, rotated
 
 KINDS = (QKV, ATTEND, ADD, GATED, ADD)  # of a layer
 NAMES = "q,k,v", "attention", "o", "gate,up", "down"

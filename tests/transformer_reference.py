@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 
 Floats = NDArray[np.float32]
+
+ROUNDING = 4e-3  # relative: what float16 activations may move a logit by, against the largest
 
 
 def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Floats:
@@ -63,3 +66,28 @@ def rotated(x: Floats, angles: NDArray[np.float64]) -> Floats:
     cos, sin = (f(angles)[:, None].astype(np.float32) for f in (np.cos, np.sin))
     low, high = np.split(x, 2, axis=-1)
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+class Kept:
+    """A checkpoint that keeps its matrices, rounded to a type."""
+
+    def __init__(self, inner: Any, dtype: Any) -> None:
+        self.inner, self.config = inner, inner.config
+        self._dtype, self._kept = dtype, dict[Any, Any]()
+
+    def matrix(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Any:
+        key = name, str(rows)
+        if key not in self._kept:
+            values = self.inner.matrix(name, rows, columns)
+            self._kept[key] = values.astype(self._dtype).astype(np.float32)
+        return self._kept[key]
+
+    def vector(self, name: str, part: slice = slice(None)) -> Any:
+        return self.inner.vector(name, part)
+
+
+def margins(checkpoint: Any, prompt: Sequence[int], answer: Sequence[int]) -> Any:
+    """Returns the margin of each token of an answer."""
+    rows = logits(checkpoint, [*prompt, *answer])[len(prompt) - 1 : -1]
+    chosen = rows[np.arange(len(answer)), np.array(answer)]
+    return (rows.max(-1) - chosen) / np.abs(rows).max(-1)

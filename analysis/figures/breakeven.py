@@ -21,7 +21,9 @@ from analysis.select import (
 )
 from analysis.style import BLACK, GREY, Poster, caption, need
 from mpissd.common.compare import Comparison
+from mpissd.lab.tables.claims import Claim
 
+Dot = tuple[Comparison | None, float, float, bool]  # gain, alpha, hit rate, whether imposed
 _ALPHAS = np.linspace(0.3, 0.98, 35)
 _HITS = np.linspace(0.0, 1.0, 41)
 _TICKS = (0.4, 0.6, 0.8, 1, 1.25, 1.5, 2)
@@ -32,7 +34,8 @@ def break_even(data: Data) -> Poster:
     """Colour: the gain by the closed formulas with measured times. Dots: measured rows."""
     wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
     candidates = cases(data, wanted, ["alpha", "hit_law"])
-    shown = [(c, t) for c in candidates if (t := Times.of(c)) and len(_measured(c, False)) >= 3][:2]
+    shown = [(c, t, _measured(c)) for c in candidates if (t := Times.of(c)) is not None]
+    shown = [item for item in shown if len(item[2]) >= 3][:2]
     need(
         shown,
         "AR, SD and SSD of a pair at batch 1, SSD at three alphas or hit laws, with t_growth_s",
@@ -40,44 +43,48 @@ def break_even(data: Data) -> Poster:
     poster = Poster(8.0 if len(shown) == 1 else 13.4)
     grid = poster.panels(len(shown), 2, sharex=True, sharey=True)
     image: Any = None
-    for line, (case, times) in zip(grid, shown, strict=True):
-        for ax, per_gpu in zip(line, (False, True), strict=True):
-            image = _panel(poster, ax, case, times, per_gpu)
+    for line, (case, times, measured) in zip(grid, shown, strict=True):
+        ssd = np.array([[times.best_ssd(a, h) for a in _ALPHAS] for h in _HITS])
+        expected = f" (T={case.tp + 1}: expected)" if times.is_expected else ""
+        best = np.array([times.best_other(a) for a in _ALPHAS])
+        rivals = f"raw, over the best other use of {case.tp + 1} GPUs{expected}"
+        dots = [(over_strongest(claim), *at) for claim, *at in measured]
+        _panel(poster, line[0], f"{case.label}+1", rivals, ssd / best, dots)
+        best = np.array([max(1.0, times.best_sd(a)) for a in _ALPHAS])
+        rivals = f"per GPU, over AR or SD on {case.tp} GPU{'s' * (case.tp > 1)}"
+        dots = [(best_a_gpu(claim), *at) for claim, *at in measured]
+        per_gpu = case.tp / (case.tp + 1) * ssd / best
+        image = _panel(poster, line[1], f"{case.label}+1", rivals, per_gpu, dots)
         line[0].set_ylabel("cache-hit rate")
     for ax in grid[-1]:
         ax.set_xlabel("acceptance α")
     bar = poster.colorbar(image, ax=list(grid.flat), pad=0.01, ticks=_TICKS, format="{x:g}")
     bar.set_label("SSD over the best other use, ×", labelpad=12)
-    expected = [case.label for case, times in shown if times.is_expected]
-    lacking = f"Expected, not measured, of {', '.join(expected)}: the uses of T + 1 GPUs as targets"
+    lacking = [case.label for case, times, _ in shown if times.is_expected]
     text = caption(
-        [part for case, _ in shown for part in (case.rows, case.ar, case.wide)],
+        [part for case, *_ in shown for part in (case.rows, case.ar, case.wide)],
         "MODELLED: the closed formulas with these rows' median times; every method at its own best "
         "K ≤ 16; a miss is drafted just in time; a lookup on all GPUs accepts .3. Black line: "
         "nothing is gained. Dots: measured SSD rows, at the best K measured with their hits, over "
         "the fastest use of as many GPUs, measured on any visit or expected from measured times; "
         "squares: imposed hits, which cost no branches; grey rims: no difference",
-        lacking if expected else "",
+        f"Expected, not measured, of {', '.join(lacking)}: the uses of T + 1 GPUs as targets"
+        if lacking
+        else "",
     )
     return poster.finish("Where the extra GPU pays", text, legend=False)
 
 
-def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) -> Any:
-    if per_gpu:
-        rivals = f"per GPU, over AR or SD on {case.tp} GPU{'s' * (case.tp > 1)}"
-    else:
-        expected = f" (T={case.tp + 1}: expected)" if times.is_expected else ""
-        rivals = f"raw, over the best other use of {case.tp + 1} GPUs{expected}"
-    ax.set_label(f"{case.label}+1: {rivals}")
-    ax.set_title(f"{case.label}+1\n{rivals}", fontsize=14)
-    share = case.tp / (case.tp + 1) if per_gpu else 1.0
-    rates = [max(1.0, times.best_sd(a)) if per_gpu else times.best_other(a) for a in _ALPHAS]
-    ssd = np.array([[times.best_ssd(a, h) for a in _ALPHAS] for h in _HITS])
-    values = share * ssd / np.array(rates)
+def _panel(poster: Poster, ax: Axes, name: str, rivals: str, values: Any, dots: list[Dot]) -> Any:
+    """Draws a map of gains [hit rates, alphas] and measured ones; returns its image."""
+    ax.set_label(f"{name}: {rivals}")
+    ax.set_title(f"{name}\n{rivals}", fontsize=14)
     image = ax.pcolormesh(_ALPHAS, _HITS, values, rasterized=True, **_COLOURS)
     if values.min() < 1 < values.max():
         ax.contour(_ALPHAS, _HITS, values, [1.0], colors=BLACK, linewidths=2.2)
-    for alpha, hits, gain, imposed in _measured(case, per_gpu):
+    for gain, alpha, hits, imposed in dots:
+        if gain is None:
+            continue
         marker, rim = "s" if imposed else "o", BLACK if gain.is_real else GREY
         dot = {"marker": marker, "edgecolors": rim, "s": 95, "linewidths": 1.4}
         ax.scatter(alpha, hits, c=[gain.speedup], zorder=4, clip_on=False, **dot, **_COLOURS)
@@ -91,8 +98,8 @@ def _panel(poster: Poster, ax: Axes, case: Case, times: Times, per_gpu: bool) ->
     return image
 
 
-def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison, bool]]:
-    """Returns (alpha, hit rate, gain, whether hits were imposed) of SSD at its best K.
+def _measured(case: Case) -> list[tuple[Claim, float, float, bool]]:
+    """Returns (claim, alpha, hit rate, whether hits were imposed) of SSD at its best K.
 
     There is one for each alpha, hit model and fan-out.
     """
@@ -100,9 +107,7 @@ def _measured(case: Case, per_gpu: bool) -> list[tuple[float, float, Comparison,
     measured = []
     for (alpha, _, _), cell in ssd.groupby(["alpha", "hit_law", "policy"]):
         best = best_rows(cell)
-        claim = claim_of(case, best)
-        gain = claim and (best_a_gpu(claim) if per_gpu else over_strongest(claim))
-        if gain is not None:
+        if (claim := claim_of(case, best)) is not None:
             hits, imposed = float(best["hit_rate"].median()), bool(best["p_hit"].notna().all())
-            measured.append((float(alpha), hits, gain, imposed))
+            measured.append((claim, float(alpha), hits, imposed))
     return measured

@@ -18,8 +18,10 @@ _BYTES = 2  # Bytes of a 16-bit number.
 
 def roofline(data: Data) -> Poster:
     """Left: flop/s over flop/byte of products and whole forwards. Right: all-reduces, links."""
-    profiles = [p for p in data.profiles if p["tables"].get("products")]
-    profiles = [p for p in profiles if p.get("backend") != "emulated"]
+    real = [p for p in data.profiles if p.get("backend") != "emulated"]
+    # Probes until 2026-11-24 measured single products, too.
+    profiles = [p for p in real if p["tables"].get("products")]
+    profiles = profiles or [p for p in real if p["tables"].get("forwards")]
     need(profiles, "profiles/*.json that `mpissd probe` measured on this machine")
     poster = Poster(9.4)
     grid = poster.add_gridspec(2, 2, width_ratios=(1.55, 1))
@@ -71,9 +73,11 @@ def _products(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
     measured = [
         (table["k"], table["n"], int(m), seconds)
         for profile in profiles
-        for table in profile["tables"]["products"]
+        for table in profile["tables"].get("products", ())
         for m, seconds in table["seconds"].items()
     ]
+    if not measured:
+        return
     k, n, m, seconds = np.array(measured, float).T
     flops, moved = 2.0 * m * k * n, _BYTES * (k * n + m * (k + n))
     style = {"color": SKY, "marker": ".", "linestyle": "none", "markersize": 6, "alpha": 0.8}

@@ -22,6 +22,7 @@ from mpissd.lab.predict.accuracy import judge, profile_of_another_job
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.coverage import check_device, covered
+from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.places import runnable, survey
 from mpissd.lab.predict.row import predict_pool, predict_row
@@ -64,13 +65,14 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
         memory_bytes=profile.memory_bytes,
         draft_memory_bytes=drafts.memory_bytes,
     )
+    profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
     check_device(profile, job, drafts)
     device, host = DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job)
     shared = predict_pool(job, groups, profile, host) if groups > 1 else None
     row = shared or predict_row(job, device, host)
     rate, rounds = row["tok_per_s"], row["round_us"]
     mean = row.get("expected_tok_per_s")
-    known = "" if mean is None else f"   (the laws' mean: {mean:.1f})"
+    known = "" if mean is None else f"   (long-run mean: {mean:.1f})"
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}{known}")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
     print(json.dumps(row))

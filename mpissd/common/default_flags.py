@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 
-from mpissd.common import model_files as files
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 
 PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
-_MEASURED = files.PAIRS[DEFAULT_PAIR]
 _ON_TWO_CORES = {"lookahead": "3", "fan_out": "uniform:2"}  # of that pair: results/cpu-text
 
 
@@ -33,29 +30,13 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds K and fan-out at which SmolLM2's SSD was fastest on two cores, if a CPU runs its text
-    and the flags give neither K nor fan-out.
-
-    The pair is known by its draft and its target's shape, whatever file the target is in.
-    """
-    given = dict(flags)
-    is_ssd = given.get("workload") == "text" and given.get("mode", "ssd") == "ssd"
-    if is_ssd and _runs_on_cpu(given.get("backend", "auto")):
-        given = {**(_ON_TWO_CORES if _is_measured(given) else {}), **given}
-    return given
-
-
-def _is_measured(flags: Mapping[str, str]) -> bool:
-    """Returns whether the models are the pair's that was measured, under any name of the target."""
-    pair = flags.get("pair", "").lower()
-    target, draft = files.PAIRS.get(pair, (flags.get("target"), flags.get("draft", "").lower()))
-    if target is None or draft != _MEASURED[1]:
-        return False
-    try:
-        found, measured = resolve_model(target), resolve_model(_MEASURED[0])
-    except ConfigError:  # resolving the job reports it
-        return False
-    return replace(found, name=measured.name) == measured
+    """Adds K and fan-out at which the shipped pair's SSD was fastest on two cores, if a CPU runs
+    its text and the flags give neither."""
+    is_ssd = flags.get("workload") == "text" and flags.get("mode", "ssd") == "ssd"
+    is_shipped = flags.get("pair", "").lower() == DEFAULT_PAIR
+    if is_ssd and is_shipped and _runs_on_cpu(flags.get("backend", "auto")):
+        return {**_ON_TWO_CORES, **flags}
+    return dict(flags)
 
 
 def _runs_on_cpu(backend: str) -> bool:

@@ -25,7 +25,6 @@ from mpissd.common.row import Row
 from mpissd.common.theory import accept_probabilities, power_law_miss
 
 _TARGET = "SmolLM2-135M-Instruct"
-SOURCE = f"measured on {_TARGET} with a draft of 4 layers, before the shipped one, temperature 0"
 DEFAULT_SOURCE = f"measured on {_TARGET} with the shipped draft"
 BESIDE_SOURCE = f"{DEFAULT_SOURCE}, temperature 0"
 

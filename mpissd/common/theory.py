@@ -80,17 +80,6 @@ def speedup_ssd(
     return tokens / (all_hit * hit_s + (1 - all_hit) * miss_s)
 
 
-def stationary_hit_rate(after_hit: float, after_miss: float) -> float:
-    """Returns the long-run hit rate h = h_m / (1 − h_h + h_m) of a two-state chain [D].
-
-    h_h (after_hit) and h_m (after_miss) are P(hit) after a hit and after a miss. (1, 0) never
-    changes state; as a sequence starts with a miss, h is then 0.
-    """
-    _probability("p_hit after a hit", after_hit)
-    _probability("p_hit after a miss", after_miss)
-    return after_miss / (1 - after_hit + after_miss) if after_miss else 0.0
-
-
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:
     """Returns miss(F) = min(1, floor + A·F^{−r}), or 1 if F = 0 [S, def. 11: A = 1, no floor].
 
@@ -99,20 +88,6 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.
     if fan_out <= 0:
         return 1.0
     return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # A very steep r underflows to 0.
-
-
-def miss_probability(
-    weights: Sequence[float],
-    fan_out: Sequence[float],
-    hit_a: Sequence[float],
-    hit_r: float | Sequence[float],
-) -> float:
-    """Returns Σ_k w_k·miss_k(F_k); all sequences are K+1 long, weights = accept_probabilities(...).
-
-    hit_r: one value for every k, or K+1 values.
-    """
-    rows = zip(weights, fan_out, hit_a, each_k(hit_r, len(weights)), strict=True)
-    return math.fsum(w * power_law_miss(f, a, r) for w, f, a, r in rows)
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:

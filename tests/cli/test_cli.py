@@ -1,4 +1,4 @@
-"""The command line in one process: what it returns, and one line for what it refuses."""
+"""The command line in one process: its exit codes, and one line for each refusal."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_dry_run_knows_the_memory_that_ranks_of_one_host_share(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """launch/local.sh refuses it in a line, where mpirun would add a box of its own."""
+    """launch/local.sh refuses it in one line; mpirun would print a box too."""
     monkeypatch.setenv("MPISSD_ONE_HOST", one_host)
     monkeypatch.setattr(
         "mpissd.engine.job.resolving.available_memory_bytes", lambda: memory_gb * 10**9

@@ -39,7 +39,7 @@ def device_means(rounds: Rounds) -> dict[str, float]:
 
 
 def judge(line: Line, rounds: Rounds) -> list[str]:
-    """What the gates find."""
+    """The violations that the gates report."""
     return violations(Row.from_dict(line), rounds)
 
 
@@ -72,7 +72,7 @@ def make() -> tuple[Line, Rounds]:
 
 
 def make_row(rounds: Rounds) -> Line:
-    """What lab/measure/row.py says of these rounds."""
+    """The row that lab/measure/row.py makes of these rounds."""
     lead, rows, round_s = rounds["lead_ledger_ns"], rounds["sequences"], rounds["round_s"]
     count = len(round_s)
     num_tokens = int((rows[:, 3] + 1).sum())

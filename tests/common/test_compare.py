@@ -60,7 +60,7 @@ def test_tokens_count() -> None:
 
 
 def row(**changed: Any) -> Row:
-    """A row of 100 rounds of 1 or 3 tokens in 10 ms, with no luck and no spread told."""
+    """A row of 100 rounds of 1 or 3 tokens in 10 ms, without known luck or spread."""
     flat = {"mean": 1e4, "p50": 1e4, "p90": 1e4, "p99": 1e4, "n": 100}
     made = {"run_id": "r", "num_rounds": 100, "tok_per_s": 200.0, "round_us": flat}
     return Row.from_dict(made | {"accept_histogram": [50, 0, 50], "sampling_sd": None} | changed)
@@ -104,7 +104,7 @@ def test_a_row_that_tells_too_little(changed: dict[str, Any]) -> None:
 def test_a_bound_that_rounds_to_1_shows_its_side(
     low: float, high: float, shown: str, real: bool
 ) -> None:
-    """Two digits said 0.98x (0.97–1.00) of a difference, and the same interval of none."""
+    """Two digits print 0.98x (0.97–1.00) both for a difference and for none."""
     found = Comparison(0.98, low, high, How.SEEDS, HEADLINE_SEEDS, HEADLINE_ROUNDS)
     assert found.interval == shown and found.is_real == real
     assert all(f"({shown})" in text for text in (found.brief, found.claim))

@@ -1,7 +1,7 @@
-"""What each level of compare is worth, by simulated runs whose truth is known (fixed seeds).
+"""The intervals of each level of compare, by simulated runs of a known truth (fixed seeds).
 
 A run's coins are keyed by seed and position, as the program's are; its rounds take times that
-resemble their neighbours as those of H200s do, and a job has a speed of its own. Bands: 95%
+resemble their neighbours as H200 rounds do, and a job has a speed of its own. Bands: 95%
 intervals hold the truth 93 to 97 times in 100; of 1000 pairs ± 2 points are 2.9 standard errors.
 """
 
@@ -66,7 +66,7 @@ def runs_of(
 
 
 def row_of(run: Rounds, seed: int, lookahead: int, **told: Any) -> Row:
-    """What a row says of such a run."""
+    """The row of such a run."""
     us = run.seconds * 1e6
     p50, p90, p99 = np.percentile(us, [50, 90, 99])
     counts = np.bincount(run.tokens.astype(int) - 1, minlength=lookahead + 1)
@@ -118,7 +118,7 @@ def independent(pairs: list[tuple[Rounds, Rounds]], lookaheads: tuple[int, int])
 
 
 def test_pairs_of_seeds_hold_the_truth() -> None:
-    """K = 3 against 6. Seed 21: jobs differ by .3% beside their draws; 800 groups of five."""
+    """K = 3 against 6. Seed 21: jobs differ by .3% apart from their draws; 800 groups of five."""
     found = by_seeds(runs_of(21, 4000, (3, 6), job=0.003), (3, 6))
     assert 0.03 <= false_alarms(found) <= 0.07
 
@@ -146,12 +146,12 @@ def test_independent_runs_hold_the_truth() -> None:
 
 
 def test_shared_luck_makes_a_small_gain_visible() -> None:
-    """Seed 24: a gain of 2%. Independent runs of 400 rounds cannot tell it, pairs can."""
+    """Seed 24: a gain of 2%. Pairs show it, independent runs of 400 rounds do not."""
     pairs = [(a, Rounds(b.seconds / 1.02, b.tokens)) for a, b in runs_of(24, 200, (4, 4))]
     seeds = by_seeds(pairs, (4, 4))
     blocks = [c for a, b in pairs if (c := compare_blocks(a, b))]
     alone = independent(pairs, (4, 4))
-    assert false_alarms(alone) <= 0.02  # it is there, and not seen
+    assert false_alarms(alone) <= 0.02  # the gain is not seen
     assert false_alarms(blocks) >= 0.99 and false_alarms(seeds) == 1
     assert width(blocks) < width(alone) / 10 and width(seeds) < width(alone) / 10
 

@@ -1,4 +1,4 @@
-"""Ranks and their warden as processes: what they say, and what becomes of them; no MPI."""
+"""Ranks and their warden as processes, without MPI: their messages and their ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def two_ranks(then: str, inside: Sequence[str] = ()) -> list[subprocess.Popen[st
 
 
 def ended(ranks: list[subprocess.Popen[str]], within_s: float = 10.0) -> str:
-    """What both said, when both have ended."""
+    """Returns the stderr of both ranks after both have ended."""
     try:
         return "".join(one.communicate(timeout=within_s)[1] for one in ranks)
     finally:

@@ -1,4 +1,4 @@
-"""K and fan-out of a shipped pair's text on a CPU: as measured there, and nowhere else."""
+"""K and fan-out of a shipped pair's text on a CPU: as measured there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that stand for files: paths, the hub's cache, a wheel, and what mpissd ships."""
+"""Names of files: paths, the hub's cache, a wheel, and weights that mpissd ships."""
 
 from __future__ import annotations
 

@@ -13,25 +13,17 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import append_row, check_output, make_output, read_rows
-from tests.needs import needs_linux
 
 JUDGES = [check_output, make_output]
 
 
-@pytest.mark.parametrize("out", ["file", "file/below", "file/below/more"])
+@pytest.mark.parametrize("out", ["file", "file/below"])
 @pytest.mark.parametrize("judge", JUDGES)
 def test_a_file_is_no_folder(judge: Callable[[str], None], out: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     with pytest.raises(ConfigError, match=r"out=.*file"):
         judge(str(tmp_path / out))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@needs_linux
-@pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y"])
-def test_a_file_system_that_takes_no_files_not_even_of_root(out: str) -> None:
-    with pytest.raises(ConfigError, match="'/proc' cannot be written"):
-        check_output(out)
 
 
 def test_what_stands_in_the_way_of_the_results_is_found_before_the_run(tmp_path: Path) -> None:
@@ -58,13 +50,11 @@ WHOLE = b'{"a": 1}\n{"b": "x"}\n'
     ("left", "kept"),
     [
         (b"", []),
-        (WHOLE, [{"a": 1}, {"b": "x"}]),
         (WHOLE + b'{"c": 3', [{"a": 1}, {"b": "x"}]),
         (WHOLE + b'{"c": 3}', [{"a": 1}, {"b": "x"}, {"c": 3}]),  # all there but its end
-        (b'{"c"', []),
         (WHOLE + b"x" * 200_000, [{"a": 1}, {"b": "x"}]),  # longer than what is read at once
         (WHOLE + b'{"c": "\xc3', [{"a": 1}, {"b": "x"}]),  # cut within a character
-        (WHOLE + b"\0" * 512, [{"a": 1}, {"b": "x"}]),  # what a crashed file system leaves
+        (WHOLE + b"\0" * 512, [{"a": 1}, {"b": "x"}]),  # after a crash of the file system
     ],
 )
 def test_a_torn_last_line_is_skipped_and_repaired(

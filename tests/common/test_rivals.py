@@ -1,4 +1,4 @@
-"""The uses of G GPUs that a method must beat: what counts, what is missing, and copies."""
+"""The uses of G GPUs that a method must beat: known ones, missing ones, and copies."""
 
 from __future__ import annotations
 

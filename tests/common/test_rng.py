@@ -1,4 +1,4 @@
-"""Counter-based draws: any position alone, in any order, in any process."""
+"""Counter-based draws: any position on its own, in any order, in any process."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def outcome(round_: int, *rows: tuple[int, int, int, int, int]) -> Outcome:
 
 
 def speculation(round_: int, lookahead: int, *rows: list[int]) -> Speculation:
-    """A row is its draft tokens; the columns behind them hold junk."""
+    """A row is its draft tokens; the columns after them hold junk."""
     table = np.full((len(rows), Speculation.HEAD + lookahead), -7, np.int32)
     for row, tokens in zip(table, rows, strict=True):
         row[:3] = 1, 0, len(tokens)

@@ -53,7 +53,7 @@ def test_a_line_is_a_configuration_and_measurements() -> None:
 
 
 def test_the_committed_rows_have_the_type_of_each_field() -> None:
-    """Whole numbers count as numbers, lists and objects by their kind alone."""
+    """Whole numbers count as numbers, lists and objects only by their kind."""
     kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": list}
     rows = [Row.from_dict(json.loads(line)) for line in LINES if '"config_digest"' in line]
     for name, found in FIELDS.items():

@@ -1,4 +1,4 @@
-"""A tape gives back what was appended, from disk and from memory alike."""
+"""A tape returns the appended values, from disk as from memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Steps = st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=60)
 
 @given(Steps, st.data())
 def test_any_part_is_read_as_it_was_written(steps: list[int | None], data: st.DataObject) -> None:
-    """None: what is in memory goes to the file."""
+    """None: the values in memory are written to the file."""
     tape, whole = Tape("i"), []
     for step in steps:
         if step is None:

@@ -20,7 +20,7 @@ def test_a_deadline_ends_a_wait_and_names_what_did_not_come(spin: bool) -> None:
 
 @pytest.mark.parametrize("spin", [True, False])
 def test_a_long_wait_asks_whether_it_is_in_vain(spin: bool) -> None:
-    """As NCCL's asynchronous errors: nobody comes, long before the deadline."""
+    """As NCCL's asynchronous errors: the wait ends long before the deadline."""
     waiter, asked = Waiter(60.0, spin), []
 
     def alarm() -> None:

@@ -118,11 +118,6 @@ def test_a_sampled_round_is_judged_once_its_distributions_are_there_or_not_at_al
     assert speculator.confirm(served)
 
 
-def test_a_round_without_uncertain_tokens_waits_for_no_distributions() -> None:
-    speculator, *_ = pair(answers=9, sampled=True, q=1.0)
-    assert speculator.confirm(asked(speculator, 0))
-
-
 def test_a_wait_whose_end_and_loss_coincide_ends_well() -> None:
     tests: list[int] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.theory import accept_probabilities, miss_probability
+from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.spec.fanout import MAX_BRANCHES, optimal_fan_out, resolve_fan_out
 
 Hazards = st.lists(st.floats(0, 1), min_size=0, max_size=9)
+
+
+def miss_probability(weights: Any, fan_out: Any, a: Any, r: Any) -> float:
+    """Σ_k w_k·miss_k(F_k)."""
+    rows = zip(weights, fan_out, a, each_k(r, len(weights)), strict=True)
+    return math.fsum(w * power_law_miss(*law) for w, *law in rows)
 
 
 def hit_rate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -48,40 +47,6 @@ def test_nine_rounds_in_ten_take_at_most_30_percent_longer(
     assert sorted(growth)[int(0.9 * len(growth))] <= 0.3 + 1e-9
     assert max(growth) <= 1.0
     assert sum(stored) >= 400 / 11  # no prompt waits for ever
-
-
-@pytest.mark.parametrize("noise", ["spikes", "spread"])
-def test_a_machine_that_others_use_makes_no_rounds_long(noise: str) -> None:
-    def seconds(rows: int) -> float:
-        return 27.0 + 1.6 * rows
-
-    found = []
-    for seed in range(8):
-        dice, times, growth = random.Random(seed), ForwardTimes(), list[float]()
-        for rows in 4 * [1, 2, 3, 4, 5, 8, 16, 64]:
-            times.add(rows, seconds(rows) * _slowed(noise, dice))
-        for _ in range(1500):
-            more = times.beside(4, 512) if dice.random() < 0.6 else 0
-            growth.append(seconds(4 + more) / seconds(4) - 1)
-            times.add(4 + more, seconds(4 + more) * _slowed(noise, dice))
-        found.append(sorted(growth)[int(0.9 * len(growth))])
-    assert sum(found) / len(found) <= 0.3
-
-
-def _slowed(noise: str, dice: random.Random) -> float:
-    if noise == "spikes":
-        return 3.0 if dice.random() < 0.2 else 1.0
-    return math.exp(dice.gauss(0.0, 0.4))
-
-
-def test_a_forward_that_takes_far_longer_is_paid_for_in_time() -> None:
-    def cliff(rows: int) -> float:
-        return 1.0 if rows <= 8 else 9.0
-
-    times = known(cliff, [8, 16])
-    stored = [times.beside(8, 16) for _ in range(400)]
-    assert set(stored) == {0, 8}
-    assert stored.count(8) * 8.0 == pytest.approx(400 * 0.3, rel=0.1)
 
 
 def known(cost: Callable[[int], float], buckets: Sequence[int]) -> ForwardTimes:

@@ -10,7 +10,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.job import resolve
-from mpissd.engine.job.memory import fits
+from mpissd.engine.job.memory import Room
 
 GB = 10**9
 INLINE = {"mode": "sd", "num_drafts": 0, "pair": "8b/1b", "forward": "transformer"}
@@ -42,7 +42,7 @@ def test_a_default_context_of_text_is_as_long_as_memory_allows() -> None:
     wide, batch = job_of(None, **text, batch_size=64), 64
     need = sum(wide.rank_bytes(2))
     tight = job_of(need - 5 * GB, **text, batch_size=batch)
-    assert 256 <= tight.longest < wide.longest and fits(tight, 2, need - 5 * GB, None)
+    assert 256 <= tight.longest < wide.longest and Room(2, need - 5 * GB, None).fits(tight)
     with pytest.raises(ConfigError):
         job_of(need - 5 * GB, **text, batch_size=batch, context=wide.longest)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.config import RunConfig
-from mpissd.engine.session import backend_name as module
+from mpissd.engine.session import session as module
 
 SMALL = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
 TEXT = {"target": SMALL, "draft": SMALL, "prompt_ids": "1,2", "workload": "text"}

@@ -127,7 +127,7 @@ def markov(dice: random.Random, mode: str) -> Flags:
 
 
 def growth(dice: random.Random, lookahead: int) -> Flags:
-    """What is kept, and what is done with what is late."""
+    """Fan-outs after a hit and after a miss."""
     lists = ",".join(str(dice.randint(0, 4)) for _ in range(lookahead)) + ",1"
     flags = {
         "fan_out": dice.choice(

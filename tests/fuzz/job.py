@@ -21,8 +21,11 @@ ATTEMPTS = 3
 
 
 def run(config: RunConfig) -> str:
-    """What a run prints. The phases of a run of one round do not close if its rank lost its core
-    between two clocks, so that such a run is repeated."""
+    """Returns the stdout of a run.
+
+    The phases of a run of one round do not close if its rank lost its core between two clocks, so
+    that such a run is repeated.
+    """
     for attempt in range(1, ATTEMPTS + 1):
         printed = io.StringIO()
         try:

@@ -17,7 +17,6 @@ from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
 from tests.gpu.agreement import relative_error
-from tests.gpu.greedy_margins import ROUNDING, Kept, margins
 from tests.gpu.transformer_rig import (
     FAMILIES,
     Rig,
@@ -30,6 +29,7 @@ from tests.gpu.transformer_rig import (
 )
 from tests.megakernel_reference import differences
 from tests.needs import lack
+from tests.transformer_reference import ROUNDING, Kept, margins
 
 pytestmark = pytest.mark.gpu
 FIRST_CAPABILITY = 8.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +53,8 @@ def shown(trace: dict[str, Any], ph: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == ph]
 
 
-def check_structure(trace: dict[str, Any]) -> None:
-    """What a viewer relies on: named rows, slices in time that don't overlap, arrows in slices."""
-    named = {(e["pid"], e["tid"]) for e in shown(trace, "M") if e["name"] == "thread_name"}
-    processes = {e["pid"] for e in shown(trace, "M") if e["name"] == "process_name"}
-    rows = defaultdict(list)
-    for event in shown(trace, "X"):
-        assert event["name"] and event["dur"] >= 0 and event["ts"] >= 0
-        assert event["args"]["round"] >= 0
-        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert set(rows) <= named and {pid for pid, _ in rows} <= processes
-    for spans in rows.values():
-        assert spans == sorted(spans)
-        for (_, end), (start, _) in pairwise(spans):
-            assert start >= end - 1e-6  # µs; times are whole nanoseconds
-    starts = {event["id"]: event for event in shown(trace, "s")}
-    ends = {event["id"]: event for event in shown(trace, "f")}
-    assert starts.keys() == ends.keys() and len(starts) == len(shown(trace, "s"))
-    for event in [*starts.values(), *ends.values()]:
-        spans = rows[event["pid"], event["tid"]]
-        assert any(start <= event["ts"] <= end for start, end in spans)
-    assert all(event["bp"] == "e" for event in ends.values())
-
-
 def test_a_trace_of_two_ranks() -> None:
     trace = shown_of(rank(0, LEAD, device=DEVICE), rank(1, DRAFT))
-    check_structure(trace)
     names = {e["pid"]: e["args"]["name"] for e in shown(trace, "M") if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
     slices = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in shown(trace, "X")]
@@ -110,7 +84,6 @@ def test_all_ranks_are_on_the_clock_of_rank_0() -> None:
 def test_nothing_to_show_is_a_trace_too() -> None:
     empty = Track("host", ["a"], np.zeros((0, 4), np.int64))
     trace = document([rank(0, empty)], [], {})
-    check_structure(trace)
     assert shown(trace, "X") == []
 
 

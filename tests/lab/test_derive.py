@@ -6,9 +6,11 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
@@ -158,3 +160,22 @@ def test_a_survey_drops_no_t_silently() -> None:
     there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
     assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 3, 4}
     assert "all-reduce over 4 ranks" in there.unjudged[Family("ar", 4, 0)]
+
+
+def test_a_prediction_at_two_ranks_takes_the_measured_share(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As an advice does; by the profile's numbers alone 70B was 12% too fast."""
+
+    def last(*flags: str) -> dict[str, Any]:
+        assert (
+            main(["plan", "--profile=h200", "--pair=70b/1b", "--forward=transformer", *flags]) == 0
+        )
+        told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return told
+
+    judged = last("--gpus=2")["judged"]
+    (advised,) = (c for c in judged if (c["mode"], c["tp"], c["num_drafts"]) == ("sd", 2, 0))
+    flags = "--mode=sd", "--num_drafts=0", "--tp=2", f"--lookahead={advised['lookahead']}"
+    row = last(*flags)
+    assert row["expected_tok_per_s"] == pytest.approx(advised["tok_per_s"], rel=0.01)

@@ -80,15 +80,6 @@ def test_an_inline_grid() -> None:
     assert axes("lookahead=3..3") == {"lookahead": ("3",)}
 
 
-@pytest.mark.parametrize("quote", ["'", '"'])
-def test_what_stands_in_quotes_is_one_value(quote: str) -> None:
-    text = f"fan_out=uniform:3,{quote}list:4,4,3{quote}; acceptance={quote}rates:.9,.8;{quote}"
-    assert axes(text) == {
-        "fan_out": ("uniform:3", "list:4,4,3"),
-        "acceptance": ("rates:.9,.8;",),
-    }
-
-
 def test_a_file_has_blocks_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "a=b.grid"  # a file's name may look like an inline grid
     path.write_text(FILE)

@@ -107,16 +107,6 @@ def test_what_was_used_longest_ago_makes_room() -> None:
     assert backend.tables == 4
 
 
-def test_contexts_of_the_same_weights_make_room_too() -> None:
-    backend = Counted()
-    contexts = [job("ar", context=n, batch_size=8) for n in (8192, 16384)]  # 8.6 and 17.2 GB
-    held = opened(contexts, backend, room=WEIGHTS + (20 << 30))
-    first = held.open(contexts[0], LEAD)[0].stack
-    held.open(contexts[1], LEAD)
-    assert held.open(contexts[0], LEAD)[0].stack is not first
-    assert backend.tables == 1
-
-
 def test_one_that_has_no_room_leaves_the_others_theirs() -> None:
     backend = Counted(most_rows=24)
     small, large = job("ar", batch_size=4), job("ar", batch_size=32)

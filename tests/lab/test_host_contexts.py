@@ -39,11 +39,6 @@ def test_costs_lie_on_a_line_between_contexts_and_batches() -> None:
     assert assemble(known, 1, 20) == pytest.approx(1e-4)  # before the first as at it
 
 
-def test_one_context_holds_for_all() -> None:
-    known = profile(entry(1, 0, 1e-4), entry(8, 0, 8e-4))
-    assert assemble(known, 1, 5000) == assemble(known, 1, 0) == pytest.approx(1e-4)
-
-
 def test_a_job_takes_the_costs_of_its_mean_context() -> None:
     known = profile(entry(1, 10, 1e-4), entry(1, 10_000, 1e-2))
     near, far = (job(num_drafts=0, context=n) for n in (0, 4000))

@@ -7,11 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
-from mpissd.lab.measure.card import print_summary
-from mpissd.lab.measure.learning import shares_gpu_of
 from mpissd.lab.measure.reports import Measured
+from mpissd.lab.measure.row import shares_gpu_of
 from tests.common.clean_row import Line, Rounds, judge, make
 
 INFOS = [DeviceInfo("a GPU", "gpu", uuid=f"GPU-{name}") for name in "ab"]
@@ -51,12 +49,3 @@ def test_a_gpu_that_a_learner_shares_counts_once(shared: int | None) -> None:
     row["tok_per_s_per_gpu"] = row["tok_per_s"] / (2 if shared is None else 3)
     (told,) = judge(row, rounds)
     assert "tok_per_s_per_gpu" in told
-
-
-def test_the_summary_says_what_the_learner_did(capsys: pytest.CaptureFixture[str]) -> None:
-    for shared, where in ((None, ""), (1, "; on rank 1's GPU, which counts once")):
-        print_summary(Row.from_dict(learned(shared)[0]))
-        told = "learning: 128 sequences, 28 steps; versions: 1 published, 6 refused, 1 taken over"
-        assert f" learner  {told}{where}\n" in capsys.readouterr().out
-    print_summary(Row.from_dict(make()[0]))
-    assert " learner  " not in capsys.readouterr().out

@@ -20,8 +20,8 @@ from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict.advice import ERROR, gain_text, heading, render
 from mpissd.lab.predict.advisor import Advice, plan
 from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.predict.coverage import derived_from
 from mpissd.lab.predict.from_row import forecast_row
-from mpissd.lab.predict.label import derived_from
 from mpissd.lab.predict.places import job_of, runnable, survey
 from mpissd.lab.predict.search import Choice
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.lab.measure import row_times
+from mpissd.lab.measure.row import floor_of
 
 
 def floor(device: str, batch: int, **numbers: Any) -> tuple[dict[str, Any], float | None, Any]:
@@ -23,10 +22,11 @@ def floor(device: str, batch: int, **numbers: Any) -> tuple[dict[str, Any], floa
     job = resolve(config, 2, backend="emulated", memory_bytes=None)
     profile = dataclasses.replace(load_profile(device), **numbers)
     backend = EmulatedBackend(profile)
-    rates = SimpleNamespace(
-        read_bytes_per_s=backend.read_bandwidth(1), peak_flops_per_s=backend.peak_flops()
-    )
-    told, seconds = row_times._floor(SimpleNamespace(job=job, backend=backend), rates)
+    rates = {
+        "read_bytes_per_s": backend.read_bandwidth(1),
+        "peak_flops_per_s": backend.peak_flops(),
+    }
+    told, seconds = floor_of(job, backend.itemsize, rates)
     cost = Shard(job.target, 2).cost(job.verify_rows, batch, 2, job.options)
     return told, seconds, (cost, profile)
 

@@ -59,16 +59,6 @@ def test_its_models_are_freed_with_it(flags: dict[str, Any]) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_sampled_workload_is_reproducible(temperature: float) -> None:
-    flags = {"mode": "sd", "workload": "markov", "vocab": 12, "temperature": temperature}
-    assert decode(**flags).tokens == decode(**flags).tokens
-    greedy = decode(mode="ar", workload="markov", vocab=12)
-    if temperature == 0:
-        for id_, tokens in greedy.tokens.items():
-            assert tokens == decode(**flags).tokens[id_][: len(tokens)]
-
-
 def test_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="backend=cupy in one process: allowed: numpy, emulated"):
         Decoder(RunConfig(backend="cupy", pair="toy"))

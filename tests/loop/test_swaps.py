@@ -14,7 +14,6 @@ from mpissd.engine.comm.learner_messages import Bytes, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING
-from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.versions import Arrays, packed
 from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import joint_law
@@ -74,29 +73,6 @@ def test_swaps_in_mid_run_change_no_token_and_help_as_much_as_they_should(
     if flags.get("backup") != "fast":
         assert rounds > 3 and accepted == drafted  # a draft that is the target
         assert by_version[0][2] < by_version[0][1]
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_a_version_computes_as_the_same_files_would(
-    pair: TinyPair, tmp_path: Any, dtype: Any
-) -> None:
-    """Of weights, buffers and caches alike: a run that swaps before its first answer."""
-    arrays = between(pair, 0.5, dtype)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text((pair.draft / "config.json").read_text())
-    embedding = np.array(open_checkpoint(str(pair.draft)).matrix(EMBEDDING), np.float32)
-    save_file({**arrays, EMBEDDING: embedding}, other / "model.safetensors")
-    config = text_config(pair, prompt=(3, 1, 4), num_tokens=60, mode="sd", lookahead=3)
-    swapped = decoded(config, lambda: pieces(1, packed(arrays)), every=1)
-    anew = decoded(replace(config, draft=str(other)), lambda: iter(()))
-    late, whole = (one.records.sequences() for one in (swapped, anew))
-    same = {int(row[3]) for row in late[2:]} | {0}
-    assert swapped.records.by_version()[-1][0] == 1 and len(same) > 1
-    tokens = [one.records.source_arrays()[0].tolist() for one in (swapped, anew)]
-    # Behind the first rounds, which the old weights drafted, both draft at the same places.
-    assert sum(a == b for a, b in zip(*tokens, strict=False)) > 0
-    assert late[-10:, 3].sum() == whole[-10:, 3].sum()
 
 
 def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: TinyPair) -> None:
@@ -207,19 +183,6 @@ def test_weights_that_overflow_are_left_and_lose_nothing(
     assert found.records.sequences()[-40:, 7].sum() > 0  # the draft's own weights draft again
     law = joint_law(base, PROMPT, LENGTH)
     assert deviation(law, found.tokens.values()) < 5
-
-
-def test_weights_that_overflow_are_left_at_temperature_0(pair: TinyPair) -> None:
-    config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=150, **WAYS[0])
-    huge = packed(overflowing(between(pair, 0.5)))
-    found = decoded(config, lambda: pieces(1, huge))
-    alone = decoded(replace(config, mode="ar", draft=None), lambda: iter(()))
-    assert found.tokens[0][:150] == alone.tokens[0][:150]
-    assert [swap.version for swap in found.updates.report.swaps] == [1]
-    (told,) = found.updates.report.refused
-    assert told.startswith("version 1: ") and "not finite" in told
-    rounds = {version: count for version, count, *_ in found.records.by_version()}
-    assert 0 < rounds[1] < rounds[0]
 
 
 def overflowing(arrays: Arrays) -> Arrays:

@@ -61,12 +61,7 @@ def test_every_table_is_measured(numpy: Any) -> None:
     out, data = numpy()
     tables = data["tables"]
     assert [e["rank"] for e in tables["bandwidths"]] == [0, 1, 2]
-    sizes = {(e["k"], e["n"]) for e in tables["products"]}
     target, draft = Shard(resolve_model(TARGET), 2), Shard(resolve_model(DRAFT))
-    for shard in (target, draft):
-        for fuse in (False, True):
-            assert set(shard.products(ForwardOptions(fuse))) <= sizes
-    assert len(sizes) == len(tables["products"])
     assert [(e["tp"], e["params"]) for e in tables["forwards"]] == [
         (2, target.num_params(ForwardOptions())),
         (1, draft.num_params(ForwardOptions())),
@@ -74,13 +69,12 @@ def test_every_table_is_measured(numpy: Any) -> None:
     assert [e["name"] for e in tables["all_reduces"]] == ["mpi"]
     assert [(e["name"], e["idle_s"]) for e in tables["links"]] == [("mpi", 0), ("mpi", 0.005)]
     assert list(tables["links"][0]["seconds"])[0::7] == ["64", "1048576"]
-    assert tables["copies"] == []
-    assert [e["what"].split()[0] for e in tables["launches"]] == ["empty", "forward", "forward"]
-    for entry in [e for name in ("products", "forwards", "links") for e in tables[name]]:
+    assert [e["what"] for e in tables["launches"]] == ["empty"]
+    for entry in [e for name in ("forwards", "links") for e in tables[name]]:
         assert entry["from"].startswith("measured") and min(entry["seconds"].values()) > 0
     assert [seat["role"] for seat in data["topology"]] == ["lead", "target", "draft"]
     assert data["provenance"]["mpi_library"] and data["dtype"] == "float32"
-    for heading in ("product", "r(M)", "all-reduce", "round trip", "launch", "rank 2"):
+    for heading in ("r(M)", "all-reduce", "link", "launch", "rank 2"):
         assert heading in out
 
 
@@ -101,9 +95,9 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("np_", "tp", "flags", "counts"),
-    [  # products, forwards, all-reduces, links
-        (1, 1, ("--mode=sd", "--num_drafts=0"), (12, 2, 0, 0)),
-        (3, 2, ("--mode=ssd", "--fuse", "--lm_head", "--context=64"), (15, 2, 1, 2)),
+    [  # forwards, all-reduces, links
+        (1, 1, ("--mode=sd", "--num_drafts=0"), (2, 0, 0)),
+        (3, 2, ("--mode=ssd", "--fuse", "--lm_head", "--context=64"), (2, 1, 2)),
     ],
 )
 def test_roles_of_an_emulated_machine(
@@ -117,9 +111,9 @@ def test_roles_of_an_emulated_machine(
         "NVIDIA-A100-80GB-SXM-llama"
     )
     tables = json.loads(path.read_text())["tables"]
-    names = ("products", "forwards", "all_reduces", "links")
+    names = ("forwards", "all_reduces", "links")
     assert tuple(len(tables[name]) for name in names) == counts
-    assert all("modelled" in e["from"] for e in tables["forwards"] + tables["products"])
+    assert all("modelled" in e["from"] for e in tables["forwards"])
     assert all("measured" in e["from"] for e in tables["links"])
     options = ForwardOptions("--fuse" in flags, "--lm_head" in flags, 64 if np_ == 3 else 0)
     again, truth = load_profile(str(path)), load_profile("a100-80")
@@ -145,7 +139,6 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
     ("what", "flags", "said"),
     [
         pytest.param("sum", NUMPY, "all-reduce mpi of 512 B", marks=pytest.mark.long),
-        ("product", NUMPY, "product 1x128 @ 128x"),
         ("message", ("--backend=emulated", "--device=null", "--pair=toy"), "64 B arrived changed"),
     ],
 )
@@ -160,7 +153,6 @@ def test_wrong_data_end_the_job_and_save_nothing(
 
 def _break(what: str) -> None:
     """Makes this process wrong in one way; every rank is."""
-    from mpissd.engine.backend.numpy_backend import NumpyBackend
     from mpissd.engine.comm.mpi_group import MpiGroup
     from mpissd.engine.comm.wire import Header, Message
 
@@ -176,8 +168,6 @@ def _break(what: str) -> None:
 
     if what == "sum":
         MpiGroup.all_reduce = add_more  # type: ignore[method-assign]
-    elif what == "product":
-        NumpyBackend.matmul = lambda *operands: None  # type: ignore[method-assign]
     elif what == "message":
         Message.header = read_wrong  # type: ignore[method-assign]
 

@@ -46,7 +46,7 @@ def gpu_rows() -> list[Row]:
 def test_every_row_of_a_gpu_is_judged_or_counted_with_its_reason() -> None:
     """Products and whole transformers meet their bars where nothing was derived."""
     rows = gpu_rows()
-    judged, left = errors_of(rows, profile_of_another_job(None, None))
+    judged, left = errors_of(rows, map(profile_of_another_job(None, None), rows))
     assert len(judged) + sum(left.values()) == len(rows)
     for reason, count in WITHOUT.items():
         assert sum(n for told, n in left.items() if reason in told) == count, (reason, left)
@@ -64,7 +64,7 @@ def test_every_row_of_a_gpu_is_judged_or_counted_with_its_reason() -> None:
 def test_rows_of_the_kernels_before_are_judged_by_their_own_probe() -> None:
     rows = load_rows([RESULTS / "transformer-cells/gpu.jsonl"])
     probe = str(RESULTS / "transformer-cells/h200.json")
-    judged, left = errors_of(rows, profile_of_another_job(probe, None))
+    judged, left = errors_of(rows, map(profile_of_another_job(probe, None), rows))
     assert len(judged) == 36 and not left and all(meets(group) for group in groups(judged))
 
 
@@ -76,7 +76,7 @@ def test_a_profile_that_parts_from_the_rows_is_told(share: float, tmp_path: Path
         entry["seconds"] = {rows: share * taken for rows, taken in entry["seconds"].items()}
     (tmp_path / "off.json").write_text(json.dumps(profile))
     rows = load_rows([RESULTS / "h200-pairs/runs_t1.jsonl"])
-    found, _ = errors_of(rows, profile_of_another_job(str(tmp_path / "off.json"), None))
+    found, _ = errors_of(rows, map(profile_of_another_job(str(tmp_path / "off.json"), None), rows))
     every = [group for group in groups(found) if group["tp"]]
     assert all(is_biased(group) for group in every) and len(every) == 5
     assert all((g["without_luck_signed"] > MEAN_BAR) == (share > 1) for g in every)

@@ -134,7 +134,7 @@ def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=1"}
     assert set(argv[8:]) == told
     done = call(box, "make", "sweep", *fakes, "GRID=mode=ar", "TP=2")
-    argv = json.loads(done.stdout.splitlines()[-1])[0]  # T is not what the grid needs no draft for
+    argv = json.loads(done.stdout.splitlines()[-1])[0]  # the default D is added
     assert argv[1] == "3" and set(argv[8:]) == {"--grid=mode=ar", "--num_drafts=1"}
     refused = call(box, "make", "sweep", *fakes, "GRIDS=x")
     assert refused.returncode == 2 and "GRIDS is no variable of sweep" in refused.stderr

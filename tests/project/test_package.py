@@ -27,7 +27,7 @@ def data() -> set[str]:
 
 
 def test_each_pattern_finds_files_and_together_they_find_all(data: set[str]) -> None:
-    """setuptools splits a value at its newlines if it has one, and only else at its commas."""
+    """setuptools splits a value at its newlines if it has one, and if not at its commas."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     value = config["options.package_data"]["mpissd"]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
 
 # "-c" runs the real Python, "-m venv DIR" makes a copy of this script, "-m pip" is logged and ends
-# with what $FAKE_PIP says.
+# with the code of $FAKE_PIP.
 FAKE_PYTHON = f"""#!/bin/bash
 case "$1 $2" in
     "-c "*) exec {sys.executable} "$@" ;;
@@ -25,7 +25,7 @@ esac
 
 
 class Machine:
-    """A copy of the set-up files, and a PATH that holds only what the test puts there."""
+    """A copy of the set-up files, and a PATH that holds only the test's programs."""
 
     def __init__(self, path: Path) -> None:
         self.home = path / "check out"  # a space, since home directories have them
@@ -70,7 +70,7 @@ class Machine:
         return out.strip(), err.strip()
 
     def installed(self) -> list[str]:
-        """What each pip call installed: ".[mpi,cuda12]"."""
+        """The argument of each pip call: ".[mpi,cuda12]"."""
         log = self.home / "pip.log"
         return log.read_text().split("\n")[:-1] if log.exists() else []
 

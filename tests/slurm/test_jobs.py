@@ -123,7 +123,7 @@ def test_a_script_runs_to_its_rows(queue: Queue, name: str) -> None:
     keys = ("mode", "tp", "num_drafts", "target")
     assert [tuple(row[key] for key in keys) for row in job.rows] == SCRIPTS[name]
     assert {(row["backend"], row["seed"]) for row in job.rows} == {("emulated", 7)}
-    printed = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
+    printed = [flat(json.loads(line)) for line in job.log.splitlines() if line.startswith("{")]
     assert printed == job.rows  # each run's JSON line
 
 

@@ -92,15 +92,6 @@ def test_text_has_the_same_rounds(
     assert found.records.sequences().tolist() == expected.records.sequences().tolist()
 
 
-def test_a_stop_token_ends_answers(pair: TinyPair, chained: dict[str, int]) -> None:
-    alone = decode(**text(pair, mode="ar", draft=None)).tokens
-    stop = alone[0][TOKENS // 2]
-    found = decode(**text(pair, stop_token=stop)).tokens
-    for n, tokens in alone.items():
-        end = min(TOKENS, (*tokens, stop).index(stop) + 1)
-        assert found[n][:end] == tokens[:end]
-
-
 @pytest.mark.parametrize("flags", [
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "batch_size": 8},
     {"workload": "gemm", "rounds": 90, "alpha": 0.6, "batch_size": 2},

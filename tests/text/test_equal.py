@@ -74,16 +74,6 @@ def alone(pair: TinyPair) -> dict[int, list[int]]:
     return decode(pair, "ar").tokens
 
 
-def test_alone_is_what_each_prompt_says_by_itself(
-    pair: TinyPair, alone: dict[int, list[int]]
-) -> None:
-    assert sorted(alone) == list(range(len(LENGTHS)))
-    assert {len(tokens) for tokens in alone.values()} == {TOKENS}
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(LENGTHS)
-    for n, prompt in enumerate(PROMPTS.split(";")):
-        assert decode(pair, "ar", prompt_ids=prompt).tokens[0] == alone[n]
-
-
 @pytest.mark.parametrize("batch", [2, 5])
 def test_a_batch_does_not_change_an_answer(
     pair: TinyPair, alone: dict[int, list[int]], batch: int

@@ -1,2 +1,2 @@
-"""Compute devices behind one small interface: numpy (the reference), cupy (GPUs), emulated (a
+"""Compute devices with one small interface: numpy (the reference), cupy (GPUs), emulated (a
 model)."""

@@ -57,7 +57,7 @@ class ForwardKey:
     fuse: bool
     lm_head: bool
     kv_tokens: int  # Tokens of context read, summed over all sequences.
-    # Of a transformer, the sequences of these tokens; 0: matrix products alone.
+    # Of a transformer, the sequences of these tokens; 0: bare matrix products.
     sequences: int = 0
 
     @property
@@ -67,7 +67,7 @@ class ForwardKey:
 
     @property
     def forward(self) -> str:
-        """The kind of forward, as --forward says it."""
+        """The kind of forward, as a value of --forward."""
         return "transformer" if self.sequences else "gemm"
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Program(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps no clock")
 
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
-        """Frees what the device keeps of the program (a graph).
+        """Frees the device's part of the program (a graph).
 
         Must be called before the group's communicator is closed.
         """
@@ -223,10 +223,6 @@ class Backend(ABC):
     def read_bandwidth(self, num_bytes: int) -> float | None:
         """Measures bytes a second when a buffer of num_bytes is read repeatedly; None if
         unknown."""
-
-    @abstractmethod
-    def copy_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures bytes a second, read plus written, of a copy on the device; None if unknown."""
 
     @abstractmethod
     def peak_flops(self) -> float | None:

@@ -1,7 +1,7 @@
 """The cupy backend: float16 on one NVIDIA GPU, with forwards as captured CUDA graphs.
 
-Products are cuBLAS's. From compute capability 9.0 on, those of up to 32 rows are chained into one
-persistent kernel (cupy_chain), whose weights are stored in a special order.
+Products are cuBLAS's. From compute capability 9.0 on, products of up to 32 rows are chained into
+one persistent kernel (cupy_chain), whose weights are stored in a special order.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
 launches (token ids) is in page-locked buffers that its kernels read, never in captured values.
@@ -208,9 +208,6 @@ class CupyBackend(Backend):
     def read_bandwidth(self, num_bytes: int) -> float | None:
         return cupy_rates.read_bandwidth(self, num_bytes)
 
-    def copy_bandwidth(self, num_bytes: int) -> float | None:
-        return cupy_rates.copy_bandwidth(self, num_bytes)
-
     def peak_flops(self) -> float | None:
         return cupy_rates.peak_flops(self)
 
@@ -232,7 +229,7 @@ class CupyBackend(Backend):
             self._chain.flush()
 
     def sum_last(self, out: Any, inboxes: Inboxes) -> bool:
-        """Has the chain sum `out` over ranks if its last product writes it, else returns False."""
+        """Has the chain sum `out` over ranks; returns False unless its last product writes it."""
         return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
 
     def limit_waits(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from mpissd.engine.backend.cupy_device import device_info
 
 
 def facts(local_rank: int) -> dict[str, Any]:
-    """Returns the fields of ops.doctor.facts.CudaView; `error` says why this local rank has no
+    """Returns the fields of ops.doctor.facts.CudaView; `error`: why this local rank has no
     GPU."""
     view: dict[str, Any] = {"cupy": cupy.__version__, "runtime": int(runtime.runtimeGetVersion())}
     try:

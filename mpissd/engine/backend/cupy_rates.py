@@ -15,7 +15,6 @@ from mpissd.engine.backend.kernels import ceil_div
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
 _SAMPLES, _WARM_UP_S = 7, 0.05
 _SQUARES, _PEAK_S = (8192, 4096, 2048, 1024), 0.03
-_MIB = 1 << 20
 
 
 def read_bandwidth(backend: Any, num_bytes: int) -> float:
@@ -31,25 +30,6 @@ def read_bandwidth(backend: Any, num_bytes: int) -> float:
     body = partial(backend.read_words, backend.random_words(size), size, passes)
     program = CupyProgram(backend.stream, body, capture=True)
     return float(size * passes / _median_s(backend, program))
-
-
-def copy_bandwidth(backend: Any, num_bytes: int) -> float:
-    """Measures copying half a buffer (at most 4 GB) onto its other half, as read_bandwidth does.
-
-    The half is a multiple of 1 MiB: an H200 copied 928 MiB at 4.26 TB/s, but 10^9 bytes at 2.76.
-    """
-    half = min(num_bytes, _MAX_READ_BYTES, runtime.memGetInfo()[0] // 2) // 2
-    half = max(16, half // _MIB * _MIB or half // 16 * 16)
-    passes = ceil_div(_MIN_SAMPLE_BYTES, 2 * half)
-    source, to = backend.random_words(half), device_empty((half,), np.uint8)
-    operands = (to.data.ptr, source.data.ptr, half, runtime.memcpyDeviceToDevice)
-
-    def copy() -> None:
-        for _ in range(passes):
-            runtime.memcpyAsync(*operands, backend.stream.ptr)
-
-    program = CupyProgram(backend.stream, copy, capture=True)
-    return float(2 * half * passes / _median_s(backend, program))
 
 
 def peak_flops(backend: Any) -> float | None:

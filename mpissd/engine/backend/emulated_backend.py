@@ -113,9 +113,6 @@ class EmulatedBackend(Backend):
     def read_bandwidth(self, num_bytes: int) -> float | None:
         return self.profile.read_bytes_per_s
 
-    def copy_bandwidth(self, num_bytes: int) -> float | None:
-        return None
-
     def peak_flops(self) -> float | None:
         return self.profile.peak_flops_per_s
 

@@ -124,13 +124,6 @@ class NumpyBackend(Backend):
         buffer = np.ones(count, np.float32)
         return count * 4 / _fastest_s(buffer.max, count * 4)
 
-    def copy_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures copying half a buffer of num_bytes onto its other half, as often as
-        read_bandwidth."""
-        half = max(1, min(num_bytes, 4 * 10**9) // 8)
-        source, to = np.ones(half, np.float32), np.zeros(half, np.float32)
-        return 2 * half * 4 / _fastest_s(lambda: np.copyto(to, source), 2 * half * 4)
-
     def peak_flops(self) -> float | None:
         """Measures a square product, sized by powers of two to take 5 ms at most, for 50 ms.
 
@@ -150,7 +143,7 @@ class NumpyBackend(Backend):
 def _fastest_s(operation: Callable[[], object], num_bytes: int) -> float:
     """Returns the least seconds of an operation, repeated until it has moved 1 GB.
 
-    It is called 4 to 100,000 times; with only a few bytes the time is that of the call.
+    It is called 4 to 100,000 times; with only a few bytes the time is the call's.
     """
     seconds = []
     for _ in range(min(10**5, max(4, -(-(10**9) // num_bytes)))):

@@ -119,7 +119,7 @@ class HostEntry:
     # Branches of a sequence, whose keys are in seconds["keys"]; 0: none or unknown.
     lanes: int = 0
     context: int = 0  # of a transformer's forwards
-    forward: str = "gemm"  # as --forward says it
+    forward: str = "gemm"  # as a value of --forward
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
@@ -144,10 +144,10 @@ Series = Mapping[tuple[Any, ...], Curve]
 class Tables:
     """All measured tables of a profile; all empty if the profile has only rates.
 
-    forwards: for each key its kernels, those of jobs with the fewest rows first. shards: likewise,
+    forwards: for each key its kernels, for jobs with the fewest rows first. shards: likewise,
     of one rank's share of a model, without all-reduces. products: by (k, n), then rows.
     all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name, idle_s), then
-    bytes. copies: by (direction,), then bytes. launches: by what is launched. read_outs: by (logits
+    bytes. copies: by (direction,), then bytes. launches: by name. read_outs: by (logits
     of a row, kind of forward, candidates), then rows.
     """
 
@@ -203,14 +203,14 @@ class Tables:
         return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
 
     def candidates(self, cost: Cost) -> dict[int, Curve]:
-        """Returns {candidates of a row: seconds by rows} of read-outs like that of this cost."""
+        """Returns {candidates of a row: seconds by rows} of read-outs like this cost's."""
         like = cost.columns, "" if cost.key is None else cost.key.forward
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
     def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
-        """Returns a forward with each kernel that it was measured with, those of few rows first.
+        """Returns a forward with each kernel that it was measured with, for few rows first.
 
-        params: its number of weights, which tells models of one name apart. alone: of one rank's
+        params: its number of weights, which distinguishes models of one name. alone: of one rank's
         share, without all-reduces. A transformer's forward is interpolated over context and
         sequences (between).
         """
@@ -258,7 +258,7 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
 
 
 def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Groups forwards by key, those of the fewest rows first; of duplicates the last entry
+    """Groups forwards by key, with the fewest rows first; of duplicates the last entry
     counts."""
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:

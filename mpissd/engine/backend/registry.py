@@ -39,7 +39,7 @@ def check_here(name: str) -> None:
 
 
 def visible_gpus() -> int:
-    """Returns how many GPUs this process sees, where `choose` found one."""
+    """Returns how many GPUs this process sees, if `choose` gives cupy."""
     import cupy
 
     return int(cupy.cuda.runtime.getDeviceCount())

@@ -1,7 +1,7 @@
 """Random weight values: a hash of (key, row, column), which is the same on every backend.
 
 A shard on T ranks therefore holds exactly the values of the whole matrix, so that T = 2 can be
-compared with T = 1 element by element, and NumPy can check what a GPU holds.
+compared with T = 1 element by element, and NumPy can check a GPU's values.
 """
 
 from __future__ import annotations

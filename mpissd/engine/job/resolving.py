@@ -22,7 +22,7 @@ from mpissd.engine.job.checks import (
     check_transformer,
 )
 from mpissd.engine.job.job import Job
-from mpissd.engine.job.memory import check_memory, sized
+from mpissd.engine.job.memory import Room
 from mpissd.engine.model.transformer.files import fetch_missing
 from mpissd.engine.spec.acceptance import AcceptanceLaw, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
@@ -51,13 +51,12 @@ def resolve(
     rates or a list do not fit K, memory does not suffice, or the draft device is not allowed.
     """
     check_draft_device(config, backend)
-    itemsize = 4 if backend == "numpy" else 2
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
+    room = Room(4 if backend == "numpy" else 2, memory_bytes, draft_memory)
     if config.pair is None and config.target is None:
-        return _default_pair(config, tp, backend, itemsize, memory_bytes, draft_memory)
-    job = replace(_job(config, tp, *_names(config), backend), serving=serving)
-    job = sized(job, itemsize, memory_bytes, draft_memory)
-    check_memory(job, itemsize, memory_bytes, draft_memory)
+        return _default_pair(config, tp, backend, room)
+    job = room.sized(replace(_job(config, tp, *_names(config), backend), serving=serving))
+    room.check(job)
     return job
 
 
@@ -81,22 +80,11 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
         profile.all_reduce_s(tp, 1)
         memory, draft_memory = profile.memory_bytes, drafts.memory_bytes
     return resolve(
-        config,
-        tp,
-        backend=backend,
-        memory_bytes=memory,
-        draft_memory_bytes=draft_memory,
+        config, tp, backend=backend, memory_bytes=memory, draft_memory_bytes=draft_memory
     )
 
 
-def _default_pair(
-    config: RunConfig,
-    tp: int,
-    backend: str,
-    itemsize: int,
-    memory_bytes: int | None,
-    draft_memory: int | None,
-) -> Job:
+def _default_pair(config: RunConfig, tp: int, backend: str, room: Room) -> Job:
     names = ("toy",) if backend == "numpy" else _DEFAULT_PAIRS
     targets = [split_pair(name)[0] for name in names]
     if not any(_divides(config, target, tp) for target in targets):
@@ -106,7 +94,7 @@ def _default_pair(
     for name in names:
         try:
             job = _job(config, tp, *split_pair(name), backend)
-            check_memory(job, itemsize, memory_bytes, draft_memory)
+            room.check(job)
         except ConfigError as error:
             reason = reason or error
             continue

@@ -161,7 +161,7 @@ class Judging:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a row decides: `token` is drawn where nothing was drafted, or the draft is rejected.
+    """A row's decision: `token` is drawn if nothing was drafted, or the draft is rejected.
 
     needs_row: the drafted token is rejected, and `kept` was missing.
     """

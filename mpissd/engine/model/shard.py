@@ -21,8 +21,8 @@ class ForwardOptions:
     lm_head: bool = False
     context: int = 0  # KV-cache tokens that the rows of a sequence share; 0: no KV is read
     top_k: int = 1
-    own_tokens: int = 1  # KV-cache tokens that each row reads alone, its own included
-    values: bool = False  # read out the candidates' logits beside their ids
+    own_tokens: int = 1  # KV-cache tokens that only this row reads, its own included
+    values: bool = False  # read out the candidates' logits with their ids
     # These size a KV cache, and stay 0 for a model that has none.
     capacity: int = 0  # the most tokens that a sequence may have
     lanes: int = 0  # how many lanes have room for tokens of their own
@@ -107,7 +107,7 @@ class Shard:
         """Returns the (in, out) sizes of this rank's weights, in the order of the forward.
 
         These are the product before the layers, one layer's products (if there is a layer), the
-        heads behind the layers, and the LM heads.
+        heads after the layers, and the LM heads.
         """
         layer = self._layer_products(options) if self.shape.num_layers else []
         return [*self.before_layers(), *layer, *self.behind_layers(), *self.lm_heads(options)]
@@ -148,7 +148,7 @@ class Shard:
         return self.kv_read(rows, sequences, options)
 
     def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns 0: products alone keep no sums."""
+        """Returns 0: bare products keep no sums."""
         return 0
 
     def cost(

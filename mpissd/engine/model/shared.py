@@ -1,9 +1,9 @@
-"""One model's forwards for several users: what they launch together runs as one forward.
+"""One model's forwards for several users: their launches run together as one forward.
 
 A draft that serves several target groups keeps the sequences and the lanes of each group in a range
 of its own of one KV cache. Each group's worker sees a *seat*: forwards with slots and lanes from 0
 on, and the results of its own rows only. Forwards are batch-invariant
-(docs/transformer.md), so a seat computes what a model of its own would.
+(docs/transformer.md), so a seat computes the numbers of a model of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SharedForwards:
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
     def __init__(self, stepper: Stepper, seats: int, *, slots: int, lanes: int) -> None:
-        """Divides the stepper; slots, lanes: those of each seat."""
+        """Divides the stepper; slots, lanes: of each seat."""
         self.stepper = stepper
         self.most_rows = stepper.most_rows // seats
         self.seats = [GroupView(self, n * slots, n * lanes) for n in range(seats)]
@@ -46,7 +46,7 @@ class SharedForwards:
         self._log = Tape("q")  # the values of COLUMNS, forward after forward
 
     def launch(self, seat: GroupView) -> None:
-        """Adds what a seat has uploaded to the next forward."""
+        """Adds a seat's uploaded rows to the next forward."""
         assert seat not in self._launched, "a second forward before the first one is over"
         self._launched.append(seat)
 
@@ -55,7 +55,7 @@ class SharedForwards:
         return seat not in self._launched and self.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
-        """Runs what was launched, and waits until it is over; chunks of prompts run separately."""
+        """Runs the launched rows, then waits for them; chunks of prompts run separately."""
         launched, self._launched = self._launched, []
         for seat in launched:
             if seat.chunk is not None:
@@ -128,7 +128,7 @@ class GroupView(Forwards):
         self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
 
     def take(self) -> _Part:
-        """Returns what was uploaded, for the forward that runs now."""
+        """Returns the uploaded rows, for the forward that runs now."""
         part, self.part = self.part, None
         assert part is not None, "a launch without an upload"
         return part

@@ -31,7 +31,7 @@ Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes this rank's k
 class Stack(ABC):
     """One rank's operations over its weights, with the buffers that they need.
 
-    weights: what it reads, which other stacks may share. buffers.tokens: host int32 [max_rows], the
+    weights: other stacks may share them. buffers.tokens: host int32 [max_rows], the
     input of a forward. pages: the pages of its KV cache, None without one. draws: what draws tokens
     from the last forward's logits on the device; None: the host does.
     """
@@ -90,7 +90,7 @@ class Stack(ABC):
 
 @dataclass(frozen=True)
 class Best:
-    """Device buffers for k candidates a row: this rank's, and those of all ranks."""
+    """Device buffers for k candidates a row: of this rank, and of all ranks."""
 
     ids: Any
     values: Any

@@ -85,7 +85,7 @@ class Stepper(Forwards):
     ) -> None:
         """Makes the stack and its programs.
 
-        buckets: the row counts to compile. weights: those of `model` to share (None: makes its
+        buckets: the row counts to compile. weights: of `model`, to share (None: makes its
         own). source: the model whose hidden states this one reads. compiled: whether to compile
         now; if not, the caller calls compile later.
         """
@@ -178,7 +178,7 @@ class Stepper(Forwards):
 
         The device reads the tokens from a page-locked host buffer when the forward begins. The
         stack receives `places`, the rows' cache positions. lists: whether the top_k best candidates
-        are read out, or the best one alone.
+        are read out, or only the best one.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
@@ -244,7 +244,7 @@ class Stepper(Forwards):
 
         None: goes back to the tensors of its files.
 
-        For a transformer alone. Raises ProtocolError for arrays that are not the model's.
+        For transformers only. Raises ProtocolError for arrays that are not the model's.
         """
         assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
         yield from self.stack.reload(arrays)

@@ -12,8 +12,9 @@ collective. With an inline draft, every target rank also counts the memory of th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
@@ -26,7 +27,6 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.engine.model.transformer.shard import TransformerShard
 
-StepperKey = tuple[ForwardOptions, int]
 _TARGET, _DRAFT = 0, 1
 _SPARE_BYTES = 2 << 30  # left free for activations, graphs and libraries
 
@@ -44,6 +44,9 @@ class WeightsKey:
     few: bool  # whether forwards have few rows, for which a GPU may use another layout
 
 
+StepperKey = tuple[WeightsKey, ForwardOptions, int]  # with the sequences, if KV is read
+
+
 @dataclass(frozen=True)
 class Need:
     """The weights and programs that one configuration needs of one model."""
@@ -56,27 +59,21 @@ class Need:
     num_sequences: int
     source: Need | None = None  # the target, if the draft reads its hidden states
 
-    def weights(self, few_rows: int) -> WeightsKey:
+    def keys(self, few_rows: int) -> tuple[WeightsKey, StepperKey]:
+        """Returns the keys of the weights, and of the stepper on them."""
         options, shard = self.options, self.shard
         few = self.buckets[-1] <= few_rows and not isinstance(shard, TransformerShard)
-        return WeightsKey(
+        weights = WeightsKey(
             self.which, self.model, shard.shape, shard.tp, options.fuse, options.lm_head, few
         )
+        keeps_kv = options.context or options.capacity
+        return weights, (weights, options, self.num_sequences if keeps_kv else 0)
 
-    @property
-    def stepper(self) -> StepperKey:
-        """Key of the stepper on these weights: options, and sequences if KV is read."""
-        keeps_kv = self.options.context or self.options.capacity
-        return self.options, self.num_sequences if keeps_kv else 0
-
-    def kv_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of this rank's KV cache."""
-        rows, options = self.buckets[-1], self.options
-        return self.shard.cache_bytes(rows, self.num_sequences, options, itemsize)
-
-    def weight_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of this rank's weights."""
-        return self.shard.weight_bytes(self.options, itemsize)
+    def num_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Returns the bytes of this rank's weights, and of its KV cache."""
+        rows, options, shard = self.buckets[-1], self.options, self.shard
+        kv_bytes = shard.cache_bytes(rows, self.num_sequences, options, itemsize)
+        return shard.weight_bytes(options, itemsize), kv_bytes
 
 
 def needs(job: Job) -> list[Need]:
@@ -95,25 +92,14 @@ def needs(job: Job) -> list[Need]:
 
 @dataclass
 class _Held:
-    """Weights in the cache and the steppers on them; None if only the lead holds them."""
+    """Weights, or a stepper on weights, in the cache; made is None if only the lead holds it.
+
+    rows: the row counts of a stepper.
+    """
 
     num_bytes: int
-    weights: Weights | None = None
-    steppers: dict[StepperKey, Stepper | None] = field(default_factory=dict)
-    kv_bytes: dict[StepperKey, int] = field(default_factory=dict)
-    rows: dict[StepperKey, frozenset[int]] = field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_bytes + sum(self.kv_bytes.values())
-
-    def drop(self, key: StepperKey) -> None:
-        """Closes and removes a stepper, if it exists."""
-        self.kv_bytes.pop(key, None)
-        self.rows.pop(key, None)
-        stepper = self.steppers.pop(key, None)
-        if stepper is not None:
-            stepper.close()
+    made: Weights | Stepper | None = None
+    rows: frozenset[int] = frozenset()
 
 
 class Models:
@@ -126,13 +112,14 @@ class Models:
         """
         self._backend, self._group, self._seed = backend, group, seed
         self.room: int | None = None  # bytes that each rank of this role may use; None: unknown
-        self._held: OrderedDict[WeightsKey, _Held] = OrderedDict()  # the last used comes last
-        self._rows: dict[tuple[WeightsKey, StepperKey], frozenset[int]] = {}
+        # The last used comes last.
+        self._held: OrderedDict[WeightsKey | StepperKey, _Held] = OrderedDict()
+        self._rows: dict[StepperKey, frozenset[int]] = {}
 
     def expect(self, jobs: Iterable[Job]) -> None:
         """Plans steppers with the row counts of all these jobs; call before the first `open`."""
         for need in (need for job in jobs for need in needs(job)):
-            self._rows[self._key(need), need.stepper] = self._wanted(need)
+            self._rows[self._keys(need)[1]] = self._wanted(need)
 
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
         """Returns [target stepper, draft stepper], None for a model that this rank lacks.
@@ -141,20 +128,29 @@ class Models:
         steppers get only this job's row counts. Raises Refused on all ranks of the job if one of
         them has no room for these either.
         """
-        mine = [need for need in needs(job) if _counts(need, job, topology)]
+        # An inline draft is the lead's; every target rank counts its memory.
+        held = {_DRAFT} if topology.is_draft else {_TARGET, _DRAFT} if job.inline else {_TARGET}
+        mine = [need for need in needs(job) if need.which in held]
         try:
             return self._open(mine, topology)
         except Refused:
             for need in mine:
-                self._rows[self._key(need), need.stepper] = frozenset(need.buckets)
+                self._rows[self._keys(need)[1]] = frozenset(need.buckets)
         return self._open(mine, topology)
 
     def _open(self, mine: Sequence[Need], topology: Topology) -> list[Stepper | None]:
         fresh = [need for need in mine if not self._is_there(need)]
-        self._make_room(fresh, {self._key(need): need.stepper for need in mine})
-        error = self._allocate(fresh, topology)
+        self._make_room(fresh, {key for need in mine for key in self._keys(need)})
+        full = None
         try:
-            agree(topology.world, error)
+            for need in fresh:
+                is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
+                self._make(need, topology.group.rank, is_here)
+        except (ConfigError, MemoryError) as error:
+            full = str(error)  # the error itself would keep the allocations alive
+        try:
+            refused = None if full is None else ConfigError(f"rank {topology.world.rank}: {full}")
+            agree(topology.world, refused)
         except Refused:
             for need in fresh:
                 self._forget(need)
@@ -169,24 +165,27 @@ class Models:
         return steppers
 
     def _wanted(self, need: Need) -> frozenset[int]:
-        known = self._rows.get((self._key(need), need.stepper), frozenset())
+        known = self._rows.get(self._keys(need)[1], frozenset())
         return known | frozenset(need.buckets)
 
-    def _key(self, need: Need) -> WeightsKey:
-        return need.weights(self._backend.few_rows)
+    def _keys(self, need: Need) -> tuple[WeightsKey, StepperKey]:
+        return need.keys(self._backend.few_rows)
 
     def _stepper(self, need: Need) -> Stepper | None:
-        return self._held[self._key(need)].steppers[need.stepper]
+        stepper: Stepper | None = cast(Any, self._held[self._keys(need)[1]].made)
+        return stepper
 
     def _is_there(self, need: Need) -> bool:
-        held = self._held.get(self._key(need))
-        if held is None:
+        """Returns whether the stepper can be used as it is; drops it if not."""
+        keys = self._keys(need)
+        for key in keys:
+            if key in self._held:
+                self._held.move_to_end(key)
+        if (held := self._held.get(keys[1])) is None:
             return False
-        self._held.move_to_end(self._key(need))
-        is_whole = frozenset(need.buckets) <= held.rows.get(need.stepper, frozenset())
-        if is_whole and self._reads_source(need):
+        if frozenset(need.buckets) <= held.rows and self._reads_source(need):
             return True
-        held.drop(need.stepper)
+        self._drop(keys[1])
         return False
 
     def _reads_source(self, need: Need) -> bool:
@@ -197,61 +196,34 @@ class Models:
         is_there = self._is_there(need.source)
         return is_there and (stepper is None or stepper.source is self._stepper(need.source))
 
-    def _make_room(self, fresh: Sequence[Need], keep: Mapping[WeightsKey, StepperKey]) -> None:
-        """Drops models until `fresh` fits: the least recently used, then other steppers of `keep`.
+    def _make_room(self, fresh: Sequence[Need], keep: Collection[WeightsKey | StepperKey]) -> None:
+        """Drops the least recently used, except `keep`, until `fresh` fits.
 
         It counts computed bytes, which are equal on all ranks of a role, and not a device's report.
         """
         for key in [key for key in self._held if key not in keep]:
-            if self._fits(fresh):
+            size = sum(held.num_bytes for held in self._held.values())
+            for need in fresh:
+                weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
+                size += kv_bytes + weight_bytes * (self._keys(need)[0] not in self._held)
+            if self.room is None or size + _SPARE_BYTES <= self.room:
                 return
             self._drop(key)
-        for key, stepper in keep.items():
-            held = self._held.get(key, _Held(0))
-            for other in [other for other in held.steppers if other != stepper]:
-                if self._fits(fresh):
-                    return
-                held.drop(other)
-
-    def _fits(self, fresh: Sequence[Need]) -> bool:
-        size = sum(held.total_bytes for held in self._held.values())
-        for need in fresh:
-            size += need.kv_bytes(self._backend.itemsize)
-            size += 0 if self._key(need) in self._held else self._weight_bytes(need)
-        return self.room is None or size + _SPARE_BYTES <= self.room
-
-    def _weight_bytes(self, need: Need) -> int:
-        return need.weight_bytes(self._backend.itemsize)
-
-    def _allocate(self, fresh: Sequence[Need], topology: Topology) -> ConfigError | None:
-        """Makes the missing weights and steppers; returns an error if the device is full."""
-        full = None
-        try:
-            for need in fresh:
-                is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
-                self._make(need, topology.group.rank, is_here)
-        except (ConfigError, MemoryError) as error:
-            full = str(error)  # the error itself would keep the allocations alive
-        if full is None:
-            return None
-        return ConfigError(f"rank {topology.world.rank}: {full}")
 
     def _make(self, need: Need, rank: int, is_here: bool) -> None:
-        key = self._key(need)
+        (weights, key), rows = self._keys(need), self._wanted(need)
         group = self._group if need.which == _TARGET else SoloGroup()
         shard = replace(need.shard, rank=rank if need.which == _TARGET else 0)
-        held = self._held.setdefault(key, _Held(self._weight_bytes(need)))
-        rows = self._wanted(need)
+        weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
+        base = self._held.setdefault(weights, _Held(weight_bytes))
         seed = 2 * self._seed + need.which
-        if held.weights is None and is_here:
-            held.weights = need.model.weights(
+        if base.made is None and is_here:
+            base.made = need.model.weights(
                 self._backend, shard, need.options, max_rows=max(rows), seed=seed
             )
-        held.kv_bytes[need.stepper] = need.kv_bytes(self._backend.itemsize)
-        held.rows[need.stepper] = rows
-        held.steppers[need.stepper] = None
+        held = self._held[key] = _Held(kv_bytes, rows=rows)
         if is_here:
-            held.steppers[need.stepper] = Stepper(
+            held.made = Stepper(
                 self._backend,
                 group,
                 shard,
@@ -260,32 +232,29 @@ class Models:
                 num_sequences=need.num_sequences,
                 seed=seed,
                 model=need.model,
-                weights=held.weights,
+                weights=cast(Any, base.made),
                 source=None if need.source is None else self._stepper(need.source),
                 compiled=False,
             )
 
     def _forget(self, need: Need) -> None:
         """Undoes `_make` after it failed on this or another rank."""
-        held = self._held.get(self._key(need))
-        if held is not None:
-            held.drop(need.stepper)
-            if not held.steppers:
-                self._drop(self._key(need))
+        weights, key = self._keys(need)
+        self._drop(key)
+        if not any(isinstance(other, tuple) and other[0] == weights for other in self._held):
+            self._drop(weights)
 
-    def _drop(self, key: WeightsKey) -> None:
-        held = self._held.pop(key)
-        for stepper in list(held.steppers):
-            held.drop(stepper)
+    def _drop(self, key: WeightsKey | StepperKey) -> None:
+        """Closes and removes a stepper, or weights with the steppers on them, if they exist."""
+        if isinstance(key, WeightsKey):
+            on_them = [k for k in self._held if isinstance(k, tuple) and k[0] == key]
+            for stepper_key in on_them:
+                self._drop(stepper_key)
+        held = self._held.pop(key, None)
+        if held is not None and isinstance(held.made, Stepper):
+            held.made.close()
 
     def close(self) -> None:
         """Destroys all programs and releases the weights."""
         for key in list(self._held):
             self._drop(key)
-
-
-def _counts(need: Need, job: Job, topology: Topology) -> bool:
-    """Returns whether a model counts in this rank's memory: its own, or the lead's inline draft."""
-    if topology.is_draft:
-        return need.which == _DRAFT
-    return need.which == _TARGET or job.inline

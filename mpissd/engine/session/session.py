@@ -11,6 +11,7 @@ many.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,24 +25,26 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
 from mpissd.common.heap import keep_freed
 from mpissd.common.output import make_output
+from mpissd.common.presets import resolve_model, target_of
 from mpissd.common.rounds import Request
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
-from mpissd.engine.backend.registry import open_backend
+from mpissd.engine.backend.registry import choose, open_backend, visible_gpus
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import MpiLogitsGather, open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.session.backend_name import backend_name
 from mpissd.engine.session.calibrations import Calibrations
 from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.workers import TargetWorker
 
 _REST_S = 1e-3  # between two polls of an idle rank
+_SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
 
 
 @dataclass
@@ -81,6 +84,17 @@ class Session:
         """Waits for all ranks of the world; raises an error after the waiter's deadline."""
         request = self.topology.world.Ibarrier()
         (waiter or self.waiter).until(request.Test, "barrier")
+
+    def survivors(self, *, draft_lost: bool) -> MPI.Comm:
+        """Returns the communicator of the living ranks: all, or the targets if the draft was lost.
+
+        draft_lost: read only on the lead, which broadcasts it. Collective over the target ranks, if
+        the configuration allows the run to go on without its draft.
+        """
+        topology = self.topology
+        if self.job.config.on_draft_loss == "abort" or topology.is_draft:
+            return topology.world
+        return topology.group if topology.group.bcast(draft_lost) else topology.world
 
     def agree(self, error: MpissdError | None) -> None:
         """Raises Refused on every rank if one rank passes an error; collective."""
@@ -173,38 +187,31 @@ def rest(topology: Topology) -> None:
     Waiter(math.inf, spin=False).until(looked, "the other ranks")
 
 
-def open_session(config: RunConfig, learning: LearnerComms | None = None) -> Session:
-    """Opens this rank's part of one job; raises Refused on every rank if one rank fails.
-
-    learning: this rank's communicators in a job with a learner; the learner is not opened here.
-    """
-    world = None if learning is None else learning.world
-    machine = open_machine(config, config.drafts, world)
-    session = session_of(machine, config)
-    session.learning = learning
-    session.resources.callback(machine.close)
-    return session
-
-
 @contextmanager
 def opened(config: RunConfig, learning: LearnerComms | None = None) -> Iterator[Session]:
-    """Opens this rank's part of one job, and always closes it within the deadline."""
-    session = open_session(config, learning)
-    try:
+    """Opens this rank's part of one job, and always closes it within the deadline.
+
+    learning: this rank's communicators in a job with a learner; the learner is not opened here.
+    Raises Refused on every rank if one rank fails.
+    """
+    world = None if learning is None else learning.world
+    with opened_machine(config, config.drafts, world) as machine:
+        session = session_of(machine, config)
+        session.learning = learning
+        machine.resources.callback(session.resources.close)
         yield session
-    except FaultError:
-        session.group.abort()  # a collective that waits for a dead peer would hold the device
-        raise
-    finally:
-        with within(config.deadline_s, f"rank {session.topology.world.rank}: teardown"):
-            session.resources.close()
 
 
 @contextmanager
-def opened_machine(config: RunConfig, num_drafts: int) -> Iterator[Machine]:
-    """Opens this rank's part of a job of several passes, and always closes it within the
-    deadline."""
-    machine = open_machine(config, num_drafts)
+def opened_machine(
+    config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
+) -> Iterator[Machine]:
+    """Opens this rank's part of a machine of groups·T + num_drafts ranks, and always closes it
+    within the deadline.
+
+    world: see open_topology. Raises Refused on every rank if one rank fails.
+    """
+    machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
     except FaultError:
@@ -234,13 +241,7 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
     return session
 
 
-def open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None = None) -> Machine:
-    """Opens this rank's part of a machine of groups·T + num_drafts ranks.
-
-    world: see open_topology.
-
-    Raises Refused on every rank if one rank fails.
-    """
+def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) -> Machine:
     try:
         topology = open_topology(num_drafts, config.groups, world)
     except ConfigError as small:  # the same on every rank
@@ -312,3 +313,32 @@ def _least(sizes: Sequence[int | None]) -> int | None:
     """Returns the smallest size, or None if one is unknown or there are none."""
     known = [size for size in sizes if size is not None]
     return min(known) if known and len(known) == len(sizes) else None
+
+
+def backend_name(config: RunConfig, topology: Topology) -> str:
+    """Returns the backend of this rank, the same on all ranks of its host.
+
+    `auto` is numpy if text of a small model has more ranks than its host has GPUs, as SSD on a
+    laptop: on one GPU they would be refused. The lead reports it on stderr.
+    """
+    name = choose(config.backend)
+    here = topology.hosts.count(topology.hosts[topology.world.rank])
+    if config.backend != "auto" or name != "cupy" or not (config.is_text and _is_small(config)):
+        return name
+    if here <= (gpus := visible_gpus()):
+        return name
+    if topology.is_lead:
+        line = f"mpissd: {here} ranks, {gpus} visible GPU(s): backend numpy, one core a rank"
+        hint = "on the GPU: --backend=cupy --mode=sd --num_drafts=0"
+        sys.stderr.write(f"{line} ({hint})\n")
+        sys.stderr.flush()
+    return "numpy"
+
+
+def _is_small(config: RunConfig) -> bool:
+    """Returns whether CPUs read the target's 16-bit weights often enough for text."""
+    where = target_of(config.pair) if config.pair else config.target
+    if where is None:
+        return False
+    options = ForwardOptions(lm_head=True)
+    return Shard(resolve_model(where)).weight_bytes(options, 2) <= _SMALL_BYTES

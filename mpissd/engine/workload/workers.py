@@ -184,23 +184,26 @@ class Worker(Generic[AnyOracle]):
 
     def _upload_trunk(
         self,
-        rows: int,
         batch: Batch,
         speculation: Speculation,
+        rows: int | None = None,
         fill: int = 0,
         *,
         lists: bool = False,
-    ) -> None:
-        """Hands the last token of each sequence and its served tokens to the device.
+    ) -> int:
+        """Hands the last token of each sequence and its served tokens to the device; returns how
+        many tokens these are.
 
-        rows: of the forward, as most. After them come up to `fill` tokens of opened prompts. lists:
-        whether each row's best candidates are read, or only the best one.
+        rows: of the forward, padding included (None: no padding). After them come up to `fill`
+        tokens of opened prompts. lists: whether each row's best candidates are read, or only the
+        best one.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
-        self.num_rows = rows
+        count = len(tokens)
+        self.num_rows = rows = count if rows is None else rows
         if self.placement is None:
             self.stepper.upload(rows, tokens, lists=lists)
-            return
+            return count
         places = batch.trunk(speculation.num_draft)
         fill = min(fill, self.stepper.most_rows - rows)
         if gaps := batch.opened_gaps(fill) if fill > 0 else []:
@@ -209,6 +212,7 @@ class Worker(Generic[AnyOracle]):
             places = joined([places, batch.fill(gaps)], reads=len(batch) > 0)
             self.num_rows = rows = rows + sum(map(len, prompts))
         self.stepper.upload(rows, tokens, places, lists=lists)
+        return count
 
 
 class TargetWorker(Worker[TargetOracle]):
@@ -221,8 +225,7 @@ class TargetWorker(Worker[TargetOracle]):
         them, up to `fill` tokens of opened prompts are stored.
         """
         batch.serve(speculation)
-        self._verified = rows = speculation.num_rows
-        self._upload_trunk(rows, batch, speculation, fill)
+        self._verified = self._upload_trunk(batch, speculation, fill=fill)
 
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""
@@ -280,7 +283,7 @@ class DraftWorker(Worker[DraftOracle]):
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, K+1 rows a sequence."""
         rows = len(batch) * (self.oracle.lookahead + 1)
-        self._upload_trunk(rows, batch, speculation, lists=True)
+        self._upload_trunk(batch, speculation, rows, lists=True)
         self.stepper.launch()
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:

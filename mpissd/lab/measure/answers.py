@@ -1,17 +1,13 @@
-"""The answers of a text job, and its row's fields on prompts and weights."""
+"""The answers of a text job."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mpissd.common.rounds import Source
-from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
-from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import BONUS, Answer, answer_of, write_answers
 from mpissd.engine.workload.text.stops import AnswerText
-from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.lab.measure.reports import LeadReport
 
@@ -54,32 +50,3 @@ def _answer(
         ended = "stop_token"
     named = [_SOURCES[source] for source in sources[: len(tokens)]]
     return answer_of(workload.prompts[request_id], tokens, named, text, ended)
-
-
-def model_fields(session: Session) -> dict[str, Any]:
-    """Returns the row's keys of the models' forwards and weights."""
-    job = session.job
-    if not job.config.is_transformer:
-        return {"forward": "gemm", "weights": None}
-    drafts = drafts_of(job)
-    names = {"target": job.target_where, **drafts}
-    every = {which: open_checkpoint(name, target=job.target_where) for which, name in names.items()}
-    weights: dict[str, dict[str, str | bool | None]] = {
-        which: {"name": opened.name, "sha256": opened.sha256, "sha256_of": opened.sha256_of}
-        for which, opened in every.items()
-    }
-    for which, name in drafts.items():
-        weights[which]["made_for_target"] = made_for(name, job.target_where)
-    if job.config.is_text:
-        weights["target"]["tokenizer_sha256"] = tokenizer_digest(job.target_where)
-    return {"forward": "transformer", "weights": weights}
-
-
-def prompt_times(session: Session, lead: LeadReport) -> dict[str, Any]:
-    """Returns the row's times of prompts, in seconds; None for sequences without one."""
-    if not session.job.config.is_text:
-        return {"t_prefill_s": None, "time_to_first_token_s": None}
-    return {
-        "t_prefill_s": round(lead.prefill_s, 9),
-        "time_to_first_token_s": round(float(lead.records.round_s.read()[0]), 9),
-    }

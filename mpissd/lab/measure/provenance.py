@@ -12,13 +12,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from mpi4py import MPI
+
 import mpissd
 from mpissd.engine.backend.base import DeviceInfo
 
 _STARTED = datetime.now(timezone.utc)
 
 
-def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str) -> dict[str, Any]:
+def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...]) -> dict[str, Any]:
     """Returns everything that could explain a different result on another day."""
     return {
         "mpissd": mpissd.__version__,
@@ -27,7 +29,7 @@ def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...], mpi_library: str
         "command": sys.argv[1:],
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "mpi_library": mpi_library,
+        "mpi_library": str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip(),
         "packages": {name: version(name) for name in ("numpy", "mpi4py", "nvmath-python")},
         "cuda": cuda_versions(),
         "hosts": sorted(set(hosts)),

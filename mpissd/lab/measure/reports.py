@@ -1,9 +1,12 @@
-"""Reports of the ranks on the measured pass, from which the result row is built."""
+"""Reports of the ranks on the measured pass, from which the result row is built.
+
+Those of several target groups that share their drafts are joined to one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from numpy.typing import NDArray
 from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.updates import Report as UpdateReport
+from mpissd.engine.model.shared import GroupView
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.host_costs import WarmUp
 
@@ -88,3 +92,75 @@ def hit_rate_of(sequences: NDArray[np.int64], lost_round: int | None = None) -> 
         counted &= sequences[:, 0] < lost_round
     hits = sequences[counted, 6]
     return round(float(hits.mean()), 5) if len(hits) else None
+
+
+def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
+    """Returns the report of all groups' rounds, numbered group after group.
+
+    Its wall is the longest group's: all groups begin together.
+    """
+    counts = [len(lead.records) for lead in leads]
+    total = max(1, sum(counts))
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(n * value for n, value in zip(counts, values, strict=True)) / total
+
+    reduced = [lead.all_reduce_s for lead in leads if lead.all_reduce_s is not None]
+    return replace(
+        leads[0],
+        records=RoundRecords.joined([lead.records for lead in leads]),
+        first_round=0,
+        last_round=total,
+        wall_s=max(lead.wall_s for lead in leads),
+        ledger=_renumbered([lead.ledger for lead in leads]),
+        messages_per_round=mean([lead.messages_per_round for lead in leads]),
+        bytes_per_round=mean([lead.bytes_per_round for lead in leads]),
+        prefill_s=max(lead.prefill_s for lead in leads),
+        proposals=(
+            mean([lead.proposals[0] for lead in leads]),
+            mean([lead.proposals[1] for lead in leads]),
+        ),
+        all_reduce_s=sum(reduced) if len(reduced) == len(leads) else None,
+    )
+
+
+def joined_drafts(drafts: Sequence[DraftReport]) -> DraftReport:
+    """Returns the report of one draft on all groups' rounds, numbered group after group."""
+    return replace(
+        drafts[0],
+        rounds=_renumbered([draft.rounds for draft in drafts]),
+        ledger=_renumbered([draft.ledger for draft in drafts]),
+        learned={},
+    )
+
+
+def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Returns the rows of all tables, whose first column then counts from 0."""
+    whole = np.concatenate(tables)
+    whole[:, 0] = np.arange(len(whole))
+    return whole
+
+
+def forwards_of(
+    drafters: Sequence[Drafter], rounds: Sequence[tuple[int, int]]
+) -> NDArray[np.int64] | None:
+    """Returns the shared forwards of the measured rounds (SharedForwards.COLUMNS), and after them a
+    row with the window's beginning and end; None if no forward is shared.
+
+    rounds: of each group, its first measured round and the one after its last.
+    """
+    seat = drafters[0].worker.stepper
+    if not isinstance(seat, GroupView):
+        return None
+    begin, end = _window(drafters, rounds)
+    log = seat.shared.log()
+    inside = log[(log[:, 0] >= begin) & (log[:, 0] < end)]
+    return np.concatenate([inside, [[begin, end, 0, 0]]])
+
+
+def _window(drafters: Sequence[Drafter], rounds: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns when the first group's measured rounds began on the draft, and the last one's ended,
+    in ns."""
+    slices = [d.ledger.slices(*r) for d, r in zip(drafters, rounds, strict=True)]
+    known = [one for one in slices if len(one)]
+    return min(int(one[0, 2]) for one in known), max(int(one[-1, 3]) for one in known)

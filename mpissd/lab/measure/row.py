@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,22 @@ from mpissd.common.output import append_row
 from mpissd.common.records import (
     RoundRecords,
     is_stable,
+    median,
     outcome_digest,
     percentiles_us,
     token_digest,
 )
 from mpissd.common.row import SCHEMA, Row
+from mpissd.common.trace import LeadPhase
+from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.job import Job
+from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
+from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.answers import model_fields, prompt_times
+from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure.calibrate import JobProfile
-from mpissd.lab.measure.learning import learner_fields, shares_gpu_of
-from mpissd.lab.measure.pool import draft_wait_us, of_each_group, pool_fields
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import (
     DraftReport,
@@ -37,12 +42,12 @@ from mpissd.lab.measure.reports import (
     hit_rate_of,
     num_tokens_of,
 )
-from mpissd.lab.measure.row_times import device_means, device_times, rates
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 from mpissd.lab.predict.simulation import follow
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
+_DRAFT_WAIT = 2 + LeadPhase.DRAFT_WAIT
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
@@ -51,49 +56,75 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     sweep: the row's entry on its sweep; None without a sweep.
     """
     job, config, lead = session.job, session.job.config, measured.lead
-    sequences = lead.records.sequences()
+    backend, topology = session.backend, session.topology
+    num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
+    decoded = _decoded(lead, job)
+    groups: list[Mapping[str, Any]] = []
+    for group in measured.groups:  # a row has one histogram, of all groups
+        keys = _decoded(group, job)
+        del keys["accept_histogram"]
+        groups.append(keys)
     return Row(
         schema=SCHEMA,
         run_id=f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
         mode=config.mode,
         workload=config.workload,
-        backend=session.backend.name,
-        device_name=session.backend.info.name,
+        backend=backend.name,
+        device_name=backend.info.name,
+        draft_device_name=(
+            session.infos[topology.first_draft].name if topology.num_drafts else None
+        ),
         world_size=job.world_size,
         tp=job.tp,
         num_drafts=config.drafts,
         groups=config.groups,
         target=job.target.name,
         draft=None if job.draft is None else job.draft.name,
-        dtype=session.backend.dtype_name,
+        dtype=backend.dtype_name,
         lookahead=job.lookahead,
         fan_out=list(job.fan_out) or None,
         branch_budget=sum(job.fan_out) or None,
         fan_out_miss=list(job.fan_out_miss) or None,
         batch_size=config.batch_size,
-        draft_device_name=_draft_device(session),
-        **_options(session),
-        **model_fields(session),
-        **prompt_times(session, lead),
+        inline_draft=job.inline,
+        all_reduce=session.group.name,
+        graph=backend.capture and session.group.capturable,
+        fuse=config.fuse,
+        lm_head=job.options.lm_head,
+        context=config.context,
+        on_late="finish" if job.fan_out else None,  # as in older rows
+        backup=config.backup if job.draft else None,  # SD drafts only with its backup
+        backup_lookahead=job.backup_lookahead if job.draft else None,
+        num_layers=job.target.num_layers,
+        seed=config.seed,
+        stop_token=config.stop_token,
+        token_limit=config.token_limit,
+        **_weights(session),
         **asdict(session.workload.row_fields()),
-        **_throughput(session, measured),
-        **_pool(session, measured),
-        **_speculation(session, sequences, lead.draft_lost_round),
+        t_prefill_s=round(lead.prefill_s, 9) if config.is_text else None,
+        time_to_first_token_s=(
+            round(float(lead.records.round_s.read()[0]), 9) if config.is_text else None
+        ),
+        **decoded,
+        tok_per_s_per_gpu=round(decoded["num_tokens"] / lead.wall_s / num_gpus, 3),
+        per_group=groups or None,
+        pool=_pool(measured),
+        **_ledger_means(measured),
         draft_lost_round=lead.draft_lost_round,
         learned=None if measured.draft is None else measured.draft.learned or None,
-        **learner_fields(measured, config.learners, session.infos),
+        **_learner(session, measured),
         **device_times(session, measured),
-        **_prediction(session, measured),
-        **_digests(session, measured, sequences),
+        **_prediction(job, measured),
+        token_digest=token_digest(lead.records.token_arrays(), _num_digested(job)),
         messages_per_round=round(lead.messages_per_round, 2),
         bytes_per_round=round(lead.bytes_per_round, 1),
         proposal_bytes_per_round=round(lead.proposals[0], 1),
         proposal_wait_us=round(lead.proposals[1], 3),
         rank_digests=measured.rank_digests,
-        stable=is_stable(lead.records.round_s, _STABLE[session.backend.info.kind]),
+        stable=is_stable(lead.records.round_s, _STABLE[backend.info.kind]),
         config_digest=config.digest,
         provenance={
-            **provenance(session.infos, session.topology.hosts, _mpi_library()),
+            **provenance(session.infos, topology.hosts),
             "calibrated_at": measured.profile.calibrated_at,
             "kernel": lead.kernel,
             "draws": lead.draws if job.workload.samples else None,
@@ -102,150 +133,226 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     )
 
 
-def _options(session: Session) -> dict[str, Any]:
-    config, job = session.job.config, session.job
-    return {
-        "inline_draft": job.inline,
-        "all_reduce": session.group.name,
-        "graph": session.backend.capture and session.group.capturable,
-        "fuse": config.fuse,
-        "lm_head": job.options.lm_head,
-        "context": config.context,
-        "on_late": "finish" if job.fan_out else None,  # as in older rows
-        "backup": config.backup if job.draft else None,  # SD drafts only with its backup
-        "backup_lookahead": job.backup_lookahead if job.draft else None,
-        "num_layers": job.target.num_layers,
-        "seed": config.seed,
-        "stop_token": config.stop_token,
-    }
-
-
-def _draft_device(session: Session) -> str | None:
-    """Returns the name of the first draft rank's device; None without a draft rank."""
-    topology = session.topology
-    return session.infos[topology.first_draft].name if topology.num_drafts else None
-
-
-def _pool(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the keys of the waits for draft ranks, and of target groups that share them."""
-    job, leads, draft = session.job, measured.groups, measured.draft
-    shared = None if draft is None else draft.forwards
-    each = of_each_group(leads, job.config.token_limit, grows=bool(job.fan_out))
-    return {
-        "draft_wait_us": draft_wait_us(measured.lead) if job.config.drafts else None,
-        "per_group": each or None,
-        "pool": None if shared is None else pool_fields(shared),
-    }
-
-
-def _throughput(session: Session, measured: Measured) -> dict[str, Any]:
-    lead, limit = measured.lead, session.job.config.token_limit
-    gpus = session.job.world_size - (shares_gpu_of(measured, session.infos) is not None)
-    num_tokens = num_tokens_of(lead.records, limit)
-    rate = num_tokens / lead.wall_s
-    closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
+def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
+    """Returns the keys on what was decoded, and how fast, of all groups or of one."""
+    sequences = lead.records.sequences()
+    num_tokens = num_tokens_of(lead.records, job.config.token_limit)
+    waits = lead.ledger[:, _DRAFT_WAIT] * 1e-9
     return {
         "num_rounds": len(lead.records),
-        "token_limit": limit,
         "num_tokens": num_tokens,
         "wall_s": round(lead.wall_s, 9),
-        "tok_per_s": round(rate, 3),
-        "tok_per_s_per_gpu": round(rate / gpus, 3),
+        "tok_per_s": round(num_tokens / lead.wall_s, 3),
         "round_us": percentiles_us(lead.ledger[:, 1] * 1e-9),
-        "phases_us": {
-            "lead": _phase_means(lead),
-            "draft": None if measured.draft is None else _phase_means(measured.draft),
-        },
+        "acceptance_length": round(float(sequences[:, 3].mean() + 1), 5),
+        "accept_histogram": np.bincount(sequences[:, 3], minlength=job.lookahead + 1).tolist(),
+        "hit_rate": hit_rate_of(sequences, lead.draft_lost_round) if job.fan_out else None,
+        "draft_wait_us": percentiles_us(waits) if job.config.drafts else None,
+        "outcome_digest": outcome_digest(sequences),
+    }
+
+
+def _num_digested(job: Job) -> int:
+    """Returns the tokens of a sequence that token_digest covers: those that every mode has emitted.
+
+    num_tokens, or one token a round if there is no such limit.
+    """
+    config = job.config
+    if config.token_limit and config.rounds:
+        return min(config.token_limit, config.rounds)
+    return config.token_limit or config.max_rounds or 0
+
+
+def _ledger_means(measured: Measured) -> dict[str, Any]:
+    """Returns how lead, draft and the lead's device spend the mean round, in microseconds.
+
+    Of the device, forward is the target's forward without collectives, all_reduce its collectives,
+    and idle the rest of the round; unknown parts are None.
+    """
+    lead = measured.lead
+    closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
+    return {
+        "phases_us": {"lead": _phase_means(lead), "draft": _phase_means(measured.draft)},
         "device_us": device_means(measured),
         "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
     }
 
 
-def _phase_means(report: LeadReport | DraftReport) -> dict[str, float] | None:
+def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | None:
     """Returns the mean µs a round of each phase; together they are the mean round."""
-    if not len(report.ledger):
+    if report is None or not len(report.ledger):
         return None
     means = report.ledger[:, 2:].mean(axis=0) * 1e-3
     return {name: round(float(mean), 3) for name, mean in zip(report.phases, means, strict=True)}
 
 
-def _speculation(
-    session: Session, sequences: NDArray[np.int64], lost_round: int | None
-) -> dict[str, Any]:
-    lookahead = session.job.lookahead
-    accepted = sequences[:, 3]
-    hit_rate = hit_rate_of(sequences, lost_round) if session.job.fan_out else None
+def device_means(measured: Measured) -> dict[str, float | None]:
+    """Returns how the lead's device spends the mean round, in microseconds."""
+    lead = measured.lead
+    busy = float(np.mean(lead.records.t_target_s)) * 1e6
+    reduce_s = measured.profile.all_reduce_s  # per verification of b(K+1) rows
+    if lead.all_reduce_s is not None:
+        reduce_s = lead.all_reduce_s / len(lead.records)
+    reduced = None if reduce_s is None else min(busy, reduce_s * 1e6)
     return {
-        "acceptance_length": round(float(accepted.mean() + 1), 5),
-        "accept_histogram": np.bincount(accepted, minlength=lookahead + 1).tolist(),
-        "hit_rate": hit_rate,
+        "forward": None if reduced is None else round(busy - reduced, 3),
+        "all_reduce": None if reduced is None else round(reduced, 3),
+        "idle": round(float(lead.ledger[:, 1].mean()) * 1e-3 - busy, 3),
     }
 
 
-def _prediction(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the prediction for these draws from the job's own profile; empty if there is none."""
-    job, profile, lead = session.job, measured.profile, measured.lead
-    if job.config.groups > 1:  # no recurrence of rounds is known if groups share a draft
-        return {}
-    if lead.draft_lost_round is None and is_followable(job):
-        return _followed(session, measured)
-    if not is_predictable(job) or lead.draft_lost_round is not None:
-        return {}
-    count = len(lead.records)
-    predicted = predict_row(job, profile.device, profile.host, count)
-    rate = predicted["tok_per_s"]
-    same = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
-    return {
-        "predicted_tok_per_s": rate,
-        "predicted_round_us": predicted["round_us"],
-        "prediction_error": _prediction_error(measured, rate, job.config.token_limit),
-        **{name: predicted[name] for name in same},
-    }
+def _prediction(job: Job, measured: Measured) -> dict[str, Any]:
+    """Returns the prediction for these draws from the job's own profile; empty if there is none.
 
-
-def _followed(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the prediction of a text job from its own acceptance and hits.
-
-    The time of its prompts is added as measured. There is no mean: text has no imposed model.
+    Text is predicted from its own acceptance and hits, and the measured time of its prompts. It has
+    no imposed model, and so no mean.
     """
-    job, profile, lead = session.job, measured.profile, measured.lead
-    rounds = follow(job, profile.device, profile.host, lead.records.sequences())
-    wall_s = float(rounds.round_s.sum()) + lead.prefill_s
-    rate = num_tokens_of(lead.records, job.config.token_limit) / wall_s
+    lead, profile = measured.lead, measured.profile
+    if job.config.groups > 1 or lead.draft_lost_round is not None:
+        return {}  # no recurrence of rounds is known if groups share a draft
+    num_tokens = num_tokens_of(lead.records, job.config.token_limit)
+    keys: dict[str, Any] = {}
+    if is_followable(job):
+        rounds = follow(job, profile.device, profile.host, lead.records.sequences())
+        round_us = rounds.round_us()
+        rate: float | None = num_tokens / (float(rounds.round_s.sum()) + lead.prefill_s)
+    elif is_predictable(job):
+        predicted = predict_row(job, profile.device, profile.host, len(lead.records))
+        round_us, rate = predicted["round_us"], predicted["tok_per_s"]
+        means = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
+        keys = {name: predicted[name] for name in means}
+    else:
+        return {}
+    error = round(num_tokens / lead.wall_s / rate - 1, 5) if rate else None
+    known = {"predicted_tok_per_s": rate, "predicted_round_us": round_us, "prediction_error": error}
+    return known | keys
+
+
+def _weights(session: Session) -> dict[str, Any]:
+    """Returns the row's keys of the models' forwards and weights."""
+    job = session.job
+    if not job.config.is_transformer:
+        return {"forward": "gemm", "weights": None}
+    drafts = drafts_of(job)
+    weights: dict[str, dict[str, str | bool | None]] = {}
+    for which, name in {"target": job.target_where, **drafts}.items():
+        opened = open_checkpoint(name, target=job.target_where)
+        weights[which] = {
+            "name": opened.name,
+            "sha256": opened.sha256,
+            "sha256_of": opened.sha256_of,
+        }
+    for which, name in drafts.items():
+        weights[which]["made_for_target"] = made_for(name, job.target_where)
+    if job.config.is_text:
+        weights["target"]["tokenizer_sha256"] = tokenizer_digest(job.target_where)
+    return {"forward": "transformer", "weights": weights}
+
+
+def device_times(session: Session, measured: Measured) -> dict[str, Any]:
+    """Returns the row's times of forwards and drafts, and the floor of a verification."""
+    job, records = session.job, measured.lead.records
+    full = records.num_rows() == job.verify_rows
+    t_target = median(np.asarray(records.t_target_s)[full])
+    t_draft, t_growth = _t_draft(job, measured), None
+    if measured.draft is not None and job.fan_out:
+        t_growth = median(measured.draft.column("t_growth_s"))
+    floor, floor_s = floor_of(job, session.backend.itemsize, rates(measured.profile))
     return {
-        "predicted_tok_per_s": rate,
-        "predicted_round_us": rounds.round_us(),
-        "prediction_error": _prediction_error(measured, rate, job.config.token_limit),
+        "t_target_s": t_target,
+        "t_draft_s": t_draft,
+        "t_growth_s": t_growth,
+        "T_SD": t_draft / t_target if t_target and t_draft is not None else None,
+        "floor_us": None if floor_s is None else round(floor_s * 1e6, 3),
+        "floor_fraction": round(floor_s / t_target, 4) if t_target and floor_s else None,
+        **floor,
+        "cache_bytes": session.backend.info.cache_bytes,
     }
 
 
-def _prediction_error(measured: Measured, rate: float | None, limit: int | None) -> float | None:
-    if not rate:
+def _t_draft(job: Job, measured: Measured) -> float | None:
+    """Returns the median seconds in which K tokens are drafted; None without a draft model.
+
+    Measured if at least 10 rounds missed the cache completely, or computed from the calibrated
+    draft forward.
+    """
+    if measured.draft is not None:
+        times = measured.draft.column("t_draft_s")
+        if np.isfinite(times).sum() >= 10:
+            return median(times)
+    if job.draft is None or job.config.is_lookup:
         return None
-    measured_rate = num_tokens_of(measured.lead.records, limit) / measured.lead.wall_s
-    return round(measured_rate / rate - 1, 5)
+    step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
+    return float(job.num_forwards(job.lookahead) * step)
 
 
-def _digests(session: Session, measured: Measured, sequences: NDArray[np.int64]) -> dict[str, Any]:
-    """Returns the row's digests of the emitted tokens.
+def floor_of(
+    job: Job, itemsize: int, rates: Mapping[str, float | None]
+) -> tuple[dict[str, float | None], float | None]:
+    """Returns the floor of a verification: row keys for its work and rates, and its seconds.
 
-    token_digest covers only tokens that every mode has emitted: num_tokens a sequence, or one token
-    a round if there is no such limit.
+    The work is the bytes that a target rank must read and the flops that it must compute. The floor
+    is the longer of the two times at the measured rates (THEORY, floors), or None if a rate is
+    unknown.
     """
-    config = session.job.config
-    first = config.token_limit or config.max_rounds or 0
-    if config.token_limit and config.rounds:
-        first = min(config.token_limit, config.rounds)
+    cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
+    size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates.values()
+    floor_s = max(size / read, cost.flops / peak) if read and peak else None
+    return {"floor_bytes": size, "floor_flops": cost.flops, **rates}, floor_s
+
+
+def rates(profile: JobProfile) -> dict[str, float | None]:
+    """Returns the read rate and peak flops of the lead's device by their row keys."""
     return {
-        "outcome_digest": outcome_digest(sequences),
-        "token_digest": token_digest(measured.lead.records.token_arrays(), first),
+        "read_bytes_per_s": profile.read_bytes_per_s,
+        "peak_flops_per_s": profile.peak_flops_per_s,
     }
 
 
-def _mpi_library() -> str:
-    from mpi4py import MPI
+def _pool(measured: Measured) -> dict[str, float | int] | None:
+    """Returns the row's key on a draft's shared forwards; None if no forward is shared."""
+    if measured.draft is None or measured.draft.forwards is None:
+        return None
+    forwards = measured.draft.forwards
+    begin, end = forwards[-1, :2].tolist()
+    columns = dict(zip(SharedForwards.COLUMNS, forwards[:-1].T, strict=True))
+    count = len(forwards) - 1
+    each = {name: float(columns[name].mean()) if count else 0.0 for name in ("rows", "seats")}
+    busy = float(columns["device_ns"].sum()) / max(1, end - begin)
+    rounded = {name: round(value, 3) for name, value in each.items()}
+    return {"forwards": count, **rounded, "busy": round(busy, 5)}
 
-    return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
+
+def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
+    """Returns the first rank whose GPU the learner has, too; None without one.
+
+    infos: of the job's other ranks.
+    """
+    gpu = (measured.lead.learner or {}).get("gpu")
+    ranks = (rank for rank, info in enumerate(infos) if gpu is not None and info.uuid == gpu)
+    return next(ranks, None)
+
+
+def _learner(session: Session, measured: Measured) -> dict[str, Any]:
+    """Returns the row's keys of a learner; none without one."""
+    lead, draft = measured.lead, measured.draft
+    if lead.learner is None:
+        return {}
+    updates = None if draft is None else draft.updates
+    report = {key: value for key, value in lead.learner.items() if key != "state"}
+    report["shares_gpu_of"] = shares_gpu_of(measured, session.infos)
+    columns = ("version", "rounds", "drafted", "accepted")
+    by_version = [dict(zip(columns, row, strict=True)) for row in lead.records.by_version()]
+    return {
+        "learners": session.job.config.learners,
+        "learner_state": lead.learner["state"],
+        "draft_versions": 0 if updates is None else len(updates.swaps),
+        "learner": {**report, **({} if updates is None else updates.to_dict())},
+        "acceptance_by_version": [
+            {**row, "acceptance_length": round(1 + row["accepted"] / row["rounds"], 4)}
+            for row in by_version
+        ],
+    }
 
 
 def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:

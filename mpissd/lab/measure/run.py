@@ -22,24 +22,30 @@ from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
+from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.teaching import Teaching
 from mpissd.engine.decode.updates import Updates
 from mpissd.engine.job import Job
 from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
-from mpissd.engine.session.survivors import survivors
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.answers import write_answers_of
 from mpissd.lab.measure.calibrate import JobProfile, calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
 from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
-from mpissd.lab.measure.learning import ended, teach
-from mpissd.lab.measure.pool import forwards_of, joined_drafts, joined_leads
-from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
+from mpissd.lab.measure.reports import (
+    DraftReport,
+    LeadReport,
+    Measured,
+    forwards_of,
+    joined_drafts,
+    joined_leads,
+)
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import Span, compare_clocks, write_trace
 from mpissd.lab.show import NOBODY, Audience, shown
@@ -124,7 +130,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
         rest(session.topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
     lost = lead is not None and lead.draft_lost_round is not None
-    world = survivors(session, draft_lost=lost)
+    world = session.survivors(draft_lost=lost)
     heard = [each.batch.digest for each in drafters] if session.topology.is_draft else [rank.digest]
     digests = list(chain(*world.gather(heard) or ()))
     told = world.allgather((lead.first_round, lead.last_round) if lead else None)
@@ -214,7 +220,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     loop.admit(sequences.first())
     rank.meet()
     guard.stage(Stage.ROUNDS)
-    teaching = teach(loop, rank)
+    teaching = _teach(loop, rank)
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
@@ -223,7 +229,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
             watched = progress_bar(config, config.max_rounds)
         records, wall_s = _rounds(loop, rank.session.job, sequences, audience, watched)
     count, lost = max(1, loop.round - first), loop.draft_lost_round
-    learner = ended(loop, teaching, rank.session.learning)
+    learner = _ended(loop, teaching, rank.session.learning)
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
@@ -244,6 +250,32 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         kernel=rank.kernel,
         draws=rank.draws,
     )
+
+
+def _teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
+    """Has the loop send every round to the learner from now on; None without a learner."""
+    learning = rank.session.learning
+    if learning is None or learning.outlet is None:
+        return None
+    assert rank.target is not None, "a lead without a target"
+    everywhere = rank.session.job.config.learning.positions == "all"
+    loop.tell()  # drops the warm-up's last round: no receiver yet
+    loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
+    return teaching
+
+
+def _ended(
+    loop: TargetLoop, teaching: Teaching | None, learning: LearnerComms | None
+) -> dict[str, Any] | None:
+    """Ends the learner after the last measured round; returns its report and its cost.
+
+    `state` is "silent" if the learner's rank did not answer in time, or is gone.
+    """
+    if teaching is None or learning is None:
+        return None
+    loop.tell()
+    report = learning.stop() or {"state": "silent"}
+    return {**report, "cost": teaching.to_dict()}
 
 
 def _rounds(

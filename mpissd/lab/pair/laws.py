@@ -39,23 +39,8 @@ class Source:
     """A recording, or the rounds of one row: its origin, and its outcomes by K."""
 
     about: dict[str, Any]
-    recording: Recording | None
-    row: Outcomes | None
-
-    def at(self, lookahead: int) -> Outcomes | None:
-        """Returns the outcomes at K; None if the source has none."""
-        if self.recording is not None:
-            fits = lookahead <= self.recording.lookahead
-            return of_recording(self.recording, lookahead) if fits else None
-        return self.row if self.row is not None and self.row.lookahead == lookahead else None
-
-    @property
-    def lookaheads(self) -> range:
-        """The K that it has outcomes of."""
-        if self.recording is not None:
-            return range(1, self.recording.lookahead + 1)
-        assert self.row is not None
-        return range(self.row.lookahead, self.row.lookahead + 1)
+    outcomes: Mapping[int, Outcomes]
+    recording: Recording | None = None
 
 
 def print_laws(config: PairConfig) -> None:
@@ -81,20 +66,19 @@ def read(name: str) -> Iterator[Source]:
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
         file = {"file": recording.name, "sha256": recording.sha256}
-        yield Source({**file, **about}, recording, None)
+        by_k = {k: of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
+        yield Source({**file, **about}, by_k, recording)
         return
     path = Path(name)
     folder = path if path.is_dir() else path.parent
-    found = False
-    for row in load_rows([path]):
-        if row.workload == "text" and row.mode != "ar":
-            found = True
-            rounds = folder / "rounds" / f"{row.run_id}.npz"
-            yield Source(_about_row(row, folder), None, of_row(row, rounds))
-    if not found:
+    rows = [row for row in load_rows([path]) if row.workload == "text" and row.mode != "ar"]
+    if not rows:
         raise ConfigError(
             f"sources={name}: allowed: a recording (.npz), or rows of text that draft"
         )
+    for row in rows:
+        outcomes = of_row(row, folder / "rounds" / f"{row.run_id}.npz")
+        yield Source(_about_row(row, folder), {outcomes.lookahead: outcomes})
 
 
 def _about_row(row: Any, folder: Path) -> dict[str, Any]:
@@ -114,9 +98,8 @@ def _about_row(row: Any, folder: Path) -> dict[str, Any]:
 def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
     """Returns the document of a --laws file; raises ConfigError for several pairs, temperatures or
     C, or a K that is not measured."""
-    _check_one_pair(sources)
-    _check_one_sampling(sources)
-    known = sorted({k for source in sources for k in source.lookaheads})
+    _check_alike(sources)
+    known = sorted({k for source in sources for k in source.outcomes})
     if lookahead not in known:
         had = ", ".join(map(str, known))
         raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
@@ -133,31 +116,30 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
     }
 
 
-def _check_one_pair(sources: Sequence[Source]) -> None:
+def _check_alike(sources: Sequence[Source]) -> None:
+    """Refuses to pool several pairs, or outcomes of unlike sampling; C (Saguaro's) has no effect at
+    temperature 0."""
     for name in ("target_sha256", "draft_sha256"):
-        found = {source.about[name]: source.about["file"] for source in sources}
-        if len(found) > 1:
+        files = {source.about[name]: source.about["file"] for source in sources}
+        if len(files) > 1:
             raise ConfigError(
-                f"sources of several models ({', '.join(found.values())}): allowed: one pair"
+                f"sources of several models ({', '.join(files.values())}): allowed: one pair"
             )
-
-
-def _check_one_sampling(sources: Sequence[Source]) -> None:
-    """Refuses to pool outcomes of unlike sampling; C (Saguaro's) has no effect at temperature 0."""
-    found: dict[str, str] = {}
+    sampled: dict[str, str] = {}
     for about in (source.about for source in sources):
         warmth, c = about["temperature"] or 0.0, about.get("saguaro_c")
         shaped = f", C = {1.0 if c is None else c:g}" if warmth else ""
-        found.setdefault(f"T = {warmth:g}{shaped}", about["file"])
-    if len(found) > 1:
-        told = "; ".join(f"{name}: {how}" for how, name in found.items())
-        raise ConfigError(f"sources of unlike sampling ({told}): allowed: one temperature and C")
+        sampled.setdefault(f"T = {warmth:g}{shaped}", about["file"])
+    if len(sampled) > 1:
+        each = "; ".join(f"{file}: {how}" for how, file in sampled.items())
+        raise ConfigError(f"sources of unlike sampling ({each}): allowed: one temperature and C")
 
 
 def _laws_at(sources: Sequence[Source], lookahead: int, rng: np.random.Generator) -> dict[str, Any]:
-    outcomes = [of for source in sources if (of := source.at(lookahead)) is not None]
+    here = [source for source in sources if lookahead in source.outcomes]
+    outcomes = [source.outcomes[lookahead] for source in here]
     ranked = [tables for of in outcomes if (tables := rank_tables(of)) is not None]
-    recordings = [s.recording for s in sources if s.recording and lookahead in s.lookaheads]
+    recordings = [source.recording for source in here if source.recording is not None]
     fast = {
         kind: np.sum([looked_up_counts(one, lookahead, kind) for one in recordings], axis=0)
         for kind in (LOOKUPS if recordings else ())

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -107,11 +106,11 @@ def _answers(
     with ExitStack() as resources:
         source = ModelSource(target)
         model = _open(config, source, options, resources, slots=batch, seed=2 * config.seed)
-        told = Progress("answered", len(prompts))
+        bar = resources.enter_context(_counted("answered", len(prompts)))
         for start in range(0, len(prompts), batch):
             group = prompts[start : start + batch]
             found += answered(model, group, config.num_tokens, stops, more)
-            told.tell(len(found))
+            bar.update(len(group))
     return found
 
 
@@ -136,13 +135,13 @@ def _recorded(
         )
         source = ModelSource(draft, target)
         model = _open(config, source, options, resources, slots=1, seed=2 * config.seed + 1)
-        told = Progress("drafted", len(prompts))
-        for number, (prompt, (tokens, end)) in enumerate(zip(prompts, answers, strict=True), 1):
+        bar = resources.enter_context(_counted("drafted", len(prompts)))
+        for prompt, (tokens, end) in zip(prompts, answers, strict=True):
             rollout, top = drafted(model, prompt.tokens, tokens[:end], config.steps)
             stopped = tokens[end - 1] in stops
             asked = np.array(prompt.tokens)
             yield Recorded(asked, np.array(tokens), end, stopped, rollout, top)
-            told.tell(number)
+            bar.update()
 
 
 def _open(
@@ -162,17 +161,9 @@ def _open(
     return model
 
 
-class Progress:
-    """Prints on stderr, every few seconds, how many prompts are done."""
-
-    def __init__(self, verb: str, total: int) -> None:
-        self._verb, self._total, self._told = verb, total, perf_counter()
-
-    def tell(self, count: int) -> None:
-        """Prints the count, unless it was printed a short time ago."""
-        if perf_counter() - self._told > _TELL_S or count == self._total:
-            self._told = perf_counter()
-            print(f"{self._verb} {count} of {self._total} prompts", file=sys.stderr, flush=True)
+def _counted(verb: str, total: int) -> Any:
+    """Returns a bar on stderr that counts prompts, on a terminal or every few seconds."""
+    return tqdm(total=total, desc=verb, unit=" prompts", mininterval=_TELL_S, leave=False)
 
 
 def _about(config: PairConfig, target: str, draft: str) -> dict[str, Any]:

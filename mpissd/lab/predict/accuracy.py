@@ -188,14 +188,20 @@ def _line(group: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, [*cells, f"{group['without_luck_signed']:+.1%}"])) + " |"
 
 
+def _bar(group: dict[str, Any]) -> tuple[float, float]:
+    return WHOLE_BAR if group["forwards"].startswith("whole") else BAR
+
+
+def meets(group: dict[str, Any], key: str = "other") -> bool:
+    """Returns whether a group's errors are within their bar; key: "without_luck" leaves it out."""
+    return all(size <= most for size, most in zip(group[key], _bar(group), strict=True))
+
+
 def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
     """Returns a line on whether (c) meets its bar over all T, and where its mean is off."""
-    bar = WHOLE_BAR if every["forwards"].startswith("whole") else BAR
+    bar = _bar(every)
     here = [g for g in judged if all(g[name] == every[name] for name in ("machine", "forwards"))]
-    own, luckless = (
-        "meets" if every[key][0] <= bar[0] and every[key][1] <= bar[1] else "misses"
-        for key in ("other", "without_luck")
-    )
+    own, luckless = ("meets" if meets(every, k) else "misses" for k in ("other", "without_luck"))
     biased = [f"{g['mode']} at T = {g['tp']}" for g in here if g["tp"] and is_biased(g)]
     means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else "within it"
     return (

@@ -14,10 +14,9 @@ from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.coverage import check_device
+from mpissd.lab.predict.coverage import all_derived_from, check_device, derived_from
 from mpissd.lab.predict.derive import with_derived
 from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.label import all_derived_from, derived_from
 from mpissd.lab.predict.row import is_predictable
 from mpissd.lab.predict.simulation import expected
 

@@ -17,10 +17,9 @@ from mpissd.lab.predict.costs import (
     RowTable,
     forwards_of_any_job,
 )
-from mpissd.lab.predict.coverage import check_device
+from mpissd.lab.predict.coverage import all_derived_from, check_device
 from mpissd.lab.predict.derive import DERIVED, with_derived
 from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry, with_hosts
-from mpissd.lab.predict.label import all_derived_from
 from mpissd.lab.predict.search import LOOKUP, MOST_LOOKAHEAD, Choice, Placement, cut_law
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines

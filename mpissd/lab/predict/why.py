@@ -8,7 +8,7 @@ means (phases_us, which add up to the mean round): the forward above its floor, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
@@ -48,12 +48,12 @@ def gaps(row: Row, count: int = 3) -> list[Gap]:
     round_us = (row.round_us or {}).get("mean")
     if not round_us:
         return []
-    candidates = [
+    found = [
         Gap(name, us, us / round_us, advice[:1].upper() + advice[1:] + ".")
         for name, us, advice in _parts(row)
         if us > 0
     ]
-    return sorted(candidates, key=lambda gap: -gap.us)[:count]
+    return sorted(found, key=lambda gap: -gap.us)[:count]
 
 
 def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
@@ -63,7 +63,16 @@ def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
     at_launch = row.backend == "numpy"  # NumPy's forwards run inside the launch
     if "device_wait" in lead:
         waited = lead["device_wait"] + (lead.get("launch", 0.0) if at_launch else 0.0)
-        yield from _forward(row, waited)
+        forward = waited if row.t_target_s is None else min(waited, row.t_target_s * 1e6)
+        if row.floor_us is not None:
+            above = max(0.0, forward - row.floor_us)
+            yield "verification above its floor", above, _verify_advice(row, forward)
+        yield (
+            "waiting beyond the forward",
+            waited - forward,
+            "a wait that ends sooner (spinning ranks, cores of their own) and followers that "
+            "launch with the lead",
+        )
     if "draft_wait" in lead and row.mode != "ar":
         yield from _drafts(row, lead["draft_wait"], phases.get("draft") or {})
     for name, closes in _CLOSES.items():
@@ -71,67 +80,47 @@ def _parts(row: Row) -> Iterator[tuple[str, float, str]]:
             yield name, lead.get(name, 0.0), closes
 
 
-def _forward(row: Row, waited: float) -> Iterator[tuple[str, float, str]]:
-    """Yields the parts of the lead's wait for the forward: time above the floor, and other time."""
-    forward = waited if row.t_target_s is None else min(waited, row.t_target_s * 1e6)
-    if row.floor_us is not None:
-        above = max(0.0, forward - row.floor_us)
-        reached = min(1.0, row.floor_us / forward) if forward else 1.0
-        yield "verification above its floor", above, _verify_advice(row, reached)
-    yield (
-        "waiting beyond the forward",
-        waited - forward,
-        "a wait that ends sooner (spinning ranks, cores of their own) and followers that launch "
-        "with the lead",
-    )
+def _verify_advice(row: Row, forward_us: float) -> str:
+    """Returns what the forward is bound by, how close it is to that, and what shortens it."""
 
+    def seconds(work: str, rate: str) -> float:
+        return float(row[work] / row[rate]) if row.get(work) and row.get(rate) else 0.0
 
-def _verify_advice(row: Row, reached: float) -> str:
+    computed = seconds("floor_flops", "peak_flops_per_s")
+    does = "computes" if computed > seconds("floor_bytes", "read_bytes_per_s") else "reads"
+    reached = min(1.0, (row.floor_us or 0.0) / forward_us) if forward_us else 1.0
     ways = [] if row.fuse else ["--fuse"]
     ways += ["--graph"] if row.graph is False and row.backend == "cupy" else []
     ways += ["a faster all-reduce"] if (row.tp or 1) > 1 else []
     ways += ["products that lose less at their boundaries"]
-    does = "computes" if _bound_by_products(row) else "reads"
     return f"the forward {does} at {reached:.0%} of the measured rate: {', '.join(ways)}"
-
-
-def _bound_by_products(row: Row) -> bool:
-    """Returns whether computing products sets the floor; False for old rows without the keys."""
-    computed = _over(row, "floor_flops", "peak_flops_per_s")
-    return computed > _over(row, "floor_bytes", "read_bytes_per_s")
-
-
-def _over(row: Row, work: str, rate: str) -> float:
-    """Returns the seconds that the work takes at the rate; 0 if either is unknown.
-
-    work, rate: keys of the row.
-    """
-    return float(row[work] / row[rate]) if row.get(work) and row.get(rate) else 0.0
 
 
 def _drafts(
     row: Row, waited: float, draft: Mapping[str, float]
 ) -> Iterator[tuple[str, float, str]]:
     """Yields the parts of the lead's wait for drafts: draft steps, draft's host, the rest."""
+    if row.inline_draft:
+        advice = "a smaller draft or K, or a GPU for the draft (--mode=ssd hides it)"
+    elif row.mode == "ssd":
+        advice = _ssd_advice(row)
+    else:
+        advice = "drafting while the target verifies (--mode=ssd), or a smaller draft or K"
     if not draft:
-        yield "draft wait exposed", waited, _DRAFTING[_kind(row)](row)
+        yield "draft wait exposed", waited, advice
         return
     steps = min(waited, draft.get("speculate", 0.0))
     names = ("lookup",) if row.inline_draft else ("commit", "lookup", "send")
     host = min(waited - steps, sum(draft.get(name, 0.0) for name in names))
-    yield "drafting exposed", steps, _DRAFTING[_kind(row)](row)
+    yield "drafting exposed", steps, advice
     yield "draft's host work", host, "fewer array operations where the draft answers an outcome"
     between = waited - steps - host
     if row.inline_draft:
         yield "inline hand-over", between, "less host work around the inline draft"
-    elif _kind(row) == "ssd":
+    elif row.mode == "ssd":
         yield "link, and growth steps that an outcome waits for", between, _late_advice(row)
     else:
         yield "link", between, "a faster link (ranks on one node, cores of their own, that spin)"
-
-
-def _kind(row: Row) -> str:
-    return "inline" if row.inline_draft else str(row.mode)
 
 
 def _late_advice(row: Row) -> str:
@@ -153,10 +142,3 @@ def _ssd_advice(row: Row) -> str:
         f"{seen}the misses draft while the target waits: more fan-out, a smaller "
         "--backup_lookahead, or --backup=fast"
     )
-
-
-_DRAFTING: dict[str, Callable[[Row], str]] = {
-    "inline": lambda row: "a smaller draft or K, or a GPU for the draft (--mode=ssd hides it)",
-    "sd": lambda row: "drafting while the target verifies (--mode=ssd), or a smaller draft or K",
-    "ssd": _ssd_advice,
-}

@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +34,6 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.probe.device import DeviceProbe, product_shapes
 from mpissd.lab.probe.group import (
     FORWARD_ROWS,
     GPU_ROWS,
@@ -45,8 +43,8 @@ from mpissd.lab.probe.group import (
     open_groups,
 )
 from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
-from mpissd.lab.probe.link import LinkProbe
-from mpissd.lab.probe.printed import print_host, print_probe_card, print_seats, print_tables
+from mpissd.lab.probe.link import link_curves
+from mpissd.lab.probe.printed import print_probe_card, print_table
 from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
 from mpissd.lab.probe.sample import Checks, Entry
 
@@ -64,87 +62,10 @@ def execute_probe(config: RunConfig, name: str | None = None) -> int:
         except ConfigError as error:  # All ranks raise the same error here.
             raise Refused(str(error), error.exit_code) from error
     with opened(config) as session:
-        _probe(session, name)
+        if session.topology.is_lead:
+            print_probe_card(session)
+        Prober(session).run(name)
     return 0
-
-
-def _probe(session: Session, name: str | None) -> None:
-    seconds: dict[str, float] = {}
-    if session.topology.is_lead:
-        print_probe_card(session)
-    prober = Prober(session)
-    for stage in (
-        prober.bandwidths,
-        prober.products,
-        prober.launches,
-        prober.forwards,
-        prober.all_reduces,
-        prober.links,
-        prober.hosts,
-    ):
-        begun = perf_counter()
-        stage()
-        # The barrier naps; a blocking collective would occupy cores that others measure on.
-        session.barrier()
-        session.agree(prober.checks.error())
-        seconds[stage.__name__] = perf_counter() - begun
-    world, place = session.topology.world, seat(session.topology, session.backend.info)
-    every = world.gather((prober.tables, prober.peak, prober.notes, place, prober.host))
-    error: MpissdError | None = None
-    if every is not None:
-        try:
-            _conclude(session, every, name, seconds)
-        except MpissdError as failed:
-            error = failed
-    session.agree(error)
-
-
-def _conclude(
-    session: Session, every: list[Any], name: str | None, seconds: dict[str, float]
-) -> None:
-    """Writes the tables, the profile and the JSON line; runs on the lead after all measurements."""
-    job, backend, infos = session.job, session.backend, session.infos
-    tables: dict[str, list[Entry]] = {
-        table: [entry for own, *_ in every for entry in own[table]] for table in TABLES
-    }
-    notes = [note for _, _, own, *_ in every for note in own]
-    seats, host = [place for *_, place, _ in every], every[0][-1]
-    memory = [info.memory_bytes for info in infos]
-    fitted = fit(job, backend.itemsize, tables, every[0][1], memory, _source(session))
-    print_tables(tables, notes)
-    print_host(host)
-    print_seats(seats)
-    name = name or profile_name(job, backend.info)
-    data = {
-        "name": name,
-        "device_name": backend.info.name.removesuffix(" (emulated)"),
-        **fitted,
-        "tables": tables,
-        "host": host,
-        "backend": backend.name,
-        "dtype": backend.dtype_name,
-        "topology": seats,
-        "not_measured": notes,
-        "stage_seconds": seconds,
-        "provenance": provenance(infos, session.topology.hosts, _mpi_library()),
-    }
-    path = save_profile(job.config.out, name, data)
-    covers = list(dict.fromkeys(f"{e['model']} T={e['tp']}" for e in tables["forwards"]))
-    values = {key: number["value"] for key, number in fitted["numbers"].items()}
-    summary = {"profile": str(path), "name": name, "covers": covers, **values}
-    summary["seconds"] = sum(seconds.values())
-    print(json.dumps(summary), flush=True)
-
-
-def _source(session: Session) -> str:
-    """Returns the "from" text for everything that this job measured."""
-    if session.backend.info.kind == "emulated":
-        return f"modelled: profile {session.job.config.device}"
-    return f"measured: {session.backend.info.name}, {session.backend.name}"
-
-
-def _mpi_library() -> str:
-    return str(MPI.Get_library_version()).strip("\x00").splitlines()[0].strip()
 
 
 class Prober:
@@ -154,52 +75,98 @@ class Prober:
         self._session, self._topology, self._job = session, session.topology, session.job
         self.checks = Checks()
         self.tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
-        self.peak: tuple[str, float | None] = ("none", None)
+        self.peak: float | None = None
         self.notes: list[str] = []
         self.host: list[Entry] = []
-        self._source = _source(session)
-        self._device = DeviceProbe(session.backend, session.waiter, self.checks, self._source)
-        drafts = self._topology.num_drafts
+        self._source = f"measured: {session.backend.info.name}, {session.backend.name}"
+        if session.backend.info.kind == "emulated":
+            self._source = f"modelled: profile {session.job.config.device}"
         # The lead if the draft is inline, or the first draft rank.
-        self._draft_rank = self._topology.tp if drafts else 0
+        self._draft_rank = self._topology.tp if self._topology.num_drafts else 0
 
-    def bandwidths(self) -> None:
-        """Measures every rank's bandwidth over as many bytes as its weights have."""
-        target, draft = self._job.rank_bytes(self._session.backend.itemsize)
+    def run(self, name: str | None) -> None:
+        """Runs all stages, then writes the profile on the lead; collective over the world."""
+        seconds: dict[str, float] = {}
+        stages = self.rates, self.forwards, self.all_reduces, self.links, self.hosts
+        for stage in stages:
+            begun = perf_counter()
+            stage()
+            # The barrier naps; a blocking collective would occupy cores that others measure on.
+            self._session.barrier()
+            self._session.agree(self.checks.error())
+            seconds[stage.__name__] = perf_counter() - begun
+        place = seat(self._topology, self._session.backend.info)
+        every = self._topology.world.gather((self.tables, self.notes, place))
+        error: MpissdError | None = None
+        if every is not None:
+            try:
+                self._conclude(every, name, seconds)
+            except MpissdError as failed:
+                error = failed
+        self._session.agree(error)
+
+    def _conclude(self, every: list[Any], name: str | None, seconds: dict[str, float]) -> None:
+        """Writes the table, the profile and the JSON line; on the lead."""
+        session, job, backend = self._session, self._job, self._session.backend
+        tables: dict[str, list[Entry]] = {
+            table: [entry for own, *_ in every for entry in own[table]] for table in TABLES
+        }
+        notes = [note for _, own, _ in every for note in own]
+        places = [place for *_, place in every]
+        memory = [info.memory_bytes for info in session.infos]
+        fitted = fit(job, backend.itemsize, tables, self.peak, memory, self._source)
+        print_table(tables, notes, self.host, places)
+        name = name or profile_name(job, backend.info)
+        data = {
+            "name": name,
+            "device_name": backend.info.name.removesuffix(" (emulated)"),
+            **fitted,
+            "tables": tables,
+            "host": self.host,
+            "backend": backend.name,
+            "dtype": backend.dtype_name,
+            "topology": places,
+            "not_measured": notes,
+            "stage_seconds": seconds,
+            "provenance": provenance(session.infos, session.topology.hosts),
+        }
+        path = save_profile(job.config.out, name, data)
+        covers = list(dict.fromkeys(f"{e['model']} T={e['tp']}" for e in tables["forwards"]))
+        values = {key: number["value"] for key, number in fitted["numbers"].items()}
+        summary = {"profile": str(path), "name": name, "covers": covers, **values}
+        summary["seconds"] = sum(seconds.values())
+        print(json.dumps(summary), flush=True)
+
+    def rates(self) -> None:
+        """Measures every rank's read bandwidth over as many bytes as its weights have, and on the
+        lead the peak of a large product and an empty launch."""
+        backend, alone = self._session.backend, self._group(MPI.COMM_SELF)
+        sizes = self._job.rank_bytes(backend.itemsize)
+
+        def read() -> None:
+            rank, size = self._topology.world.rank, sizes[self._topology.is_draft]
+            rate = {"bytes": size, "read_bytes_per_s": backend.read_bandwidth(size)}
+            self.tables["bandwidths"].append({"rank": rank, "from": self._source, **rate})
+
+        def of_lead() -> None:
+            self.peak = backend.peak_flops()
+            self.tables["launches"].append(alone.empty())
+
         for rank in range(self._topology.world.size):
-            size = draft if rank >= self._topology.tp else target
-            self._turn(rank, partial(self._bandwidth, size))
-
-    def products(self) -> None:
-        """Measures the target shard's products, the draft's on its rank, then one large product."""
-        target = product_shapes(self._target, self._job.options)
-        self._turn(0, lambda: self._products(target))
-        if self._draft is not None:
-            own = product_shapes(self._draft, self._job.draft_options)
-            new = [shape for shape in own if shape not in target]
-            self._turn(self._draft_rank, lambda: self._products(new))
-        self._turn(0, self._square)
-
-    def launches(self) -> None:
-        """Measures launches, and copies to and from the host, on the lead."""
-        self._turn(0, lambda: self.tables["launches"].append(self._device.launch()))
-        self._turn(0, lambda: self.tables["copies"].extend(self._device.copies()))
+            self._turn(rank, read)
+        self._turn(0, of_lead)
 
     def forwards(self) -> None:
         """Measures the target's forwards on all its ranks, then the draft's, with each possible
         kernel."""
         job, group = self._job, self._session.group
         if not self._topology.is_draft:
-            here = self._group(self._topology.group)
-            rows, model = job.target_buckets(), self._model("target_model")
-            self._forwards(here, group, self._target, job.options, rows, model)
-        if self._draft is not None:
-            draft, rows, model = self._draft, job.draft_buckets(), self._model("draft_model")
+            here, shard = self._group(self._topology.group), self._target
+            self._forwards(here, group, shard, job.options, job.target_buckets(), "target_model")
+        if (draft := job.draft_shard) is not None:
             alone, options = self._group(MPI.COMM_SELF), job.draft_options
-            self._turn(
-                self._draft_rank,
-                lambda: self._forwards(alone, SoloGroup(), draft, options, rows, model),
-            )
+            parts = draft, options, job.draft_buckets(), "draft_model"
+            self._turn(self._draft_rank, lambda: self._forwards(alone, SoloGroup(), *parts))
 
     def _forwards(
         self,
@@ -208,22 +175,25 @@ class Prober:
         shard: AnyShard,
         options: ForwardOptions,
         buckets: Sequence[int],
-        model: ModelSource | None,
+        which: str,
     ) -> None:
         """Measures one model's forwards, with the kernel of small jobs if it differs, and the
         common one.
 
         The weights are made anew for each kernel, because their order differs.
         """
-        if model is not None:
-            self._transformer(ranks, group, shard, options, buckets, model)
-        every, batch = sorted({*FORWARD_ROWS, *buckets}), self._job.config.batch_size
-        for most in kinds(self._session.backend) if model is None else ():
-            rows = [n for n in every if most is None or n <= most]
-            tables = ranks.forwards(group, shard, options, rows, batch, most)
-            if self._topology.group.rank == 0:
-                self.tables["forwards"].append(tables[0])
-                self.tables["launches"].append(tables[1])
+        config, entries = self._job.config, list[Entry]()
+        if config.is_transformer:
+            model: ModelSource = getattr(self._session.workload, which)
+            entries = self._transformer(ranks, group, shard, options, buckets, model)
+        else:
+            every = sorted({*FORWARD_ROWS, *buckets})
+            for most in kinds(self._session.backend):
+                rows = [n for n in every if most is None or n <= most]
+                parts = shard, options, rows, config.batch_size, most
+                entries.append(ranks.forwards(group, *parts))
+        if self._topology.group.rank == 0:
+            self.tables["forwards"] += entries
         self.tables["read_outs"] += ranks.read_outs
 
     def _transformer(
@@ -234,7 +204,7 @@ class Prober:
         options: ForwardOptions,
         buckets: Sequence[int],
         model: ModelSource,
-    ) -> None:
+    ) -> list[Entry]:
         """Measures a transformer at the probe's batch size and at that of its second host costs.
 
         A probe with one target rank also measures the share of the target that rank 0 of T > 1
@@ -246,20 +216,18 @@ class Prober:
         factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES) if on_gpu else (1, MORE_SEQUENCES)
         batches = [factor * config.batch_size for factor in factors]
         rows = sorted({*TRANSFORMER_ROWS, *(GPU_ROWS if on_gpu else ()), *buckets})
-        forwards, launches = ranks.transformer(group, shard, options, rows, batches, model)
-        if self._topology.group.rank == 0:
-            self.tables["forwards"] += forwards
-            self.tables["launches"] += launches[:1]
-        if self._topology.tp > 1 or shard != self._target or self._source.startswith("modelled"):
-            return
-        for tp in SHARDS:
+        entries = ranks.transformer(group, shard, options, rows, batches, model)
+        is_measured = self._session.backend.info.kind != "emulated"
+        is_alone = self._topology.tp == 1 and shard == self._target
+        for tp in SHARDS if is_measured and is_alone else ():
             try:
                 share = replace(shard, tp=tp)
             except ConfigError as error:  # more ranks than KV heads
                 self.notes.append(f"a share of T={tp}: {error}")
                 continue
             parts = share, options, rows, batches, model
-            self.tables["shards"] += ranks.transformer(SoloGroup(), *parts, ends=True)[0]
+            self.tables["shards"] += ranks.transformer(SoloGroup(), *parts, ends=True)
+        return entries
 
     def all_reduces(self) -> None:
         """Measures every all-reduce that can be opened over the target ranks; none with one
@@ -286,15 +254,10 @@ class Prober:
         if not self._topology.num_drafts:
             return
         pair = world.Split(0 if world.rank in (0, draft) else MPI.UNDEFINED, world.rank)
-        if pair == MPI.COMM_NULL:
-            return
-        session, config = self._session, self._job.config
-        source = "measured: host MPI" if session.backend.info.kind == "emulated" else self._source
-        link = LinkProbe(session.backend, pair, session.waiter, self.checks, source)
-        curves, refused = link.measure(cuda_aware=config.all_reduce == "mpi")
-        if self._topology.is_lead:
-            self.tables["links"] += curves
-            self.notes += refused
+        if pair != MPI.COMM_NULL:
+            curves = link_curves(pair, self._session.waiter, self.checks, "measured: MPI")
+            if self._topology.is_lead:
+                self.tables["links"] += curves
 
     def hosts(self) -> None:
         """Measures host work and link for every configuration that these ranks allow, on all of
@@ -308,17 +271,6 @@ class Prober:
         rank = 0 if self._topology.is_draft else self._topology.world.rank
         return replace(self._job.target_shard, rank=rank)
 
-    @property
-    def _draft(self) -> AnyShard | None:
-        return self._job.draft_shard
-
-    def _model(self, which: str) -> ModelSource | None:
-        """Returns the factory of a transformer; None for matrix products."""
-        if not self._job.config.is_transformer:
-            return None
-        model: ModelSource = getattr(self._session.workload, which)
-        return model
-
     def _group(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session
         return GroupProbe(session.backend, comm, session.waiter, self.checks, self._source)
@@ -328,17 +280,6 @@ class Prober:
         self._session.barrier()
         if self._topology.world.rank == rank:
             work()
-
-    def _bandwidth(self, num_bytes: int) -> None:
-        rates = self._device.bandwidths(num_bytes)
-        self.tables["bandwidths"].append({"rank": self._topology.world.rank, **rates})
-
-    def _products(self, shapes: list[tuple[int, int]]) -> None:
-        rate = self.tables["bandwidths"][0]["read_bytes_per_s"]
-        self.tables["products"] += self._device.products(shapes, rate)
-
-    def _square(self) -> None:
-        self.peak = self._device.square()
 
 
 def kinds(backend: Backend) -> list[int | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from time import perf_counter
 
 import numpy as np
 from mpi4py import MPI
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
@@ -24,11 +23,19 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, ReadOut
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.engine.workload.sequence import timed_places
-from mpissd.lab.probe.device import NOTHING, ROWS, launched
-from mpissd.lab.probe.sample import Checks, Entry, Pace, Sample, entry, sample, samples
+from mpissd.lab.probe.sample import (
+    Checks,
+    Entry,
+    Pace,
+    Sample,
+    entry,
+    launched,
+    sample,
+    samples,
+)
 
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
-LIST_ROWS = (1, 2, 4, 8, 16, 32, 64)  # of the forwards whose lists of candidates are measured
 LISTS = (1, 4, 16, 32, 64)  # candidates a row
 TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, because each is measured after several contexts
 GPU_ROWS = (40, 128, 256)  # and these on a GPU, whose kernel for more than 32 rows is another one
@@ -37,8 +44,7 @@ LARGE_BYTES = 1 << 20
 NEAR = 64  # the shortest context of a transformer's measurement
 _FAR = 1024  # the longest one, unless --context is longer
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}
-_AMPLITUDE = 2.0**-4
-
+NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
 Made = tuple[ModelSource, Weights]  # weights, and what they were made from
 
@@ -75,9 +81,8 @@ class GroupProbe:
         sequences: int,
         most_rows: int | None = None,
         model: Made | None = None,
-    ) -> tuple[Entry, Entry]:
-        """Measures one model; returns ("forwards" entry by rows, "launches" entry of the fewest
-        rows).
+    ) -> Entry:
+        """Measures one model; returns its "forwards" entry by rows.
 
         most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
         use (None: bare products, made here).
@@ -97,7 +102,6 @@ class GroupProbe:
         try:
             onces = {rows: self._forward(stepper, rows, sequences) for rows in stepper.buckets}
             taken = samples(onces, self._pace, together=self._together)
-            launch = self._launch(stepper)
             self._check_forward(stepper)
             kernel = stepper.kernel
             if options.top_k > 1 and not self.read_outs:
@@ -106,8 +110,7 @@ class GroupProbe:
             stepper.close()
         key, params = shard.key(sequences, options), shard.num_params(options)
         which = {"params": params, "kernel": kernel, "most_rows": most_rows}
-        forward = entry(vars(key) | which, self._source, taken)
-        return forward, launch | {"what": f"forward of {key}, {kernel}"}
+        return entry(vars(key) | which, self._source, taken)
 
     def _lists(self, stepper: Stepper) -> list[Entry]:
         """Measures the choice and copy of 1 … 64 candidates a row, of the last forward's logits.
@@ -119,7 +122,7 @@ class GroupProbe:
             return []
         key = stepper.shard.key(1, stepper.options)
         columns = stepper.cost(1).columns
-        rows = [n for n in LIST_ROWS if n <= stepper.most_rows]
+        rows = [n for n in ROWS if n <= stepper.most_rows]
         return [
             entry(
                 {"columns": columns, "forward": key.forward, "candidates": k},
@@ -143,6 +146,25 @@ class GroupProbe:
         taken = sample(launched(program.launch, program, self._waiter), self._pace, per=length)
         program.close()
         return taken
+
+    def empty(self) -> Entry:
+        """Measures an empty program: the host's part of its launch, and the device's time."""
+        program, host = self._backend.program(lambda: None, NOTHING), list[float]()
+
+        def launch() -> None:
+            start = perf_counter()
+            program.launch()
+            host.append(perf_counter() - start)
+
+        device = sample(launched(launch, program, self._waiter), self._pace)
+        program.close()
+        host_s = float(np.median(host))
+        return {
+            "what": "empty",
+            "from": self._source,
+            "host_s": host_s,
+            "device_s": device.seconds,
+        }
 
     def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
         """Measures every group's all-reduce of ROWS hidden vectors and of 1 MB, in a graph and
@@ -175,25 +197,22 @@ class GroupProbe:
         source: ModelSource,
         *,
         ends: bool = False,
-    ) -> tuple[list[Entry], list[Entry]]:
+    ) -> list[Entry]:
         """Measures a transformer for each number of sequences after each of `contexts`.
 
-        ends: as `contexts` takes it. Returns the "forwards" and the "launches" entries. What does
-        not fit in memory with the weights is left out.
+        ends: as `contexts` takes it. Returns the "forwards" entries. What does not fit in memory
+        with the weights is left out.
         """
         weights = source.weights(self._backend, shard, options, max_rows=rows[-1], seed=1)
-        forwards, launches = [], []
+        forwards = []
         for batch in batches:
             for context in contexts(options.context, ends=ends):
                 behind = replace(options, context=context, capacity=context + rows[-1])
                 if not self._has_room(shard, behind, rows[-1], batch):
                     continue
-                forward, launch = self.forwards(
-                    group, shard, behind, rows, batch, None, (source, weights)
-                )
-                forwards.append(forward)
-                launches.append(launch)
-        return forwards, launches
+                model = source, weights
+                forwards.append(self.forwards(group, shard, behind, rows, batch, None, model))
+        return forwards
 
     def _has_room(
         self, shard: AnyShard, options: ForwardOptions, rows: int, sequences: int
@@ -216,18 +235,6 @@ class GroupProbe:
 
         return launched(launch, stepper, self._waiter)
 
-    def _launch(self, stepper: Stepper) -> Entry:
-        host: list[float] = []
-        places = timed_places(1, 1, stepper.options)
-        stepper.upload(stepper.buckets[0], np.zeros(1, np.int32), places)
-        once = launched(stepper.launch, stepper, self._waiter, host)
-        device = sample(once, self._pace, together=self._together)
-        return {
-            "from": self._source,
-            "host_s": float(np.median(host)),
-            "device_s": device.seconds,
-        }
-
     def _check_forward(self, stepper: Stepper) -> None:
         """Checks that the hidden vectors are finite, not all equal, and the same on every rank."""
         if not self._real:
@@ -247,6 +254,7 @@ class GroupProbe:
 
     def _all_reduce(self, group: Group, rows: int, width: int, graph: bool) -> Sample:
         count, backend = _CHAIN[self._backend.info.kind], self._backend
+        dtype = np.float16 if backend.itemsize == 2 else np.float32
         buffers = [backend.activation(rows, width) for _ in range(count)]
 
         def body() -> None:
@@ -256,52 +264,38 @@ class GroupProbe:
         size = rows * width * backend.itemsize
         cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
         program = backend.program(body, cost, capturable=graph)
-        addends = Addends(self._comm.size, rows, width, backend.itemsize)
+        parts = [addend(rank, rows, width) for rank in range(self._comm.size)]
+        mine, wanted = parts[self._comm.rank].astype(dtype), sum(parts)
         timed = launched(program.launch, program, self._waiter)
+
+        def check(what: str) -> None:
+            for buffer in buffers if self._real else ():
+                self._checks.close(backend.to_host(buffer), wanted, 0.0, what)
 
         def once() -> float:
             if self._real:
-                for number, buffer in enumerate(buffers):
-                    backend.from_host(addends.of(self._comm.rank, number), buffer)
+                for buffer in buffers:
+                    backend.from_host(mine, buffer)
                 self._waiter.until(self._comm.Ibarrier().Test, "the ranks of an all-reduce")
             return timed()
 
         what = f"all-reduce {group.name} of {size} B"
         once()
-        self._check_sums(buffers, addends, what)
+        check(what)
         taken = sample(once, self._pace, per=count, together=self._together)
-        self._check_sums(buffers, addends, f"{what}, repeated")
+        check(f"{what}, repeated")
         program.close()
         return taken
 
-    def _check_sums(self, buffers: list[Any], addends: Addends, what: str) -> None:
-        """Checks that every buffer holds the float32 sum over the ranks, up to one rounding an
-        addition."""
-        if not self._real:
-            return
-        for number, buffer in enumerate(buffers):
-            computed = self._backend.to_host(buffer)
-            self._checks.close(computed, addends.sum(number), addends.tolerance, what)
 
+def addend(rank: int, rows: int, width: int) -> NDArray[np.float32]:
+    """Returns a rank's test values [rows, width] for an all-reduce.
 
-class Addends:
-    """Test values for all-reduces of one shape: within ±0.11, rounded as the device rounds."""
-
-    def __init__(self, num_ranks: int, rows: int, width: int, itemsize: int) -> None:
-        dtype = np.float16 if itemsize == 2 else np.float32
-        shape = np.arange(rows), np.arange(width)
-        every = [weights.element(rank + 1, *shape) for rank in range(num_ranks)]
-        self._every = [(values * np.float32(_AMPLITUDE)).astype(dtype) for values in every]
-        self.tolerance = num_ranks**2 * 3**0.5 * _AMPLITUDE * 2.0**-11
-
-    def of(self, rank: int, number: int) -> NDArray[Any]:
-        """Returns a rank's values for buffer `number`; the order differs from buffer to buffer."""
-        return np.roll(self._every[rank], number)
-
-    def sum(self, number: int) -> NDArray[np.float32]:
-        """Returns the sum over the ranks, in float32."""
-        parts = [self.of(rank, number).astype(np.float32) for rank in range(len(self._every))]
-        return np.asarray(np.sum(parts, axis=0), np.float32)
+    They are multiples of 1/64 within ±1/4: sums over up to 32 ranks are exact in float16, in any
+    order. Their order differs from rank to rank.
+    """
+    place = np.arange(rows * width).reshape(rows, width)
+    return np.asarray(((place * 7 + rank * 13) % 33 - 16) / 64, np.float32)
 
 
 def open_groups(

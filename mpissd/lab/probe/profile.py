@@ -2,7 +2,7 @@
 atomically.
 
 read_bytes_per_s    the lead's read-only bandwidth at its own weights' bytes
-peak_flops_per_s    the largest measured product
+peak_flops_per_s    of a large square product
 launch_s            the device time of an empty program
 product_overhead_s  (forward of 1 row − floor − all-reduces − launch) / products, of the target
 all_reduce          a straight line through the smallest and the 1 MB all-reduce of the job's
@@ -27,8 +27,8 @@ from mpissd.engine.job import Job
 from mpissd.lab.probe.sample import Entry
 
 TABLES = (
-    *("bandwidths", "products", "forwards", "shards", "read_outs"),
-    *("all_reduces", "links", "copies", "launches"),
+    *("bandwidths", "forwards", "shards", "read_outs"),
+    *("all_reduces", "links", "launches"),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
 _LONGEST_PART = 40
@@ -60,24 +60,23 @@ def fit(
     job: Job,
     itemsize: int,
     tables: Tables,
-    peak: tuple[str, float | None],
+    peak: float | None,
     memory: Sequence[int | None],
     source: str,
 ) -> dict[str, Any]:
     """Fits the "numbers" and the "all_reduce" of a profile to its tables.
 
-    peak: (name, flop/s) of the large product that was measured in addition to the tables' products.
+    peak: flop/s of a large product.
     """
     read = tables["bandwidths"][0]["read_bytes_per_s"]
-    flops, of = _peak(tables["products"], peak)
     empty = next(e["device_s"] for e in tables["launches"] if e["what"] == "empty")
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)
-    overhead = _overhead(job, itemsize, tables["forwards"][0], read, flops, empty, reduce)
+    overhead = _overhead(job, itemsize, tables["forwards"][0], read, peak, empty, reduce)
     known = [size for size in memory if size is not None]
     return {
         "numbers": {
             "read_bytes_per_s": {"value": read, "from": f"{source}: read-only stream"},
-            "peak_flops_per_s": {"value": flops, "from": f"{source}: {of}"},
+            "peak_flops_per_s": {"value": peak, "from": f"{source}: a large product"},
             "product_overhead_s": {
                 "value": overhead,
                 "from": f"{source}: (forward of 1 row - floor - all-reduces - launch) / products, "
@@ -91,17 +90,6 @@ def fit(
         },
         "all_reduce": reduce,
     }
-
-
-def _peak(products: Sequence[Entry], square: tuple[str, float | None]) -> tuple[float | None, str]:
-    """Returns (flop/s, the product's name) of the fastest product."""
-    rates = [(rate, what) for what, rate in [square] if rate is not None]
-    for entry in products:
-        for rows, seconds in entry["seconds"].items():
-            if seconds > 0:
-                size = f"{rows}x{entry['k']}x{entry['n']} product"
-                rates.append((2 * int(rows) * entry["k"] * entry["n"] / seconds, size))
-    return max(rates, default=(None, "no product takes time"))
 
 
 def _overhead(

@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpissd.common.errors import GateError
+from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import DeviceInfo
 
 Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
@@ -105,6 +106,17 @@ def samples(
             together.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
         by_point[at] = Sample.of(least, per)
     return by_point
+
+
+def launched(launch: Callable[[], None], program: Any, waiter: Waiter) -> Callable[[], float]:
+    """Returns a function that launches, waits and returns device seconds."""
+
+    def once() -> float:
+        launch()
+        program.wait(waiter)
+        return float(program.elapsed_s())
+
+    return once
 
 
 def entry(identity: Mapping[str, Any], source: str, samples: Mapping[int, Sample]) -> Entry:

@@ -9,7 +9,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.default_flags import with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, switch, words
-from mpissd.lab.sweep.grid import read_grid
 
 
 @dataclass(frozen=True)
@@ -29,29 +28,18 @@ class SweepConfig(Checked):
     retry: bool = flag(False, switch, "repeat configurations that failed or were flagged before")
 
     def check(self) -> None:
-        """Refuses a sweep without a grid, flags of single runs, and flags that no grid corrects."""
+        """Refuses a sweep without a grid, and flags of single runs.
+
+        Contradictions of its other flags are refused with each configuration that has them.
+        """
         super().check()
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
-        self._check_run(self.grid)
         if self.run.trace:
             raise ConfigError("trace with sweep: allowed: with run, of one configuration")
         if self.run.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)
-
-    def _check_run(self, grid: str) -> None:
-        """Refuses flags that contradict each other, unless each block of the grid resolves that.
-
-        A block does if one of its configurations is valid with the flags of the command line.
-        """
-        try:
-            self.run.check()
-        except ConfigError:
-            from mpissd.lab.sweep.plan import has_valid_point  # imports NumPy; --help need not
-
-            if not all(has_valid_point(block, self.run) for block in read_grid(grid)):
-                raise
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:

@@ -120,18 +120,6 @@ def make_plan(
     return Plan(points, repeats, base.seed, used if most is None else int(most))
 
 
-def has_valid_point(block: Block, base: RunConfig) -> bool:
-    """Returns whether all flags of `base` and some combination of a block are valid together."""
-    given = said(base)
-    for combination in _combinations([block]):
-        try:
-            parse_into(RunConfig, given | combination)
-        except ConfigError:
-            continue
-        return True
-    return False
-
-
 def _combinations(blocks: Sequence[Block]) -> Iterator[dict[str, str]]:
     for block in blocks:
         names = [name for name, _ in block.axes]

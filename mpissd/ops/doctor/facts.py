@@ -450,7 +450,7 @@ def _session(config: RunConfig, ranks: Sequence[RankFacts]) -> list[Finding]:
 
     Removes the empty folders that it made. Raises ConfigError or Refused on every rank. Collective.
     """
-    from mpissd.engine.session.session import open_session
+    from mpissd.engine.session.session import opened
 
     for rank in ranks if config.backend in ("auto", "cupy") else ():
         if rank.cuda and rank.cuda.error and not rank.cuda.cupy:  # its import could end every rank
@@ -459,15 +459,12 @@ def _session(config: RunConfig, ranks: Sequence[RankFacts]) -> list[Finding]:
     out = Path(config.out)
     made = [p for p in (out / "rounds", out / "profiles", out, *out.parents) if not p.exists()]
     try:
-        session = open_session(config)
+        with opened(config) as session:
+            return _choices(session, _reason(session))
     finally:
         for folder in made:
             with suppress(OSError):  # another rank removed it
                 folder.rmdir()
-    try:
-        return _choices(session, _reason(session))
-    finally:
-        session.resources.close()
 
 
 def _choices(session: Session, reason: str) -> list[Finding]:

@@ -14,7 +14,7 @@ BACKEND = ("types", "fill", "pack", "gather", "top_k", "read", "copy_ints")
 EXCHANGE = ("types", "system", "inbox", "exchange")  # The sources of the kernel `exchange`.
 # The sources of the kernel `chain`, for compute capability 9.0 or more.
 CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "units", "chain")
-# Those of a transformer's kernels, for 8.0 or more.
+# The sources of a transformer's kernels, for 8.0 or more.
 PACK = ("types", "fill", "pack")
 ROWS = ("types", "ampere", "rows")
 SKINNY = ("types", "ampere", "arithmetic", "skinny")

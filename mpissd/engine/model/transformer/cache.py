@@ -48,7 +48,7 @@ class CacheSizes:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool: enough for all slots at their capacity, unless `pool` says less."""
+        """Pages of the pool: enough for all slots at their capacity, or `pool` tokens' if fewer."""
         most = self.slots * self.pages_per_slot
         return min(most, max(self.pages_per_slot, self.pool // self.page)) if self.pool else most
 
@@ -59,7 +59,7 @@ class CacheSizes:
 
 
 class RowPlaces:
-    """Host arrays that say where the rows of a forward stand; views of one int32 buffer.
+    """Host arrays of the places of a forward's rows; views of one int32 buffer.
 
     rows: [4, max_rows], of each row the slot (PADDING: none), position, lane and trunk. pages:
     [slots, pages_per_slot], the pages of each slot in rising order of positions.
@@ -84,9 +84,9 @@ class PagePool:
 
     A page whose positions are all stored may be *named* by its tokens and those before it. A
     sequence that begins with the same tokens takes it over instead of computing it again: the K and
-    V of a position depend on the tokens up to it only, bit for bit. A named page that nobody holds
+    V of a position depend on the tokens up to it only, bit for bit. A named page without a holder
     keeps its numbers until the pool needs it; the page that was given back first goes first. Names
-    are compared as they are and never only hashed, so that nobody can make two texts share a name.
+    are compared as they are and never only hashed, so that no two texts can be made to share one.
     """
 
     def __init__(self, pages: int, page: int) -> None:
@@ -100,7 +100,7 @@ class PagePool:
 
     @property
     def free(self) -> list[int]:
-        """The pages that nobody holds; the last one of those without a name is taken first."""
+        """The pages without a holder; the last page without a name is taken first."""
         return [*self._blank, *self._kept]
 
     def take(self) -> int:

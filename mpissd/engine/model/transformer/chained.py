@@ -1,7 +1,7 @@
 """Rounds of greedy decoding that the device decides by itself (`ChainedForwards`).
 
 A round is K forwards of the draft (none in AR) and one of the target on the same device. Between
-two of them a tiny operation (*stage*) writes the next forward's tokens and places, and behind the
+two of them a tiny operation (*stage*) writes the next forward's tokens and places, and after the
 last one it applies the acceptance rule; so all of a round is launched at once, and the next round
 before this one is over. Nothing waits for the host.
 
@@ -27,17 +27,17 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.stages import RING, Ends, Sheet, Stage
 
 Index = NDArray[np.int64]
-_IN_FLIGHT = 2  # rounds at once: one that runs, and the one behind it
+_IN_FLIGHT = 2  # rounds at once: one that runs, and the next one
 
 
 class ChainedForwards:
     """The programs of such rounds, over the steppers of a draft (None: AR) and of its target.
 
-    Two rounds may be under way, of which the second takes its state from the first. Nobody may use
-    the steppers meanwhile.
+    Two rounds may be under way, of which the second takes its state from the first. The steppers
+    must not be used meanwhile.
     """
 
-    is_on = False  # whether the present round is chained; its speculator says
+    is_on = False  # whether the present round is chained; set by its speculator
 
     def __init__(
         self, draft: Stepper | None, target: Stepper, sequences: int, lookahead: int
@@ -56,7 +56,7 @@ class ChainedForwards:
         self._programs: list[list[Program]] = [
             [self._program(number, turn) for number in every] for turn in range(RING)
         ]
-        self._flying: list[int] = []  # rounds that are launched and not yet told
+        self._flying: list[int] = []  # rounds that are launched and not yet read
 
     @property
     def _ops(self) -> Ops:
@@ -88,7 +88,7 @@ class ChainedForwards:
         return lambda: self._ops.chained(stage)
 
     def begin(self, state: Ints) -> None:
-        """Sets where the sequences stand, [S, 4] like Sheet.state; no round may be under way."""
+        """Sets the sequences' places, [S, 4] like Sheet.state; no round may be under way."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
 
@@ -99,7 +99,7 @@ class ChainedForwards:
                 stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
-        """Launches a round behind those under way; forced: [S, 2K + 1] like Sheet.forced."""
+        """Launches a round after the rounds under way; forced: [S, 2K + 1] like Sheet.forced."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:
@@ -112,7 +112,7 @@ class ChainedForwards:
         return self.sheet.lookahead
 
     def is_flying(self, round_: int) -> bool:
-        """Returns whether a round was launched, and neither told nor dropped."""
+        """Returns whether a round was launched, and neither read nor dropped."""
         return round_ in self._flying
 
     def last_of(self, round_: int) -> Program:
@@ -120,7 +120,7 @@ class ChainedForwards:
         return self._programs[round_ % RING][-1]
 
     def told(self, round_: int) -> Ints:
-        """Returns what a finished round told, a copy of [S, K + 2] (Sheet.told)."""
+        """Returns the outcome of a finished round, a copy of [S, K + 2] (Sheet.told)."""
         assert round_ == self._flying.pop(0), f"round {round_} out of turn"
         told: Ints = self.sheet.told[round_ % RING].copy()
         return told

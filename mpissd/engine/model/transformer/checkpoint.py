@@ -272,7 +272,7 @@ class Checkpoint:
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:
-    """Returns (the SHA-256 of one file, or of the lines "digest  name" of several; what it covers:
+    """Returns (the SHA-256 of one file, or of the lines "digest  name" of several; its coverage:
     WHOLE or SAMPLED)."""
     stats = [(path, path.stat()) for path in paths]
     digests = [(_digest_of(path, at.st_mtime_ns, at.st_size), path.name) for path, at in stats]
@@ -285,7 +285,7 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Reads a file unless its time and size are those of an earlier call; a sweep asks often."""
+    """Reads a file unless its time and size are as in an earlier call; a sweep asks often."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         for piece in _pieces(file, size):

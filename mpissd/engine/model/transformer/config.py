@@ -40,7 +40,7 @@ class TransformerConfig:
     rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
     the layers' matrices and the head are stored as int8 with a scale for each 32 inputs. kind: of a
     draft that reads its target's hidden state, one of heads.STATE_KINDS; "" for a model that reads
-    tokens alone. The layers of "medusa" are its heads.
+    only tokens. The layers of "medusa" are its heads.
     """
 
     shape: ModelShape

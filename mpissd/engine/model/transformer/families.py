@@ -143,7 +143,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
 
 
 def own_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what a config.json has under "mpissd"; of a value that is no object, no key."""
+    """Returns the keys of a config.json's object "mpissd"; {} without one."""
     ours = config.get("mpissd")
     return ours if isinstance(ours, dict) else {}
 

@@ -63,7 +63,7 @@ _INSIDE = {
 
 
 def library(name: str, what: str) -> ModuleType:
-    """Imports a library that `what` needs; raises ConfigError, one line, where it is missing."""
+    """Imports a library that `what` needs; raises ConfigError, one line, if it is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -73,7 +73,7 @@ def library(name: str, what: str) -> ModuleType:
 def fetch_missing(pair: str | None, *models: str | None) -> None:
     """Downloads the models of these names that the hub's cache lacks; local files are skipped.
 
-    Raises ConfigError, one line that says how to go on without a network.
+    Raises ConfigError, one line with the way to go on without a network.
     """
     for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
         if is_missing(name):
@@ -118,7 +118,7 @@ def open_files(
 
     target: the model whose input embedding a draft reads, if not its own. shares_head: its LM head
     too is that model's, the rows of head_ids. Raises ConfigError, one line that names the file and
-    the tensor, if one is missing or has another shape than the configuration says.
+    the tensor, if one is missing or has another shape than in the configuration.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
     ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
@@ -352,7 +352,7 @@ def _block(kind: int) -> tuple[int, int] | None:
 
 
 def _values(data: NDArray[Any], kind: int) -> Floats:
-    """Dequantises whole blocks, bytes [rows, n], in pieces: the library splits what it is given
+    """Dequantises whole blocks, bytes [rows, n], in pieces: the library splits its input
     into groups of 16 rows, whose calls take longer than their arithmetic."""
     gguf = library("gguf", "a .gguf")
     known = gguf.GGMLQuantizationType(kind)

@@ -40,7 +40,7 @@ class Part:
 class Layer:
     """One layer's weights on this rank; an optional one is None where the family lacks it.
 
-    A layer without attention has the last three alone.
+    A layer without attention has only the last three.
     """
 
     attention_norm: Array = None
@@ -55,7 +55,7 @@ class Layer:
 
 
 class Chunks(Protocol):
-    """Forwards over up to `rows` consecutive positions of one slot, whose logits nobody reads."""
+    """Forwards over up to `rows` consecutive positions of one slot, whose logits are not read."""
 
     rows: int
 
@@ -72,7 +72,7 @@ class Chunks(Protocol):
 class Ops(Protocol):
     """A transformer's operations on one rank's device, for one model and its share of heads.
 
-    What a method returns here is what a backend without something of its own does.
+    Methods with a body are defaults.
     """
 
     kernel: str  # name of the kernels, for profiles
@@ -119,7 +119,7 @@ class Ops(Protocol):
         """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
 
     def clear(self, cache: Array) -> None:
-        """Sets all keys and values to 0; attention may weigh those of no position by 0."""
+        """Sets all keys and values to 0; attention may multiply unused ones by 0."""
 
     def states(self, slots: int, positions: int) -> Array:
         """Returns zeros for the hidden state in front of each position of each slot."""
@@ -145,7 +145,7 @@ class Ops(Protocol):
     def qkv(self, x: Array, layer: Layer, cache: Array, number: int, q: Array, rows: int) -> None:
         """Computes q, k and v of layer `number`, and stores k and v in the cache.
 
-        Adds the bias, normalises each head of q and k, and rotates both, where the family does so.
+        Adds the bias, normalises each head of q and k, and rotates both, if the family does so.
         """
 
     def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:

@@ -153,7 +153,7 @@ class TransformerShard:
     def _read_bytes(self, params: int, itemsize: int) -> int:
         """Returns the bytes of the weights that a forward reads.
 
-        itemsize: that of activations; 4 on CPUs, where int8 weights stay as they are stored.
+        itemsize: of activations; 4 on CPUs, which keep int8 weights stay as they are stored.
         """
         if self.config.int8 and itemsize == CPU_ITEMSIZE:
             return params + params * SCALE_BYTES // SCALED
@@ -243,7 +243,7 @@ class StateShard(TransformerShard):
 
     @property
     def kv_layers(self) -> int:
-        """Layers that keep keys and values: that of EAGLE."""
+        """Layers that keep keys and values: EAGLE's."""
         return int(self.config.kind == "eagle")
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:

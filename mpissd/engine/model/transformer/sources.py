@@ -82,7 +82,7 @@ def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
     """Returns the architecture of a model, from its metadata.
 
-    where: any name of presets.resolve_model. target: that of the target, for a draft: it may read
+    where: any name of presets.resolve_model. target: the target's name, for a draft: it may read
     the target's embedding, and it drafts the target's tokens whatever its own vocabulary is.
     Raises ConfigError, one line that names what is missing, damaged or not supported.
     """
@@ -110,7 +110,7 @@ def _stamp(where: str) -> Stamp:
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
     """Opens a model's weights; reads no tensor yet. Arguments and errors are config_of's.
 
-    seed: that of random weights.
+    seed: of random weights.
     """
     path, shape = files_of(where), resolve_model(where)
     other = None if target is None else open_checkpoint(target)

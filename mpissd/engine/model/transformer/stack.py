@@ -199,7 +199,7 @@ class TransformerStack(Stack):
             ops.product(memory.x, weights.head, memory.logits, rows)
 
     def _enter(self, ops: Ops, rows: int) -> Array | None:
-        """Starts the residual stream; returns what is still to be added to it."""
+        """Starts the residual stream; returns the sum that is still to be added to it."""
         ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
         return None
 
@@ -264,9 +264,9 @@ class StateStack(TransformerStack):
 
 
 class MedusaStack(StateStack):
-    """The forward of Medusa heads: the LM head's rows of one head follow those of the head before.
+    """The forward of Medusa heads: the LM head's rows are stored head after head.
 
-    A row's logits lie where the last `read` found it, so the host draws from them.
+    Only `read` knows the place of a row's logits, so the host draws from them.
     """
 
     _stride = 0  # rows of a head in the forward that was read last

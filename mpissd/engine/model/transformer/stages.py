@@ -15,7 +15,7 @@ from mpissd.engine.model.transformer.cache import RowPlaces
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
 NOBODY = -1  # the slot of no sequence; a token that is not given
 NOT_FINITE = -2  # the accepted tokens of a sequence with a logit that is not finite
-RING = 3  # rounds whose numbers are kept: one that runs, those behind and before it
+RING = 3  # rounds whose numbers are kept: the one that runs, the one before and the one after it
 
 
 class Sheet:
@@ -23,7 +23,7 @@ class Sheet:
 
     state: [S, 4], of each sequence its slot, the position of its last committed token, that token,
     and the token before it (NOBODY: its keys and values are stored). By round modulo 2: forced
-    [2, S, 2K + 1], tokens that replace those of the draft's forwards and of the target's rows
+    [2, S, 2K + 1], tokens that replace the tokens of the draft's forwards and of the target's rows
     (NOBODY: none); told [2, S, K + 2], the accepted tokens, the bonus and the drafted tokens; spent
     [2], the nanoseconds of a round's stages on a GPU.
     """

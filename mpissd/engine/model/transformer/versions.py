@@ -55,7 +55,7 @@ class Version(Checkpoint):
     """A checkpoint with some of its tensors replaced."""
 
     def __init__(self, base: Checkpoint, arrays: Arrays) -> None:
-        """Raises ProtocolError unless each array stands for a tensor of `base`, in its shape, and
+        """Raises ProtocolError unless each array replaces a tensor of `base`, in its shape, and
         is finite, and none is missing (`replaced`)."""
         sizes = replaced(base)
         by_name = dict(base.by_name)

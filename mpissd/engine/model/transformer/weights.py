@@ -30,8 +30,8 @@ class TransformerWeights:
     """Weights of one rank; the arrays are absent (None, no layers) where nothing is computed.
 
     head_ids: the token of each row of a reduced LM head; None where all tokens have one. source:
-    what they were read from. Of a draft that reads hidden states (stack.py): joined_norms, joins,
-    of a token's embedding, and of the state; head_norms, of each Medusa head.
+    the checkpoint they were read from. Of a draft that reads hidden states (stack.py):
+    joined_norms, joins, of a token's embedding, and of the state; head_norms, of each Medusa head.
     """
 
     config: TransformerConfig
@@ -61,7 +61,7 @@ def load_weights(
     max_rows: int,
     page: int | None = None,
 ) -> TransformerWeights:
-    """Reads and packs one rank's share; shard.shape says how many layers there are.
+    """Reads and packs one rank's share; shard.shape has the number of layers.
 
     page: see ops_of. Raises ConfigError for a checkpoint that lacks a part, and MemoryError.
     """
@@ -91,7 +91,7 @@ def load_weights(
 def reload(
     weights: TransformerWeights, checkpoint: Checkpoint, shard: TransformerShard
 ) -> Iterator[None]:
-    """Overwrites one rank's share in place by that of another checkpoint of the same shapes.
+    """Overwrites one rank's share in place by its share of another checkpoint of the same shapes.
 
     Yields between its parts, so that the caller may do other work: each is packed into memory of
     its own first. All of them are copied after the last yield, in one go, so that no forward reads

@@ -29,7 +29,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values in pages and lanes, and what attention needs beside them.
+    """Keys and values in pages and lanes, and the tables and sums of attention.
 
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
     same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
@@ -131,7 +131,7 @@ class Attention:
         rows: int,
         seated: Seated | None = None,
     ) -> None:
-        """Takes q, k and v (None: those of the forward) to the queries and the cache."""
+        """Takes q, k and v (None: the forward's) to the queries and the cache."""
         own = seated or Seated(cache.qkv, *self._seats(cache))
         args = (
             own.qkv,

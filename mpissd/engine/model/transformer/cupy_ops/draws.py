@@ -47,7 +47,7 @@ class CupyDraws:
         self._asks = backend.host_ints(rows * _ASK.itemsize // 4).view(_ASK)
         self._tells = backend.host_ints(rows * _TELL.itemsize // 4).view(_TELL)
         self._tops: dict[int, tuple[Any, Any]] = {}  # buffers of top_k, by k
-        self._free: dict[int, list[Any]] = {}  # rows that nobody holds any more, by columns
+        self._free: dict[int, list[Any]] = {}  # rows that are no longer held, by columns
         self._places: Any = None
 
     def propose(self, asked: Sequence[Drafting], scale: float) -> list[Proposed]:
@@ -90,7 +90,7 @@ class CupyDraws:
     def _told(
         self, count: int, proposes: int, scale: float, tops: Any, most: int, places: Any
     ) -> Any:
-        """Launches the kernel over `count` asks and waits for what it tells."""
+        """Launches the kernel over `count` asks and waits for its answers."""
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
         told = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
@@ -126,7 +126,7 @@ class CupyDraws:
         return self._places
 
     def _new(self, columns: int) -> KeptRow:
-        """Returns room for a row, which is used again when nobody holds the row any more."""
+        """Returns room for a row, which is used again when the row is no longer held."""
         free = self._free.setdefault(columns, [])
         values = free.pop() if free else self._launcher.empty((columns,), np.float32)
         row = KeptRow(self._backend, values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ _LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give u
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
 _NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
-ATTENTION_NORM, FFN_NORM = 0, 1
+FFN_NORM = 1  # of the two norms; 0: attention's, or the head's
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
     + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]
@@ -114,34 +114,14 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
     return Geometry(row_tiles, slots, team, slots * (size + 16) + rest, head, page)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One operation; addresses of device arrays. weight 0: an attention.
-
-    depth: inputs; tiles: of 16 columns; columns: of `out`. vector, norm: see struct Operation.
-    """
-
-    kind: int
-    layer: int
-    weight: int = 0
-    x: int = 0
-    out: int = 0
-    depth: int = 0
-    tiles: int = 0
-    columns: int = 0
-    vector: int = 0
-    norm: int = ATTENTION_NORM
-
-
-def table(steps: Iterator[Step], rows: int) -> NDArray[Any]:
+def table(steps: Iterator[dict[str, int]], rows: int) -> NDArray[Any]:
     """Returns the kernel's table, OPERATION [n], for a forward of so many rows."""
     every = list(steps)
     out = np.zeros(len(every), OPERATION)
+    out["rows"] = rows
     for row, step in zip(out, every, strict=True):
-        for name in (each.name for each in fields(Step) if each.name != "depth"):
-            row[name] = getattr(step, name)
-        row["x_step"], row["out_step"], row["rows"] = step.depth, step.columns, rows
-        row["pairs"], row["group_tiles"] = step.depth // PAIR, step.tiles
+        for name, value in step.items():
+            row[name] = value
     return out
 
 
@@ -236,13 +216,13 @@ class Megakernel:
         return model
 
 
-def _steps(weights: Any, memory: Any) -> Iterator[Step]:
-    """Yields the operations of a forward in their order."""
+def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
+    """Yields the operations of a forward in their order, by the names of struct Operation."""
     last, x = len(weights.layers) - 1, memory.x.values
     for n, layer in enumerate(weights.layers):
         following = weights.norm if n == last else weights.layers[n + 1].attention_norm
         yield _product(QKV, n, layer.qkv, x, memory.q, layer.qkv_bias)
-        yield Step(ATTEND, n, out=address(memory.attended))
+        yield {"kind": ATTEND, "layer": n, "out": address(memory.attended)}
         yield _product(ADD, n, layer.o, memory.attended, x, layer.ffn_norm)
         yield _product(GATED, n, layer.gate_up, x, memory.inner, norm=FFN_NORM)
         yield _product(ADD, n, layer.down, memory.inner, x, following, norm=FFN_NORM)
@@ -266,20 +246,20 @@ def address(array: Any) -> int:
 
 def _product(
     kind: int, layer: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
-) -> Step:
-    depth, columns = weight.depth, weight.columns
-    return Step(
-        kind=kind,
-        layer=layer,
-        weight=address(weight.values),
-        x=address(x),
-        out=address(out),
-        depth=depth,
-        tiles=weight.tiles,
-        columns=columns,
-        vector=address(vector),
-        norm=norm,
-    )
+) -> dict[str, int]:
+    addresses = {"weight": weight.values, "x": x, "out": out, "vector": vector}
+    return {
+        **{name: address(array) for name, array in addresses.items()},
+        "kind": kind,
+        "layer": layer,
+        "x_step": weight.depth,
+        "out_step": weight.columns,
+        "columns": weight.columns,
+        "pairs": weight.depth // PAIR,
+        "tiles": weight.tiles,
+        "group_tiles": weight.tiles,
+        "norm": norm,
+    }
 
 
 def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
@@ -292,7 +272,7 @@ def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True)
 class MegakernelCache(Cache):
-    """A cache with what the kernel `whole` needs: see Megakernel.
+    """A cache with the counters and tables of the kernel `whole`.
 
     counters: uint32, set to 0 by the first norm of a forward. tables: on the device, by rows.
     """

@@ -158,7 +158,7 @@ class CupyOps(Ops):
         self._products.multiply(x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
-        """Sums in rank order: by the group's own kernel if it does, else gathers and adds."""
+        """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
         part = delta[:rows]
         if group.name == "oneshot":
             group.all_reduce(part)
@@ -234,7 +234,7 @@ def _rows(ends: Ends) -> tuple[Any, Any, Any]:
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
-    """Raises ConfigError for what the kernels do not support."""
+    """Raises ConfigError for a GPU or a model that the kernels do not support."""
     shape, capability = config.shape, backend.info.compute_capability
     if int(str(capability).replace(".", "")) < _FIRST_CAPABILITY:
         raise ConfigError(

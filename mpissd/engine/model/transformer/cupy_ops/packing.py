@@ -172,7 +172,7 @@ def _key(part: WeightPart) -> Any:
 
 
 def _check(checkpoint: Checkpoint, depth: int, inner_widths: list[int]) -> None:
-    """Raises ConfigError for a depth, or widths of parts beside others, that do not fit tiles."""
+    """Raises ConfigError for a depth, or widths of joined parts, that do not fit tiles."""
     name = checkpoint.config.shape.name
     if depth % PAIR:
         raise ConfigError(f"{name} on a GPU: a width of {depth}: allowed: multiples of {PAIR}")

@@ -1,8 +1,8 @@
 """Chunks of a prompt on a GPU: many positions of one slot, with products by cuBLAS (prefill.cu).
 
 A chunk has a fixed number of rows, padded, and begins at an absolute multiple of it, so that a
-position's numbers depend on no other request. They are those of other products than a decoding
-row's, equal up to rounding.
+position's numbers depend on its own request only. Its products differ from a decoding row's, so
+the numbers are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_launch import Launcher
 
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
-_SPARE_BYTES = 16 << 30  # left free beside a second copy of the weights
+_SPARE_BYTES = 16 << 30  # left free after a second copy of the weights
 
 
 class CupyChunks:
@@ -78,7 +78,7 @@ class CupyChunks:
         self._place[:] = slot, start, len(tokens)
 
     def body(self) -> None:
-        """Enqueues the chunk's forward, which stores keys and values and nothing else."""
+        """Enqueues the chunk's forward, which stores keys and values only."""
         self._begin()
         self._embed(self._table, self._tokens, self._hidden, self.rows)
         *whole, last = enumerate(self._layers)
@@ -139,7 +139,7 @@ class CupyChunks:
         self._backend.multiply_rows(x, rows.reshape(-1, weight.depth), out)
 
     def unpacked(self, weight: PackedWeight) -> Any:
-        """Returns a weight's rows, float16 [outputs, depth]; those of gate before those of up."""
+        """Returns a weight's rows, float16 [outputs, depth]; gate's before up's."""
         rows = self._kept.get(id(weight))
         if rows is None:
             rows = self._launcher.empty((_outputs(weight) * weight.depth,), np.float16)
@@ -154,7 +154,7 @@ class CupyChunks:
                     self._unpack(weight, rows)
 
     def _unpack_all(self, layers: Sequence[Layer]) -> None:
-        """Unpacks all weights if they fit, else allocates the scratch of the largest."""
+        """Unpacks all weights if they fit; otherwise allocates the scratch of the largest."""
         every = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         sizes = [_outputs(weight) * weight.depth for weight in every]
         if all(id(weight) in self._kept for weight in every):
@@ -168,12 +168,12 @@ class CupyChunks:
             self._unpack(weight, rows)
 
     def _unpack(self, weight: PackedWeight, rows: Any) -> None:
-        """Writes the rows of a weight; those of gate come before those of up."""
+        """Writes the rows of a weight; gate's come before up's."""
         half, pairs, count = TILE // 2, weight.depth // 32, 1
         if weight.head:  # the heads of q, k and v are packed like gate and up
             count = weight.columns // weight.head
             weight = replace(weight, columns=weight.head // 2, head=0, gated=True)
-        # Of a pair of columns the second one lies 8 columns on, or among those of up.
+        # Of a pair of columns the second one lies 8 columns on, or among up's columns.
         apart = weight.columns if weight.gated else half
         columns = weight.columns, weight.columns - (0 if weight.gated else half)
         lanes = weight.tiles // count * pairs * 32

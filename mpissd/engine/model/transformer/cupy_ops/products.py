@@ -48,7 +48,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Normed:
-    """Rows of the residual stream times a norm's weight, and what is missing to their norm.
+    """Rows of the residual stream times a norm's weight, and the factors that complete the norm.
 
     values: float16 [rows, width], times a power of two. squares: float32 [2, rows, width / 16], the
     sum of each tile. norms, powers, factors: float32 [rows], 1 / rms, the power of two, and the

@@ -1,8 +1,8 @@
 """A transformer's operations on the CPU, compiled by Numba at first use and cached on disk.
 
-The compiled code lies in NUMBA_CACHE_DIR, or beside the source where that can be written, or in
-the user's cache, or else in a temporary folder. Numba looks at one file to tell whether its code
-is of today, but functions hold code of other files too; so the folder is named by all of them.
+The compiled code lies in NUMBA_CACHE_DIR, or in the source's folder if that can be written, or in
+the user's cache, or in a temporary folder. Numba checks one file to see whether its code is
+current, but functions hold code of other files too; so the folder is named by all of them.
 """
 
 from __future__ import annotations

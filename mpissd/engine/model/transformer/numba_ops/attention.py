@@ -163,7 +163,7 @@ def soften(scores, state, n, visible):
     """Turns a page's scores into weights, exp(score − largest so far).
 
     Only the first `visible` positions get weight (none if it is negative). state[:, n]: the largest
-    score so far, the sum of the weights, and what the weights before this page are multiplied by.
+    score so far, the sum of the weights, and the factor of the weights before this page.
     """
     page = len(scores)
     for j in range(max(visible, 0), page):
@@ -184,7 +184,7 @@ def soften(scores, state, n, visible):
 
 @njit(**JIT)
 def lane_span(seats, m, first, page):
-    """Returns the steps [from, to) of row m's lane that stand on the page from position `first`."""
+    """Returns the steps [from, to) of row m's lane that lie on the page from position `first`."""
     trunk = seats[_TRUNK, m]
     if seats[_LANE, m] < 0:
         return np.int64(0), np.int64(0)

@@ -35,7 +35,7 @@ from mpissd.engine.model.transformer.numba_ops.vectors import (
 
 GROUP = 32  # inputs that share a scale
 _BYTE = ir.IntType(8)
-_FAR = 2 * AHEAD  # bytes from what is read to what the memory is asked for
+_FAR = 2 * AHEAD  # bytes from the read to the prefetch
 
 
 def pack(weights: NDArray[np.int8], scales: Floats) -> tuple[NDArray[np.int8], Floats]:
@@ -131,7 +131,7 @@ def _enter(
 def tile(typing, rows, weights, scales, x, y, groups, x_stride, y_stride):
     """Adds to y [rows, INT8_WIDTH] the product of x with one block of a packed weight.
 
-    All arguments are integers, as those of vectors.weight_tile. weights: int8 [groups, 32,
+    All arguments are integers, as for vectors.weight_tile. weights: int8 [groups, 32,
     INT8_WIDTH]. scales: float32 [groups, INT8_WIDTH]. x: float32 [rows, 32 · groups].
     """
 

@@ -38,8 +38,8 @@ class Cache:
     """The keys and values of one rank, and the places of a forward's rows in them.
 
     arrays: float32 keys [layers, pages, kv heads, head_dim, page] and values [layers, pages, kv
-    heads, page, head_dim], then those of the lanes, with steps in place of positions. A last axis
-    is padded to a multiple of 16. turns: the cosines and sines of each position.
+    heads, page, head_dim], then the lanes' keys and values, with steps in place of positions. A
+    last axis is padded to a multiple of 16. turns: the cosines and sines of each position.
     """
 
     arrays: tuple[Floats, Floats, Floats, Floats]
@@ -121,8 +121,8 @@ class NumbaOps(Ops):
     def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
         """Returns an empty cache, all of it written.
 
-        A context of imposed laws is never computed. Memory that was never written is one page of
-        zeros, which attention would read from the processor's cache.
+        The context of an imposed acceptance is never computed. Memory that was never written is one
+        page of zeros, which attention would read from the processor's cache.
         """
         width, padded = sizes.head_dim, _to_16(sizes.head_dim)
         lanes, steps = max(1, sizes.lanes), _to_16(max(1, sizes.steps))
@@ -207,7 +207,7 @@ class NumbaOps(Ops):
         rows.swiglu(both, inner, gate_up.outputs // 2, count)
 
     def _scratch(self, weight: Packed, count: int) -> Floats:
-        """Returns a buffer for a product of `count` rows that no other operation keeps."""
+        """Returns a buffer for a product of `count` rows that only the calling operation uses."""
         found = self._products.get(weight.outputs)
         if found is None or len(found) < count:
             found = self._products[weight.outputs] = self.buffer(count, weight.outputs)

@@ -71,7 +71,7 @@ def keep(x, seats, states, rows):
 
 @njit(**JIT)
 def recall(states, own, seats, hidden, rows):
-    """Sets hidden[m] = states[slot, position], of `own` behind the row's trunk; no slot: zeros."""
+    """Sets hidden[m] = states[slot, position], after the trunk of `own`; zeros without a slot."""
     for m in range(rows):
         slot, position = seats[0, m], seats[1, m]
         for column in range(states.shape[2]):

@@ -181,7 +181,7 @@ def multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
 
 
 def _emit(context: Any, builder: ir.IRBuilder, args: Any, loader: Loader, width: int) -> Any:
-    """Emits the calls of a kernel; args: rows, and those of the kernel."""
+    """Emits the calls of a kernel; args: rows, and the kernel's."""
     rows, weights, x, y, *counts = args
     word = F32 if loader is _floats else I32
     weights = builder.inttoptr(weights, ir.PointerType(word))
@@ -220,7 +220,7 @@ def weight_tile(typing, rows, weights, x, y, steps, stride, x_stride, y_stride, 
 
     All arguments are integers; weights, x and y are addresses, and a stride is the distance of two
     rows in elements. weights: uint32 [steps, WIDTH], two depths in a word. x: float32 [rows, 2 ·
-    steps]. ahead: words from what is read to what the memory is asked for.
+    steps]. ahead: words from the read to the prefetch.
     """
 
     def code(context, builder, signature, args):
