@@ -302,30 +302,6 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
     assert len(mail.ends()) == 1 + isinstance(second, Submit)
 
 
-class FewRows(ForwardTimes):
-    """Lets a draft catch up with twenty tokens a round."""
-
-    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
-        return 20
-
-
-class Planned(Goodput):
-    """Drafts in the rounds that it is told."""
-
-    def __init__(self, drafts: Callable[[int], bool]) -> None:
-        super().__init__(K, [None], ForwardTimes())
-        self.drafts, self.rounds = drafts, 0
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.rounds += 1
-        self.way = Way(K if self.drafts(self.rounds) else 0, None)
-        return self.way
-
-    @property
-    def is_trying(self) -> bool:
-        return True  # it chooses before each round
-
-
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     pair: TinyPair, mode: str
