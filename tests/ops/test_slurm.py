@@ -1,4 +1,4 @@
-"""What a cluster would refuse is refused before it waits in a queue."""
+"""Requests that a cluster would refuse are refused before they wait in a queue."""
 
 from __future__ import annotations
 

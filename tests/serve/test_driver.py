@@ -31,14 +31,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 class Script:
-    """Mail that delivers messages at given rounds and keeps what is sent."""
+    """Delivers messages at given rounds, and keeps the messages that the driver sends."""
 
     def __init__(self, *messages: tuple[int, Message]) -> None:
         self._left = sorted(messages, key=lambda pair: pair[0])
         self.turn = -1
         self.sent: list[Message] = []
         self.is_closed = False
-        self.watch: Callable[[], int] = int  # what is noted at each turn
+        self.watch: Callable[[], int] = int  # a value to note at each turn
         self.watched: list[int] = []
 
     def take(self, wait_s: float = 0.0) -> Sequence[Message]:
@@ -116,7 +116,7 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
 
 
 class ThreeRows(ForwardTimes):
-    """Allows three rows of prompts beside a verification, and remembers the rows of forwards."""
+    """Allows three rows of prompts in a round that verifies, and remembers the rows of forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class ThreeRows(ForwardTimes):
 
 
 class AlwaysThree(ThreeRows):
-    """Allows no more where nobody runs."""
+    """Allows three rows of prompts in any round."""
 
     def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3

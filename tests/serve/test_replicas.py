@@ -1,4 +1,4 @@
-"""The folder in which servers say their addresses, and what is made of it."""
+"""The folder of servers' addresses, and HAProxy's configuration of it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_pid_that_is_no_haproxys_is_left_alone(tmp_path: Path, text: str) -> N
 
 
 def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
-    """A process that counts its signals stands for HAProxy's master."""
+    """A process that counts its signals replaces HAProxy's master."""
     folder, file, told = tmp_path / "replicas", tmp_path / "haproxy.cfg", tmp_path / "told"
     counts = "#!/bin/bash\ntrap 'echo reload' USR2\necho up\nwhile :; do sleep .05; done\n"
     program = tmp_path / "haproxy"
