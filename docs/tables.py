@@ -12,6 +12,14 @@ in results/:
     <!-- end -->
 
 The command runs in the repository's root; a last line of JSON is left out.
+
+A table of SSD against the strongest other use of its GPUs is between two comments as well:
+
+    <!-- claims results/h200-pairs,results/two-gpus/runs.jsonl lm_head real -->
+    <!-- /claims -->
+
+RESULTS are folders and files of rows. lm_head keeps only the lines of rows with the LM head, real
+only those whose hits follow no assumed model; both may be left out.
 """
 
 from __future__ import annotations
@@ -23,8 +31,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PAGES = [*sorted(HERE.glob("*.md")), *sorted((HERE.parent / "results").rglob("README.md"))]
+ROOT = HERE.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted(HERE.glob("*.md")),
+    *sorted((ROOT / "results").rglob("README.md")),
+]
 _BLOCK = re.compile(r"<!-- python ((?:-m mpissd|results/).+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+_CLAIMS = re.compile(
+    r"(<!-- claims (\S+)( lm_head)?( real)? -->\n).*?(<!-- /claims -->)", re.DOTALL
+)
+sys.path.insert(0, str(ROOT))
 
 
 def commands(text: str) -> list[str]:
@@ -34,13 +52,28 @@ def commands(text: str) -> list[str]:
 
 def rewritten(text: str) -> str:
     """A page with its tables as their commands print them now."""
-    return _BLOCK.sub(lambda match: _block(match[1]), text)
+    return with_claims(_BLOCK.sub(lambda match: _block(match[1]), text))
+
+
+def with_claims(text: str) -> str:
+    """A page with its tables of claims made anew from their rows."""
+    from mpissd.lab.tables import load_rows
+    from mpissd.lab.tables.claims import claims, render
+
+    def table(block: re.Match[str]) -> str:
+        start, results, with_head, real, end = block.groups()
+        kept = claims(load_rows([ROOT / name for name in results.split(",")]))
+        kept = [claim for claim in kept if claim.setting["lm_head"] or not with_head]
+        kept = [claim for claim in kept if not (real and claim.is_assumed)]
+        return f"{start}{render(kept)}\n{end}"
+
+    return _CLAIMS.sub(table, text)
 
 
 def _block(command: str) -> str:
     printed = subprocess.run(
         [sys.executable, *shlex.split(command)],
-        cwd=HERE.parent,
+        cwd=ROOT,
         check=True,
         timeout=120,
         stdin=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 # Ctrl-C during the imports below ends the process without a traceback.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -45,17 +46,35 @@ from mpissd.engine.comm.topology import (  # noqa: E402
     launcher_size,
 )
 from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
-from mpissd.serve.config import ChatConfig, ServeConfig  # noqa: E402
 
 HEAD_START_S = 5.0
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
-ALONE = {  # commands without MPI, and the module of the function of that name, imported on use
-    "compare": "mpissd.cli.compare",
-    "pair": "mpissd.lab.pair.command",
-    "replicas": "mpissd.serve.replicas",
-    "load": "mpissd.lab.load.command",
-    "distill": "mpissd.learn.command",
+# The functions of the commands, imported on use: --help needs neither NumPy nor MPI.
+FRONTS = {  # the half that talks to people, and starts the ranks by itself
+    "chat": "mpissd.lab.chat:chat",
+    "serve": "mpissd.serve.front:serve",
 }
+RANKS = {  # on every rank
+    "run": "mpissd.lab.measure.run:execute",
+    "serve": "mpissd.serve.ranks:execute_serve",
+    "probe": "mpissd.lab.probe.command:execute_probe",
+    "sweep": "mpissd.lab.sweep.run:execute_sweep",
+}
+ALONE = {  # without MPI
+    "compare": "mpissd.cli.compare:compare",
+    "plan": "mpissd.cli.commands:plan",
+    "pair": "mpissd.lab.pair.command:pair",
+    "replicas": "mpissd.serve.replicas:replicas",
+    "load": "mpissd.lab.load.command:load",
+    "distill": "mpissd.learn.command:distill",
+    "doctor": "mpissd.ops.doctor.command:doctor",
+}
+
+
+def call(where: str, *arguments: Any) -> Any:
+    """Imports a function, named as "module:function", and calls it."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)(*arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,18 +94,18 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(arguments)
         check_backend(command)
         if isinstance(command.config, RanksFlags) and launcher_size() is None:
-            return front(command, arguments)
+            more: list[Any] = [arguments] if command.name == "serve" else []
+            return int(call(FRONTS[command.name], command.config, *more))
         if command.name == "chat":
             raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
         if command.run.learners and command.name in ("serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
-        if command.name not in ("run", "serve", "probe", "sweep"):
-            return alone(command)
+        if command.name in ALONE:
+            more = {"doctor": [check_before_mpi], "plan": [command.given]}.get(command.name, [])
+            return int(call(ALONE[command.name], command.config, *more))
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
-            from mpissd.lab.sweep.commands import check_sweep  # imports NumPy; --help need not
-
-            check_sweep(command.config, command.given)
+            call("mpissd.lab.sweep.commands:check_sweep", command.config, command.given)
         elif isinstance(command.config, RanksFlags):
             command.config.fit_world(command.name, launcher_size() or 1)
         else:
@@ -102,44 +121,15 @@ def execute(arguments: list[str] | None) -> int:
     if not command.run.dry_run:
         return launch(command)
     if isinstance(command.config, SweepConfig) and launcher_rank() == 0:
-        from mpissd.lab.sweep.commands import list_plan
-
-        list_plan(command.config)
+        call("mpissd.lab.sweep.commands:list_plan", command.config)
     return 0
 
 
 def check_backend(command: cli.Command) -> None:
     """Raises ConfigError for a backend that this host lacks, if all ranks will start on it."""
     is_here = bool(os.environ.get(ONE_HOST)) and launcher_size() is None
-    if is_here and command.name in ("run", "chat", "serve", "probe", "sweep"):
-        from mpissd.engine.backend.registry import check_here
-
-        check_here(command.run.backend)
-
-
-def front(command: cli.Command, arguments: list[str]) -> int:
-    """Runs the half of a command that talks to people; it starts the ranks by itself."""
-    if isinstance(command.config, ChatConfig):
-        from mpissd.lab.chat import chat
-
-        return chat(command.config)
-    from mpissd.serve.front import serve
-
-    return serve(command.config, arguments)
-
-
-def alone(command: cli.Command) -> int:
-    """Runs a command that needs no MPI."""
-    if command.name == "doctor":
-        from mpissd.ops.doctor.command import doctor
-
-        return doctor(command.config, check_before_mpi)
-    if command.name == "plan":
-        from mpissd.cli import commands
-
-        return commands.plan(command.config, command.given)
-    run = getattr(import_module(ALONE[command.name]), command.name)
-    return int(run(command.config))
+    if is_here and command.name in FRONTS | RANKS:
+        call("mpissd.engine.backend.registry:check_here", command.run.backend)
 
 
 def check_before_mpi(config: RunConfig) -> None:
@@ -152,13 +142,9 @@ def check_before_mpi(config: RunConfig) -> None:
     is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
-        from mpissd.engine.workload.text.workload import check_prompts
-
-        check_prompts(job)
+        call("mpissd.engine.workload.text.workload:check_prompts", job)
     if config.learners and launcher_rank() == 0:
-        from mpissd.online.process import check_trainer
-
-        check_trainer()
+        call("mpissd.online.process:check_trainer")
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)
@@ -191,7 +177,9 @@ def launch(command: cli.Command) -> int:
     guard.stage(Stage.OPEN)
     PatientComm.deadline_s = command.run.deadline_s
     try:
-        code = carry_out(command)
+        more = [command.config.name] if command.name == "probe" else []
+        config = command.config if command.name != "probe" else command.run
+        code = int(call(RANKS[command.name], config, *more))
     except Refused as refused:  # raised on every rank, so MPI can be finalised
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
@@ -210,23 +198,6 @@ def launch(command: cli.Command) -> int:
         sys.stdout.flush()
         os._exit(code)
     return code
-
-
-def carry_out(command: cli.Command) -> int:
-    """Runs a command on this rank; returns its exit code."""
-    from mpissd.lab.measure.run import execute
-    from mpissd.lab.probe.command import execute_probe
-    from mpissd.lab.sweep.run import execute_sweep
-
-    if isinstance(command.config, ServeConfig):
-        from mpissd.serve.ranks import execute_serve
-
-        return execute_serve(command.config)
-    if command.name == "probe":
-        return execute_probe(command.run, command.config.name)
-    if command.name == "sweep":
-        return execute_sweep(command.config)
-    return execute(command.run)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Law:
     """Y(s,p), the draft's x(s,p,i,source) and the rank of the bonus token.
 
     hazards: a_1 … a_K by source. p_hit imposes hits, else miss(F) = min(1, floor + A·F^-r), where
-    `laws` holds (A, r, floor) behind a rejection, and where all served tokens were accepted.
+    `laws` holds (A, r, floor) after a rejection, and where all served tokens were accepted.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Law:
         return other + (other >= true)
 
     def proposals(self, sequence: int, length: int, count: int, source: int) -> list[int]:
-        """x_1 … x_count behind `length` committed tokens."""
+        """x_1 … x_count after `length` committed tokens."""
         return [self.proposal(sequence, length + i, i, source) for i in range(count)]
 
     def judge(self, sequence: int, length: int, drafts: Sequence[int]) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Law:
         return float(max(1, math.ceil((a / (u - floor)) ** (1 / r))))
 
     def hits(self, sequence: int, length: int, k: int, end: bool = False) -> bool:
-        """Whether the outcome (k, t*) of a verification behind `length` tokens is a key.
+        """Whether the outcome (k, t*) of a verification after `length` tokens is a key.
 
         end: whether all served tokens were accepted.
         """

@@ -27,8 +27,6 @@ def compare(config: CompareConfig) -> int:
 
     Raises ConfigError for results that are missing or cannot be compared.
     """
-    if config.into is not None:
-        return rewrite(Path(config.into))
     if config.show is not None:
         return SHOWN[config.show](config)
     if config.b is not None or (config.a is not None and "," not in config.a):
@@ -106,15 +104,6 @@ SHOWN: dict[str, Callable[[CompareConfig], int]] = {
     "tables": show_tables,
     "why": show_why,
 }
-
-
-def rewrite(path: Path) -> int:
-    """Makes the <!-- claims RESULTS --> tables of a file anew."""
-    try:
-        path.write_text(claims.rewritten(path.read_text(), rows_of))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"into={str(path)!r}: {error}") from error
-    return 0
 
 
 def rows_of(results: str) -> list[Row]:

@@ -99,13 +99,10 @@ class CompareConfig(Checked):
         "GPUs; tables: the milestone report's; why: the gaps between a row and its floor "
         "(default: pair where there are two configurations, else best)",
     )
-    into: str | None = flag(None, words, "file whose <!-- claims RESULTS --> tables are made anew")
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
     def check(self) -> None:
         """Refuses contradictory flags; raises ConfigError."""
         super().check()
-        if self.into is not None and (self.a or self.b or self.show):
-            raise ConfigError(f"into={self.into} with results: allowed: what its tables name")
         if self.b is not None and self.show not in (None, "pair"):
             raise ConfigError(f"b={self.b} with show={self.show}: allowed: with show=pair")

@@ -165,7 +165,7 @@ class Driver:
         way = self._way(live)
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
-            fill = self.times.beside(rows, loop.most_rows, way.lookahead)
+            fill = self.times.prefill_rows(rows, loop.most_rows, way.lookahead)
         loop.control = self._control(loop, way, rows, fill)
         start = self._clock()
         result = loop.step()

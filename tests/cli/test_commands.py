@@ -165,7 +165,6 @@ def test_without_an_all_reduce_nothing_is_best(capfd: pytest.CaptureFixture[str]
         (("plan", EIGHT, "--mode=sd", "--lm_head"), "doesn't cover llama-3.1-8b T=1 fuse lm_head"),
         (("plan", SEVENTY, "--pair=70b/1b", "--gpus=5"), "doesn't cover llama-3."),
         (("probe", "--backend=cuda"), "unknown backend 'cuda'"),
-        (("compare", "--into=none.md", "word"), "into=none.md with results"),
         (("compare", "--nonsense=1"), "unknown flag '--nonsense'"),
     ],
 )

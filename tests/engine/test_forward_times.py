@@ -1,4 +1,4 @@
-"""How many rows of prompts go beside a verification, where a forward's true seconds are known."""
+"""How many rows of prompts go with a verification if a forward's true seconds are known."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nine_rounds_in_ten_take_at_most_30_percent_longer(
     cost: Callable[[int], float], buckets: Sequence[int], rows: int
 ) -> None:
     times, own_s = known(cost, buckets), cost(padded(rows, buckets))
-    stored = [times.beside(rows, 512) for _ in range(400)]
+    stored = [times.prefill_rows(rows, 512) for _ in range(400)]
     growth = [cost(padded(rows + more, buckets)) / own_s - 1 for more in stored]
     assert sorted(growth)[int(0.9 * len(growth))] <= 0.3 + 1e-9
     assert max(growth) <= 1.0
@@ -69,7 +69,7 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
     times.add(6, 16.8)
     assert times.seconds(6) < 11
     for _ in range(20):
-        rows = 2 + times.beside(2, 40)
+        rows = 2 + times.prefill_rows(2, 40)
         times.add(rows, steps_of_six(rows))
     assert times.seconds(6) == pytest.approx(9.0) and times.room(2, 40) == 4
 
@@ -136,7 +136,7 @@ def test_what_a_draft_on_the_same_device_stores_counts(
     own_s = bandwidth(rows) + lookahead * step_s
     growth, stored = list[float](), 0
     for n in range(400):
-        more = min(times.beside(rows, 512, lookahead), 512 if n % 2 else 3)  # 3: a prompt's end
+        more = min(times.prefill_rows(rows, 512, lookahead), 512 if n % 2 else 3)
         if more:
             times.stored(more, store(more), lookahead, lookahead * step_s)
         took_s = bandwidth(rows + more) + (store(more) if more else 0.0) - bandwidth(rows)

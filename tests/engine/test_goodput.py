@@ -146,13 +146,13 @@ def test_a_draft_that_slows_the_target_pays_for_it(count: int, alpha: float) -> 
 class Inline(World):
     """A world whose draft stores what rounds without drafting committed once it drafts again."""
 
-    behind = 0
+    lacking = 0
 
     def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
         result, round_s = super().round(way, tasks)
-        self.behind += not way.lookahead
-        stored = self.behind if way.lookahead else 0
-        self.behind -= stored
+        self.lacking += not way.lookahead
+        stored = self.lacking if way.lookahead else 0
+        self.lacking -= stored
         stored_s = 0.002 * stored
         return replace(result, stored=stored, stored_s=stored_s), round_s + stored_s
 

@@ -33,7 +33,7 @@ def begun(num_draft: int = K) -> tuple[DraftWorker, Batch, Speculation]:
     return worker, batch, speculation
 
 
-def behind(row: int, k: int) -> list[int]:
+def after(row: int, k: int) -> list[int]:
     return [*LAWS.prompt(row), *SERVED[row][:k]]
 
 
@@ -45,7 +45,7 @@ def test_candidates_are_the_draft_s_likeliest_but_what_was_served(num_draft: int
     want = []
     for row, fans in enumerate((FANS.after_hit, FANS.after_miss)):
         for k in range(num_draft + 1):
-            logits = MODEL.logits(MODEL.context(behind(row, k)))
+            logits = MODEL.logits(MODEL.context(after(row, k)))
             order: list[int] = np.argsort(-logits, kind="stable").tolist()
             if k < num_draft:
                 order.remove(SERVED[row][k])
@@ -83,7 +83,7 @@ def test_branches_draw_from_what_a_hit_will_keep() -> None:
     lanes = zip(
         branches.lanes.rows.tolist(), branches.lanes.k.tolist(), rollout.first.tolist(), strict=True
     )
-    starts = [[*behind(row, k), token] for row, k, token in lanes]
+    starts = [[*after(row, k), token] for row, k, token in lanes]
     check_rows(rollout, starts, FANS.after_hit)
     chosen = [len(starts) - 1, 0, 5]
     kept = [(rollout.tokens[n].tolist(), rollout.proposals(n, K)) for n in chosen]

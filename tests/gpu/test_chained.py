@@ -147,7 +147,7 @@ def _on_host(backend: Any, ends: Ends) -> Ends:
 def _host(sheet: Sheet, rigs: list[Rig]) -> list[Any]:
     """All host arrays that a stage writes, without its clock."""
     seats = [rig.stack.pages.seats.rows for rig in rigs]
-    return [sheet.ints[: -len(sheet.spent)], *(rig.stack.buffers.tokens for rig in rigs), *seats]
+    return [sheet.ints, *(rig.stack.buffers.tokens for rig in rigs), *seats]
 
 
 def _randomise(rng: Any, sheet: Sheet, rigs: list[Rig]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,20 +50,6 @@ def test_luck_alone_is_what_draws_of_that_spread_give() -> None:
     group, _ = groups([errors(luck_sd=sd) for sd in spreads])
     drawn = np.abs(np.random.default_rng(3).normal(size=(250_000, 4)) * spreads)
     assert group["luck"] == pytest.approx(np.quantile(drawn, [0.5, 0.95]), rel=0.01)
-
-
-def test_luck_that_is_known_is_taken_off() -> None:
-    """A row 5% above the mean with draws worth 5% has no error of the model."""
-    group, _ = groups([errors(other=0.05, luck=0.05), errors(other=-0.1, luck=-0.1, seed=1)])
-    assert group["without_luck"] == pytest.approx((0, 0)) and group["seeds"] == 2
-    assert group["other_signed"] == pytest.approx(-0.025)
-
-
-@pytest.mark.parametrize(("size", "verdict"), [(0.03, "meets"), (0.05, "misses")])
-def test_the_bar_is_of_all_modes_and_t(size: float, verdict: str) -> None:
-    every = [errors(other=size), errors(other=-size, mode="SSD"), errors(other=size, tp=2)]
-    text = table(list(groups(every)), Counter())
-    assert f"(c) {verdict} its bar" in text and text.count("its bar") == 1
 
 
 def test_rows_without_a_forecast_are_counted_and_derived_ones_shown_apart() -> None:
@@ -161,13 +146,6 @@ def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> No
     for group in groups(found):
         assert all(size <= most for size, most in zip(group["without_luck"], BAR, strict=True))
         assert abs(group["without_luck_signed"]) <= MEAN_BAR, group
-
-
-def test_the_host_s_own_row_is_no_other_job_s() -> None:
-    run = sorted((RESULTS / "h200" / "profiles").glob("ssd-66*.json"))[0]
-    rows = [row for row in load_rows([RESULTS / "h200"]) if row["mode"] == "ssd"]
-    _, left = errors_of(rows, map(profile_of_another_job("h200", str(run)), rows))
-    assert left["the host costs are of their own job"] == 1
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from mpissd.lab.predict.advisor import by_speed, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.grid import Config
 from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.places import device_costs, survey
+from mpissd.lab.predict.places import survey
 from mpissd.lab.predict.search import (
     FULL,
     Choice,
@@ -29,7 +27,6 @@ from mpissd.lab.predict.search import (
     Scales,
     candidates,
     config_of,
-    fan_outs,
 )
 from mpissd.lab.predict.simulation import expected
 
@@ -110,13 +107,6 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
         assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=1e-9)
 
 
-def test_one_gpu_holds_no_draft_rank() -> None:
-    advice = advise(1, device="h200", pair="8b/1b")
-    assert {c.method for c in advice.by_method} == {("ar", 0), ("sd", 0), ("lookup", 0)}
-    assert advice.best.gpus == 1 and advice.extra_gpu is None
-    assert advice.break_even_p_hit is None
-
-
 def test_memory_and_heads_limit_t() -> None:
     """70B is 137 GB: on 80 GB devices T = 1 doesn't fit; T = 3 and 5 hold unequal shares."""
     config = RunConfig(pair="70b/1b")
@@ -184,51 +174,12 @@ def test_break_even_p_hit_is_where_ssd_ties() -> None:
     assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
 
 
-def test_a_list_of_rates_limits_k() -> None:
-    laws = Laws.of(RunConfig(acceptance="rates:.9,.8,.7"))
-    assert laws.hazards == ((0.9,), (0.9, 0.8), (0.9, 0.8, 0.7))
-    assert [len(rates) for rates in laws.hazards_fast] == [1, 2, 3]
-    config = RunConfig(pair="8b/1b", acceptance="rates:.9,.8,.7")
-    places = placements(config, load_profile("h100"), 2)
-    advice = plan(config, HOST, places, 2)
-    assert max(c.lookahead for c in advice.by_method) <= 3
-    marginal = Laws.of(RunConfig(acceptance="marginal:.9,.45"))
-    assert marginal.hazards[-1] == pytest.approx((0.9, 0.5))
-
-
 def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
     """Theorem 17: the round waits for its slowest sequence, so b sequences pay for one miss."""
     flags = {"pair": "8b/1b", "alpha": 0.8, "p_hit": 0.8, "acceptance_fast": "alpha:0"}
     alone, crowd = advise(2, "h100", **flags), advise(2, "h100", **flags, batch_size=16)
     assert (alone.best.mode, alone.best.backup) == ("ssd", "jit")
     assert (crowd.best.mode, crowd.best.backup) == ("ssd", "fast")
-
-
-def test_forwards_of_a_search_are_those_of_a_job() -> None:
-    """Every row count that a job's buckets hold is a point of the search's table; a draft's KV is
-    that of K = 8 or 9."""
-    profile = load_profile("a100-80")
-    config = RunConfig(pair="8b/1b", batch_size=3, context=1024)
-    device = device_costs(config, profile, 2)
-    for fan_out, lookahead in product(fan_outs((1, 7), (24,)), (1, 9, 16)):
-        job = resolve(replace(config, lookahead=lookahead, fan_out=fan_out), 2, backend="emulated",
-                      memory_bytes=None)  # fmt: skip
-        exact = DeviceCosts.from_profile(profile, job)
-        assert device.verify_s(job.target_buckets()).tolist() == list(exact.verify.seconds)
-        assert exact.draft is not None
-        drafts = device.draft_s(job.draft_buckets())
-        assert drafts == pytest.approx(exact.draft.seconds, rel=0.02 if lookahead != 9 else 1e-15)
-
-
-def test_flags_name_what_was_chosen() -> None:
-    choice = Choice("ssd", 2, 1, 4, 6, "geometric:24", "fast", 3, 100.0, 9.0, 0.8)
-    assert choice.flags() == {
-        "mode": "ssd", "num_drafts": "1", "lookahead": "6", "fan_out": "geometric:24",
-        "backup": "fast", "backup_lookahead": "3",
-    }  # fmt: skip
-    assert choice.gpus == 3 and choice.tok_per_s_per_gpu == pytest.approx(100 / 3)
-    alone = replace(choice, mode="ar", num_drafts=0, lookahead=0, fan_out=None)
-    assert alone.flags() == {"mode": "ar", "num_drafts": "0"}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mpissd.__main__ import main
 from mpissd.common.compare import DRIFT
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.lab.tables import Pair, load_rows
 from mpissd.lab.tables.best import setting_of
-from mpissd.lab.tables.claims import Claim, claims, judged, render, rewritten
+from mpissd.lab.tables.claims import Claim, claims, judged, render
+from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
@@ -215,15 +215,6 @@ def test_imposed_hits_claim_nothing() -> None:
     assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
 
 
-def test_a_text_is_made_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fresh = rewritten("Before.\n<!-- claims a,b -->\nold\n<!-- /claims -->\n", lambda _: rows())
-    assert "old" not in fresh and "1.10× (1.10–1.10)" in fresh
-    with pytest.raises(ConfigError, match="<!-- claims"):
-        rewritten("no table", lambda _: rows())
-    assert main(["compare", f"--into={tmp_path}/none"]) == 2
-    assert capfd.readouterr().err.count("\n") == 1
-
-
 def test_the_committed_claims_are_those_of_a_pair() -> None:
     """Each line over the H200 rows, as `compare A B` on one seed's two rows has it."""
     every = load_rows([ROOT / "results" / "h200-pairs"])
@@ -239,5 +230,5 @@ def test_the_committed_claims_are_those_of_a_pair() -> None:
 def test_a_table_of_a_page_is_that_of_its_rows(page: str) -> None:
     """Every number is computed again."""
     text = (ROOT / page).read_text()
-    again = rewritten(text, lambda told: load_rows([ROOT / name for name in told.split(",")]))
-    assert again == text, f"python -m mpissd compare --into={page}"
+    assert "<!-- claims" in text
+    assert load("docs/tables.py").with_claims(text) == text, f"docs/tables.py {page}"

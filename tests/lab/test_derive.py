@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,36 +88,6 @@ def by_one_kernel(
     return replace(profile, tables=replace(profile.tables, forwards=forwards))
 
 
-def measured(folder: str, target: str, tp: int) -> float:
-    """The median forward of one row in jobs of AR without a head: the chain's."""
-    files = sorted((PROFILES.parents[1] / folder).glob("runs*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return statistics.median(
-        row["t_target_s"]
-        for row in rows
-        if (row["mode"], row["target"], row["tp"]) == ("ar", target, tp)
-        and (row["batch_size"], row["lm_head"], row["context"]) == (1, False, 0)
-    )
-
-
-@pytest.mark.parametrize(
-    ("pair", "have", "want", "folder", "of", "beside"),
-    [
-        ("8b/1b", 1, 2, "h200-pairs", "h200-8b-1b-T1D1", "h200-70b-1b-T2D1"),
-        ("70b/1b", 2, 4, "h200", "h200-70b-1b-T2D1", "h200-70b-T4"),
-    ],
-)
-def test_the_chain_is_near_to_what_jobs_measured(
-    pair: str, have: int, want: int, folder: str, of: str, beside: str
-) -> None:
-    near, wide = shard(pair, have), shard(pair, want)
-    name = near.shape.name
-    profile = with_all_reduces(probed(of), probed(beside))
-    profile = by_one_kernel(profile, near, 32, measured(folder, name, have))
-    (found,) = derive(profile, near, wide, 1, FUSED)
-    assert found.seconds(1) == pytest.approx(measured(folder, name, want), rel=0.025)
-
-
 @pytest.mark.parametrize(("have", "want"), [(2, 4), (4, 2)])
 def test_near_to_what_was_measured_there(have: int, want: int) -> None:
     """70B on H200, probed with T = 2 and with T = 4."""
@@ -128,13 +97,6 @@ def test_near_to_what_was_measured_there(have: int, want: int) -> None:
     for rows, most in {1: 0.016, 2: 0.016, 4: 0.016, 8: 0.016, 16: 0.05, 64: 0.016}.items():
         measured = seconds(profiles[want], shard("70b/1b", want), rows)
         assert found.seconds(rows) == pytest.approx(measured, rel=most)
-
-
-def test_what_is_known_stays_as_it_is() -> None:
-    measured, rates = probed("h200-8b-1b-T1D1"), load_profile("h200")
-    assert with_derived(measured, shard("8b/1b", 1), 1, FUSED) is measured
-    assert with_derived(rates, shard("8b/1b", 2), 1, FUSED) is rates
-    assert with_derived(measured, shard("70b/1b", 2), 1, FUSED) is measured  # at no T
 
 
 def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:

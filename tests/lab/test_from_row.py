@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import forecast_row, job_of_row
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables import load_rows
@@ -77,12 +75,6 @@ def test_what_has_no_forecast_says_why(name: str, wanted: dict[str, Any], reason
     assert reason in (found.reason or "")
 
 
-def test_a_lost_draft_has_no_mean() -> None:
-    row = row_like("h200-sweep/runs_8b.jsonl", mode="sd")
-    with pytest.raises(ConfigError, match="their draft was lost"):
-        job_of_row(row | {"draft_lost_round": 7})
-
-
 def test_a_derived_forward_is_labelled(tmp_path: Path) -> None:
     """The label is the profile's own: the source of the forward that the row needs."""
     row = row_like("h200-tables/runs.jsonl", mode="ar")
@@ -94,10 +86,3 @@ def test_a_derived_forward_is_labelled(tmp_path: Path) -> None:
         path.write_text(json.dumps(told))
         found = forecast_row(row, load_profile(str(path)))
         assert found.tok_per_s and found.derived == source.startswith("derived")
-
-
-def test_a_null_device_without_host_costs_takes_no_time() -> None:
-    row = row_like("h200/runs.jsonl", backend="emulated")
-    assert "takes no time" in (forecast_row(row, load_profile("null")).reason or "")
-    costs = HostCosts(lead_sample=1e-5)
-    assert forecast_row(row, load_profile("null"), costs).tok_per_s is not None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from mpissd.engine.backend.profile import HostEntry, Profile, load_profile
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.hosts import costs_at, host_of
-from mpissd.lab.probe.group import NEAR
-from mpissd.lab.probe.host import ways
 from tests.lab.test_transformer_profile import job
 
 
@@ -43,23 +40,3 @@ def test_a_job_takes_the_costs_of_its_mean_context() -> None:
     known = profile(entry(1, 10, 1e-4), entry(1, 10_000, 1e-2))
     near, far = (job(num_drafts=0, context=n) for n in (0, 4000))
     assert host_of(known, near).draft_assemble < host_of(known, far).draft_assemble < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("on_host", "flags", "told"),
-    [
-        (True, {"context": 2000}, [NEAR, 2000]),
-        (False, {"context": 2000}, [2000]),
-        (True, {"context": 0}, [0]),
-        (True, {"context": 2000, "forward": None}, [2000]),
-    ],
-    ids=["cpu", "gpu", "near", "products"],
-)
-def test_two_contexts_are_probed_on_a_cpu(
-    on_host: bool, flags: dict[str, Any], told: list[int]
-) -> None:
-    every = [asdict(way) for way in ways(job(num_drafts=0, **flags).config, on_host=on_host)]
-    assert [
-        way["context"] for way in every if way["batch_size"] == 1 and way["mode"] == "sd"
-    ] == told
-    assert len(every) == 4 * len(told)

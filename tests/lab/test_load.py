@@ -47,29 +47,6 @@ def test_poisson_arrivals_are_the_seeds_and_stretch_with_the_rate() -> None:
     assert len(poisson(0.001, 0.1, None, seed=0)) == 1
 
 
-def test_every_prompt_comes_once_before_one_comes_again(tmp_path: Path) -> None:
-    planned = list(loads(config(tmp_path, rate="4,8", requests="12")))
-    assert [load.rate for load in planned] == [4, 8]
-    for load in planned:
-        said = [arrival.entry["prompt"] for arrival in load.arrivals]
-        assert len(said) == 12 and len(set(said[:5])) == len(set(said[5:10])) == 5
-        assert all(a.max_tokens == int(a.entry["prompt"].split()[1]) + 1 for a in load.arrivals)
-    first, second = ([a.entry for a in load.arrivals] for load in planned)
-    assert first == second
-
-
-def test_a_file_of_arrivals(tmp_path: Path) -> None:
-    times = tmp_path / "times"
-    times.write_text("0.5\n0.5\n2\n")
-    (load,) = loads(config(tmp_path, arrivals=str(times)))
-    assert [a.at_s for a in load.arrivals] == [0.5, 0.5, 2.0]
-    assert load.rate == 1.5 and load.source == str(times)
-    for text, says in (("", "in order"), ("2 1", "in order"), ("-1", "in order"), ("x", "a line")):
-        times.write_text(text)
-        with pytest.raises(ConfigError, match=says):
-            list(loads(config(tmp_path, arrivals=str(times))))
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -62,11 +62,6 @@ def test_one_target_is_a_draft_of_its_own(device: str, flags: dict[str, Any]) ->
     assert abs(np.mean(rates) - mean) < 5 * error
 
 
-def test_a_seed_decides_everything() -> None:
-    pool = pool_of(5, lookahead=4, fan_out="uniform:3")
-    assert simulate(pool, 50, 3) == simulate(pool, 50, 3) != simulate(pool, 50, 4)
-
-
 def test_a_draft_that_takes_no_time_serves_any_number_of_targets() -> None:
     pool = pool_of(1, lookahead=4, fan_out="uniform:3")
     free = dataclasses.replace(pool.device, draft=type(pool.device.verify)((1,), (0.0,)), lists=())

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.config import RunConfig
@@ -34,17 +33,6 @@ def test_a_table_is_straight_between_points_flat_before_and_goes_on_behind() -> 
     assert RowTable.of({4: 2.0})([1, 4, 99]).tolist() == [2.0, 2.0, 2.0]
     falling = RowTable.of({2: 2.0, 4: 1.0})
     assert falling([4, 8]).tolist() == [1.0, 1.0]  # noise doesn't become a negative time
-
-
-@given(Points, st.integers(1, 2000))
-def test_a_table_is_exact_at_its_points_and_within_them_between(
-    points: dict[int, float], rows: int
-) -> None:
-    table = RowTable.of(points)
-    assert all(float(table(n)) == s for n, s in points.items())
-    assert float(table(rows)) >= min(points.values()) - 1e-12
-    if rows <= max(points):
-        assert float(table(rows)) <= max(points.values()) + 1e-12
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,6 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
     assert row["exposed_us"] > 0
 
 
-def test_what_a_mode_lacks_is_null() -> None:
-    alone, drafted = predict(mode="ar", rounds=20), predict(mode="sd", rounds=20)
-    for key in ("t_draft_s", "t_growth_s", "T_SD", "T_p", "hit_rate"):
-        assert alone[key] is None
-    assert drafted["t_growth_s"] is drafted["hit_rate"] is drafted["T_p"] is None
-    assert drafted["t_draft_s"] == pytest.approx(drafted["T_SD"] * drafted["t_target_s"])
-    assert alone["sampling_error"] == pytest.approx(0) and alone["sampling_sd"] == pytest.approx(0)
-
-
 def test_imposed_hits_have_a_price() -> None:
     """p_hit = .8 on 15 branches is what the default law needs more of, at their own costs."""
     row = predict(mode="ssd", rounds=20, p_hit=0.8)

@@ -102,16 +102,6 @@ def test_what_is_null_is_left_out() -> None:
     assert gaps(SSD | {"hit_rate": None, "t_growth_s": None})
 
 
-def test_numpy_computes_in_its_launch() -> None:
-    """The body runs inside launch there: no gap named "launch", the forward holds it."""
-    row = copy.deepcopy(AR) | {"backend": "numpy"}
-    row["phases_us"]["lead"] |= {"upload": 3.0, "launch": 5735.0, "device_wait": 0.2}
-    found = named(row, 99)
-    assert "launch" not in found and found["upload"] == 3.0
-    assert found["verification above its floor"] == pytest.approx(5693.7 - 4451.666)
-    assert found["waiting beyond the forward"] == pytest.approx(5735.2 - 5693.7)
-
-
 def test_other_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="schema 3: this version reads"):
         gaps(SD | {"schema": 3})

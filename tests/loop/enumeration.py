@@ -96,7 +96,7 @@ class Case:
     confirms: whether the round's distributions are there when it is judged (Speculator.confirm).
     judge: the target oracle. rename: which uniform stands for a named one. fresh: a uniform serves
     one round (checked).
-    remembers: what `steps`, `control` and `tamper` read beside tokens and k of past rounds.
+    remembers: what `steps`, `control` and `tamper` read besides tokens and k of past rounds.
     merged: states with one future are one state, and what loses is not enumerated.
     """
 
@@ -235,7 +235,7 @@ def _markov(case: Case) -> tuple[DraftWorker, TargetWorker]:
 
 @dataclass
 class Found:
-    """What a case emits, sequence behind sequence, and what was served on the way."""
+    """What a case emits, sequence by sequence, and what was served on the way."""
 
     law: Law
     served: set[Served]

@@ -111,8 +111,8 @@ def joint_law(pair: Pair, prompt: Sequence[int], count: int) -> dict[tuple[int, 
     for tokens in product(range(pair.vocab), repeat=count):
         chance = 1.0
         for n, token in enumerate(tokens):
-            behind = [*prompt, *tokens[:n]]
-            chance *= conditionals(pair.laws.target, pair.temperature, behind)[token]
+            after = [*prompt, *tokens[:n]]
+            chance *= conditionals(pair.laws.target, pair.temperature, after)[token]
         law[tokens] = chance
     return law
 

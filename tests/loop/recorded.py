@@ -11,7 +11,7 @@ from mpissd.engine.workload.replay.recording import Recorded, Recording
 
 
 def ranked(model: MarkovModel, tokens: Sequence[int]) -> list[int]:
-    """All tokens by their logits behind these, the likeliest first, of equal ones the smaller."""
+    """All tokens by their logits after these, the likeliest first, of equal ones the smaller."""
     return np.argsort(-model.logits(model.context(tokens)), kind="stable").tolist()
 
 

@@ -10,32 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.rounds import Source
-from tests.loop.harness import Scenario, check_against_the_law, ledger_closes, run
+from tests.loop.harness import Scenario, check_against_the_law, run
 
-SHAPES = [(1, 1), (1, 7), (3, 4), (64, 2)]  # (batch, K)
-
-
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-@pytest.mark.parametrize(("batch", "lookahead"), SHAPES)
-def test_every_round_is_as_the_law_says(mode: str, batch: int, lookahead: int) -> None:
-    result = run(Scenario(mode, batch, lookahead, rounds=15, seed=batch))
-    assert len(result.records) == 15 and len(result.rows) == 15 * batch
-    check_against_the_law(result)
-    assert ledger_closes(result)
+SHAPES = [(1, 7), (64, 2)]  # (batch, K)
 
 
-@pytest.mark.parametrize("p_hit", [0.0, 0.5, 1.0, None])
-@pytest.mark.parametrize(("batch", "lookahead"), SHAPES)
-def test_imposed_hits(p_hit: float | None, batch: int, lookahead: int) -> None:
-    result = run(Scenario(batch=batch, lookahead=lookahead, p_hit=p_hit, rounds=12, seed=1))
-    check_against_the_law(result)
-    after_first = result.rows[result.rows[:, 0] > 0]
-    if p_hit in (0.0, 1.0):
-        assert (after_first[:, 6] == p_hit).all()
-    assert (result.rows[result.rows[:, 0] == 0, 6] == 0).all()  # a forced miss
-
-
-@pytest.mark.parametrize("p_hit", [0.0, 0.5, 1.0, None])
+@pytest.mark.parametrize("p_hit", [0.5, None])
 @pytest.mark.parametrize(("batch", "lookahead"), SHAPES)
 def test_sd_and_ssd_decide_alike(p_hit: float | None, batch: int, lookahead: int) -> None:
     scenario = Scenario("ssd", batch, lookahead, p_hit=p_hit, rounds=12, seed=2)

@@ -52,7 +52,7 @@ def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
 
 @pytest.mark.parametrize("backup_lookahead", [None, 2])
 @pytest.mark.parametrize("backup", ["jit", "fast"])
-@pytest.mark.parametrize("steps", range(K + 2))
+@pytest.mark.parametrize("steps", [0, 2, K + 1])
 def test_an_answer_drafts_what_is_missing_and_nothing_else(
     steps: int, backup: str, backup_lookahead: int | None
 ) -> None:
@@ -75,29 +75,13 @@ def test_an_answer_drafts_what_is_missing_and_nothing_else(
     assert mixed > 3, "no round with hits and misses: choose another seed"
 
 
-@pytest.mark.parametrize("steps", range(K + 2))
+@pytest.mark.parametrize("steps", [0, 2, K + 1])
 def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
     result, draft = run_stepped(MIXED, steps)
     branches = MIXED.batch * sum(MIXED.fans)
     for forwards in draft.grown:
         assert sizes(forwards) == [MIXED.batch * (K + 1)] + [branches] * min(steps, K)
     check_against_the_law(result)
-
-
-def test_a_miss_reads_the_bonus_token_and_then_its_own_drafts() -> None:
-    """Only of the sequences that missed."""
-    result, draft = run_stepped(MIXED, steps=K)
-    law, length = MIXED.law(), dict.fromkeys(range(6), 1)
-    last = {id_: id_ for id_ in range(6)}
-    for rows, forwards in zip(by_round(result), draft.answered, strict=True):
-        missed = [row[1] for row in rows if not row[6]]
-        drafts = [law.proposals(id_, length[id_], K, Source.JIT) for id_ in missed]
-        fed = [[last[id_], *tokens] for id_, tokens in zip(missed, drafts, strict=True)]
-        want = [[tokens[step] for tokens in fed] for step in range(K)] if missed else []
-        assert [tokens for _, tokens in forwards] == want
-        for _, id_, _, k, bonus, *_ in rows:
-            length[id_] += k + 1
-            last[id_] = bonus
 
 
 class Remembering(SpeculationCache):
@@ -134,18 +118,6 @@ def test_an_outcome_of_another_round_finds_nothing() -> None:
     row = np.array([[0, 0, Event.COMMIT, k, bonus]], np.int32)
     late = rig.drafter.answer(Outcome(7, row))
     assert (late.round, late.hit.tolist()) == (8, [0])
-
-
-def test_an_outcome_that_is_no_key_of_its_sequence_misses() -> None:
-    rig = Rig(replace(MIXED, p_hit=1.0, batch=2))
-    first = rig.drafter.answer(Outcome.admission(-1, requests(2)))
-    begin_growth(rig, first)
-    law = rig.scenario.law()
-    rows = np.zeros((2, Outcome.WIDTH), np.int32)
-    for id_ in range(2):
-        rows[id_] = id_, 0, Event.COMMIT, *law.judge(id_, 1, first.tokens[id_].tolist())
-    rows[1, 4] = (rows[1, 4] + 2000) % 4096  # far from its candidates
-    assert rig.drafter.answer(Outcome(0, rows)).hit.tolist() == [1, 0]
 
 
 def test_a_newcomer_misses_whatever_its_prompt() -> None:

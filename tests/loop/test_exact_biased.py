@@ -50,8 +50,8 @@ def second_draft(decoding: Decoding) -> tuple[list[int], list[float], list[sampl
     laws, choices = decoding.case.pair.laws, decoding.choices
     tokens, q, rows = list[int](), list[float](), list[sampling.Row]()
     for place in range(decoding.case.pair.K):
-        behind = [*laws.prompt(0), *decoding.emitted[0], *tokens]
-        logits = laws.draft.logits(laws.draft.context(behind))
+        after = [*laws.prompt(0), *decoding.emitted[0], *tokens]
+        logits = laws.draft.logits(laws.draft.context(after))
         u = choices.uniforms(0, Purpose.WRONG, 0, choices.round * 512 + place, 1)[0]
         found = sampling.propose(sampling.probabilities(logits, laws.temperature), u)
         for kept, value in zip((tokens, q, rows), found, strict=True):
@@ -81,8 +81,8 @@ def draft_s_own_q(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
     laws = decoding.case.pair.laws
     told = []
     for place, token in enumerate(answer.tokens[0].tolist()):
-        behind = [*laws.prompt(0), *decoding.emitted[0], *answer.tokens[0, :place].tolist()]
-        logits = laws.draft.logits(laws.draft.context(behind))
+        after = [*laws.prompt(0), *decoding.emitted[0], *answer.tokens[0, :place].tolist()]
+        logits = laws.draft.logits(laws.draft.context(after))
         row = sampling.record(sampling.probabilities(logits, laws.temperature))
         answer.q[0, place] = sampling.recorded(row)[token]
         told.append(row)
@@ -202,9 +202,9 @@ def test_a_rejection_that_is_let_pass_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 HARMLESS: dict[str, Case] = {
-    "dropped behind an unlikely token": Case(SSD, tamper=drop_behind_unlikely),
+    "dropped after an unlikely token": Case(SSD, tamper=drop_behind_unlikely),
     "every branch is drafted again": Case(SSD, tamper=replace_draft),
-    "nothing is served behind what decided nothing": WARY,
+    "nothing is served after what decided nothing": WARY,
     "drawn by position": Case(SD, worker=ByPosition, fresh=False),
 }
 

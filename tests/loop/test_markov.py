@@ -96,7 +96,7 @@ def test_certain_tokens_among_others() -> None:
         lead.speculation = speculation  # type: ignore[method-assign]
 
     sd = decode(replace(base, mode="sd"), 120, hook=look)
-    wanted = 0  # rejections of an uncertain token behind a certain one
+    wanted = 0  # rejections of an uncertain token after a certain one
     for round_, rows in told.items():
         accepted = sd.rows[sd.rows[:, 0] == round_, 3].tolist()
         wanted += sum(k < 4 and q[k] < 1 in q[:k] for q, k in zip(rows, accepted, strict=True))
@@ -107,7 +107,7 @@ def test_certain_tokens_among_others() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
-    """What came behind it in the same round was never emitted; the others go on."""
+    """What came after it in the same round was never emitted; the others go on."""
     base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
     modes = [
         base,

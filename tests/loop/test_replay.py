@@ -52,14 +52,11 @@ def decoded(**flags: Any) -> Decoder:
 # Values of the method, K, fan-out, backup, its K_b and b, mixed.
 SD, SSD = {"mode": "sd"}, {"mode": "ssd"}
 COVERING: list[dict[str, Any]] = [
-    {**SSD, "lookahead": 3, "fan_out": "uniform:3", "batch_size": 1},
     {**SSD, "lookahead": 8, "fan_out": "geometric:16", "batch_size": 3, "backup": "fast"},
     {**SSD, "lookahead": 1, "fan_out": "list:2,5/list:0,1", "batch_size": 6},
     {**SSD, "lookahead": 5, "fan_out": "uniform:8", "batch_size": 2, "backup_lookahead": 2},
-    {**SSD, "lookahead": 3, "fan_out": "list:1,0,4,2", "batch_size": 6, "backup_lookahead": 1},
     {**SSD, "lookahead": 5, "fan_out": "geometric:9/uniform:1", "batch_size": 3},
     {**SD, "lookahead": 5, "batch_size": 1, "backup": "fast", "backup_lookahead": 3},
-    {**SD, "lookahead": 8, "batch_size": 6},
     {**SD, "lookahead": 3, "batch_size": 2, "num_drafts": 0},
     {"mode": "ar", "batch_size": 3},
 ]
@@ -150,9 +147,9 @@ def defined(
         keys = {}
         fan_out = policy.fan_outs.behind(source)
         for k in range(len(served) + 1):
-            behind = [*tokens, *served[:k]]
-            left = [t for t in ranked(laws.draft, behind) if t not in served[k : k + 1]]
-            keys |= {(k, t): [*behind, t] for t in left[: fan_out[k]]}
+            after = [*tokens, *served[:k]]
+            left = [t for t in ranked(laws.draft, after) if t not in served[k : k + 1]]
+            keys |= {(k, t): [*after, t] for t in left[: fan_out[k]]}
         k = 0
         while k < len(served) and served[k] == greedy(laws.target, [*tokens, *served[:k]], 1)[0]:
             k += 1

@@ -19,7 +19,7 @@ MACHINE = {"pair": "toy", "backend": "emulated", "device": "null", "workload": "
 
 
 class Queueing(Counting):
-    """Seven sequences, the n-th behind token 3·n; each ends at token 40."""
+    """Seven sequences, the n-th after token 3·n; each ends at token 40."""
 
     num_sequences = COUNT
 

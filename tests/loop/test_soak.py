@@ -71,7 +71,7 @@ def soak(num_rounds: int) -> None:
 @needs_linux
 @pytest.mark.parametrize("num_rounds", [30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_memory_stays_flat_and_the_record_complete(num_rounds: int) -> None:
-    """In a process of its own: what other tests left behind would blur it."""
+    """In a process of its own: what other tests left after would blur it."""
     program = f"from tests.loop.test_soak import soak; soak({num_rounds})"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1500

@@ -99,7 +99,7 @@ def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: 
     report = decoded(config, messages, every=1).updates.report
     assert [swap.version for swap in report.swaps] == [2, 7]
     told = " | ".join(report.refused)
-    parts = ("version 1: checksum is", "version 2 behind version 2", "is not finite",
+    parts = ("version 1: checksum is", "version 2 after version 2", "is not finite",
              "lm_head.weight is [5, 64], expected [97, 64]", "a version of 17 bytes",
              "model.layers.0.input_layernorm.weight is missing, one of 19")  # fmt: skip
     assert len(report.refused) == 6 and all(part in told for part in parts), told
@@ -112,7 +112,7 @@ def test_sampled_answers_follow_the_target_while_versions_come_and_go(
 ) -> None:
     """A chi-squared test of the first three tokens, with a swap every few rounds.
 
-    It refuses a draft that draws by the weights in use and says the q of the version behind them.
+    It refuses a draft that draws by the weights in use and says the q of the version after them.
     """
     made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
     base, config = drawing(made, 4000, **flags)
@@ -177,7 +177,7 @@ def test_weights_that_overflow_are_left_and_lose_nothing(
         config, lambda: (m for n, v in enumerate(order, 1) for m in pieces(n, v)), every=2
     )
     report = found.updates.report
-    assert [swap.version for swap in report.swaps] == [1, 2, 3, 4, 5, 6]  # none behind three
+    assert [swap.version for swap in report.swaps] == [1, 2, 3, 4, 5, 6]  # none after three
     assert [told.split(":")[0] for told in report.refused] == [f"version {n}" for n in (2, 4, 6)]
     assert all("a logit is not finite" in told for told in report.refused)
     assert found.records.sequences()[-40:, 7].sum() > 0  # the draft's own weights draft again

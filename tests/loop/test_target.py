@@ -9,11 +9,9 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import queue_link
-from mpissd.engine.decode.draft_loop import serve
 from mpissd.engine.decode.speculator import NoSpeculator, RemoteSpeculator
 from mpissd.engine.decode.target import RoundResult, TargetLoop
 from tests.loop.harness import (
-    WAITER,
     Result,
     Rig,
     Scenario,
@@ -159,11 +157,3 @@ def test_a_draft_that_says_nothing_is_a_fault() -> None:
     loop.admit([Request(0)])
     with pytest.raises(FaultError, match="draft: speculation"):
         loop.step()
-
-
-def test_a_draft_refuses_an_outcome_of_another_round() -> None:
-    rig = Rig(Scenario("sd"))
-    lead, draft = queue_link(rig.shape, WAITER)
-    lead.send_outcome(Outcome.admission(4, [Request(0)]))
-    with pytest.raises(ProtocolError, match="round is 4, expected -1"):
-        serve((draft, rig.drafter))

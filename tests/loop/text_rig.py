@@ -45,7 +45,7 @@ def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) 
 
 @lru_cache(maxsize=100_000)
 def logits_behind(where: str, context: tuple[int, ...]) -> Any:
-    """The target's logits behind a context, by a prefill alone."""
+    """The target's logits after a context, by a prefill alone."""
     stepper = stepper_of(where, where, 1, 0, "alone")
     stepper.release([0])
     stepper.upload(len(context), np.array(context, np.int32), trunk_rows(0, 0, len(context)))

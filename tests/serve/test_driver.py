@@ -125,14 +125,14 @@ class ThreeRows(ForwardTimes):
     def add(self, rows: int, seconds: float) -> None:
         self.seen.append(rows)
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3 if rows else most
 
 
 class AlwaysThree(ThreeRows):
     """Allows three rows of prompts in any round."""
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3
 
 

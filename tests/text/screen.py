@@ -10,7 +10,7 @@ _PART = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(.)", re.DOTALL)
 
 
 class Screen:
-    """cells[row][column] is (character, colour); "" behind a character of two columns."""
+    """cells[row][column] is (character, colour); "" after a character of two columns."""
 
     def __init__(self, columns: int) -> None:
         self.columns, self.column, self.colour = columns, 0, "0"
@@ -49,8 +49,8 @@ class Screen:
             return
         assert self.column + width <= self.columns, f"{character!r} beyond the last column"
         self.cells[-1][self.column] = (character, self.colour)
-        for behind in range(1, width):
-            self.cells[-1][self.column + behind] = ("", self.colour)
+        for after in range(1, width):
+            self.cells[-1][self.column + after] = ("", self.colour)
         self.column += width
 
     @property

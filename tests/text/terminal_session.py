@@ -70,7 +70,7 @@ class TerminalSession:
     def asleep(self, deadline_s: float = 20.0) -> None:
         """Waits until the program sleeps, as it does once it waits for a key.
 
-        A Ctrl-C between a prompt and Python's wait behind it would only count at the next key.
+        A Ctrl-C between a prompt and Python's wait after it would only count at the next key.
         """
         end = time.monotonic() + deadline_s
         while _state(self._process.pid) not in "S?":

@@ -121,7 +121,7 @@ def test_a_stop_token_ends_an_answer_in_every_mode(
 
 @pytest.mark.parametrize("context", [67])
 def test_an_answer_ends_where_the_context_is_full(pair: TinyPair, context: int) -> None:
-    """At the same token in every mode, though a round may write K positions behind it."""
+    """At the same token in every mode, though a round may write K positions after it."""
     room = {"context": context, "num_tokens": 500, "prompt_ids": "1,2,3;4,5"}
     ar, sd, ssd = (
         decode(pair, mode, **flags, **room).tokens

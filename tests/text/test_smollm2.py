@@ -1,4 +1,4 @@
-"""SmolLM2 answers with the tokens of transformers in every mode, beside the draft that we ship."""
+"""SmolLM2 answers with the tokens of transformers in every mode, with the draft that we ship."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_what_cannot_draft_in_time_is_refused(
 def test_a_server_s_answers_are_those_of_jobs_of_their_own(
     tiny: Family, kind: str, kv_tokens: int
 ) -> None:
-    """Prompts are stored beside rounds of others, and again where pages ran out."""
+    """Prompts are stored in rounds of others, and again where pages ran out."""
     pair = TinyPair(tiny.target, tiny.drafts[kind])
     count = 60 if kv_tokens else 20
     asked = [(n, prompt, count + 7 * (n % 5)) for n, prompt in enumerate(prompts(8))]

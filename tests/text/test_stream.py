@@ -1,4 +1,4 @@
-"""Text while it arrives: whole characters alone, and nothing behind a stop."""
+"""Text while it arrives: whole characters alone, and nothing after a stop."""
 
 from __future__ import annotations
 

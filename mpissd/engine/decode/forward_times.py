@@ -163,10 +163,10 @@ class ForwardTimes(Times):
             step_s = seconds / lookahead
             self._step_s = _mean(self._step_s or step_s, step_s)
 
-    def catch_up(self, rows: int, lookahead: int, beside: int, lacking: int) -> int:
+    def catch_up(self, rows: int, lookahead: int, prompts: int, lacking: int) -> int:
         """Returns how many of the `lacking` tokens of a draft on the same device a round stores.
 
-        rows: verified rows; lookahead: K; beside: rows of prompts in the round. Every eleventh
+        rows: verified rows; lookahead: K; prompts: rows of prompts in the round. Every eleventh
         round may take twice as long. Others may become 30% longer, prompts included, if that stores
         all lacking tokens or makes none of them much slower.
         """
@@ -174,8 +174,8 @@ class ForwardTimes(Times):
             return _UNKNOWN
         own_s = self.seconds(rows)
         round_s = own_s + lookahead * self._step_s
-        spent_s = self.grown_s(rows, rows + beside) - own_s
-        self._within += not beside
+        spent_s = self.grown_s(rows, rows + prompts) - own_s
+        self._within += not prompts
         large = self._large(round_s)
         if self._within > _APART:
             return large
@@ -201,7 +201,7 @@ class ForwardTimes(Times):
         """Returns how many tokens a draft stores in as many seconds, at least one."""
         return _UNKNOWN if self._behind.is_empty else max(1, self._behind.within(round_s))
 
-    def beside(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         """Returns how many rows of prompts the next forward stores in addition to `rows` others.
 
         most: the rows of the largest forward, which an empty round fills. lookahead: K of the

@@ -84,7 +84,7 @@ class Updates:
         if complete is None:
             return True
         if complete.version <= self._newest:
-            raise ProtocolError(f"version {complete.version} behind version {self._newest}")
+            raise ProtocolError(f"version {complete.version} after version {self._newest}")
         self._newest = complete.version
         self._num_bytes = complete.data.nbytes
         self._packing = self._packed(complete)

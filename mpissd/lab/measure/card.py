@@ -15,7 +15,7 @@ from mpissd.common.row import Row
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import answers_file
-from mpissd.lab.predict.imposed import price_of, under_default_law
+from mpissd.lab.predict.row import price_of, under_default_law
 
 
 def print_card(session: Session) -> None:

@@ -19,8 +19,8 @@ from mpissd.engine.backend.profile import Profile
 from mpissd.engine.spec.hits import hit_law_of
 from mpissd.lab.predict.advisor import Advice
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.imposed import imposed_hits, price_of
 from mpissd.lab.predict.places import Survey, job_of
+from mpissd.lab.predict.row import imposed_hits, price_of
 from mpissd.lab.predict.search import Choice, Placement
 from mpissd.lab.predict.uses import Gain, Use, frontier, gain_of
 

@@ -54,8 +54,9 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     profile = with_hosts(profile)
     for tp in range(1, gpus + 1):
         run = runnable(config, tp)
-        most_drafts = 1 if run == config else 0
-        large += _too_large(run, profile, tp, gpus, most_drafts)
+        every = families(tp, gpus, 1 if run == config else 0)
+        fits = (family for family in every if _fits(run, family, None))
+        large += [family for family in fits if not _fits(run, family, profile)]
         try:
             _resolved(run, "ar", tp, 0, profile)
         except ConfigError as error:
@@ -65,8 +66,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
             find = _placement if run == config else _uneven
             place = find(config, profile, tp, gpus)
         except ConfigError as error:
-            uses = (*families(tp, gpus, most_drafts), Family(LOOKUP, tp, 0))
-            unjudged |= dict.fromkeys(uses, str(error))
+            unjudged |= dict.fromkeys((*every, Family(LOOKUP, tp, 0)), str(error))
             continue
         placements.append(place)
         unjudged |= {
@@ -211,18 +211,14 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
 
     The result is empty if the profile has no host costs at all.
     """
-    if not profile.hosts:
-        return {}
+    costs: dict[tuple[str, int], HostCosts | None] = {}
     batch, context = config.batch_size, config.context if config.is_transformer else 0
     forward = "transformer" if config.is_transformer else "gemm"
-    entries = {
-        (mode, drafts): host_entry(profile, mode, tp, drafts, batch, config.lookahead, forward)
-        for mode, drafts in METHODS
-    }
-    return {
-        way: None if entry is None else costs_at(profile, entry, batch, context)
-        for way, entry in entries.items()
-    }
+    for mode, drafts in METHODS if profile.hosts else ():
+        entry = host_entry(profile, mode, tp, drafts, batch, config.lookahead, forward)
+        known = None if entry is None else costs_at(profile, entry, batch, context)
+        costs[mode, drafts] = known
+    return costs
 
 
 def _row_counts(batch: int, most: int) -> list[int]:
@@ -250,11 +246,3 @@ def _fits(config: RunConfig, family: Family, profile: Profile | None) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _too_large(
-    config: RunConfig, profile: Profile, tp: int, gpus: int, most_drafts: int
-) -> list[Family]:
-    """Returns the uses of T target ranks that do not fit in the profile's memory."""
-    free = (family for family in families(tp, gpus, most_drafts) if _fits(config, family, None))
-    return [family for family in free if not _fits(config, family, profile)]

@@ -11,16 +11,12 @@ measured K, that leaves the lower end of its interval smallest. A verdict needs 
 
 A use that is neither is named, with the rate expected from measured times, and the line has no
 verdict. Imposed hit rates have no verdict either, because their branches cost nothing.
-
-A file holds such tables between <!-- claims RESULTS --> and <!-- /claims -->. `compare --into=FILE`
-makes them anew from the rows. <!-- claims RESULTS lm_head --> keeps only the lines of rows with the
-LM head, ` real` only those whose hits follow no assumed model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -52,9 +48,6 @@ from mpissd.lab.tables.best import (
 
 LEVEL = 0.05  # Of all verdicts of a table together.
 MOST_K = 16
-BLOCK = re.compile(
-    r"(<!-- claims (\S+)( lm_head)?( real)? -->\n)(.*?)(<!-- /claims -->)", re.DOTALL
-)
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
 
 
@@ -411,22 +404,3 @@ def _cells(claim: Claim) -> tuple[str, ...]:
         copied,
         in_all,
     )
-
-
-def rewritten(text: str, read: Callable[[str], Sequence[Row]]) -> str:
-    """Returns the text with the table of each claims block made anew from its rows.
-
-    read: returns the rows of a block's RESULTS (folders or files separated by commas). Raises
-    ConfigError if the text has no block.
-    """
-    if not BLOCK.search(text):
-        raise ConfigError("no <!-- claims RESULTS --> … <!-- /claims --> there")
-
-    def table(block: re.Match[str]) -> str:
-        kept = [
-            claim for claim in claims(read(block[2])) if claim.setting["lm_head"] or not block[3]
-        ]
-        kept = [claim for claim in kept if not (block[4] and claim.is_assumed)]
-        return f"{block[1]}{render(kept)}\n{block[6]}"
-
-    return BLOCK.sub(table, text)

@@ -4,7 +4,7 @@
 // state [sequences][4]: slot (-1: none), position of the last committed token, that token, and the
 // token before it (-1: its keys and values are stored). told [sequences][K + 2]: accepted tokens (-2:
 // a logit is not finite), bonus token, drafted tokens. forced [sequences][2 K + 1]: K drafted and
-// K + 1 target tokens that replace the forwards' own; -1: none. spent: ns of this round's kernels.
+// K + 1 target tokens that replace the forwards' own; -1: none.
 // A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
 struct Side {
   int *tokens, *seats;
@@ -19,24 +19,17 @@ struct Side {
   }
 };
 
-__device__ __forceinline__ u32 clock_ns() {
-  u64 now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return (u32)now;
-}
-
 __device__ __forceinline__ int token_of(int forced, const int* ids, int found) {
   return forced >= 0 ? forced : ids ? ids[found] : found;
 }
 
 extern "C" __global__ void chained(int stage, int sequences, int ahead, int* state, const int* forced,
-                                   int* told, u32* spent, const int* ids, const int* draft_best,
-                                   int draft_k, int* draft_tokens, int* draft_seats, int draft_most,
+                                   int* told, const int* ids, const int* draft_best, int draft_k,
+                                   int* draft_tokens, int* draft_seats, int draft_most,
                                    const int* target_best, const float* target_tops, int target_k,
                                    int* target_tokens, int* target_seats, int target_most) {
   may_start_next();
   wait_for_last();
-  const u32 start = clock_ns();
   const Side draft = {draft_tokens, draft_seats, draft_most};
   const Side target = {target_tokens, target_seats, target_most};
   const int rows = ahead + 1;
@@ -73,6 +66,4 @@ extern "C" __global__ void chained(int stage, int sequences, int ahead, int* sta
       at[1] = position + accepted + 1;
     }
   }
-  __syncthreads();
-  if (threadIdx.x == 0) *spent = (stage ? *spent : 0) + (clock_ns() - start);
 }

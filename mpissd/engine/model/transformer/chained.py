@@ -121,7 +121,8 @@ class ChainedForwards:
 
     def told(self, round_: int) -> Ints:
         """Returns the outcome of a finished round, a copy of [S, K + 2] (Sheet.told)."""
-        assert round_ == self._flying.pop(0), f"round {round_} out of turn"
+        first = self._flying.pop(0)
+        assert round_ == first, f"round {round_} out of turn, {first} is the next one"
         told: Ints = self.sheet.told[round_ % RING].copy()
         return told
 

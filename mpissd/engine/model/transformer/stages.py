@@ -22,10 +22,9 @@ class Sheet:
     """Host arrays that stages read and write, views of one int32 buffer.
 
     state: [S, 4], of each sequence its slot, the position of its last committed token, that token,
-    and the token before it (NOBODY: its keys and values are stored). By round modulo 2: forced
-    [2, S, 2K + 1], tokens that replace the tokens of the draft's forwards and of the target's rows
-    (NOBODY: none); told [2, S, K + 2], the accepted tokens, the bonus and the drafted tokens; spent
-    [2], the nanoseconds of a round's stages on a GPU.
+    and the token before it (NOBODY: its keys and values are stored). forced: [RING, S, 2K + 1], by
+    round modulo RING, what replaces the tokens of the draft's forwards and of the target's rows
+    (NOBODY: none). told: [RING, S, K + 2], likewise, the accepted tokens, the bonus and the drafts.
     """
 
     def __init__(self, ints: HostArray, sequences: int, lookahead: int) -> None:
@@ -36,13 +35,12 @@ class Sheet:
         self.state: Ints = ints[: ends[0]].reshape(sequences, 4)
         self.forced: Ints = ints[ends[0] : ends[1]].reshape(RING, sequences, -1)
         self.told: Ints = ints[ends[1] : ends[2]].reshape(RING, sequences, -1)
-        self.spent: Ints = ints[ends[2] : ends[2] + RING]
         ints[...] = NOBODY
 
     @staticmethod
     def size(sequences: int, lookahead: int) -> int:
         """Returns the number of elements of the buffer."""
-        return sequences * (4 + RING * (3 * lookahead + 3)) + RING
+        return sequences * (4 + RING * (3 * lookahead + 3))
 
 
 @dataclass(frozen=True)

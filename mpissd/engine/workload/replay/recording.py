@@ -33,8 +33,8 @@ _SMALL = 1 << 16  # ids of a vocabulary up to this size are stored in two bytes
 _ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
 # Errors of zipfile, zlib, NumPy and json for a file that is damaged or of another kind.
 _BROKEN = (
-    *(OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error),
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, MemoryError),
+    *(TypeError, AttributeError, zipfile.BadZipFile, zlib.error),
 )
 Ids = NDArray[np.integer[Any]]
 
@@ -135,28 +135,24 @@ def _load(path: str, changed: int, size: int) -> Recording:
     try:
         data = Path(path).read_bytes()
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            read = {name: _array(archive, name) for name in ("header", *_ARRAYS)}
+            arrays = {name: _array(archive, name) for name in ("header", *_ARRAYS)}
             known = _array(archive, "known") if "known.npy" in archive.namelist() else None
-        header = json.loads(read["header"].tobytes())
+        header = json.loads(arrays.pop("header").tobytes())
+        if header.get("schema") != SCHEMA:
+            raise ValueError(f"schema {header.get('schema')}: allowed: {SCHEMA}")
+        _check(header["vocab"], arrays)
+        return Recording(
+            vocab=header["vocab"],
+            sequences=_split(arrays),
+            about=header["about"],
+            longest=header["longest"],
+            filler=header["filler"],
+            known=known,
+            name=Path(path).name,
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
     except _BROKEN as error:
-        raise _refused(path, f"{type(error).__name__}: {error}") from error
-    arrays = {name: read[name] for name in _ARRAYS}
-    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
-        schema = header.get("schema") if isinstance(header, dict) else header
-        raise _refused(path, f"schema {schema}: allowed: {SCHEMA}")
-    fault = _fault(header, arrays) or _unordered(known, header["vocab"])
-    if fault is not None:
-        raise _refused(path, fault)
-    return Recording(
-        vocab=header["vocab"],
-        sequences=_split(arrays),
-        about=header["about"],
-        longest=header["longest"],
-        filler=header["filler"],
-        known=known,
-        name=Path(path).name,
-        sha256=hashlib.sha256(data).hexdigest(),
-    )
+        raise _refused(path, str(error) or type(error).__name__) from error
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
@@ -165,48 +161,25 @@ def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
         return array
 
 
-def _fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """Returns the contradiction in a file of the right schema, or None."""
-    vocab, filler = header.get("vocab"), header.get("filler")
-    is_whole = isinstance(header.get("longest"), int) and isinstance(header.get("about"), dict)
-    if not isinstance(vocab, int) or not is_whole:
-        return "its header lacks vocab, longest or about"
-    shapes = {"rollout": 2, "top": 2}
-    for name in _ARRAYS:
-        if arrays[name].ndim != shapes.get(name, 1) or arrays[name].dtype.kind not in "uib":
-            return f"{name} is {arrays[name].dtype} {arrays[name].shape}"
-    ends, rows = arrays["ends"], int(arrays["ends"].sum())
-    lookahead, width = arrays["rollout"].shape[1], arrays["top"].shape[1]
-    if not len(ends) or ends.min() < 1 or arrays["prompt_counts"].min() < 1:
-        return "a prompt or its answer is empty"
+def _check(vocab: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Raises ValueError for arrays of other lengths than they need, or of unknown tokens."""
+    ends, (rows, lookahead) = arrays["ends"], arrays["rollout"].shape
     wanted = {
         "prompts": int(arrays["prompt_counts"].sum()),
         "prompt_counts": len(ends),
         "tokens": rows + len(ends) * lookahead,
         "stopped": len(ends),
-        "rollout": rows,
+        "rollout": int(ends.sum()),
         "top": rows,
     }
     for name, count in wanted.items():
         if len(arrays[name]) != count:
-            return f"{name} has {len(arrays[name])} rows, {count} are meant"
-    if lookahead < 1 or width < 1:
-        return f"K = {lookahead}, {width} likeliest tokens: allowed: 1 or more"
+            raise ValueError(f"{name} has {len(arrays[name])} rows, {count} are meant")
+    if not rows or not lookahead or min(ends.min(), arrays["prompt_counts"].min()) < 1:
+        raise ValueError("a prompt, its answer or its drafts are empty")
     for name in ("prompts", "tokens", "rollout", "top"):
         if int(arrays[name].max()) >= vocab or int(arrays[name].min()) < 0:
-            return f"{name} holds a token beyond the vocabulary of {vocab}"
-    if filler is not None and not (isinstance(filler, int) and 0 <= filler < vocab):
-        return f"filler {filler}: allowed: null, or a token"
-    return None
-
-
-def _unordered(known: Ids | None, vocab: int) -> str | None:
-    """Returns the fault in the list of tokens that a draft knows, or None."""
-    if known is None:
-        return None
-    rises = known.ndim == 1 and len(known) > 0 and bool((np.diff(known.astype(np.int64)) > 0).all())
-    inside = rises and int(known[0]) >= 0 and int(known[-1]) < vocab
-    return None if inside else "known: allowed: tokens of the vocabulary, rising"
+            raise ValueError(f"{name} holds a token beyond the vocabulary of {vocab}")
 
 
 def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:

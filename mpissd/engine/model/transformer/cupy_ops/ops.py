@@ -191,20 +191,13 @@ class CupyOps(Ops):
         sheet = stage.sheet
         both = stage.draft or stage.target, stage.target  # without a draft, nothing is read of it
         draft, target = (ends.best for ends in both)
-        state, forced, told, spent = (
-            np.uintp(part.ctypes.data)
-            for part in (
-                sheet.state,
-                sheet.forced[stage.turn],
-                sheet.told[stage.turn],
-                sheet.spent[stage.turn :],
-            )
-        )
+        parts = sheet.state, sheet.forced[stage.turn], sheet.told[stage.turn]
+        arrays = [np.uintp(part.ctypes.data) for part in parts]
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
         best = draft.ids, np.int32(1)
         tops = target.ids, target.values, np.int32(1)
         drafts, targets = map(_rows, both)
-        args = (*sizes, state, forced, told, spent, stage.ids, *best, *drafts, *tops, *targets)
+        args = (*sizes, *arrays, stage.ids, *best, *drafts, *tops, *targets)
         kernel = self._launcher.function("chained", kernels.CHAINED)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
