@@ -15,9 +15,8 @@ from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
 from mpissd.common.load_row import LoadRow
-from mpissd.lab.load.arrivals import Load, loads, poisson
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.load.served import REFUSED, Served, row_of
+from mpissd.lab.load.requests import REFUSED, Load, Served, loads, poisson, row_of
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.text import tiny

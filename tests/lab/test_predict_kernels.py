@@ -15,7 +15,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import derived_from, entry_of, host_of
+from mpissd.lab.predict.hosts import costs_at, derived_from, entry_of, host_of
 from mpissd.lab.predict.places import survey
 from mpissd.lab.predict.search import Placement
 from mpissd.lab.predict.simulation import expected
@@ -129,3 +129,15 @@ def test_host_costs_are_those_of_the_nearest_way_to_decode(
     assert (derived_from(profile, found) is not None) is derived
     assert host_of(PROFILE, found) == FREE and entry_of(PROFILE, found) is None
     assert not derived_from(PROFILE, found)
+
+
+def test_host_costs_lie_on_a_line_between_contexts_and_batches() -> None:
+    points = {(1, 100): 1e-4, (8, 100): 8e-4, (1, 2100): 5e-4, (8, 2100): 12e-4}
+    hosts = tuple(
+        entry("sd", 0, seconds, batch_size=batch, context=context, forward="transformer")
+        for (batch, context), seconds in points.items()
+    )
+    known = replace(PROFILE, hosts=hosts)
+    for (batch, context), wanted in {**points, (1, 1100): 3e-4, (1, 20): 1e-4}.items():
+        found = costs_at(known, hosts[0], batch, context).lead_sample
+        assert found == pytest.approx(wanted), (batch, context)

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.lab.load.arrivals import Arrival, Load
 from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
-from mpissd.lab.load.served import ANSWERED, Served
+from mpissd.lab.load.requests import ANSWERED, Arrival, Load, Served
 
 if TYPE_CHECKING:
     import httpx

@@ -18,10 +18,9 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
 from mpissd.common.load_row import LoadRow
 from mpissd.common.output import append_row, check_output
-from mpissd.lab.load.arrivals import Load, digest, loads
 from mpissd.lab.load.client import Client
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.load.served import Served, arrays, row_of
+from mpissd.lab.load.requests import Load, Served, arrays, digest, loads, row_of
 
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "

@@ -18,9 +18,8 @@ from mpissd.engine.backend.profile import load_profile, role_profiles
 from mpissd.engine.decode.goodput import Goodput, widths_of
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, resolve, resolve_unopened
-from mpissd.lab.load.arrivals import Load
 from mpissd.lab.load.config import AUTO, LoadConfig
-from mpissd.lab.load.served import ANSWERED, Served
+from mpissd.lab.load.requests import ANSWERED, Load, Served
 from mpissd.lab.load.virtual_loop import VirtualLoop, costs_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.hosts import host_of
