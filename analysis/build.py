@@ -73,12 +73,16 @@ def build_all(data: Data, out: Path, kinds: Sequence[str], workers: int) -> Iter
     jobs = [(d, n) for d in devices for n, spec in FIGURES.items() if d in have[spec.of]]
     if not jobs:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
-    with ProcessPoolExecutor(workers, initializer=_shared.append, initargs=(data,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_share, initargs=(data,)) as pool:
         for lines in pool.map(partial(_build, out, kinds), jobs):
             yield from lines
 
 
 _shared: list[Data] = []  # of a worker process
+
+
+def _share(data: Data) -> None:
+    _shared.append(data)
 
 
 def _build(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str]:

@@ -25,16 +25,7 @@ from mpissd.lab.tables.best import setting_of
 from mpissd.lab.tables.claims import Claim, judged
 
 # The conditions that a figure's rows share besides the machine, unless the figure varies one.
-CONDITIONS = (
-    "dtype",
-    "fuse",
-    "graph",
-    "lm_head",
-    "context",
-    "num_layers",
-    "all_reduce",
-    "other_draft",
-)
+CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()
 _OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have another value of these, or none.
 _POLICY = ("on_late", "backup", "backup_cut")
 

@@ -212,17 +212,12 @@ def save(figure: Poster, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Pat
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path, kind in zip(paths, kinds, strict=True):
         numbers = figure.table().to_csv(index=False, float_format="%.6g")
-        write(path, numbers.encode() if kind == "csv" else rendered(figure, kind))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(numbers.encode() if kind == "csv" else rendered(figure, kind))
+        except OSError as error:
+            raise ConfigError(f"out: cannot write {str(path)!r}: {error.strerror}") from error
     return paths
-
-
-def write(path: Path, content: bytes) -> None:
-    """Writes a file and makes its folder; raises ConfigError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def plain_ticks(axis: Axis) -> None:

@@ -4,7 +4,7 @@
     docs/tables.py [FILE …]        (default: every .md file beside this one, and in results/)
 
 A table stands between two comments, of which the first holds its command, of mpissd or of a script
-in results/:
+in docs/ or results/:
 
     <!-- python -m mpissd plan --rows=results/h200-tables -->
     <!-- end -->
@@ -37,7 +37,9 @@ PAGES = [
     *sorted(HERE.glob("*.md")),
     *sorted((ROOT / "results").rglob("README.md")),
 ]
-_BLOCK = re.compile(r"<!-- python ((?:-m mpissd|results/).+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(
+    r"<!-- python ((?:-m mpissd|results/|docs/).+?) -->\n(.*?)<!-- end -->", re.DOTALL
+)
 
 _CLAIMS = re.compile(
     r"(<!-- claims (\S+)( lm_head)?( real)? -->\n).*?(<!-- /claims -->)", re.DOTALL

@@ -94,15 +94,15 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(arguments)
         check_backend(command)
         if isinstance(command.config, RanksFlags) and launcher_size() is None:
-            more: list[Any] = [arguments] if command.name == "serve" else []
+            more = [arguments] if command.name == "serve" else []
             return int(call(FRONTS[command.name], command.config, *more))
         if command.name == "chat":
             raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
         if command.run.learners and command.name in ("serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name in ALONE:
-            more = {"doctor": [check_before_mpi], "plan": [command.given]}.get(command.name, [])
-            return int(call(ALONE[command.name], command.config, *more))
+            extra: dict[str, Any] = {"doctor": [check_before_mpi], "plan": [command.given]}
+            return int(call(ALONE[command.name], command.config, *extra.get(command.name, [])))
         watch(command.run, isinstance(command.config, SweepConfig))
         if isinstance(command.config, SweepConfig):
             call("mpissd.lab.sweep.commands:check_sweep", command.config, command.given)

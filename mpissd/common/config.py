@@ -123,7 +123,6 @@ class ModelFlags(Checked):
         choice(*FORWARDS),
         "what a forward computes: gemm (products alone) or transformer (default gemm; text: "
         "transformer)",
-        in_digest="said",
     )
     fuse: bool = flag(False, switch, "compute q, k, v as one product, and gate, up as another")
     lm_head: bool = flag(
@@ -181,7 +180,6 @@ class WorkloadFlags(Checked):
         "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
         modes=GROWING,
         workloads="gemm",
-        in_digest="said",
     )
     laws: str | None = flag(
         None,
@@ -189,7 +187,6 @@ class WorkloadFlags(Checked):
         "file of `mpissd pair`: a real pair's acceptance and hits (text, replay: of its fan-outs)",
         modes=DRAFTING,
         workloads="gemm text replay",
-        in_digest="said",
     )
     lookup: str = flag(
         "prompt",
@@ -197,7 +194,6 @@ class WorkloadFlags(Checked):
         "how --backup=fast finds what to copy: prompt lookup, or a suffix automaton",
         modes=DRAFTING,
         workloads="gemm text replay",
-        in_digest="said",
     )
     temperature: float = flag(
         0.0,
@@ -251,7 +247,6 @@ class WorkloadFlags(Checked):
         "user message that the model answers (text)",
         workloads="text",
         needs="prompts=None prompt_ids=None",
-        in_digest="said",
     )
     prompts: str | None = flag(
         None,
@@ -259,21 +254,18 @@ class WorkloadFlags(Checked):
         'file of prompts, lines of {"prompt": "…"} or {"messages": […]} (text)',
         workloads="text",
         needs="prompt_ids=None",
-        in_digest="said",
     )
     prompt_ids: str | None = flag(
         None,
         words,
         "prompts as token ids: 1,2,3;4,5 are two prompts (text)",
         workloads="text",
-        in_digest="said",
     )
     chat_template: bool = flag(
         True,
         switch,
         "put a prompt into the model's chat template (text)",
         workloads="text",
-        in_digest="said",
     )
     top_p: float = flag(
         1.0,
@@ -281,21 +273,18 @@ class WorkloadFlags(Checked):
         "sample only from the likeliest tokens whose probabilities reach this sum (text)",
         workloads="text",
         needs="temperature>0",
-        in_digest="said",
     )
     stop: str | None = flag(
         None,
         words,
         'text that ends an answer: a string, or a JSON list of strings, ["\\n\\n","###"] (text)',
         workloads="text",
-        in_digest="said",
     )
     recording: str | None = flag(
         None,
         words,
         "file of `mpissd pair` that decides the tokens (replay)",
         workloads="replay",
-        in_digest="said",
     )
 
     @property
@@ -353,7 +342,6 @@ class MachineFlags(Checked):
         words,
         "device to emulate on draft ranks (default: as --device)",
         modes=DRAFTING,
-        in_digest="said",
     )
     groups: int = flag(
         1,
@@ -361,7 +349,6 @@ class MachineFlags(Checked):
         "number G of target groups that share the draft; T = (world size - D) / G",
         modes=DRAFTING,
         needs="num_drafts=1 on_draft_loss=abort trace=None show=False",
-        in_digest="said",
     )
     all_reduce: str = flag(
         "auto",
@@ -376,7 +363,6 @@ class MachineFlags(Checked):
         "what to do if the draft rank dies: abort, or go on as ar",
         # Verifying samples needs the distributions of the lost draft.
         needs="num_drafts=1 temperature=0.0 trace=None",
-        in_digest=False,
     )
 
 
@@ -429,7 +415,6 @@ class LearnerFlags(Checked):
         "number L of learner ranks, the last ones, which train the draft while it drafts (text)",
         modes=DRAFTING,
         needs="workload=text num_drafts=1 on_draft_loss=abort groups=1",
-        in_digest="said",
     )
     learn: str | None = flag(
         None,
@@ -437,7 +422,6 @@ class LearnerFlags(Checked):
         "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
         "device=auto|cuda|cpu",
         modes=DRAFTING,
-        in_digest="said",
     )
 
     @property
@@ -450,28 +434,23 @@ class LearnerFlags(Checked):
 class OutputFlags(Checked):
     """Flags of files and display; they change no measured round."""
 
-    out: str = flag("out", words, "folder for runs.jsonl and rounds/", in_digest=False)
-    trace: str | None = flag(
-        None, words, "write a Chrome trace of all ranks to this file", in_digest=False
-    )
+    out: str = flag("out", words, "folder for runs.jsonl and rounds/")
+    trace: str | None = flag(None, words, "write a Chrome trace of all ranks to this file")
     progress: str = flag(
         "auto",
         choice("auto", "on", "off"),
         "whether to show a progress bar on stderr",
-        in_digest=False,
     )
     show: bool = flag(
         False,
         switch,
         "print the answer, each token by what drafted it (text)",
         workloads="text",
-        in_digest=False,
     )
     dry_run: bool | int = flag(
         False,
         ranks_or_switch,
         "check the flags and stop, without MPI; =N: for N ranks",
-        in_digest=False,
     )
 
     @property
@@ -546,7 +525,8 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         named = {
             name: getattr(self, name)
             for name, field in flags_of(RunConfig).items()
-            if _is_in_digest(field.metadata["in_digest"], getattr(self, name) != field.default)
+            if name not in _NOT_IN_DIGEST
+            and (name in _ALWAYS_IN_DIGEST or getattr(self, name) != field.default)
         }
         hit, _, miss = self.fan_out.partition("/")
         lists = {"fan_out": hit, "fan_out_miss": miss or None} if miss else {}
@@ -554,16 +534,21 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+# A flag is in the digest if it differs from its default, so that a new flag changes no digest of
+# committed rows; the first flags always were.
+_ALWAYS_IN_DIGEST = frozenset(
+    "mode num_drafts lookahead fan_out backup backup_lookahead pair target draft fuse lm_head "
+    "context workload batch_size alpha acceptance acceptance_fast p_hit temperature vocab order "
+    "divergence saguaro_c prompt_tokens stop_token backend device all_reduce graph deadline_s "
+    "rounds num_tokens seed warmup_rounds".split()
+)
+_NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # they change no measured round
 # Retired flags at their only value, so that a configuration keeps the digest of its older rows.
 _RETIRED: dict[str, Any] = {
     "on_late": "finish",
     **dict.fromkeys(("fan_out_miss", "hit_a", "hit_r", "num_layers")),
     "cuda_aware_mpi": False,
 }
-
-
-def _is_in_digest(in_digest: bool | str, is_said: bool) -> bool:
-    return is_said if in_digest == "said" else bool(in_digest)
 
 
 def parse_flags(flags: Mapping[str, str]) -> RunConfig:

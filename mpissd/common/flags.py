@@ -156,16 +156,13 @@ def flag(
     workloads: str = "",
     needs: str | Mapping[Any, str] = "",
     neutral: Any = None,
-    in_digest: bool | str = True,
 ) -> Any:
     """Makes a dataclass field that is a flag.
 
     text: its help. modes: the modes in which the flag has an effect; in other modes a sweep
     measures one value of it. workloads: those that read it ("": all); others refuse it. needs: what
     other flags have to be (Need), separated by spaces, if the value is neither the default nor
-    `neutral`; as a mapping, for each value. in_digest: whether its value is part of a
-    configuration's digest; "said": only if it differs from the default, which a new flag needs, so
-    that older rows keep their digests.
+    `neutral`; as a mapping, for each value.
     """
     of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
     return field(
@@ -177,7 +174,6 @@ def flag(
             "workloads": tuple(workloads.split()),
             "needs": {v: tuple(map(Need.parse, each.split())) for v, each in of_value.items()},
             "neutral": (default, neutral),
-            "in_digest": in_digest,
         },
     )
 

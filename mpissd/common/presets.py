@@ -174,20 +174,19 @@ def split_pair(text: str) -> tuple[str, str]:
             f"{unknown('pair', text, known)}; or target/draft, each a preset, {_FORMS}"
         )
     reason: object = f"no '/' parts it into a target and a draft, each a preset, {_FORMS}"
-    for slash in re.finditer("/", text):
-        target, draft = text[: slash.start()], text[slash.end() :]
+    for target, draft in _splits(text):
         try:
             resolve_model(target)
-        except ConfigError as error:
-            reason = error if text.count("/") == 1 else reason
-            continue
-        try:
             resolve_model(draft)
         except ConfigError as error:
-            reason = error
-            continue
-        return target, draft
+            reason = error if text.count("/") == 1 or _resolves(target) else reason
+        else:
+            return target, draft
     raise ConfigError(f"pair {text!r}: {reason}")
+
+
+def _splits(text: str) -> list[tuple[str, str]]:
+    return [(text[: slash.start()], text[slash.end() :]) for slash in re.finditer("/", text)]
 
 
 def target_of(text: str) -> str:
@@ -212,7 +211,7 @@ def missing_pair(text: str) -> tuple[str, ...]:
     Names of the hub contain a slash, so the pair is split at each slash in turn. One split that
     gives two models of this machine is the pair.
     """
-    splits = [(text[: slash.start()], text[slash.end() :]) for slash in re.finditer("/", text)]
+    splits = _splits(text)
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return ()
     found = (sides for sides in splits if all(_resolves(s) or is_missing(s) for s in sides))

@@ -10,7 +10,7 @@ A line is a configuration and its measurements: what the flags set (`setting`) i
 
 Fields whose type has no None are in every row that `run` wrote. Nothing is checked here: if a line
 lacks such a key, the field is None, and the gates report it. docs/row.md is made from these fields
-by mpissd.lab.tables.row_page.
+by docs/row_page.py.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 

@@ -93,11 +93,6 @@ class ModelShape:
         return self.num_layers * self.num_params_per_layer + head
 
     @property
-    def lm_head_params(self) -> int:
-        """The number of weights in the LM heads, hidden (or a head's width) → vocab_size."""
-        return sum(self.lm_head_inputs) * self.vocab_size
-
-    @property
     def num_tokens(self) -> int:
         """The number of tokens that one forward drafts."""
         return 1 if self.head is None else self.head.num_tokens

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
@@ -86,19 +86,24 @@ class Chat:
         return True
 
     def _command(self, name: str = "help", *values: str) -> bool:
-        actions: dict[str, Callable[[], None]] = {
-            "mode": lambda: self._set_mode(*values[:1]),
-            "stats": self._stats,
-            "show": self._toggle,
-            "reset": self._reset,
-            "help": lambda: self.say(HELP),
-        }
-        if name in ("quit", "exit"):
-            return False
-        if name not in actions:
-            self.say(f"/{name}: unknown; /help lists the commands")
-        else:
-            actions[name]()
+        """Executes a line that begins with /; returns False if it ends the chat."""
+        match name:
+            case "quit" | "exit":
+                return False
+            case "mode":
+                self._set_mode(*values[:1])
+            case "stats":
+                self._stats()
+            case "show":
+                self._colours = not self._colours and self._terminal is not None
+                self.say(f"colours {'on' if self._colours else 'off'}")
+            case "reset":
+                self._messages = []
+                self.say("the conversation is forgotten")
+            case "help":
+                self.say(HELP)
+            case _:
+                self.say(f"/{name}: unknown; /help lists the commands")
         return True
 
     def _set_mode(self, mode: str = "") -> None:
@@ -120,14 +125,6 @@ class Chat:
             f"all:  {len(every)} answers, {tokens} tokens in {seconds:.1f} s, "
             f"{tokens / rounds:.2f} a round"
         )
-
-    def _toggle(self) -> None:
-        self._colours = not self._colours and self._terminal is not None
-        self.say(f"colours {'on' if self._colours else 'off'}")
-
-    def _reset(self) -> None:
-        self._messages = []
-        self.say("the conversation is forgotten")
 
     def _ask(self, text: str) -> None:
         """Sends the conversation and shows the answer; a refused question is forgotten."""

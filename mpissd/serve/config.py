@@ -27,7 +27,6 @@ from mpissd.common.ranks import ANSWERING, RanksFlags
 KEY_VARIABLE = "MPISSD_API_KEY"
 # The ranks do not get these. Their own temperature is 0: each request brings its own.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
-EXPIRE_S = 60.0  # after a replica's last beat; NFS may show a file this late (acregmax)
 DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
 AUTO = "auto"
 # Flags of `chat` that its requests carry, or that only show answers.
@@ -158,9 +157,6 @@ class ReplicasConfig(Checked):
     watch: bool = flag(False, switch, "stay, and keep the file true until SIGTERM or Ctrl-C")
     pid_file: str | None = flag(
         None, words, "HAProxy's (haproxy -W -p FILE): to make it read a new configuration"
-    )
-    expire_s: float = flag(
-        EXPIRE_S, number(1), "with watch: seconds after its last beat until a replica is dead"
     )
 
     def check(self) -> None:

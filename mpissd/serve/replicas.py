@@ -2,8 +2,8 @@
 
 The folder is all that replicas share: no locks, no clock, no agreed port. There is one file each,
 written under another name and renamed, so that readers see the old or the new one whole, over NFS
-as well. Its count grows while the replica lives. `replicas` lists them, and makes HAProxy's
-configuration of them; docs/serving.md, "The balancer", gives the reason of each option.
+as well. A killed replica leaves its file: HAProxy asks each replica every second whether it is
+ready. `replicas` lists them, and makes HAProxy's configuration of them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.serve.config import EXPIRE_S, ReplicasConfig
+from mpissd.serve.config import ReplicasConfig
 
 SCHEMA = 1
+_KEEP_S = 5.0  # between two looks at the own entry
 _LEAVE_S = 5.0  # longest wait for the folder's file system when the server ends
 _ASK_S = 2.0  # for a replica to answer /ready
 _EVERY_S = 1.0  # between two looks at the folder
@@ -88,16 +88,14 @@ backend replicas
 class Entry:
     """A replica.
 
-    id: also its server's name in HAProxy. max_wait_s: its longest request, in seconds. beat: grows
-    by one every beat_s seconds. about: its description, for people.
+    id: also its server's name in HAProxy. max_wait_s: its longest request, in seconds. about: its
+    description, for people.
     """
 
     id: str
     host: str
     port: int
     max_wait_s: float = 600.0
-    beat: int = 0
-    beat_s: float = 5.0
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -146,14 +144,13 @@ def _parsed(text: bytes, name: str) -> Entry | None:
     try:
         values = dict(json.loads(text))
         entry = Entry(**{key: value for key, value in values.items() if key in known})
-        numbers = (entry.port, entry.max_wait_s, entry.beat, entry.beat_s)
         is_entry = (
             values["schema"] == SCHEMA
             and entry.id == name
             and _HOST.fullmatch(entry.host)
-            and all(type(each) in (int, float) for each in numbers)
             and isinstance(entry.about, dict)
-            and isinstance(entry.port, int)
+            and type(entry.port) is int
+            and type(entry.max_wait_s) in (int, float)
             and 0 < entry.port < 65536
             and 0 < entry.max_wait_s < 1e6
         )
@@ -162,47 +159,10 @@ def _parsed(text: bytes, name: str) -> Entry | None:
     return entry if is_entry else None
 
 
-class Living:
-    """Reads a folder again and again, and removes the entries of dead replicas.
-
-    An entry is dead once its count has not changed for `expire_s`, by this observer's own clock. So
-    the clocks of nodes may differ, and file times, which some file systems take from the writer's
-    node, do not matter. A new observer calls nothing dead for `expire_s`. A live replica whose file
-    was removed writes it again.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        expire_s: float = EXPIRE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder, self._expire_s, self._clock = folder, expire_s, clock
-        self._seen: dict[str, tuple[int, float]] = {}  # by id: the count, and since when
-
-    def look(self) -> list[Entry]:
-        """Returns the live entries, sorted by id, and removes the files of dead ones.
-
-        Raises OSError if the folder cannot be read, or is gone: that ends no replica.
-        """
-        now, before, alive = self._clock(), self._seen, []
-        entries, self._seen = read(self._folder), {}
-        for each in entries:
-            last = before.get(each.id)
-            count, since = last if last and last[0] == each.beat else (each.beat, now)
-            self._seen[each.id] = count, since
-            if now - since > self._expire_s:
-                remove(self._folder, each.id)
-            else:
-                alive.append(each)
-        return alive
-
-
 class Member:
-    """Keeps one entry in a folder from when its server takes requests until it ends.
+    """The entry of one server, in the folder from when it takes requests until it ends.
 
-    It writes in a thread, so that a file system that hangs stops no request. It also removes the
-    entries of dead replicas.
+    A file system that hangs must stop no request: a thread writes and removes the file.
     """
 
     def __init__(
@@ -218,10 +178,10 @@ class Member:
         parts = [part for part in (job, get("SLURM_ARRAY_TASK_ID", "")) if part.isdecimal()]
         self.id = "-".join(["r", *parts, secrets.token_hex(4)])
         about = {"node": node, "pid": os.getpid(), "job": get("SLURM_JOB_ID"), **about}
-        self.entry = Entry(self.id, node if host in _ANY else host, port, max_wait_s, about=about)
+        self._entry = Entry(self.id, node if host in _ANY else host, port, max_wait_s, about)
         self._folder = Path(folder)
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="replica", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="replica", daemon=True)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder):  # without a name, so it is invisible
@@ -247,19 +207,19 @@ class Member:
         """Begins to remove the entry, and returns at once."""
         self._is_over.set()
 
-    def _beat(self) -> None:
-        living, beat, fault = Living(self._folder), 0, ""
+    def _keep(self) -> None:
+        """Writes the entry again where the folder has lost it."""
+        fault = ""
         while not self._is_over.is_set():
-            began_s, beat = time.monotonic(), beat + 1
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write(self._folder, replace(self.entry, beat=beat))
-                living.look()
+                if not (self._folder / f"{self.id}.json").exists():
+                    write(self._folder, self._entry)
+                fault = ""
             except OSError as error:
                 if not fault:
                     fault = f"register={self._folder}: {error.strerror}: trying on"
                     sys.stderr.write(f"mpissd: serve: {fault}\n")
-            self._is_over.wait(max(0.0, self.entry.beat_s - (time.monotonic() - began_s)))
+            self._is_over.wait(_KEEP_S)
         remove(self._folder, self.id)
 
 
@@ -303,15 +263,15 @@ def ask(entry: Entry) -> str:
 
 def _watch(config: ReplicasConfig) -> int:
     """Keeps the file true until SIGINT or SIGTERM; prints each fault once and goes on."""
-    over, living = threading.Event(), Living(Path(config.folder), config.expire_s)
+    over, folder = threading.Event(), Path(config.folder)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: over.set())
     is_reloaded, has_begun, last_fault = True, False, ""
     while not over.is_set():
         fault = ""
         try:
-            has_begun = has_begun or Path(config.folder).exists()
-            is_reloaded &= not _install(config, living.look() if has_begun else [])
+            has_begun = has_begun or folder.exists()
+            is_reloaded &= not _install(config, read(folder) if has_begun else [])
             if not is_reloaded and config.pid_file is not None:
                 reload(Path(config.pid_file))
             is_reloaded = True

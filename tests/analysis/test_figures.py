@@ -17,7 +17,7 @@ from analysis.build import draw
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
-from analysis.select import best_rows, cases, gains, plain, points, records, usual
+from analysis.select import cases, gains, plain, points, records, usual
 from analysis.style import Poster, rendered, themed
 from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.lab.tables.claims import claims
@@ -426,15 +426,3 @@ def test_another_draft_device_is_a_point_of_its_own_and_in_no_other_figure() -> 
     assert "Old" in [text.get_text() for text in figure.axes[0].texts]
     assert "drafts also on NVIDIA Old" in figure.caption
     assert drawn(both, "throughput").table().equals(poster("throughput").table())
-
-
-@pytest.mark.parametrize("error, best", [(0.1, 7), (0.3, 4), (None, 7)])
-def test_predictions_that_miss_by_far_choose_no_k(error: float | None, best: int) -> None:
-    """K = 4 was the faster of them, K = 7 was predicted to be."""
-    rows = data().rows
-    ssd = rows[rows["method"] == "SSD"].head(2).assign(
-        lookahead=[4, 7], policy="uniform:3", tok_per_s=[500.0, 400.0],
-        expected_tok_per_s=[300.0, 450.0],
-        prediction_error=float("nan") if error is None else error,
-    )  # fmt: skip
-    assert best_rows(ssd)["lookahead"].tolist() == [best]

@@ -70,11 +70,5 @@ def test_rows_that_cannot_be_drawn_are_said(tmp_path: Path) -> None:
         written(tmp_path, "{")
 
 
-def test_without_rivals_there_is_no_figure(tmp_path: Path) -> None:
-    (item,) = draw(written(tmp_path, *LINES[2:]), "pools")
-    assert item.poster is None and "AR and SD inline" in item.why
-
-
-@pytest.mark.parametrize("device", ["NVIDIA H200 (emulated)", "NVIDIA H100 80GB SXM (emulated)"])
-def test_the_committed_rows_draw(device: str) -> None:
-    assert len(drawn(load([COMMITTED]), device).table())
+def test_the_committed_rows_draw() -> None:
+    assert len(drawn(load([COMMITTED]), "NVIDIA H200 (emulated)").table())

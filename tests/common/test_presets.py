@@ -57,7 +57,7 @@ def test_parameter_counts_match_the_published_models() -> None:
         ("noft-1.3b", 1.345, 2),
     ):
         shape = PRESETS[name]
-        total = shape.gemm_params + embeddings * shape.lm_head_params
+        total = shape.gemm_params + embeddings * sum(shape.lm_head_inputs) * shape.vocab_size
         assert total / 1e9 == pytest.approx(billions, rel=0.015), name
 
 
@@ -171,7 +171,7 @@ def test_head_sized_drafts_scale_with_their_target(text: str) -> None:
     shape = resolve_model(text)
     assert (shape.name, shape.num_layers, shape.gemm_params) == (name, layers, params)
     assert shape.lm_head_inputs == lm_heads and shape.num_tokens == tokens
-    assert shape.lm_head_params == sum(lm_heads) * 128256
+    assert sum(shape.lm_head_inputs) * shape.vocab_size == sum(lm_heads) * 128256
     for other in (name, text.upper(), f"{text}@8L", text.replace("8b", "meta-llama/Llama-3.1-8B")):
         assert resolve_model(other) == shape
     assert resolve_pair(f"8b/{text}") == (resolve_model("8b"), shape)

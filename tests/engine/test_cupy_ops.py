@@ -11,15 +11,13 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.model.transformer.cupy_ops import packing, products
+from mpissd.engine.model.transformer.cupy_ops import products
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
     Rig,
     check_lanes,
-    check_rollback,
     check_rows_alone,
     prompt,
     tiny,
@@ -53,30 +51,6 @@ def test_two_ranks_that_split_heads_unevenly_are_the_references(tmp_path: Path) 
     assert relative_error(joined, parts[0][1]) < 8e-3
 
 
-class FromFiles:
-    """Random weights that come from the host, as those of files do."""
-
-    def __init__(self, inner: RandomCheckpoint) -> None:
-        self.config, self.name = inner.config, inner.name
-        self.matrix, self.vector, self.head_ids = inner.matrix, inner.vector, inner.head_ids
-
-    def random_part(self, *part: Any) -> None:
-        return None
-
-
-def test_weights_of_files_are_packed_like_random_ones(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "_STAGING_ELEMENTS", 64 * 40)  # several pieces, and a rest
-    config = tiny("qwen2", layers=1)
-    rigs = [
-        Rig(gpu, config, checkpoint=kind(RandomCheckpoint(config, 4)))
-        for kind in (FromFiles, lambda checkpoint: checkpoint)
-    ]
-    tokens = prompt(rigs[0], 3)
-    assert np.array_equal(*(rig.fill(tokens, 3) for rig in rigs))
-
-
 def test_a_row_is_the_same_in_any_forward(gpu: Any) -> None:
     """17 rows are three tiles of rows, 40 two groups of 32."""
     check_rows_alone(Rig(gpu, tiny("llama", layers=1), max_rows=40), 40, [17, 40])
@@ -100,10 +74,6 @@ def test_a_row_is_the_same_in_large_blocks(
 def test_a_lane_is_a_trunk(gpu: Any, trunk: int) -> None:
     """From 126 on the lanes grow into the next split, and page."""
     check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), trunk, 4)
-
-
-def test_a_rollback_leaves_nothing(gpu: Any) -> None:
-    check_rollback(Rig(gpu, tiny("qwen3", layers=1)), 10)
 
 
 @pytest.mark.parametrize("width, k", [(101, 1), (5000, 5)])

@@ -53,10 +53,3 @@ def test_a_large_file_counts_by_size_beginning_and_blocks(large: Path) -> None:
     assert len({found, *digests.values()}) == len(digests) + 1
     between = HEAD + BLOCK  # behind the beginning, in front of the first block: not promised
     assert changed(large, "between", data[:between] + b"\0\0" + data[between + 2 :])[0] == found
-
-
-def test_one_large_file_among_several_makes_the_digest_a_sample(large: Path) -> None:
-    small = large.with_name("other.safetensors")
-    small.write_bytes(b"small")
-    assert digest([large, small])[1] == SAMPLED
-    assert digest([small])[1] == WHOLE

@@ -116,17 +116,6 @@ def test_a_name_is_fetched_once(hub: Hub, tmp_path: Path, flags: tuple[str, ...]
     assert hub.asked == [] and again.stdout == first.stdout
 
 
-@MODELS
-def test_a_name_means_its_weights_in_the_run_that_fetches_them(
-    hub: Hub, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    """Otherwise laws would be imposed in that run, and prompts would be wanted in the next."""
-    for _ in range(2):
-        done = dry_run(tmp_path, f"http://127.0.0.1:{hub.server_address[1]}", *flags)
-        assert done.returncode == 2
-        assert "mpissd: prompt: needed with workload=text" in done.stderr
-
-
 @pytest.mark.parametrize("flag", ["--target", "--pair=toy-target/"])
 def test_without_a_network_one_line_says_how_to_go_on(tmp_path: Path, flag: str) -> None:
     name = "owner/absent"

@@ -57,39 +57,3 @@ def test_reads_that_others_disturb_do_not_lower_the_rate(
 
     monkeypatch.setattr("mpissd.engine.backend.numpy_backend.time.perf_counter", tick)
     assert backend.read_bandwidth(10**6) == pytest.approx(1e6 / 1e-3)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 4, 28])
-def test_a_few_bytes_are_not_read_for_ever(
-    backend: NumpyBackend, num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A clock that ticks a microsecond at each look: counts how often it was looked at."""
-    looks = [0]
-
-    def tick() -> float:
-        looks[0] += 1
-        return looks[0] * 1e-6
-
-    monkeypatch.setattr("mpissd.engine.backend.numpy_backend.time.perf_counter", tick)
-    assert backend.read_bandwidth(num_bytes) == pytest.approx(max(4, num_bytes // 4 * 4) * 1e6)
-    assert looks[0] <= 2 * 10**5
-
-
-def test_the_peak_takes_a_bounded_time(
-    backend: NumpyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine of 10 Gflop/s takes 3.4 ms for a square of 256: the side stays, 50 ms are spent."""
-    asked = []
-
-    def product_s(side: int, count: int = 1) -> float:
-        asked.append((side, count))
-        return 2 * side**3 / 10e9
-
-    monkeypatch.setattr("mpissd.engine.backend.numpy_backend._product_s", product_s)
-    assert backend.peak_flops() == pytest.approx(10e9)
-    assert asked == [(256, 1), (256, 14)]
-    asked.clear()
-    name = "mpissd.engine.backend.numpy_backend._product_s"
-    monkeypatch.setattr(name, lambda *_: product_s(*_) / 100)
-    backend.peak_flops()
-    assert [side for side, _ in asked] == [256, 512, 1024, 1024] and asked[-1][1] == 23

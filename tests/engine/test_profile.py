@@ -111,15 +111,3 @@ def test_a_file_that_does_not_fit_is_refused_by_name(
     with pytest.raises(ConfigError, match=message) as caught:
         load_profile(text)
     assert text in str(caught.value)
-
-
-def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown device 'h10': did you mean 'h100'"):
-        load_profile("h10")
-    for missing in (str(tmp_path / "none.json"), str(tmp_path), "none.json"):
-        with pytest.raises(ConfigError, match="profile "):
-            load_profile(missing)
-    binary = tmp_path / "binary.json"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"profile .*binary.json"):
-        load_profile(str(binary))

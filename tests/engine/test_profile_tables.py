@@ -135,15 +135,6 @@ def test_what_no_table_covers_is_modelled(box: Any, what: str) -> None:
     assert profile.forward_s(cost) == rates.forward_s(cost) != SECONDS["8"]
 
 
-def test_context_counts_over_all_sequences(box: Any) -> None:
-    options = replace(OPTIONS, context=512)
-    profile = box("tables/forwards", [forward(options=options, kv_tokens=1024)])
-    assert profile.forward_s(SHARD.cost(8, 2, 2, options)) == SECONDS["8"]
-    alone = replace(SHARD, tp=1), replace(options, context=1024)
-    profile = box("tables/forwards", [forward(*alone)])
-    assert profile.forward_s(alone[0].cost(8, 1, 2, alone[1])) == SECONDS["8"]
-
-
 @pytest.mark.parametrize(
     ("rows", "candidates", "more"),
     [(1, 1, 0), (1, 4, 3e-6), (1, 6, 4e-6), (5, 8, 13e-6), (3, 8, 9e-6), (5, 12, 23e-6)],
@@ -158,22 +149,6 @@ def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, mo
     key = replace(cost.key, sequences=1)  # a transformer's logits are wider
     unknown = profile.tables.lists_s(replace(listed, key=key))
     assert unknown == 0 and sorted(profile.tables.candidates(listed)) == [1, 4, 8]
-
-
-def test_require_names_what_is_covered(box: Any) -> None:
-    profile, params = box(), SHARD.num_params(OPTIONS)
-    profile.require(SHARD.key(1, OPTIONS), params)
-    profile.require(SHARD.key(9, OPTIONS), params)
-    for wrong, options in ((Shard(SHARD.shape), OPTIONS), (SHARD, ForwardOptions()),
-                           (Shard(resolve_model("1b"), 2), OPTIONS)):  # fmt: skip
-        with pytest.raises(ConfigError, match=r"measured forwards of: llama-3.1-8b T=2 fuse$"):
-            profile.require(wrong.key(1, options), params)
-    with pytest.raises(ConfigError, match=r"cover llama-3.1-8b T=2 fuse kv_tokens=24: "):
-        profile.require(SHARD.key(3, replace(OPTIONS, context=8)), params)
-    with pytest.raises(ConfigError, match=r"'h100' doesn't cover .*: none$"):
-        load_profile(DATASHEET).require(SHARD.key(1, OPTIONS), params)
-    with pytest.raises(ConfigError, match=r"cover this llama-3.1-8b: it was probed with another"):
-        profile.require(SHARD.key(1, OPTIONS), params + 1)
 
 
 @pytest.mark.parametrize("fuse", [True, False])  # covered, and not

@@ -113,11 +113,3 @@ def test_a_seat_that_works_alone_disturbs_nobody(pair: TinyPair) -> None:
         forwards.wait(WAITER)
     assert one.logits([0]).tobytes() == own.logits([0]).tobytes()
     assert shared.log()[:, 3].tolist() == [1, 1, 1]
-
-
-def test_a_seat_launches_once_before_it_waits(pair: TinyPair) -> None:
-    seat = SharedForwards(stepper(pair, 2), 2, slots=SLOTS, lanes=LANES).seats[0]
-    seat.upload(1, np.array([1], np.int32), trunk(0, 0, 1))
-    seat.launch()
-    with pytest.raises(AssertionError, match="before the first one is over"):
-        seat.launch()

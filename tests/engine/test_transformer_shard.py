@@ -84,19 +84,6 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
         assert weights + whole.cache_bytes(1, 3, OPTIONS, itemsize) == memory
 
 
-def test_the_cost_of_a_known_forward() -> None:
-    """Llama-3.1-8B at 8k: 8.0e9 weights less the embedding, and 128 KiB of KV a token."""
-    shard, options = TransformerShard(config_of("8b")), ForwardOptions(context=8192)
-    cost = shard.cost(1, 1, 2, options)
-    assert cost.weight_bytes / 2 == 8_030_261_248 - 128256 * 4096  # as published
-    assert cost.kv_bytes == 8193 * 131_072
-    assert cost.flops == 2 * cost.weight_bytes / 2 + 4 * 8193 * 4096 * 32
-    assert (cost.num_all_reduces, cost.num_products) == (0, 161)
-    two = TransformerShard(config_of("8b"), 2).cost(5, 1, 2, options)
-    assert (two.num_all_reduces, two.all_reduce_bytes) == (66, 5 * 4096 * 2)
-    assert two.key != cost.key
-
-
 @pytest.mark.parametrize(("name", "tp"), [("8b", 9), ("toy-target", 5)])
 def test_more_ranks_than_kv_heads_are_refused(name: str, tp: int) -> None:
     with pytest.raises(ConfigError, match=f"tp={tp} .* at most its {tp - 1} KV heads"):

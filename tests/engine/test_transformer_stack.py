@@ -134,29 +134,6 @@ def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
         assert np.array_equal(mine, other)
 
 
-def test_pages_are_given_back_and_taken_again() -> None:
-    rig, tokens = Rig(LLAMA, slots=2, capacity=48), dice_tokens(9, 48)
-    pages = rig.stack.pages
-    assert len(pages.free) == 6
-    rig.trunk(0, 0, tokens[:17])
-    assert len(pages.free) == 4
-    for _ in range(20):
-        rig.trunk(1, 0, tokens[:40])
-        assert len(pages.free) == 1
-        rig.stack.release([1])
-    assert len(set(pages.free)) == 4 and pages.held == [2, 0]
-    with pytest.raises(AssertionError, match="position 48 of a cache of 48"):
-        rig.stack.place(trunk_rows(1, 48, 49))
-
-
-def test_a_chunk_that_nobody_reads_is_stored_all_the_same() -> None:
-    rig, tokens = Rig(LLAMA), dice_tokens(12, 33)
-    rig.forward(tokens[:32], replace(trunk_rows(0, 0, 32), reads=False))
-    assert not rig.stack.logits(range(32)).any()  # no LM head was computed
-    last = rig.trunk(0, 32, tokens[32:])
-    assert np.array_equal(last, Rig(LLAMA).one_by_one(0, tokens)[32:])
-
-
 @settings(max_examples=200)
 @given(data=st.data())
 def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
@@ -233,16 +210,3 @@ class TestStepper:
         stepper.release([0])
         self.run(stepper, [5], 0)
         assert np.array_equal(stepper.logits([0]), logits[:1])
-
-    def test_a_forward_reads_lists_where_they_are_asked_for(self) -> None:
-        """Both programs of a bucket, in turn: the same logits, one candidate or three."""
-        stepper = self.make()
-        found = {}
-        for lists in (True, False, True, False):
-            stepper.release([0])
-            self.run(stepper, [5, 6, 7], 0, lists=lists)
-            results, before = stepper.results(), found.get(lists)
-            assert results.ids.shape == (1, 3, 3 if lists else 1)
-            assert before is None or np.array_equal(results.ids, before)
-            found[lists] = results.ids.copy()
-        assert np.array_equal(found[True][..., :1], found[False])

@@ -29,7 +29,6 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.lab.measure.calibrate import chain_s as calibrated_chain_s
 from tests.gpu.agreement import HostDevice, relative_error, tolerance
 
 COMM = MPI.COMM_WORLD
@@ -139,22 +138,19 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
     sharded = stepper(backend, group, Shard(shape, COMM.size, COMM.rank), options)
     whole = stepper(NumpyBackend(), SoloGroup(), Shard(shape), options)
     bound = tolerance(4 * shape.num_layers)
-    worst, agree, times = 0.0, True, []
+    worst, agree = 0.0, True
     for launch in range(LAUNCHES):
-        out, ref = forward(sharded, launch, times), forward(whole, launch, [])
+        out, ref = forward(sharded, launch), forward(whole, launch)
         error = relative_error(out, ref)
         worst = max(worst, error if np.isfinite(error) else np.inf)
         agree = agree and len(set(COMM.allgather(out.tobytes()))) == 1
         agree = agree and len(set(COMM.allgather(sharded.stack.candidates.ids.tobytes()))) == 1
-    chain_s = chain(sharded)
     top = ids_are_best(sharded, whole, bound)
     captured = bool(getattr(sharded._current, "captured", False))
-    reduced = COMM.size == 1 or 0 < chain_s < 60.0
     what = f"{shape.name} {'fused' if fuse else 'seven'} {'graph' if captured else 'eager'}"
     note = f"error {worst:.1e} of {bound:.1e}, ranks {'agree' if agree else 'DIFFER'}"
-    note += f", ids {'right' if top else 'WRONG'}, forward {1e3 * min(times):.3f} ms"
-    note += f", all-reduces alone {1e3 * chain_s:.3f} ms"
-    return Row(choice, what, worst <= bound and agree and top and reduced, note)
+    note += f", ids {'right' if top else 'WRONG'}"
+    return Row(choice, what, worst <= bound and agree and top, note)
 
 
 def check_abort(backend: Any, group: Any, choice: str) -> Row:
@@ -180,22 +176,14 @@ def stepper(backend: Backend, group: Group, shard: Shard, options: ForwardOption
     return Stepper(backend, group, shard, options, buckets=[8], num_sequences=1, seed=1)
 
 
-def forward(model: Stepper, seed: int, times: list[float]) -> Any:
+def forward(model: Stepper, seed: int) -> Any:
     """The hidden vectors after one forward of random tokens, on the host."""
     tokens = np.random.default_rng(seed).integers(0, 100_000, 8).astype(np.int32)
     COMM.Barrier()
-    start = time.perf_counter()
     model.upload(8, tokens, lists=True)
     model.launch()
     model.wait(WAITER)
-    times.append(time.perf_counter() - start)
     return model.backend.to_host(model.stack.buffers.hidden)
-
-
-def chain(model: Stepper) -> float:
-    """Seconds of the model's all-reduces alone, as calibration times them."""
-    cost, width = model.cost(8), model.shard.shape.hidden
-    return calibrated_chain_s(model.backend, model.stack.group, width, cost, WAITER)
 
 
 def ids_are_best(sharded: Stepper, whole: Stepper, bound: float) -> bool:

@@ -62,12 +62,6 @@ def test_a_head_is_the_oracles(backend: Any, model: str, buckets: list[int]) -> 
     check_head(backend, model, ForwardOptions(fuse=True, top_k=4), buckets)
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("model", ["eagle:toy-target", "medusa3:toy-target", "mlp96:toy-target"])
-def test_a_heads_lm_heads_are_the_oracles(backend: Any, model: str, fuse: bool) -> None:
-    check_head(backend, model, ForwardOptions(fuse=fuse, lm_head=True, top_k=4), ROWS[0])
-
-
 def check_head(backend: Any, model: str, options: ForwardOptions, buckets: list[int]) -> None:
     """What a head-sized draft joins, its layer, its heads, and the ids of each."""
     on_device, oracle = (stepper(b, model, options, buckets) for b in (backend, NumpyBackend()))

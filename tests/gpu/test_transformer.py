@@ -27,7 +27,6 @@ from tests.gpu.transformer_rig import (
     tiny,
     use_megakernel,
 )
-from tests.megakernel_reference import differences
 from tests.needs import lack
 from tests.transformer_reference import ROUNDING, Kept, margins
 
@@ -106,17 +105,6 @@ def test_the_megakernel_has_the_bits_of_separate_kernels(
         assert isinstance(ops, MegakernelOps) and ops._megakernel.suits(5) == bool(most_rows)
         found.append(rig.fill(prompt(rig, 200), 5))
     assert np.array_equal(*found)
-
-
-@pytest.mark.parametrize("rows", [5, 24])
-def test_each_operation_of_the_megakernel_is_the_references(
-    backend: Any, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """200 tokens before the rows: their splits are whole and begun."""
-    use_megakernel(monkeypatch, is_on=True)
-    rig = Rig(backend, config_of("llama-3.2-1b@2L"), max_rows=32, num_lanes=0, page=None)
-    found = dict(differences(rig, 200, rows))
-    assert max(found.values()) < 2e-3, found
 
 
 @pytest.mark.parametrize("trunk", [0, 3, 126, 250, 256])

@@ -49,7 +49,7 @@ def folder(home: Path, **tokenizer: Any) -> Path:
 
 
 def distill(*flags: object) -> tuple[int, str]:
-    """Runs `distill` in this process; returns its exit code and what it printed."""
+    """Runs `distill` in this process; returns its exit code and its output."""
     with io.StringIO() as out, redirect_stdout(out), redirect_stderr(out):
         code = main(["distill", *map(str, flags)])
         return code, out.getvalue()
@@ -90,7 +90,7 @@ def curves_of(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A trained draft's folder, and what the command printed."""
+    """A trained draft's folder, and the command's output."""
     out = tmp_path_factory.mktemp("draft")
     prompts = f"--prompts={target.parent / 'asked.jsonl'}"
     flags = ("--steps=20", "--optimizer=muon", "--head=target", "--held_out=32")
@@ -230,7 +230,7 @@ def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
 
 
 def test_a_target_that_never_ends_its_turn_makes_no_draft(target: Path, tmp_path: Path) -> None:
-    """The refusal itself is the command's last line; the log tells why it ends there."""
+    """The refusal itself is the command's last line; the log ends with the reason."""
     for name, flags, told in (
         ("none", ["--length=48", "--sequences=1"], "ended no user's message"),
         ("few", ["--length=60", "--seed=5"], "sampled tokens answer a message"),

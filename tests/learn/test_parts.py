@@ -1,4 +1,4 @@
-"""What distil needs beside PyTorch: quantised weights, rounds from ranks, and chat templates."""
+"""Parts of distil without PyTorch: quantised weights, rounds from ranks, and chat templates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_quantised_weight_is_within_half_a_step_of_its_block() -> None:
 
 
 def test_dithering_keeps_weights_on_the_grid_and_others_on_average() -> None:
-    """Also with the largest dither, which float32 would round up to 1 beside a whole number."""
+    """Also with the largest dither, which float32 would round up to 1 next to a whole number."""
     made = np.random.default_rng(0).standard_normal((7, 96)).astype(np.float32)
     matrix, scales = quantize(made)
     highest = np.full(made.shape, np.nextafter(np.float32(1), 0), np.float32)
@@ -53,9 +53,9 @@ def test_rounds_read_off_ranks_are_those_of_the_rule() -> None:
     assert told["greedy_agreement"] == pytest.approx(7 / 9, abs=1e-4) and told["alpha"] == 0.5
     four = told["by_lookahead"]["4"]
     assert four["tokens_per_round"] == pytest.approx(9 / 3)
-    # Behind the rejection, the third likeliest besides the proposed one: a key from F = 3 on.
+    # After the rejection, the third likeliest besides the proposed one: a key from F = 3 on.
     assert four["misses_rejection"] == {"1": 1, "2": 1, "4": 0, "8": 0, "16": 0}
-    # Behind all accepted, the second likeliest of all: a key from F = 2 on.
+    # After all accepted, the second likeliest of all: a key from F = 2 on.
     assert four["misses_all_accepted"] == {"1": 1, "2": 0, "4": 0, "8": 0, "16": 0}
     assert four["hits"] == {"1": 0, "2": 0.5, "4": 1, "8": 1, "16": 1}
 

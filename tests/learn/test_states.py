@@ -1,4 +1,4 @@
-"""Drafts on hidden states: what trains them is what the engine computes, and training helps."""
+"""Drafts on hidden states: PyTorch and the engine compute the same, and training helps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Engine:
         )  # fmt: skip
 
     def verify(self, stop: int) -> Any:
-        """Computes the target over all positions before `stop`; returns its states behind them."""
+        """Computes the target over all positions before `stop`; returns its states after them."""
         self.target.upload(stop, TOKENS[:stop], trunk_rows(0, 0, stop))
         self.target.launch()
         return torch.from_numpy(self.target.stack.states[0, 1 : stop + 1].copy())[None]  # type: ignore[attr-defined]

@@ -155,7 +155,7 @@ def test_training_raises_agreement_and_the_written_draft_reloads(
 
 
 def reloaded(trained: Pair, folder: Path) -> None:
-    """Writes a draft and compares what its files hold with what it was."""
+    """Writes a draft and compares its files with its weights."""
     arrays = {name: t.numpy() for name, t in trained.named().items()}
     stored = export.quantized(arrays, trained.head_ids.numpy())
     export.save(folder, trained.config, stored, {})

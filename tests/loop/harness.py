@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpissd.common.real_pairs import ASSUMED, ASSUMED_LAW, PairHits
 from mpissd.common.records import RoundRecords, outcome_digest, token_digest
 from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
-from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import queue_link
@@ -356,28 +356,3 @@ def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
 def check_against_the_law(result: Result) -> None:
     """The same of a result, and of the tokens that it emitted."""
     assert result.records.tokens() == check_rows(result.rows, result.scenario)
-
-
-def ledger_closes(result: Result) -> bool:
-    """Whether the draft's phases add up to its rounds."""
-    table = result.rig.drafter.ledger.table(0, 10**6)
-    assert table.shape[1] == 2 + len(DraftPhase)
-    return bool((table[:, 1] == table[:, 2:].sum(axis=1)).all())
-
-
-__all__ = [
-    "CountingForwards",
-    "Guarded",
-    "Result",
-    "Rig",
-    "Scenario",
-    "SteppedSpeculator",
-    "check_against_the_law",
-    "check_rows",
-    "drive",
-    "ledger_closes",
-    "replace",
-    "requests",
-    "run",
-    "run_stepped",
-]

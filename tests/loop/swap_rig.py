@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -85,22 +84,3 @@ def drawing(made: TinyPair, count: int, **flags: Any) -> tuple[TextPair, RunConf
         seed=3, target=base.target_where, draft=base.draft_where, **flags,
     )  # fmt: skip
     return base, config
-
-
-def deviation(law: Mapping[tuple[int, ...], float], texts: Iterable[Sequence[int]]) -> float:
-    """χ² of these texts against a law, in standard deviations (Wilson and Hilferty).
-
-    Above 5 is once in 3.5 million lossless runs. Texts that the law does not have give infinity.
-    """
-    seen = Counter(tuple(text[:LENGTH]) for text in texts)
-    count = sum(seen.values())
-    if any(law.get(text, 0) <= 0 for text in seen):
-        return float("inf")
-    common = [text for text, chance in law.items() if chance * count >= 5]
-    cells = [(seen[text], law[text] * count) for text in common]
-    rare = (1 - sum(law[text] for text in common)) * count
-    cells.append((count - sum(found for found, _ in cells), rare))
-    cells = [(found, wanted) for found, wanted in cells if wanted > 0]
-    chi, freedom = sum((a - b) ** 2 / b for a, b in cells), len(cells) - 1
-    spread: float = 2 / (9 * freedom)
-    return float(((chi / freedom) ** (1 / 3) - 1 + spread) / spread**0.5)

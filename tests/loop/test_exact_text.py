@@ -5,7 +5,6 @@ Two transformers of two tiny layers decide, through the loops, the links and the
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
-from tests.loop.markov_rig import joint_law
+from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, text_workers
 from tests.tiny_pair import tiny_pair
 
@@ -98,14 +97,5 @@ def test_many_answers_to_one_prompt_follow_the_target(
     with Decoder(config) as decoder:
         while not decoder.is_over:
             decoder.step()
-        texts = Counter(tuple(tokens[:3]) for tokens in decoder.tokens.values())
-    assert sum(texts.values()) == count and set(texts) <= {t for t, p in law.items() if p > 0}
-    common = [text for text, chance in law.items() if chance * count >= 5]
-    rare = 1 - sum(law[text] for text in common)
-    found = [*(texts[text] for text in common), sum(texts.values()) - sum(texts[t] for t in common)]
-    want = [*(law[text] * count for text in common), rare * count]
-    cells = [(a, b) for a, b in zip(found, want, strict=True) if b > 0]
-    chi = sum((a - b) ** 2 / b for a, b in cells)
-    freedom = len(cells) - 1
-    # Wilson and Hilferty: 5 standard deviations, once in 3.5 million runs.
-    assert ((chi / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / (2 / (9 * freedom)) ** 0.5 < 5
+        texts = list(decoder.tokens.values())
+    assert len(texts) == count and deviation(law, texts) < 5

@@ -16,7 +16,7 @@ from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING
 from mpissd.engine.model.transformer.versions import Arrays, packed
 from mpissd.engine.spec import sampling
-from tests.loop.markov_rig import joint_law
+from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import logits_behind
 from tests.needs import module
 from tests.text_config import text_config
@@ -31,7 +31,6 @@ from tests.loop.swap_rig import (  # noqa: E402
     PROMPT,
     between,
     decoded,
-    deviation,
     drawing,
     share_embedding,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.harness import Started, launch, needs_mpi, start
-from tests.mpi.strike import Strike, run
+from tests.mpi.struck import Strike, faults_of
 
 pytestmark = needs_mpi
 
@@ -30,14 +30,12 @@ STRIKES = [
 
 
 def test_the_lead_of_a_second_group_is_named() -> None:
-    seen = run(Strike(1, "kill", "verify", 300), "--groups=2")
-    assert not seen.wrong, f"{seen.line}\n{seen.err[-2000:]}"
+    assert faults_of(Strike(1, "kill", "verify", 300), "--groups=2") == []
 
 
 @pytest.mark.parametrize("strike", STRIKES, ids=str)
 def test_a_struck_rank_is_named_and_the_job_is_gone(strike: Strike) -> None:
-    seen = run(strike)
-    assert not seen.wrong, f"{seen.line}\n{seen.err[-2000:]}"
+    assert faults_of(strike) == []
 
 
 def test_a_lead_may_make_its_row_for_longer_than_the_deadline(tmp_path: Path) -> None:

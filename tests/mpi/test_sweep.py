@@ -79,7 +79,7 @@ def test_a_sweep_measures_everything_and_says_what_was_best(swept: Job) -> None:
     assert all(len(m["by_lookahead"].popitem()[1]["repeats"]) == 2 for m in methods.values())
     failed = rows_in(swept.folder, "failed")
     assert [(row["exit_code"], row["repeat"]) for row in failed] == [(2, 0), (2, 1)]
-    assert "num_drafts=0 with mode=ssd" in failed[0]["error"]
+    assert "mode=ssd with num_drafts=0" in failed[0]["error"]
 
 
 @pytest.mark.parametrize("method", METHODS)

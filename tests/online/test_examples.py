@@ -1,4 +1,4 @@
-"""What a learner keeps of the target: distributions, sequences joined of rounds, and the buffer."""
+"""A learner's data from the target: distributions, sequences joined of rounds, and the buffer."""
 
 from __future__ import annotations
 

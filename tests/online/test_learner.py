@@ -224,7 +224,7 @@ def test_a_quantised_draft_keeps_steps_that_are_smaller_than_those_of_int8(tmp_p
     found = torch.from_numpy(Version(draft.source, draft.arrays()).matrix(name)) - before
     assert 0.7 < float(found.sum() / moved.sum()) < 1.3
     assert found.abs().max() < 1.01 * step.max()
-    with draft.stored():  # what is judged is what is handed on
+    with draft.stored():  # judged as published
         assert torch.equal(draft.draft.layers[0].down - before, found)
     assert torch.allclose(draft.draft.layers[0].down, before + moved)
 
@@ -262,7 +262,7 @@ def test_a_trainer_publishes_rising_versions_and_a_killed_one_is_lost(pair: Tiny
     trainer._process.kill()
     trainer._process.wait()
     for example in stream:
-        trainer.post(example)  # nobody reads it, and nobody waits
+        trainer.post(example)  # unread, and post does not block
     report = trainer.stop()
     assert report["state"] == "lost" and report["published"] >= 1
 

@@ -1,4 +1,4 @@
-"""The messages between a learner's rank and its trainer, and what the trainer needs."""
+"""The messages between a learner's rank and its trainer, and the packages that a trainer needs."""
 
 from __future__ import annotations
 

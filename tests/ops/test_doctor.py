@@ -129,7 +129,7 @@ FAULTS: list[tuple[str, Facts, str, str, str]] = [
     ("no visible GPU", BLIND, "CUDA", BAD, "BACKEND=numpy"),
     ("more ranks than GPUs", cuda(count=2), "CUDA", BAD, "fewer ranks"),
     ("a runtime newer than the driver", cuda(runtime=14000), "CUDA", WARN, "uninstall"),
-    ("no nvmath", cuda(nvmath_error="No module named 'nvmath'"), "nvmath", WARN, "nvmath-python"),
+    ("no nvmath", cuda(nvmath_error="No module named 'nvmath'"), "nvmath", BAD, "nvmath-python"),
     ("too large a pair", report(RANKS, "70b at tp=2 needs 70.5 GB a rank", []), "session", BAD,
      "larger TP"),
     ("an idle GPU", report(RANKS, "", [Finding("backend", "numpy on a CPU: CuPy finds no GPU")]),

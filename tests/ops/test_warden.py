@@ -1,4 +1,4 @@
-"""Who is at fault, from what the warden sees of real processes; no MPI."""
+"""The warden's verdicts about real processes; no MPI."""
 
 from __future__ import annotations
 
@@ -179,8 +179,7 @@ def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The warden heard nothing, then looks, and the rank has ended in between; and however soon
-    after the look before it is."""
+    """The rank ends between the warden's wait and its next look, however soon that follows."""
     monkeypatch.setattr("mpissd.ops.warden._WAKE_S", 60.0)
     name = str(tmp_path / "warden")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -77,7 +77,7 @@ class Cluster:
 
     def balance(self) -> None:
         """Starts HAProxy and its watch."""
-        held = self._stack.enter_context(socket.socket())  # so that nobody else takes the port
+        held = self._stack.enter_context(socket.socket())  # reserves the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         self.port = held.getsockname()[1]

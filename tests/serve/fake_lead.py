@@ -1,4 +1,4 @@
-"""A lead without ranks: it says a given answer to every request, at a given pace."""
+"""A lead without ranks: it gives one answer to every request, at a given pace."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mpissd.serve.protocol import (
 
 @dataclass
 class Script:
-    """What the lead says: `answer` (token ids) to every request, `burst` of them a round, a round
-    lasting pace_s. refuse: a status instead. dies_after: rounds behind which the lead is gone."""
+    """The lead sends `answer` (token ids) to every request, `burst` of them a round, a round
+    lasting pace_s. refuse: a status instead. dies_after: rounds after which the lead is gone."""
 
     answer: Sequence[int]
     pace_s: float = 0.0
@@ -44,7 +44,7 @@ class Script:
 
 
 class FakeLead:
-    """Connects to a front's socket, in a thread of its own, until it is told to stop."""
+    """Connects to a front's socket, in a thread of its own, until it receives Stop."""
 
     def __init__(self, path: str, script: Script) -> None:
         self._path, self.script = path, script

@@ -1,7 +1,7 @@
-"""Stands in for mpirun in tests of `serve`: one process that plays the lead, and no ranks.
+"""Replaces mpirun in tests of `serve`: one process plays the lead, and there are no ranks.
 
 It answers "hello there" to everything, a round each FAKE_PACE_S seconds and FAKE_RUNNING requests
-at a time, from FAKE_LOAD_S seconds on. Says its arguments on stdout, and its process in the file
+at a time, from FAKE_LOAD_S seconds on. Prints its arguments, and writes its process id to the file
 that FAKE_PID names.
 """
 

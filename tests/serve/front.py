@@ -1,4 +1,4 @@
-"""Stands for the front: a socket, the ranks of a server, and the messages between them."""
+"""Plays the front: a socket, the ranks of a server, and the messages between them."""
 
 from __future__ import annotations
 

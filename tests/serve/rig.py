@@ -31,7 +31,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @dataclass
 class Rig:
-    """A server that runs: its port, its side of the lead, and what the lead was told."""
+    """A server that runs: its port, its side of the lead, and the lead's script."""
 
     port: int
     lead: Lead

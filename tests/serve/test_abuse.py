@@ -1,4 +1,4 @@
-"""What a server has to bear: bad requests, too many, and clients that do not speak or listen."""
+"""Bad requests, too many requests, and clients that send or read nothing."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_no_http_is_sent_away(
 
 
 def test_100_connections_on_a_queue_of_16(words: Tokenizer) -> None:
-    """As many as fit are answered, the others are told when to come again; nothing is left."""
+    """As many as fit are answered, the others get Retry-After; no request is left."""
     script = Script([LETTER] * 20, pace_s=0.02, max_running=4)
     with serving(words, script, max_queue=16) as rig:
         connections = [rig.send(packed()) for _ in range(100)]
@@ -163,7 +163,7 @@ def test_a_cancelled_request_counts_until_the_lead_has_ended_it(words: Tokenizer
 
 
 class SlowWords:
-    """A tokenizer that takes its time, and counts what it was asked for."""
+    """A tokenizer that takes its time, and counts its prompts."""
 
     def __init__(self, words: Tokenizer) -> None:
         self._words, self.encoded = words, 0

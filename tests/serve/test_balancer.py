@@ -1,4 +1,4 @@
-"""Two replicas behind HAProxy, whose ranks are stand-ins: one is killed, one is replaced."""
+"""HAProxy over two replicas without ranks: one is killed, one is replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["pair"]  # a fixture
 
 
 def test_one_is_killed_under_load(pair: TinyPair, tmp_path: Path) -> None:
-    """What it had fails, within seconds; what comes behind it is answered by the other."""
+    """Its requests fail within seconds; the other one answers later ones."""
     with cluster(pair, tmp_path, FAKE) as found:
         one, other = found.start(), found.start()
         found.balance()
@@ -33,7 +33,7 @@ def test_one_is_killed_under_load(pair: TinyPair, tmp_path: Path) -> None:
         assert row["num_failed"] <= 10  # at most those that it had
         after = found.load(rate=10, duration=2, tokens=8)
         assert after["num_answered"] == after["num_requests"]
-        assert found.ids == {one.id, other.id}  # nobody has said that it is gone
+        assert found.ids == {one.id, other.id}  # a killed replica leaves its file
 
 
 def test_a_rolling_restart_loses_none(pair: TinyPair, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM drains a server: it finishes what it has, takes nothing new, and ends."""
+"""SIGTERM drains a server: it finishes its requests, refuses new ones, and ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_finishes_what_it_has(pair: TinyPair, tmp_path: Path) -> None:
 def test_it_waits_no_longer_than_it_was_told(
     pair: TinyPair, tmp_path: Path, second: signal.Signals | None
 ) -> None:
-    """Behind the deadline, or at a second signal, requests are failed as without a drain."""
+    """After the deadline, or at a second signal, requests are failed as without a drain."""
     longest = "--drain_s=1.5" if second is None else "--drain_s=60"
     with started(pair, tmp_path, longest, FAKE_PACE_S="20") as serving:
         with serving.asked() as unfinished:

@@ -31,14 +31,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 class Script:
-    """Mail that delivers messages at given rounds and keeps what is sent."""
+    """Delivers messages at given rounds, and keeps the messages that the driver sends."""
 
     def __init__(self, *messages: tuple[int, Message]) -> None:
         self._left = sorted(messages, key=lambda pair: pair[0])
         self.turn = -1
         self.sent: list[Message] = []
         self.is_closed = False
-        self.watch: Callable[[], int] = int  # what is noted at each turn
+        self.watch: Callable[[], int] = int  # a value to note at each turn
         self.watched: list[int] = []
 
     def take(self, wait_s: float = 0.0) -> Sequence[Message]:
@@ -116,7 +116,7 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
 
 
 class ThreeRows(ForwardTimes):
-    """Allows three rows of prompts with a verification, and remembers the rows of forwards."""
+    """Allows three rows of prompts in a round that verifies, and remembers the rows of forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class ThreeRows(ForwardTimes):
 
 
 class AlwaysThree(ThreeRows):
-    """Allows no more where nobody runs."""
+    """Allows three rows of prompts in any round."""
 
     def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3
@@ -300,30 +300,6 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
         assert not driver.wait(1.0), "other ranks would take a pass without a round for the end"
     assert {end.reason for end in mail.ends().values()} <= {"cancelled", "deadline"}
     assert len(mail.ends()) == 1 + isinstance(second, Submit)
-
-
-class FewRows(ForwardTimes):
-    """Lets a draft catch up with twenty tokens a round."""
-
-    def catch_up(self, rows: int, lookahead: int, prompts: int, lacking: int) -> int:
-        return 20
-
-
-class Planned(Goodput):
-    """Drafts in the rounds that it is told."""
-
-    def __init__(self, drafts: Callable[[int], bool]) -> None:
-        super().__init__(K, [None], ForwardTimes())
-        self.drafts, self.rounds = drafts, 0
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        self.rounds += 1
-        self.way = Way(K if self.drafts(self.rounds) else 0, None)
-        return self.way
-
-    @property
-    def is_trying(self) -> bool:
-        return True  # it chooses before each round
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])

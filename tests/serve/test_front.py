@@ -1,4 +1,4 @@
-"""The command `serve` with a stand-in for mpirun: what it starts, says, and how it ends."""
+"""The command `serve` without ranks: the job that it starts, its output, and its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 class Serving:
-    """The process of `mpissd serve`, and the port it said that it listens on."""
+    """The process of `mpissd serve`, and the port that it printed."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process, self.folder = process, folder
@@ -71,7 +71,7 @@ class Serving:
 
 @contextmanager
 def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[Serving]:
-    """Starts the command, and waits until it serves; kills what is left of it."""
+    """Starts the command, and waits until it serves; kills its process at the end."""
     with launched(pair, folder, *flags, **env) as process:
         yield Serving(process, folder)
 
@@ -80,7 +80,7 @@ def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[S
 def launched(
     pair: TinyPair, folder: Path, *flags: str, **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Starts the command; kills what is left of it. Nothing may be left in its own TMPDIR."""
+    """Starts the command; kills its process at the end. Its own TMPDIR must be empty then."""
     with tempfile.TemporaryDirectory() as own:  # a socket's path has to be short
         told = {"MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), "TMPDIR": own}
         with _ended(pair, folder, flags, {**os.environ, **told, **env}) as process:

@@ -97,7 +97,7 @@ def test_prompts_and_catching_up_make_nine_rounds_in_ten_at_most_30_percent_long
 def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_within_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behind a burst it lacks n tokens of those that are left: it stores those that take as long
+    """After a burst it lacks n tokens of those that are left: it stores those that take as long
     as a round in every eleventh one."""
     monkeypatch.setattr(Rounds, "seen", [])
     monkeypatch.setattr(server, "VirtualLoop", Rounds)
@@ -119,7 +119,7 @@ def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_within_
 
 
 def test_a_sequence_alone_is_drafted_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It delays no other: what the draft lacks of it, a prompt of 600 tokens, is stored in one
+    """It delays only itself: its prompt of 600 tokens, which the draft lacks, is stored in one
     round."""
     monkeypatch.setattr(Rounds, "seen", [])
     monkeypatch.setattr(server, "VirtualLoop", Rounds)

@@ -1,4 +1,4 @@
-"""What a client may cost the others, and what honest ones may count on."""
+"""Limits on a client's cost, and guarantees for honest clients."""
 
 from __future__ import annotations
 

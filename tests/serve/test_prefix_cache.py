@@ -104,7 +104,7 @@ def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_o
 
 
 class Cache:
-    """Sequences over a pool, with what each page really stores."""
+    """Sequences over a pool, with the tokens that each page really stores."""
 
     def __init__(self, pages: int, page: int, seed: int) -> None:
         self.pool, self.page, self.dice = PagePool(pages, page), page, random.Random(seed)

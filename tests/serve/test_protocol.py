@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.common import default_flags
-from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError, ProtocolError
-from mpissd.common.flags import parse_into
 from mpissd.serve.config import KEY_VARIABLE, ServeConfig, is_local
 from mpissd.serve.protocol import (
     Cancel,
@@ -50,15 +47,6 @@ def test_a_message_is_one_line_and_comes_back(message: Message) -> None:
 def test_what_is_no_message_is_told_apart(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="no message"):
         unpack(line)
-
-
-def test_ssd_on_a_cpu_has_the_k_and_fan_out_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"pair": "toy", "backend": "numpy"}
-    monkeypatch.setattr(default_flags, "_is_measured", lambda flags: flags["pair"] == "toy")
-    served, run = parse_into(ServeConfig, given).run, parse_flags({**given, "workload": "text"})
-    assert (served.lookahead, served.fan_out) == (run.lookahead, run.fan_out) == (3, "uniform:2")
-    assert parse_into(ServeConfig, {**given, "lookahead": "5"}).run.lookahead == 5
-    assert parse_into(ServeConfig, {**given, "mode": "auto"}).run.lookahead == 4  # the most
 
 
 def test_nobody_else_is_let_in_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

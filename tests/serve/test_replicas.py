@@ -1,4 +1,4 @@
-"""The folder in which servers say their addresses, and what is made of it."""
+"""The folder of servers' addresses, and HAProxy's configuration of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.serve import replicas
-from mpissd.serve.replicas import Entry, Living, Member
+from mpissd.serve.replicas import Entry, Member
 from tests.needs import missing, needs, needs_linux
 from tests.serve.rig import answered, until
 from tests.serve.test_front import pair, started
@@ -30,9 +30,9 @@ BIND = "127.0.0.1:8000"
 
 
 def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
-    for each in (TWO, ONE, replace(ONE, beat=2)):
+    for each in (TWO, ONE, replace(ONE, port=8003)):
         replicas.write(tmp_path, each)
-    assert replicas.read(tmp_path) == [replace(ONE, beat=2), TWO]
+    assert replicas.read(tmp_path) == [replace(ONE, port=8003), TWO]
     assert sorted(os.listdir(tmp_path)) == ["r-one.json", "r-two.json"]
     replicas.remove(tmp_path, "r-one")
     replicas.remove(tmp_path, "r-one")  # again is no fault
@@ -55,7 +55,6 @@ def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
         {"port": True},
         {"max_wait_s": "1s\n"},
         {"max_wait_s": -1},
-        {"beat": None},
         {"schema": 2},
         {"host": 5},
         {"about": ["mode"]},
@@ -77,47 +76,21 @@ OTHERS = "", "[]", "5", "null", '"r-one"', '["id"]', "[" * 100_000, "\xff"
 
 @pytest.mark.parametrize("text", OTHERS)
 def test_a_file_of_anything_else_is_passed_over(tmp_path: Path, text: str) -> None:
-    """One such file would else end the beat of every replica, which then expires."""
     replicas.write(tmp_path, TWO)
     (tmp_path / "r-one.json").write_bytes(text.encode("latin-1"))
     (tmp_path / "folder.json").mkdir()
-    assert replicas.read(tmp_path) == [TWO] == Living(tmp_path).look()
+    assert replicas.read(tmp_path) == [TWO]
 
 
-def test_a_dead_one_expires_by_the_observers_own_clock(tmp_path: Path) -> None:
-    """Neither a node whose clock is a day off nor a file's time make a live one dead."""
-    now = [1e6]
-    living = Living(tmp_path, expire_s=60, clock=lambda: now[0])
-    for beat in range(20):
-        replicas.write(tmp_path, replace(ONE, beat=beat))
-        if beat < 3:
-            replicas.write(tmp_path, replace(TWO, beat=beat))
-        for path in tmp_path.glob("*.json"):
-            day = 86400 * (-1 if beat % 2 else 1)
-            os.utime(path, (path.stat().st_mtime + day,) * 2)
-        alive = [each.id for each in living.look()]
-        assert alive == (["r-one", "r-two"] if beat <= 8 else ["r-one"]), beat  # 2 + 60 s / 10 s
-        now[0] += 10
-    assert not (tmp_path / "r-two.json").exists()
-    replicas.write(tmp_path, replace(TWO, beat=3))  # it was only slow
-    assert [each.id for each in living.look()] == ["r-one", "r-two"]
-
-
-def test_a_member_beats_until_it_leaves_and_removes_the_dead(
+def test_a_member_keeps_its_entry_until_it_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "Living", lambda folder: Living(folder, 0.3))
+    monkeypatch.setattr(replicas, "_KEEP_S", 0.05)
     folder = tmp_path / "not" / "yet"
-    written: list[Entry] = []
-    write = replicas.write
-    monkeypatch.setattr(replicas, "write", lambda *words: written.append(words[1]) or write(*words))
     with Member(str(folder), "node1", 8001, 600.0, {}) as found:
-        found.entry = replace(found.entry, beat_s=0.05)
         assert folder.stat().st_mode & 0o077 == 0 and replicas.read(folder) == []
-        replicas.write(folder, TWO)
-        assert written == [TWO]  # not for an instant is it there before it takes requests
         found.join()
-        until(lambda: [each.beat > 3 for each in replicas.read(folder)] == [True])
+        until(lambda: [each.id for each in replicas.read(folder)] == [found.id])
         (folder / f"{found.id}.json").unlink()
         until(lambda: replicas.read(folder))  # a live one comes back
         found.leave()
@@ -193,7 +166,7 @@ def test_a_pid_that_is_no_haproxys_is_left_alone(tmp_path: Path, text: str) -> N
 
 
 def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
-    """A process that counts its signals stands for HAProxy's master."""
+    """A process that counts its signals replaces HAProxy's master."""
     folder, file, told = tmp_path / "replicas", tmp_path / "haproxy.cfg", tmp_path / "told"
     counts = "#!/bin/bash\ntrap 'echo reload' USR2\necho up\nwhile :; do sleep .05; done\n"
     program = tmp_path / "haproxy"
@@ -201,7 +174,7 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
     program.chmod(0o755)
     with told.open("w") as out:
         master = subprocess.Popen([program], stdout=out)
-    words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch --expire_s=1"
+    words = f"{folder} --haproxy={file} --pid_file={tmp_path / 'pid'} --watch"
     watch = subprocess.Popen(
         [sys.executable, "-m", "mpissd", "replicas", *words.split()],
         stdout=subprocess.PIPE,
@@ -215,23 +188,19 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
             == [*names]
         )
 
-    beats = iter(range(10**6))
-
-    def beat() -> None:
-        replicas.write(folder, replace(TWO, beat=next(beats)))
-
     try:
         until(lambda: "up" in told.read_text())
         until(holds())
         folder.mkdir()
         replicas.write(folder, ONE)
         until(holds("r-one"))
-        until(holds())  # it has no beat
-        until(lambda: beat() or holds("r-two")())
+        replicas.remove(folder, "r-one")
+        until(holds())
+        replicas.write(folder, TWO)
+        until(holds("r-two"))
         assert "reload" not in told.read_text()
         (tmp_path / "pid").write_text(f"{master.pid}\n")  # HAProxy starts now
-        until(lambda: beat() or "reload" in told.read_text())
-        beat()
+        until(lambda: "reload" in told.read_text())
         folder.rename(tmp_path / "away")  # as where a file system is not mounted
         time.sleep(1.2)
         assert holds("r-two")()

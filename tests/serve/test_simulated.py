@@ -66,7 +66,7 @@ def test_every_token_of_every_arrival_is_sent_once_and_in_time(
 def test_a_lone_sequence_takes_as_long_as_the_emulated_backend_says() -> None:
     done = simulate(config("ar"), 1, [Arrival(0.0, 5, 101)])
     times = done.requests[0].token_s
-    steps = np.diff(times)[:-1]  # the last token is not sent beside another round
+    steps = np.diff(times)[:-1]  # the last token is sent after the last round
     assert steps.min() == pytest.approx(steps.max(), rel=0.01)  # rounds of one row
 
 
@@ -143,7 +143,7 @@ def test_prompts_make_nine_rounds_in_ten_at_most_30_percent_longer(
     growth = list[float]()
 
     class Noted(VirtualLoop):
-        """Notes by how much the prompts stored beside running sequences lengthen a round."""
+        """Notes by how much the prompts stored with running sequences lengthen a round."""
 
         def step(self) -> RoundResult:
             is_storing, rows = self.is_storing, len(self.live_ids) * (lookahead + 1)

@@ -24,11 +24,11 @@ FLAGS = (
     "pair=8b@2L/1b backend=emulated device=null forward=transformer mode=ssd fan_out=uniform:2 "
     f"lookahead={K} batch_size=8 context={PROMPT} num_tokens={TOKENS + PROMPT}"
 )
-MOST_GROWTH = 8 << 20  # bytes, of all requests behind the first tenth
+MOST_GROWTH = 8 << 20  # bytes, of all requests after the first tenth
 
 
 class Crowd:
-    """Clients that ask, wait or leave; as mail, it keeps only what it counts."""
+    """Clients that ask, wait or leave; keeps counts only."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._dice, self.left, self._next = random.Random(seed), count, 0

@@ -79,9 +79,7 @@ def decode(pair: TinyPair, mode: str, **flags: Any) -> tuple[dict[int, list[int]
     "mode, flags",
     [
         ("ar", {}),
-        ("sd", {"num_drafts": 0}),
         ("sd", {"num_drafts": 0, "temperature": 1.0, "lookahead": 2}),
-        ("sd", {"num_drafts": 1}),
         ("ssd", {"fan_out": "uniform:3", "saguaro_c": 0.5}),
         ("sd", {"num_drafts": 0, "top_p": 0.9}),  # judged by the host
         ("sd", {"num_drafts": 0, "backup": "fast"}),  # certain tokens

@@ -79,13 +79,6 @@ def reached(event: Any) -> bool:
     return bool(status == 0)
 
 
-def can_access_peers() -> list[list[bool]]:
-    """Returns [i][j]: whether GPU i can map GPU j's memory, by the device numbers of this
-    process."""
-    every = range(int(runtime.getDeviceCount()))
-    return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in every] for i in every]
-
-
 class CupyProgram(Program):
     """A captured graph of a body, or the body itself if it cannot be captured.
 

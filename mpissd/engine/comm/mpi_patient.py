@@ -39,22 +39,21 @@ class PatientComm(MPI.Intracomm):
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Returns every rank's object, in rank order, on `root`; None elsewhere."""
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
-        here = self.rank == root
+        here, length = self.rank == root, np.array([len(data)], np.int64)
         sizes = np.zeros(self.size if here else 0, np.int64)
-        length = np.array([len(data)], np.int64)
         self._wait(self.Igather(length, sizes if here else None, root), "all ranks' reports")
         every = np.empty(int(sizes.sum()), np.uint8)
-        target = (every, sizes) if here else None
-        self._wait(self.Igatherv(data, target, root), "all ranks' reports")
+        request = self.Igatherv(data, (every, sizes) if here else None, root)
+        self._wait(request, "all ranks' reports")
         return _unpack(every, sizes) if here else None
 
     def bcast(self, obj: Any = None, root: int = 0) -> Any:
         """Returns the object of rank `root`."""
         data = np.frombuffer(MPI.pickle.dumps(obj if self.rank == root else None), np.uint8)
         size = np.array([len(data)], np.int64)
-        self._wait(self.Ibcast(size, root), f"rank {root}'s word")
+        self._wait(self.Ibcast(size, root), f"a message of rank {root}")
         pickled = data.copy() if self.rank == root else np.empty(int(size[0]), np.uint8)
-        self._wait(self.Ibcast(pickled, root), f"rank {root}'s word")
+        self._wait(self.Ibcast(pickled, root), f"a message of rank {root}")
         return obj if self.rank == root else MPI.pickle.loads(pickled.tobytes())
 
     def allreduce(self, sendobj: Any, op: MPI.Op | Callable[[Any, Any], Any] = MPI.SUM) -> Any:

@@ -10,11 +10,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpissd.common import process
 from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.wait import PATIENT_SPIN_S, Waiter
+from mpissd.engine.backend.base import DeviceInfo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,6 +116,19 @@ class Topology:
     def leads_group(self) -> bool:
         """Whether this is the lead of a target group: its first rank."""
         return not self.is_draft and self.world.rank % self.tp == 0
+
+    def place(self, info: DeviceInfo) -> dict[str, Any]:
+        """Returns this rank's role, host and device, as a probe's profile records them."""
+        rank = self.world.rank
+        return {
+            "rank": rank,
+            "role": "draft" if self.is_draft else "lead" if self.leads_group else "target",
+            "host": self.hosts[rank],
+            "device": info.name,
+            "uuid": info.uuid,
+            "bus_id": info.bus_id,
+            "cores": len(usable_cores()),
+        }
 
     @property
     def group_index(self) -> int:

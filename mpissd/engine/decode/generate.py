@@ -10,7 +10,6 @@ from typing import NamedTuple
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.answers import sources_of
 from mpissd.engine.workload.text.prompts import read_prompts
@@ -63,23 +62,17 @@ def _encoded(
 def _tokens(config: RunConfig, text: AnswerText) -> Generator[Token, None, None]:
     """Yields tokens up to the one that ends the answer."""
     with closing(Decoder(config)) as decoder:
-        left = config.token_limit
-        number = 0
+        left, number = config.token_limit, 0
         while text.ended is None and not decoder.is_over:
-            for token, source in _emitted(decoder.step())[:left]:
+            result = decoder.step()
+            ((_, tokens),) = result.emitted()
+            sources = sources_of(len(tokens) - 1, int(result.speculation.source[0]))
+            for token, source in list(zip(tokens, sources, strict=True))[:left]:
                 yield Token(text.push(token), token, source, number)
                 if text.ended is not None:
                     return
                 left = None if left is None else left - 1
             number += 1
-
-
-def _emitted(result: RoundResult) -> list[tuple[int, str]]:
-    """Returns the tokens of a round of one sequence, each with its source."""
-    drafted, outcome = result.speculation, result.outcome
-    accepted = int(outcome.num_accepted[0])
-    tokens = [*drafted.tokens[0, :accepted].tolist(), int(outcome.bonus[0])]
-    return list(zip(tokens, sources_of(accepted, int(drafted.source[0])), strict=True))
 
 
 def _flushed(tokens: Generator[Token, None, None], text: AnswerText) -> Iterator[Token]:

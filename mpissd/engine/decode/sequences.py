@@ -36,7 +36,7 @@ class Sequences:
         """Counts a round's tokens, releases sequences that ended, and admits as many new ones."""
         if self._limit is None and self._endings is None:
             return
-        gone = [name for name, tokens in _emitted(result) if self._ends(name, tokens)]
+        gone = [name for name, tokens in result.emitted() if self._ends(name, tokens)]
         if gone:
             loop.finish(gone)
             loop.admit(self._next(len(gone)))
@@ -60,10 +60,3 @@ class Sequences:
             return False
         del self._emitted[request_id]
         return True
-
-
-def _emitted(result: RoundResult) -> list[tuple[int, list[int]]]:
-    """Returns (request id, the tokens that it emitted in this round) of every sequence."""
-    drafts = result.speculation.tokens.tolist()
-    rows = result.outcome.rows.tolist()
-    return [(row[0], [*draft[: row[3]], row[4]]) for row, draft in zip(rows, drafts, strict=True)]

@@ -63,6 +63,11 @@ class RoundResult:
     stored_s: float = 0.0
     adopted: Mapping[int, int] = field(default_factory=dict)
 
+    def emitted(self) -> list[tuple[int, list[int]]]:
+        """Returns (request id, the tokens that it emitted in this round) of every sequence."""
+        rows = zip(self.outcome.rows.tolist(), self.speculation.tokens.tolist(), strict=True)
+        return [(name, [*drafts[:k], bonus]) for (name, _, _, k, bonus), drafts in rows]
+
 
 class TargetLoop:
     """The lead's round loop; its caller runs it by step() and makes sequences join or leave.

@@ -214,11 +214,11 @@ def opened_machine(
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
+        guard.stage(Stage.TEARDOWN)  # after an error the stage stays, and is named with it
     except FaultError:
         machine.group.abort()  # a collective that waits for a dead peer would block the device
         raise
     finally:
-        guard.stage(Stage.TEARDOWN)
         with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
             machine.close()
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _KEYS = (
     "spec_accept_histogram",
     "spec_correct_drafts_histogram",
 )
+_MOST = 1_000_000  # accepted tokens of a round
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 _MODEL = re.compile(r"^vllm:spec_decode_[^\n]*\bmodel_name=\"([^\"]*)\"", re.MULTILINE)
 _PER_POSITION = re.compile(
@@ -84,65 +85,45 @@ def _of_metrics(text: str) -> list[int] | None:
 
 def _of_text(text: str) -> list[int] | None:
     """Reads JSON, JSON lines or whole numbers; returns None if the text is neither."""
+    lines = [line for line in text.splitlines() if line.strip()]
     try:
-        return _of_json(json.loads(text))
-    except (ValueError, RecursionError):
-        lines = text.strip().splitlines()
-    if lines and lines[0].lstrip().startswith("{"):
-        return _of_lines(lines)
-    parts = lines[0].split(",") if len(lines) == 1 else lines
-    return _whole([_integer(part.strip()) for part in parts])
-
-
-def _of_lines(lines: Iterable[str]) -> list[int] | None:
-    try:
-        return _of_json([json.loads(line) for line in lines if line.strip()])
-    except (ValueError, RecursionError):
+        try:
+            data = json.loads(text)
+        except ValueError:  # one value a line, or one line with commas
+            data = json.loads(f"[{text}]") if len(lines) == 1 else [*map(json.loads, lines)]
+        histograms = [[data]] if type(data) is int else list(_histograms(data))
+    except (ValueError, TypeError, RecursionError):
         return None
+    if not all(type(n) is int for counts in histograms for n in counts):
+        return None
+    return [sum(each) for each in zip_longest(*histograms, fillvalue=0)]
 
 
-def _of_json(data: Any) -> list[int] | None:
-    if type(data) is int:
-        return [data]
+def _histograms(data: Any) -> Iterator[list[Any]]:
+    """Yields every histogram inside a document, as counts by k.
+
+    Of one object only the first key in _KEYS counts. Raises ValueError for a key with another
+    value.
+    """
     if isinstance(data, list) and not any(isinstance(item, (dict, list)) for item in data):
-        return _whole(data)
-    histograms = list(_histograms(data))
-    if not histograms or None in histograms:
-        return None
-    lists = [counts for counts in histograms if counts is not None]
-    longest = max(map(len, lists))
-    return [sum(counts[k] for counts in lists if k < len(counts)) for k in range(longest)]
-
-
-def _histograms(data: Any) -> Iterator[list[int] | None]:
-    """Yields every histogram inside a document; of one object only the first key in _KEYS
-    counts."""
-    if isinstance(data, list):
+        yield data
+    elif isinstance(data, list):
         for item in data:
             yield from _histograms(item)
     elif isinstance(data, dict):
         named = [data[key] for key in _KEYS if data.get(key) is not None]
-        if named:
-            yield _dense(named[0])
-        else:
+        if not named:
             for item in data.values():
-                if isinstance(item, (dict, list)):
+                if isinstance(item, dict) or _holds_objects(item):
                     yield from _histograms(item)
+        elif isinstance(named[0], list):
+            yield named[0]
+        else:
+            counts = {int(key): count for key, count in dict(named[0]).items()}
+            if not 0 <= min(counts) <= max(counts) <= _MOST:
+                raise ValueError(f"{max(counts)} accepted tokens")
+            yield [counts.get(k, 0) for k in range(max(counts) + 1)]
 
 
-def _dense(value: Any) -> list[int] | None:
-    """Returns counts by k as a list, from a list or {k: count}; None for other values."""
-    if isinstance(value, dict):
-        keys = {_integer(str(key)): count for key, count in value.items()}
-        if None in keys or max(map(int, keys), default=0) > 1_000_000:  # type: ignore[arg-type]
-            return None
-        value = [keys.get(k, 0) for k in range(max(map(int, keys), default=-1) + 1)]  # type: ignore[arg-type]
-    return _whole(value) if isinstance(value, list) else None
-
-
-def _whole(values: list[Any]) -> list[int] | None:
-    return values if all(type(value) is int for value in values) else None
-
-
-def _integer(value: str) -> int | None:
-    return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else None
+def _holds_objects(item: Any) -> bool:
+    return isinstance(item, list) and any(isinstance(each, (dict, list)) for each in item)

@@ -10,8 +10,7 @@ time, so that a round only gathers from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,17 +157,16 @@ class TokenStream(Stream):
         return uniforms(self._seed, purpose, int(self._request[slot]), start, self._window)
 
 
-@dataclass(frozen=True)
-class Offsets:
+class Offsets(NamedTuple):
     """Table offsets of a sequence's lanes (branch slots); arrays are [ΣF], n committed tokens.
 
     k: accepted tokens in the lane's outcome. decoy: distance in the flat table of decoys from the
-    entry of (position n, place 0). behind: distance from n to the position where the branch begins.
+    entry of (position n, place 0). branch: distance from n to the position where the branch begins.
     """
 
     k: Ints
     decoy: Index
-    behind: Index
+    branch: Index
 
 
 class DraftStream(TokenStream):
@@ -236,7 +234,7 @@ class DraftStream(TokenStream):
             source, num_draft = source[rows], num_draft[rows]
         offsets = self.offsets(fan_out)
         first = self.candidates(source, num_draft, offsets, rows)
-        return first, self.drafts(Source.CACHE, offsets.behind, rows)
+        return first, self.drafts(Source.CACHE, offsets.branch, rows)
 
     def restarts(self, source: Source, rows: Index) -> Ints:
         return self.drafts(source, np.zeros((), np.int64), rows)

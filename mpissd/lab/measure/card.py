@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from tqdm import tqdm
 from mpissd.common.config import RunConfig
 from mpissd.common.output import json_line
 from mpissd.common.row import Row
+from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.comm.topology import Topology
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.text.answers import answers_file
@@ -32,10 +34,7 @@ def print_card(session: Session) -> None:
     lines.append(("backend", f"{session.backend.name} ({session.backend.dtype_name})"))
     if session.backend.info.kind == "emulated":
         lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
-    for rank, (host, info) in enumerate(zip(topology.hosts, session.infos, strict=True)):
-        is_draft, leads = rank >= topology.first_draft, rank % topology.tp == 0
-        role = "draft" if is_draft else "lead" if leads else "target"
-        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+    lines += rank_lines(topology, session.infos)
     if config.learners:
         learning = config.learning
         told = f"from {learning.positions}, rate {learning.rate:g}, batch {learning.batch}"
@@ -50,6 +49,16 @@ def print_card(session: Session) -> None:
     each = " in each group" if topology.groups > 1 else ""
     lines.append(("seed", f"{config.seed}, batch {config.batch_size}{each}"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
+
+
+def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
+    """Returns a line for each rank: its name, and its role, host and device."""
+    lines = []
+    for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
+        is_draft, leads = rank >= topology.first_draft, rank % topology.tp == 0
+        role = "draft" if is_draft else "lead" if leads else "target"
+        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+    return lines
 
 
 def _groups(job: Job) -> str:

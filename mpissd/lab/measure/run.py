@@ -224,7 +224,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
-        watched: AbstractContextManager[Callable[[int], Any]] = nullcontext(_ignore)
+        watched: AbstractContextManager[Callable[[int], Any]] = nullcontext(lambda count: None)
         if not audience.is_live and rank.session.topology.is_lead:
             watched = progress_bar(config, config.max_rounds)
         records, wall_s = _rounds(loop, rank.session.job, sequences, audience, watched)
@@ -301,10 +301,6 @@ def _rounds(
             records.round_s.append(now - last)
             last = now
     return records, last - start
-
-
-def _ignore(count: int) -> None:
-    """Does nothing, in place of the progress bar."""
 
 
 def _begin(ledger: Ledger) -> float:

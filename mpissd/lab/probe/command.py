@@ -27,7 +27,6 @@ from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.rank_places import seat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
@@ -95,7 +94,7 @@ class Prober:
             self._session.barrier()
             self._session.agree(self.checks.error())
             seconds[stage.__name__] = perf_counter() - begun
-        place = seat(self._topology, self._session.backend.info)
+        place = self._topology.place(self._session.backend.info)
         every = self._topology.world.gather((self.tables, self.notes, place))
         error: MpissdError | None = None
         if every is not None:

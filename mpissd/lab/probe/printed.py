@@ -33,19 +33,14 @@ def print_table(
     host: Sequence[Entry],
     places: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Prints all measurements; `places`: of the ranks, from rank_places."""
+    """Prints all measurements; `places`: of the ranks, from Topology.place."""
     _print(_lines(tables))
     _print(("" if n else "not known", note) for n, note in enumerate(notes))
     _print(_hosts(host))
     for place in places:
-        numa = place["numa_node"] if place["bus_id"] else place["core_numa_nodes"]
         where = f"{place['host']}  {place['device']}"
         where += f"  {place['bus_id']}" if place["bus_id"] else f"  {place['cores']} cores"
-        where += "" if numa is None else f"  NUMA {numa}"
         _print([(f"rank {place['rank']}", f"{place['role']:6} {where}")])
-    for links in filter(None, (place["gpu_links"] for place in places)):
-        table = links.partition("Legend")[0].splitlines()
-        _print(("", line) for line in table if line.strip())
 
 
 def _lines(tables: Mapping[str, Sequence[Entry]]) -> Lines:

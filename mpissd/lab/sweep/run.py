@@ -27,7 +27,7 @@ from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Machine, opened_machine
 from mpissd.engine.workload.text.workload import check_prompts
-from mpissd.lab.measure.card import open_bar
+from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.commands import planned
 from mpissd.lab.sweep.configs import SweepConfig
@@ -205,10 +205,7 @@ class Sweep:
             ("", f"{todo} to measure"),
             ("backend", f"{machine.backend.name} ({machine.backend.dtype_name})"),
         ]
-        hosts = zip(machine.topology.hosts, machine.infos, strict=True)
-        for rank, (host, info) in enumerate(hosts):
-            role = "draft" if rank >= machine.topology.tp else "lead" if rank == 0 else "target"
-            lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+        lines += rank_lines(machine.topology, machine.infos)
         print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
     def _print_end(

@@ -1,11 +1,10 @@
-"""The read side: everything that `mpissd compare` prints, from rows and files only.
+"""The read side: what `mpissd compare` (cli/compare.py) prints, from rows and files only.
 
 load       rows, their jobs' profiles and their rounds; the rows of a name
 pair       one result over another
 best       methods at equal K and each at its own best K
 claims     SSD against the strongest other use of as many GPUs, and which verdicts hold
 milestone  the milestone report's tables next to ours (docs/milestone-tables.md has the formulas)
-command    `compare`
 
 This needs neither MPI nor a GPU.
 """

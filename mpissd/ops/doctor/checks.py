@@ -257,8 +257,8 @@ def _view(facts: Facts, rank: RankFacts) -> Finding | None:
         detail = f"runtime {cuda_version(view.runtime)}, driver serves {cuda_version(view.driver)}"
         return Finding("CUDA", f"{detail} on {_place(rank)}", WARN, reinstall)
     if view.nvmath_error:
-        fix = "pip install nvmath-python (without it forwards are not CUDA graphs)"
-        return Finding("nvmath", f"{view.nvmath_error} on {_place(rank)}", WARN, fix)
+        fix = "pip install nvmath-python (products are its cuBLAS's)"
+        return Finding("nvmath", f"{view.nvmath_error} on {_place(rank)}", BAD, fix)
     return None
 
 

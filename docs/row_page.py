@@ -1,6 +1,9 @@
-"""The tables of docs/row.md and docs/load.md, from the fields of mpissd.common.row and load_row.
+#!/usr/bin/env python3
+"""Prints the table of docs/row.md, or docs/load.md, from the fields of mpissd.common.row, load_row.
 
-python -m mpissd.lab.tables.row_page [load]      prints one; docs/tables.py writes it into its page
+    docs/row_page.py [load]
+
+docs/tables.py writes it into its page.
 """
 
 from __future__ import annotations
@@ -8,14 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpissd.common.load_row import LoadRow
 from mpissd.common.row import FIELDS
 
 _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
-
-
 LOAD_FIELDS = {field.name: field for field in fields(LoadRow)}
 
 
