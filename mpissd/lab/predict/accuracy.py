@@ -200,12 +200,10 @@ def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
     here = [g for g in judged if all(g[name] == every[name] for name in ("machine", "forwards"))]
     own, luckless = ("meets" if meets(every, k) else "misses" for k in ("other", "without_luck"))
     biased = [f"{g['mode']} at T = {g['tp']}" for g in here if g["tp"] and is_biased(g)]
-    means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else "within it"
+    means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else f"within {MEAN_BAR:.0%}"
     return (
-        f"{every['machine']}, {every['forwards']}: (c) {own} its bar (median at most {bar[0]:.0%}, "
-        f"p95 at most {bar[1]:.0%}); without luck it {luckless} it. Its mean by mode and T, at "
-        f"most {MEAN_BAR:.0%}, is {means} (without luck where the rows have fewer than "
-        f"{ENOUGH_SEEDS} seeds)."
+        f"{every['machine']}, {every['forwards']}: (c) {own} its bar ({bar[0]:.0%}, {bar[1]:.0%}), "
+        f"without luck it {luckless} it; means by mode and T: {means}."
     )
 
 
