@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mpissd.common.load_row import LoadRow
 from mpissd.common.row import FIELDS
 
-_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
+_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}
 LOAD_FIELDS = {field.name: field for field in fields(LoadRow)}
 
 
