@@ -104,9 +104,3 @@ def _at_least(what: str, value: _Number, least: float = 0) -> _Number:
     if not value >= least:
         raise ConfigError(f"{what}={value}: allowed: at least {least}")
     return value
-
-
-def _positive(what: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{what}={value}: allowed: above 0 and finite")
-    return value

@@ -117,7 +117,7 @@ class Distillation:
             self.parts.append(part)
             tokens = int(part.answered.sum())  # waits for the device
             last = time.monotonic() - started - elapsed
-            each = part.tokens.shape[1] - len(self.source.template.before)
+            each = max(0, part.tokens.shape[1] - len(self.source.template.before))
             written += num * each
             rate = num * each / last
             self.log(f"batch {number + 1}: {tokens / 1e6:.2f} M answered, {rate:.0f} tokens/s")

@@ -48,8 +48,8 @@ def until(deadline: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-6))
     try:
+        signal.setitimer(signal.ITIMER_REAL, min(max(deadline - time.monotonic(), 1e-6), 1e6))
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

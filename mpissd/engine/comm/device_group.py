@@ -35,7 +35,7 @@ from mpissd.common.errors import ConfigError, FaultError, unknown
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.device_oneshot import MAX_RANKS, OneshotGroup
-from mpissd.engine.comm.group import ALL_REDUCES, Device, Group, IpcDevice
+from mpissd.engine.comm.group import ALL_REDUCES, Device, Group
 
 _CLOSE_S = 1.0  # longest wait of a close for enqueued work
 
@@ -46,13 +46,6 @@ class GpuPlace(NamedTuple):
     host: str
     bus_id: str
     nccl: bool
-
-
-def gather_places(device: Device, comm: MPI.Comm) -> list[GpuPlace]:
-    """Returns every rank's place, in rank order. Collective."""
-    info = device.info
-    nccl = info.kind == "gpu" and _has_nccl()
-    return comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", nccl))
 
 
 def shared_gpu(places: Sequence[GpuPlace]) -> str | None:
@@ -107,12 +100,13 @@ def _lacks_nccl(places: Sequence[GpuPlace]) -> str | None:
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
-    device = cast(Device, backend)
-    places = gather_places(device, comm)
-    name = choose(choice, places, oneshot=device.info.kind == "gpu")
+    device, info = cast(Device, backend), backend.info
+    nccl = info.kind == "gpu" and _has_nccl()
+    places = comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", nccl))
+    name = choose(choice, places, oneshot=info.kind == "gpu")
     if name == "oneshot":
         try:
-            return OneshotGroup(cast(IpcDevice, backend), comm, waiter)
+            return OneshotGroup(device, comm, waiter)
         except ConfigError:  # every rank raises it
             if choice == "oneshot":
                 raise
@@ -121,7 +115,14 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
         return NcclGroup(device, comm, waiter)
     if name == "staged":
         return StagedGroup(device, comm, waiter)
-    return open_device_mpi(device, comm, waiter)
+    if not claims_cuda():  # All ranks load one library, so that all raise this error.
+        vendor, version = MPI.get_vendor()
+        library = f"{vendor} {'.'.join(map(str, version))}"
+        raise ConfigError(
+            f"all-reduce {choice!r}: {library} says that it cannot read device memory; allowed: "
+            "nccl, staged, auto"
+        )
+    return DeviceMpiGroup(device, comm, waiter)
 
 
 def _has_nccl() -> bool:
@@ -282,20 +283,6 @@ class DeviceMpiGroup(Group):
         requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
         requests += [self._comm.Isend([slots[self.rank], MPI.BYTE], peer) for peer in peers]
         self._waiter.until(lambda: MPI.Request.Testall(requests), "device all-reduce")
-
-
-def open_device_mpi(device: Device, comm: MPI.Comm, waiter: Waiter) -> DeviceMpiGroup:
-    """Opens the group; raises ConfigError where the MPI library claims no device memory.
-
-    All ranks of a job load one library, so that all raise the same error.
-    """
-    if not claims_cuda():
-        name, version = MPI.get_vendor()
-        library = f"{name} {'.'.join(map(str, version))}"
-        raise ConfigError(
-            f"all_reduce=mpi: {library} is not CUDA-aware: allowed: nccl, staged, auto"
-        )
-    return DeviceMpiGroup(device, comm, waiter)
 
 
 def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:

@@ -61,25 +61,19 @@ class SoloGroup(Group):
 
 
 class Device(Protocol):
-    """The device of device_group: a stream, page-locked memory, copies and a fence."""
+    """The device of the groups that reduce on a GPU.
+
+    It has a stream, page-locked memory, copies and a fence; for oneshot also arrays, a word that
+    stops kernels, and product chains that sum.
+    """
 
     info: DeviceInfo
     stream: Any
+    stop: Any
 
     def host_ints(self, count: int) -> Any: ...
     def copy_out(self, array: Any, host: Any) -> None: ...
     def copy_in(self, host: Any, array: Any) -> None: ...
-    def flush(self) -> None: ...
-    def fence(self) -> Callable[[], bool]: ...
-    def destroy_graphs(self) -> None: ...
-
-
-class IpcDevice(Protocol):
-    """OneshotGroup's device: arrays, a word that stops kernels, and product chains that sum."""
-
-    stream: Any
-    stop: Any
-
     def activation(self, rows: int, width: int) -> Any: ...
     def from_host(self, values: Any, out: Any) -> None: ...
     def to_host(self, array: Any) -> Any: ...

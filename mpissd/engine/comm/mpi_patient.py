@@ -105,8 +105,3 @@ def identity() -> tuple[int, int, str]:
     """Returns (rank, size of the world, the library's version as text)."""
     world = MPI.COMM_WORLD
     return world.rank, world.size, str(MPI.Get_library_version())
-
-
-def abort(code: int) -> None:
-    """Ends every rank of the job with exit code `code`."""
-    MPI.COMM_WORLD.Abort(code)
