@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the table of docs/row.md, or docs/load.md, from the fields of mpissd.common.row, load_row.
+"""Prints the keys of docs/row.md, or docs/load.md, from the fields of mpissd.common.row, load_row.
 
     docs/row_page.py [load]
 
@@ -24,20 +24,19 @@ LOAD_FIELDS = {field.name: field for field in fields(LoadRow)}
 
 
 def lines(known: Mapping[str, Field[Any]] = FIELDS) -> Iterator[str]:
-    """Yields the table of a row's keys as Markdown, a line for each key in the order of a row."""
-    yield "| key | type | unit | meaning |"
-    yield "|---|---|---|---|"
+    """Yields a Markdown line for each key, in the order of a row: key, type, unit, meaning."""
     for name, field in known.items():
         unit, meaning = field.metadata["unit"], field.metadata["meaning"]
         name = f"configuration.{name}" if field.metadata["is_set"] else name
-        yield f"| `{name}` | {_type(str(field.type))} | {unit} | {meaning} |"
+        kind = ", ".join(filter(None, (_type(str(field.type)), unit)))
+        yield f"- `{name}` ({kind}): {meaning}"
 
 
 def _type(annotation: str) -> str:
+    """Returns the type of a key; `?` marks one that may be null."""
     plain = annotation.removesuffix(" | None")
-    plain = "object" if plain == "Times" else plain
     kind = "list" if plain.startswith("list") else _TYPES.get(plain, "object")
-    return kind if plain == annotation else f"{kind}, or null"
+    return kind + "?" * (plain != annotation)
 
 
 if __name__ == "__main__":

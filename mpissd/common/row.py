@@ -62,34 +62,22 @@ class Row(Mapping[str, Any]):
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
     groups: int | None = setting(
-        "G, target groups that share the draft ([pools.md](pools.md)). Rounds, tokens, phases and "
-        "hits are of all of them, `wall_s` is the longest one's; null in rows from before this key"
+        "G, target groups that share the draft ([pools.md](pools.md)). Rounds, tokens, phases and"
+        " hits are of all of them, `wall_s` is the longest one's"
     )
-    target: str = key("the target's shape; `@nL` marks a depth-scaled target")
-    draft: str | None = key(
-        'the draft\'s shape; "lookup" where nothing but prompt lookup drafts; null in AR'
-    )
+    target: str = key("the target's shape; `@nL`: scaled in depth")
+    draft: str | None = key('the draft\'s shape; "lookup" if only a lookup drafts')
     dtype: str = setting("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
-    fan_out: list[int] | None = setting("the list F_0 … F_K used after a hit null unless SSD")
+    fan_out: list[int] | None = setting("F_0 … F_K after a hit")
     branch_budget: int | None = setting("the sum of `fan_out`")
-    fan_out_miss: list[int] | None = setting(
-        "the list F_0 … F_K used after a miss, which a backup drafted. A small `markov` vocabulary "
-        "may have fewer candidates"
-    )
-    acceptance: str | None = setting(
-        "the acceptance law that was imposed; null in AR and in a `markov` job"
-    )
-    hit_law: str | None = setting(
-        "the hit law that was imposed (`--hit_law` takes this text again); null unless SSD"
-    )
-    laws: str | None = setting(
-        "file and SHA-256 of the laws of a real pair that were imposed (`--laws`); else null"
-    )
+    fan_out_miss: list[int] | None = setting("F_0 … F_K after a miss")
+    acceptance: str | None = setting("the imposed acceptance model")
+    hit_law: str | None = setting("the imposed hit model, as `--hit_law` reads it")
+    laws: str | None = setting("file and SHA-256 of imposed `--laws`")
     batch_size: int = key("b, sequences that decode together")
     draft_device_name: str | None = key(
-        "the first draft rank's device, which may be of another kind than the lead's "
-        "(`--draft_device` on the emulated backend); null without a draft rank"
+        "the draft rank's device, which may be of another kind than the lead's (`--draft_device`)"
     )
     inline_draft: bool = setting("whether the draft shares the lead's device")
     all_reduce: str = setting(
@@ -99,207 +87,167 @@ class Row(Mapping[str, Any]):
     fuse: bool = setting("whether q, k, v were one product, and gate and up another")
     lm_head: bool = setting(
         "whether the vocabulary product with top-k was part of a forward; true of every "
-        "transformer, though older rows of one say false"
+        "transformer, though older rows may have false"
     )
     context: int = setting(
-        "value of `--context`: KV cache that attention reads in every forward", "tokens"
+        "value of `--context`: KV cache that attention reads in every forward",
+        "tokens",
     )
     forward: str = setting("gemm (matrix products alone) or transformer (`--forward`)")
     weights: Mapping[str, Any] | None = key(
-        "of target and draft, the `name` of the weights, the `sha256` of their files (null: random "
-        "weights) and `sha256_of`, what of them it covers: whole files, or of each one above 512 "
-        "MiB its size, its first 16 MiB and 64 blocks of 64 KiB up to its end. Of the target of a "
-        "`text` job also `tokenizer_sha256`, of tokenizer, chat template and stop tokens where "
-        "they are files of their own (null: inside the weights' file, or ids alone). Of a draft "
-        "also `made_for_target`, whether `distill` made it for this target, by the digest of the "
-        "norms' weights, which is the same in all file formats of a model (null: its files do not "
-        "say; missing: an older row). Null for `forward` gemm"
+        "of target and draft: `name`, `sha256` of the files (null: random weights), and "
+        "`sha256_of` (whole files, or of each one above 512 MiB its size, its first 16 MiB and 64"
+        " blocks of 64 KiB). Of a `text` target also `tokenizer_sha256`. Of a draft also "
+        "`made_for_target`: whether `distill` made it for this target (null: unknown)"
     )
     on_late: str | None = setting(
-        "finish: hits that arrive before growth is complete are finished first; serve and auto in "
-        "older rows. Null unless SSD"
+        "finish: hits that arrive before growth is complete are finished first; serve and auto in"
+        " older rows"
     )
-    backup: str | None = setting(
-        "what drafts after a miss; in SD it drafts every round; null in AR"
-    )
-    backup_lookahead: int | None = setting("drafted tokens after a miss; null in AR")
-    acceptance_fast: str | None = setting(
-        "the acceptance law of a fast backup's tokens; null if no fast backup may draft"
-    )
-    lookup: str | None = setting(
-        "how a fast backup finds what to copy: prompt or suffix; null if none may draft, or where "
-        "`acceptance_fast` decides"
-    )
+    backup: str | None = setting("what drafts after a miss; in SD every round")
+    backup_lookahead: int | None = setting("drafted tokens after a miss")
+    acceptance_fast: str | None = setting("the acceptance model of a fast backup's tokens")
+    lookup: str | None = setting("how a fast backup finds what to copy: prompt or suffix")
     num_layers: int = setting("layers of the target that ran")
     seed: int = setting("seed of all random draws")
-    temperature: float | None = setting(
-        "sampling temperature of a `markov` or `text` job; else null"
-    )
-    vocab: int | None = setting("vocabulary size of a `markov` or `text` job; else null")
-    order: int | None = setting(
-        "number of tokens on which the next one depends in a `markov` job; else null"
-    )
-    divergence: float | None = setting(
-        "how far a `markov` job's draft is from its target; else null"
-    )
-    saguaro_c: float | None = setting("Saguaro's C in a `markov` or `text` job; else null")
-    prompt_tokens: int | None = setting(
-        "length of each prompt of a `markov` job; else null", "tokens"
-    )
-    top_p: float | None = setting(
-        "share of the target's distribution that is kept where a `text` job samples; else null"
-    )
-    stop: list[str] | None = setting("the stop strings of a `text` job; else null")
-    num_prompts: int | None = setting(
-        "prompts of a `text` job; fewer than batch_size fill no batch. Else null"
-    )
+    temperature: float | None = setting("sampling temperature (`markov`, `text`)")
+    vocab: int | None = setting("vocabulary size (`markov`, `text`)")
+    order: int | None = setting("number of tokens on which the next one depends (`markov`)")
+    divergence: float | None = setting("how far the draft is from its target (`markov`)")
+    saguaro_c: float | None = setting("Saguaro's C (`markov`, `text`)")
+    prompt_tokens: int | None = setting("length of each prompt (`markov`)", "tokens")
+    top_p: float | None = setting("share of the target's distribution that is kept (`text`)")
+    stop: list[str] | None = setting("the stop strings (`text`)")
+    num_prompts: int | None = setting("number of prompts (`text`)")
     prompts_sha256: str | None = setting(
-        "SHA-256 of the tokens of a `text` job's prompts, chat template applied: a line each, "
-        "ids in decimal with a space between; else null"
+        "SHA-256 of the prompts' tokens, chat template applied: a line each, ids in decimal with "
+        "a space between (`text`)"
     )
-    recording: str | None = setting(
-        "file and SHA-256 of the recording that a `replay` job follows; else null"
-    )
-    stop_token: int | None = setting("the token that ends a sequence of a `markov` job; else null")
+    recording: str | None = setting("file and SHA-256 of the recording (`replay`)")
+    stop_token: int | None = setting("the token that ends a sequence (`markov`)")
     num_rounds: int = key("number of measured rounds")
     token_limit: int | None = setting("value of `--num_tokens`; null: no limit", "tokens")
     num_tokens: int = key("tokens of all sequences in the measured rounds", "tokens")
     wall_s: float = key("wall time of the measured rounds", "s")
     t_prefill_s: float | None = key(
-        "what the target's forwards over prompts took, of wall_s; null without prompts", "s"
+        "time of the target's forwards over prompts, part of wall_s",
+        "s",
     )
     time_to_first_token_s: float | None = key(
-        "duration of the first measured round, prompt included; null without prompts", "s"
+        "duration of the first measured round, prompt included",
+        "s",
     )
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     tok_per_s_per_gpu: float = key(
-        "tok_per_s / world_size; a learner on another rank's GPU (`shares_gpu_of`) is not counted",
+        "tok_per_s / world_size; a learner on another rank's GPU is not counted",
         "tok/s",
     )
     round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")
     phases_us: Mapping[str, Means | None] = key(
-        "{lead, draft}: mean a round of each exclusive host phase (docs/architecture.md lists "
-        "them); they add up to the round. Rows without `upload` count it in `launch`",
+        "{lead, draft}: mean a round of each exclusive host phase (`mpissd/common/trace.py` lists"
+        " them); they add up to the round",
         "µs",
     )
     device_us: Mapping[str, float | None] | None = key(
-        "mean a round on the lead's device, beside the host's phases: `forward` (the target's, "
-        "without its collectives), `all_reduce` (those, waiting for peers included), `idle` (no "
-        "target forward); together the mean round. `all_reduce` is 0 at T = 1; on GPUs as many "
-        "all-reduces as a verification has, of b(K+1) rows, timed alone by events at the start of "
-        "the job, captured where the forward is (inside its graph they cannot be timed); on "
-        "CPUs timed where they run; emulated: the profile's. Null where that is not known",
+        "mean a round on the lead's device: `forward` (the target's, without its collectives), "
+        "`all_reduce` (waits for peers included; on GPUs as many as a verification has, timed "
+        "separately at the start), `idle` (no target forward); together the mean round",
         "µs",
     )
     draft_wait_us: Means | None = key(
-        "{mean, p50, p90, p99, n} over rounds of what the lead waited for speculations of draft "
-        "ranks; null without one",
+        "{mean, p50, p90, p99, n} of the lead's waits for speculations of a draft rank",
         "µs",
     )
     per_group: list[Mapping[str, Any]] | None = key(
-        "of each target group its tok_per_s, num_tokens, num_rounds, wall_s, acceptance_length, "
-        "hit_rate, round_us, draft_wait_us and outcome_digest; null for one group"
+        "of each target group its own values; null for one group"
     )
     pool: Mapping[str, float] | None = key(
-        "of the first draft's forwards in the measured rounds, which several target groups share: "
-        "their number (`forwards`), mean `rows` and groups (`seats`) of one, and the share of time "
-        "in which one ran (`busy`); null for one group"
+        "of the draft's forwards, which several groups share: their number (`forwards`), mean "
+        "`rows` and groups (`seats`) of one, and the share of time in which one ran (`busy`); "
+        "null for one group"
     )
     ledger_closure: float = key(
-        "first percentile, over rounds, of the sum of phases divided by the round's wall time, "
-        "which another clock measured"
+        "first percentile, over rounds, of the sum of phases over the round's wall time by "
+        "another clock"
     )
     acceptance_length: float = key("mean tokens a round and sequence, bonus included", "tokens")
     accept_histogram: list[int] = key("numbers of outcomes with k = 0 … K accepted tokens")
     hit_rate: float | None = key(
-        "share of sequences whose outcome was a key, first rounds (forced misses) left out; null "
-        "unless SSD"
+        "share of sequences whose outcome was a key, without first rounds (forced misses)"
     )
     draft_lost_round: int | None = key(
-        "with `--on_draft_loss=ar`, the first measured round after the draft was lost. From then "
-        "on K = 0 and no round counts in `hit_rate`; predictions and the draft's phases are null. "
-        "Null: the draft was present to the end"
+        "the first measured round after the draft was lost (`--on_draft_loss=ar`); from then on K"
+        " = 0, and no round counts in `hit_rate`"
     )
     learned: Mapping[str, Any] | None = key(
-        "what the draft counted of committed outcomes: their number, and ranks ([candidates kept, "
-        "rank, how often]; rank 0: none of them), for a bonus that replaces a rejection and for "
-        "one after k' accepted tokens; null where outcomes are imposed. Rows of before 2026-11-24 "
-        "also have hazards, lists and fitted (A, r)"
+        "the draft's counts of committed outcomes, and ranks ([candidates kept, rank, how often];"
+        " rank 0: none of them) of a bonus that replaces a rejection and of one after k' accepted"
+        " tokens; null if outcomes are imposed"
     )
-    learners: int | None = setting("L, ranks that train the draft meanwhile; null: none")
+    learners: int | None = setting("L, ranks that train the draft meanwhile")
     learner_state: str | None = key(
-        "of a learner at the end: learning; refused or diverged (its last version was not "
-        "published); lost (its trainer had ended); failed (`fault` in `learner`); silent (its "
-        "rank did not answer, or its trainer did not end within 3 s: `last_state`, which it "
-        "reported `unheard_s` before, in `learner`); starting. Null without one"
+        "at the end: starting, learning, refused or diverged (its last version was not "
+        "published), lost (its trainer had ended), failed (`fault` in `learner`), silent (no "
+        "answer; `last_state` in `learner`)"
     )
     draft_versions: int | None = key(
-        "versions of its weights that the draft swapped in during the measured rounds; null "
-        "without a learner"
+        "versions of its weights that the draft swapped in during the measured rounds"
     )
     acceptance_by_version: list[Mapping[str, float]] | None = key(
         "of each version of the draft's weights (0: as loaded): rounds, drafted and accepted "
-        "tokens of all sequences, and acceptance_length; null without a learner"
+        "tokens, and acceptance_length"
     )
     learner: Mapping[str, Any] | None = key(
-        "what a learner has seen and done, `swaps` (version, bytes, the longest time that one unit "
-        "of taking it over held up the draft), `refused_versions`, the `cost` of teaching on "
-        "the lead (rows, bytes and µs a round, rounds that were dropped), seconds from its start "
-        "to `ready_s` and `first_step_s`, its `gpu`, and `shares_gpu_of`, the rank that has the "
-        "same one; null without one"
+        "what the learner did: `swaps` (version, bytes, longest delay of the draft), "
+        "`refused_versions`, the `cost` of teaching on the lead, seconds to `ready_s` and "
+        "`first_step_s`, its `gpu`, and `shares_gpu_of`, the rank on the same GPU"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(
-        "p50 of K sequential draft steps: of the measured full misses, else of the calibration "
-        "(until 2026-11-24 also in rounds that the device chains); null for prompt lookup and in "
-        "AR. With several groups it includes what the draft did for others meanwhile, as "
-        "`t_growth_s` does",
+        "p50 of K sequential draft steps: of the measured full misses, or of the calibration if "
+        "there are none; null for a lookup. With several groups it includes the draft's work for "
+        "others, as `t_growth_s` does",
         "s",
     )
     t_growth_s: float | None = key(
-        "p50 of glue + K steps over all branches, where they ran to their end; null unless SSD", "s"
+        "p50 of glue + K steps over all branches, if they ran to their end",
+        "s",
     )
     T_SD: float | None = key("t_draft_s / t_target_s")
     floor_us: float | None = key(
-        "the longer of floor_bytes / read_bytes_per_s and floor_flops / peak_flops_per_s, null "
-        "where either rate is unknown (rows without `floor_flops`: of the bytes alone)",
+        "the longer of floor_bytes / read_bytes_per_s and floor_flops / peak_flops_per_s; null if"
+        " either rate is unknown",
         "µs",
     )
     floor_fraction: float | None = key("floor_us / t_target_s; noise on a CPU may lift it above 1")
     floor_bytes: float | None = key(
-        "what a verification of b(K+1) rows reads on a target rank: weights and KV "
+        "weights and KV that a verification of b(K+1) rows reads on a target rank "
         "([definitions.md](definitions.md#what---context-reads))",
         "bytes",
     )
-    floor_flops: float | None = key(
-        "what a verification of b(K+1) rows computes on a target rank: 2·M·weights", "flop"
-    )
+    floor_flops: float | None = key("operations of that verification: 2·M·weights", "flop")
     read_bytes_per_s: float | None = key(
-        "read-only bandwidth of the lead's device over its weights' bytes, in this job "
-        "(emulated: the profile's)",
+        "read-only bandwidth of the lead's device over its weights' bytes, in this job (emulated:"
+        " the profile's)",
         "bytes/s",
     )
     peak_flops_per_s: float | None = key(
-        "peak rate of the lead's device in this job: that of the fastest launch of a large square "
-        "product, or of a calibrated forward if that was faster (emulated: the profile's)",
+        "peak rate of the lead's device in this job: of a large square product, or of a forward "
+        "if that was faster (emulated: the profile's)",
         "flop/s",
     )
-    cache_bytes: float | None = key(
-        "size of the last-level cache of the lead's device; null: unknown, or emulated", "bytes"
-    )
+    cache_bytes: float | None = key("size of the last-level cache of the lead's device", "bytes")
     predicted_tok_per_s: float | None = key(
         "rate that the replay predicts from this run's draws, its forwards timed in series, and "
-        "the ledger of its warm-up rounds; of text, from its own acceptance, hits and "
-        "`t_prefill_s` where a model drafts (else null)",
+        "its warm-up's host costs; of text from its own acceptance, hits and `t_prefill_s`",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
     prediction_error: float | None = key(
-        "tok_per_s / predicted_tok_per_s − 1: error (a) of docs/predictions.md. It is not what a "
-        "prediction without the run would err by: that is (c), which `plan --rows` prints"
+        "tok_per_s / predicted_tok_per_s − 1: error (a) of [predictions.md](predictions.md)"
     )
     expected_tok_per_s: float | None = key(
-        "long-run mean under the laws, from the same times; error (b) is tok_per_s / "
+        "long-run mean under the imposed models, from the same times; error (b) is tok_per_s / "
         "expected_tok_per_s − 1",
         "tok/s",
     )
@@ -310,11 +258,9 @@ class Row(Mapping[str, Any]):
         "standard deviation of `sampling_error` over runs of as many rounds"
     )
     imposed_hits: Mapping[str, Any] | None = key(
-        "of an imposed p_hit above 0, its price: the default `hit_law`, the `branch_budget` of the "
-        "least uniform fan-out that hits as often under it, and `expected_tok_per_s` of that run "
-        "by the closed model (forwards of more rows than were measured are extrapolated; compare "
-        "with the row's own `expected_tok_per_s`); the last two null where no fan-out reaches "
-        "p_hit. Null: hits follow a law; rows from before this key lack it"
+        "the price of an imposed p_hit: the default `hit_law`, the `branch_budget` of the least "
+        "uniform fan-out that hits as often under it, and `expected_tok_per_s` of that run (null:"
+        " no fan-out reaches p_hit)"
     )
     outcome_digest: str = key(
         "SHA-256 of all (round, id, k, t*); runs that decided alike have equal digests"
@@ -323,31 +269,32 @@ class Row(Mapping[str, Any]):
         "SHA-256 of the first N tokens of every sequence, N = num_tokens or the number of rounds"
     )
     messages_per_round: float = key(
-        "messages that the lead sent and received, mean of a measured round", "messages"
+        "messages that the lead sent and received, mean of a measured round",
+        "messages",
     )
     bytes_per_round: float = key("bytes of those messages", "bytes")
     proposal_bytes_per_round: float = key(
-        "of bytes_per_round, the draft's distributions of tokens that were sampled", "bytes"
+        "of bytes_per_round, the distributions of sampled tokens",
+        "bytes",
     )
     proposal_wait_us: float = key(
-        "mean time a round that the lead waited for those distributions, exposed", "µs"
+        "mean time a round that the lead waited for those distributions",
+        "µs",
     )
     rank_digests: list[int | None] | None = key(
-        "by world rank, a digest of the outcomes that the rank received; null: unknown"
+        "by world rank, a digest of the outcomes that the rank received"
     )
     stable: bool | None = key(
-        "whether the p50 round varies ≤ 1% (GPU; 10% CPU) over five interleaved blocks (rounds "
-        "dealt in turn: a drift is in all of them and widens the interval of `compare` instead); "
-        "null with under 50 rounds"
+        "whether the p50 round varies ≤ 1% (GPU; 10% CPU) over five interleaved blocks of rounds;"
+        " null with under 50 rounds"
     )
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
         "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
-        "the oldest measurement behind the prediction; `draws`: where the lead draws sampled "
-        "tokens, device or host; `kernel`: which kernels read the target's "
-        "weights on the lead (of a transformer on a GPU: whole, one kernel where a forward has few "
-        "rows, or cuda: docs/transformer.md); `sweep`: which sweep, task, repeat and flags "
-        "(docs/sweep.md), null in a row of `run`"
+        "the oldest measurement that the prediction uses; `draws`: where the lead draws sampled "
+        "tokens, device or host; `kernel`: which kernels read the target's weights "
+        "([transformer.md](transformer.md)); `sweep`: which sweep, task, repeat and flags "
+        "([sweep.md](sweep.md)); null in a row of `run`"
     )
     absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
     extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields

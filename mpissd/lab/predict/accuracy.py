@@ -35,10 +35,7 @@ _SAME_CELL = (
 )
 _SAME_USE = ("mode", "tp", "num_drafts", "lookahead", "backup", "backup_lookahead", "on_late")
 _QUANTILES = [NormalDist().inv_cdf(0.5 + (n + 0.5) / 400) for n in range(200)]  # |normal|
-_COLUMNS = (
-    *("machine", "forwards", "T", "mode", "rows", "seeds", "(a)", "(b)", "luck alone"),
-    *("(c)", "(c) mean", "(c) without luck", "mean"),
-)
+_COLUMNS = "machine", "forwards", "T", "rows", "(a)", "(c)", "(c) without luck"
 
 
 @dataclass(frozen=True)
@@ -171,8 +168,11 @@ def _group(chosen: Sequence[Errors]) -> dict[str, Any]:
 
 
 def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
-    """Renders the groups as Markdown, with verdicts and the rows that are in no group."""
-    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *map(_line, judged), ""]
+    """Renders the groups of all modes as Markdown, with verdicts and the rows in no group."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
+    # The last group of each T covers all of its modes.
+    lines += map(_line, {(g["machine"], g["forwards"], g["tp"]): g for g in judged}.values())
+    lines.append("")
     lines += [_verdict(group, judged) for group in judged if group["tp"] is None]
     for reason, count in sorted(left.items()):
         lines.append(f"Without (c): {count} row{'s' * (count > 1)}, {reason}.")
@@ -180,12 +180,9 @@ def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
 
 
 def _line(group: dict[str, Any]) -> str:
-    cells = [group["machine"], group["forwards"], group["tp"] or "all", group["mode"]]
-    cells += [group["rows"], group["seeds"]]
-    for key in ("replay", "mean", "luck", "other", "other_signed", "without_luck"):
-        both = "{:.1%}, {:.1%}".format
-        cells.append(f"{group[key]:+.1%}" if key.endswith("signed") else both(*group[key]))
-    return "| " + " | ".join(map(str, [*cells, f"{group['without_luck_signed']:+.1%}"])) + " |"
+    cells = [group["machine"], group["forwards"], group["tp"] or "all", group["rows"]]
+    cells += ["{:.1%}, {:.1%}".format(*group[key]) for key in ("replay", "other", "without_luck")]
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _bar(group: dict[str, Any]) -> tuple[float, float]:
@@ -203,12 +200,10 @@ def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
     here = [g for g in judged if all(g[name] == every[name] for name in ("machine", "forwards"))]
     own, luckless = ("meets" if meets(every, k) else "misses" for k in ("other", "without_luck"))
     biased = [f"{g['mode']} at T = {g['tp']}" for g in here if g["tp"] and is_biased(g)]
-    means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else "within it"
+    means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else f"within {MEAN_BAR:.0%}"
     return (
-        f"{every['machine']}, {every['forwards']}: (c) {own} its bar (median at most {bar[0]:.0%}, "
-        f"p95 at most {bar[1]:.0%}); without luck it {luckless} it. Its mean by mode and T, at "
-        f"most {MEAN_BAR:.0%}, is {means} (without luck where the rows have fewer than "
-        f"{ENOUGH_SEEDS} seeds)."
+        f"{every['machine']}, {every['forwards']}: (c) {own} its bar ({bar[0]:.0%}, {bar[1]:.0%}), "
+        f"without luck it {luckless} it; means by mode and T: {means}."
     )
 
 
