@@ -361,7 +361,7 @@ class MachineFlags(Checked):
         "abort",
         choice("abort", "ar"),
         "what to do if the draft rank dies: abort, or go on as ar",
-        # Verifying samples needs the distributions of the lost draft.
+        # Sampled tokens cannot be verified without distributions that are lost with the draft.
         needs="num_drafts=1 temperature=0.0 trace=None",
     )
 

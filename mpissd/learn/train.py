@@ -101,16 +101,16 @@ CHECK = 10  # compiled steps between two looks at the clock, at which the proces
 EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
 NAMES = ("cross_entropy", "tv", "agreement", "state_error")
 REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
-UNTIMED = 5  # compiled steps before the clock starts: they compile
+UNTIMED = 5  # first steps of a compiled training, which are not timed: they wait for the compiler
 
 
 @dataclass(frozen=True)
 class Plan:
     """The duration and settings of a training.
 
-    seconds: length of the training, without first steps that compile. until: when the training has
-    to be over, in seconds of time.monotonic(); cut: when a step that still runs is given up.
-    save_every: seconds between two copies of the draft.
+    seconds: length of the training, without the first steps, which wait for the compiler. until:
+    when the training has to be over, in seconds of time.monotonic(); cut: when a step that still
+    runs is interrupted, by the same clock. save_every: seconds between two copies of the draft.
     """
 
     seconds: float

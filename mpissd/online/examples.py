@@ -117,7 +117,7 @@ class _Growing:
 
 
 class Collector:
-    """Keeps the sequences of the rounds, and yields each as it ends."""
+    """Joins each sequence's lessons over the rounds; returns the sequence once it has ended."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
         """stop_ids: tokens that end an answer; later tokens of the same round are dropped."""

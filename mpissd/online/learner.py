@@ -105,9 +105,9 @@ class Learner:
         self.student.restore(self.in_use)
 
     def publish(self) -> bool | None:
-        """Returns whether the weights are a version to publish, which they then are.
+        """Publishes the weights if their gain on held-out sequences is significant.
 
-        None: too few sequences are held out yet to judge them.
+        Returns whether it did; None: too few sequences are held out yet to judge the weights.
         """
         if not self.student.is_finite:
             self._go_back()

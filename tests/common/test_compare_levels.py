@@ -131,7 +131,8 @@ def test_pairs_of_blocks_hold_the_truth() -> None:
 
 
 def test_independent_runs_hold_the_truth() -> None:
-    """Seed 23: by rounds and by rows, of other coins: the second run of each pair is the next's."""
+    """Seed 23, by rounds and by rows. The first run of each pair against the second of the next
+    pair: these two share no coins."""
     pairs = runs_of(23, 1001, (4, 4), spread=0.02)
     apart = [(a, b) for (a, _), (_, b) in pairwise(pairs)]
     by_rounds = []

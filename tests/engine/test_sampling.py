@@ -205,7 +205,7 @@ def test_a_row_that_gives_its_token_another_probability_is_refused(row: list[flo
 
 
 def test_models_that_agree_but_for_rounding_reject_nothing() -> None:
-    """Where nothing is left of p − q a coin has nothing to decide."""
+    """If p − q is only rounding, no residual is left, and any coin accepts the token."""
     p = np.full(7, 1 / 7)
     q = p + np.array([3, -3, 0, 0, 0, 0, 0]) * 2.0**-54
     assert sampling.residual(p, q) is None and sampling.residual(q, p) is None

@@ -1,4 +1,4 @@
-"""The advisor: against exhaustive search, THEORY's break-even, and common sense about GPUs."""
+"""The advisor: against exhaustive search, the break-even of `theory`, and common sense on GPUs."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def drop_unlikely(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
 
 
 def drop_behind_unlikely(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
-    """Serves a speculation up to and with the first token that is unlikely: that is no mistake."""
+    """Serves a speculation up to and including its first unlikely token, which leaves SSD exact."""
     unlikely = np.flatnonzero(answer.q[0, : answer.num_draft[0]] < UNLIKELY)
     if len(unlikely):
         serve_no_more_than(int(unlikely[0]) + 1, answer, rows)

@@ -1,9 +1,10 @@
 """Jobs in which one rank is struck in some way and phase, and what is wrong with their end.
 
 A struck job ends well when the launcher's exit code is not 0, no process is left, exactly one line
-of stderr names the culprit and its phase, and the rows that were there before are readable, with no
-file left that is no result. As a program, python -m mpi4py -m tests.mpi.struck run FLAGS… is such a
-job: STRIKE in the environment is "RANK HOW PHASE AFTER", STRUCK a file that the struck rank makes.
+of stderr names the culprit and its phase, the rows that were there before are readable, and no file
+is left but results. `python -m mpi4py -m tests.mpi.struck run FLAGS…` runs such a job. It reads two
+variables of the environment: STRIKE, "RANK HOW PHASE AFTER", and STRUCK, the name of a file that
+the struck rank makes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
+
+import pytest
 
 from mpissd.cli import arguments
 from mpissd.common.errors import ConfigError
@@ -44,6 +47,14 @@ def test_every_make_command_of_the_first_pages_is_known() -> None:
         for words in lines(page, "make "):
             done = call(ROOT, "make", "-n", *words, "PYTHON=python")
             assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_the_tables_of_the_pages_are_what_their_commands_print() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    for page in PAGES:
+        text = page.read_text()
+        assert tables["rewritten"](text) == text, f"docs/tables.py {page}"
 
 
 def headings(page: Path) -> set[str]:

@@ -69,7 +69,7 @@ class Curve:
         return cls(points, tuple(measured[n] for n in points), str(entry["from"]))
 
     def __call__(self, at: int) -> float:
-        """Returns the seconds at any point, measured or not."""
+        """Returns the seconds at point `at`, which need not be a measured one."""
         points, seconds = self.points, self.seconds
         right = bisect.bisect_left(points, at)
         if right == 0 or (right < len(points) and points[right] == at):

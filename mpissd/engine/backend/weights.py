@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import WeightPart
 
-# Multipliers of the two coordinates and the finaliser's constants (MurmurHash3's fmix32).
+# Multipliers of the row and of the column; constants of fmix32, the last step of MurmurHash3.
 ROW_PRIME, COLUMN_PRIME = 0x9E3779B1, 0x85EBCA77
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
 _SQRT_12 = np.float32(12.0**0.5)  # A uniform variable on [-½, ½) has standard deviation 1/√12.

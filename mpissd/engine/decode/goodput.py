@@ -135,10 +135,11 @@ class _Growth:
     a_miss_s: ByLoad = field(default_factory=ByLoad)  # over K, whose steps follow one another
 
     def late_s(self, lookahead: int, count: int, step_s: float) -> float:
-        """Returns the lead's wait in seconds if all sequences hit: for steps beyond the target's.
+        """Returns the lead's wait for the draft in a round where all sequences hit, in seconds.
 
-        Starts from the nearest tried K and adds or subtracts a step for each token of difference.
-        If the wait there was short, one more step is assumed to fit.
+        It is the time of the growth steps that end after the target's forward. It starts from the
+        wait at the nearest tried K and adds or subtracts a step for each token of difference. If
+        that wait was short and K is larger, one of the added steps is assumed to fit.
         """
         if not self.all_hit_s:
             return 0.0
@@ -164,7 +165,10 @@ class CatchUpCost:
         self._ended = np.zeros(3)
 
     def ended(self, prompt: int, answer: int) -> None:
-        """Takes the tokens of a request that is over; one without an answer stored nothing."""
+        """Takes the numbers of tokens of a request that is over.
+
+        One without an answer does not count: the draft stored nothing for it.
+        """
         if answer:
             self._ended = (1 - _FORGOTTEN) * self._ended + [prompt, answer, answer**2]
 

@@ -198,7 +198,7 @@ class Scheduler:
             self.cancel(task.request_id)
 
     def turn(self, now: float) -> Turn:
-        """Returns the changes before the next round, at time `now`."""
+        """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
         join = [] if self._preempt() else self._admitted()

@@ -210,7 +210,7 @@ class SampledTarget(TargetOracle):
     """A target oracle that verifies by rejection sampling (greedily at temperature 0)."""
 
     reads_tokens = True
-    # The token of each entry of a proposal's row, rising; None: entry t is token t.
+    # The tokens that the entries of a proposal's row stand for, rising; None: entry t is token t.
     _draft_ids: Ints | None = None
 
     def __init__(self, seed: int) -> None:

@@ -90,8 +90,8 @@ def costs_at(
 ) -> HostCosts:
     """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
 
-    The interpolation is over `entry` and all entries that differ from it only in their b, and
-    between two of a transformer's contexts. Without an entry all costs are zero. Raises ConfigError
+    Uses the entries that differ from `entry` only in b and in a transformer's context; interpolates
+    over b first, then over the context. Without an entry all costs are zero. Raises ConfigError
     for a missing or unknown field.
     """
     if entry is None:

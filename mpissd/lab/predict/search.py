@@ -341,7 +341,7 @@ class Scales:
         return self._grid([config] * len(_RATES), choice.tp, choice.method)
 
     def over_alpha(self, choice: Choice) -> Floats:
-        """Returns the tok/s of a choice where every drafted token is accepted at each rate."""
+        """Returns the tok/s of a choice at each tried alpha, one rate for every drafted token."""
         if choice.mode in ("ar", LOOKUP):
             return np.full(len(_RATES), choice.tok_per_s)
         if choice.mode == "sd":

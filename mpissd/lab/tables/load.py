@@ -37,7 +37,8 @@ def load_rows(paths: Paths) -> list[Row]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]:
-    """Yields (FILE:LINE, the object of a line, flat) of a .jsonl file; an error for a bad line."""
+    """Yields (FILE:LINE, object) for each line of a .jsonl file: the object that the line holds,
+    flattened, or a ConfigError if it holds none."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

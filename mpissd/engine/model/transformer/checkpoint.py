@@ -285,7 +285,7 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Reads a file unless its time and size are as in an earlier call; a sweep asks often."""
+    """Returns a file's digest. It is read again if its time or size differs: a sweep asks often."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         for piece in _pieces(file, size):

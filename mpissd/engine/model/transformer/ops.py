@@ -116,10 +116,12 @@ class Ops(Protocol):
         """Returns a buffer of logits (float32), which the LM head's product writes."""
 
     def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Array:
-        """Returns the KV cache with its scratch; operations read the rows' places in `seats`."""
+        """Returns the KV cache and its scratch memory; `seats` holds the places of a forward's rows
+        in it, which operations read at every forward."""
 
     def clear(self, cache: Array) -> None:
-        """Sets all keys and values to 0; attention may multiply unused ones by 0."""
+        """Sets all keys and values to 0: attention may multiply unused ones by 0, and 0 · NaN is
+        NaN."""
 
     def states(self, slots: int, positions: int) -> Array:
         """Returns zeros for the hidden state in front of each position of each slot."""

@@ -96,9 +96,9 @@ class TransformerStack(Stack):
         if ops is not None and options.states:
             self.states = ops.states(max_sequences, options.capacity + 1)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
-        # Whether long prompts may be computed in chunks of their own. A server stores a prompt's
-        # rows in forwards with other rows, and again where pages ran out: they need one kind of
-        # products. Chunks keep no hidden states.
+        # Whether long prompts may be computed in chunks, by other products than those of rows. A
+        # server (pool > 0) may not: it stores a prompt's rows together with other rows, and again
+        # after a preemption, and both must give the same values. Chunks keep no hidden states.
         self.library_prefill = options.pool == 0 and not options.states
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
@@ -199,7 +199,8 @@ class TransformerStack(Stack):
             ops.product(memory.x, weights.head, memory.logits, rows)
 
     def _enter(self, ops: Ops, rows: int) -> Array | None:
-        """Starts the residual stream; returns the sum that is still to be added to it."""
+        """Writes the start of the residual stream, here the tokens' embeddings; returns what the
+        first layer's norm has to add to it (None: nothing)."""
         ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
         return None
 

@@ -43,11 +43,11 @@ Ids = NDArray[np.integer[Any]]
 class Recorded:
     """One prompt's recording; positions count generated tokens from 0.
 
-    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens; the K after the end would
-    have come next; the last round's verification may accept them. end: tokens of the answer, the
-    stop token included. stopped: whether a stop token ended it, and no limit. rollout: [end, K],
-    the draft's greedy tokens after `position` generated tokens. top: [end, F + 1], its likeliest
-    next tokens there, best first.
+    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens: the answer, and the K that
+    would have come after it, because the last round may accept some of them. end: number of tokens
+    of the answer, the stop token included. stopped: whether the answer ended with a stop token, and
+    not at a limit. By position, the number of tokens generated before: rollout, [end, K], the
+    draft's greedy tokens from there on; top, [end, F + 1], its likeliest next tokens, best first.
     """
 
     prompt: Ids

@@ -58,10 +58,11 @@ def clear(array, rows):
 
 @njit(**JIT)
 def product(x, packed, out, rows):
-    """Sets out[:rows] = x[:rows] · weightᵀ, for a weight of `pack`.
+    """Sets out[:rows] = x[:rows] · weightᵀ; `packed` is the weight as `pack` writes it.
 
-    x has 0 after an odd number of inputs, and out has at least WIDTH · blocks columns. A block is
-    read from memory once for all groups of rows; while the last one computes, the next is fetched.
+    If the number of inputs is odd, x has one more column, of zeros. out has at least WIDTH · blocks
+    columns. A block of the weight is read from memory once for all groups of rows; while the last
+    group is computed, the next block is fetched.
     """
     blocks, pairs, _ = packed.shape
     groups, depth, width = groups_of(rows), x.shape[1], out.shape[1]
