@@ -1,31 +1,25 @@
 #!/usr/bin/env python3
-"""Prints the keys of docs/row.md, or docs/load.md, from the fields of mpissd.common.row, load_row.
+"""Prints the keys of docs/row.md from the fields of mpissd.common.row.
 
-    docs/row_page.py [load]
-
-docs/tables.py writes it into its page.
+docs/tables.py writes them into the page.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, fields
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mpissd.common.load_row import LoadRow
 from mpissd.common.row import FIELDS
 
 _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}
-LOAD_FIELDS = {field.name: field for field in fields(LoadRow)}
 
 
-def lines(known: Mapping[str, Field[Any]] = FIELDS) -> Iterator[str]:
+def lines() -> Iterator[str]:
     """Yields a Markdown line for each key, in the order of a row: key, type, unit, meaning."""
-    for name, field in known.items():
+    for name, field in FIELDS.items():
         unit, meaning = field.metadata["unit"], field.metadata["meaning"]
         name = f"configuration.{name}" if field.metadata["is_set"] else name
         kind = ", ".join(filter(None, (_type(str(field.type)), unit)))
@@ -40,4 +34,4 @@ def _type(annotation: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(lines(LOAD_FIELDS if sys.argv[1:] == ["load"] else FIELDS)))
+    print("\n".join(lines()))
