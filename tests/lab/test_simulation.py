@@ -1,4 +1,4 @@
-"""The simulation's means against THEORY's formulas where they hold; its draws have fixed seeds."""
+"""The simulation's means against the closed formulas where they hold; its seeds are fixed."""
 
 from __future__ import annotations
 
