@@ -18,9 +18,9 @@ except ImportError:  # the tests of GPUs need none
     pass
 else:
     # An example may take as long as a busy machine needs. Without --long the same commit has the
-    # same examples, so that it passes everywhere or nowhere; --long draws new ones and says how to
-    # repeat one that fails. CI asks for the same ones with it. Both say `derandomize`: where
-    # Hypothesis finds itself in CI, the settings that it starts from have it on.
+    # same examples, so that it passes everywhere or nowhere; --long draws new ones and prints how
+    # to repeat one that fails. CI asks for the same ones with it. Both set `derandomize`: when
+    # Hypothesis detects CI, its default settings have it on.
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("explore", untimed, derandomize=False, print_blob=True)
     settings.register_profile("same", untimed, derandomize=True)

@@ -1,4 +1,4 @@
-"""A profile that nobody measured: the datasheet of an H100, under which committed rows ran."""
+"""A profile without measurements: the datasheet of an H100, under which committed rows ran."""
 
 from __future__ import annotations
 

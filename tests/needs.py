@@ -1,4 +1,4 @@
-"""What a test needs beyond what set-up brings: it says so here, and is skipped by name without it.
+"""A test's needs beyond the set-up: it names them here, and is skipped by name without them.
 
 Set-up brings the packages of setup.cfg and an mpirun, to a Linux with Python, make and git, and
 to any user. A compiler, a GPU, Slurm, iproute2 or root is more than that.
@@ -24,17 +24,17 @@ def missing(*programs: str) -> str:
 
 
 def needs(what: str, there: object) -> pytest.MarkDecorator:
-    """Mark tests that are skipped, by the name of what they need, unless it is there."""
+    """Mark tests that are skipped, by the name of their need, unless it is available."""
     return pytest.mark.skipif(not there, reason=_reason(what))
 
 
 def lack(what: str) -> NoReturn:
-    """Skip the test or fixture that asks, by the name of what it needs and has not found."""
+    """Skip the calling test or fixture, by the name of the need that is missing."""
     pytest.skip(_reason(what))
 
 
 def module(name: str, what: str) -> Any:
-    """Import a module, or skip the file that asks, by the name of what it needs."""
+    """Import a module, or skip the calling file, by the name of its need."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         pytest.skip(_reason(what), allow_module_level=True)
     return importlib.import_module(name)

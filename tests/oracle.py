@@ -1,6 +1,6 @@
-"""The laws of the `gemm` workload, position by position, as the text defines them: no tables.
+"""The models of the `gemm` workload, position by position, as the text defines them: no tables.
 
-Everything that a run recorded can be judged by this, whatever code made it.
+They can check everything that a run recorded, whatever code made it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads programs that lie outside the packages, and starts them beside a fake Python and mpirun."""
+"""Loads programs outside the packages, and starts them with a fake Python and mpirun."""
 
 from __future__ import annotations
 

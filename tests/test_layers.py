@@ -1,6 +1,6 @@
 """Imports only go downward, and only few rooms may know MPI or CUDA: read off the syntax trees.
 
-A module that no layer lists fails here: say where it belongs.
+A module that no layer lists fails here: add it to its layer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LAYERS = {
     "mpissd.cli": 11,
     "mpissd.__main__": 12,
 }
-# These stand on NumPy alone.
+# These need only NumPy.
 NUMPY_ALONE = (
     "mpissd.common",
     "mpissd.engine.spec",
@@ -85,7 +85,7 @@ MAY_NAME_CUPY = (
 )
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
-SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported where they are used alone
+SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported only where they are used
 # PyTorch is an extra: `distill` and `online` use it.
 MAY_NAME_TORCH = (
     "mpissd.learn",
@@ -100,10 +100,10 @@ STARTS_TORCH = (
     ),
     *(f"mpissd.online.{name}" for name in "learner student trainer".split()),
 )
-# The libraries of an HTTP server are an extra: `serve` alone uses them.
+# The libraries of an HTTP server are an extra: only `serve` uses them.
 MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")
 STARTS_HTTP = tuple(f"mpissd.serve.{name}" for name in "app metrics server".split())
-BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import beside mpissd
+BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import besides mpissd
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ThreadGroup(Group):
 
 
 def on_ranks(tp: int, play: Callable[[ThreadGroup], Found], within_s: float = 120) -> list[Found]:
-    """What `play` returns on each of T ranks; raises what it raised first."""
+    """Returns `play`'s result of each of T ranks; raises the first exception."""
     barrier, table = threading.Barrier(tp), [None] * tp
     groups = [ThreadGroup(tp, rank, table, barrier) for rank in range(tp)]
 
@@ -51,7 +51,7 @@ def on_ranks(tp: int, play: Callable[[ThreadGroup], Found], within_s: float = 12
         try:
             return play(group)
         except Exception:
-            group.abort()  # nobody waits for this rank
+            group.abort()  # no rank waits for this one
             raise
 
     with ThreadPoolExecutor(tp) as pool:

@@ -60,7 +60,7 @@ def tiny_pair(
 ) -> TinyPair:
     """Writes a pair: the draft's matrices are the target's and a share `noise` of other ones.
 
-    scale: of the LM head, which says how sharp the target's distributions are. head_ids: the
+    scale: of the LM head, which sets how sharp the target's distributions are. head_ids: the
     tokens that the draft knows (None: all).
     """
     told = config(

@@ -1,7 +1,7 @@
 """Tiny drafts that read their target's hidden states, as folders; their weights are random.
 
 A hidden state is a strong hint of the next tokens only to a draft that was trained, so each has its
-target's LM head and small layers: what it drafts is near what the target finds likely anyway.
+target's LM head and small layers: its drafts are near the target's likely tokens anyway.
 """
 
 from __future__ import annotations

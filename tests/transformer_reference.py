@@ -16,7 +16,7 @@ ROUNDING = 4e-3  # relative: what float16 activations may move a logit by, again
 
 
 def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Floats:
-    """Returns the logits behind every token, float32 [n, head's rows]; float32 throughout."""
+    """Returns the logits after every token, float32 [n, head's rows]; float32 throughout."""
     config = checkpoint.config
     ids = np.asarray(tokens)
     first, last = int(ids.min()), int(ids.max()) + 1

@@ -40,7 +40,7 @@ FAMILIES = {
 
 
 class Rounded:
-    """A checkpoint whose matrices are those of another one, rounded to bfloat16."""
+    """A checkpoint with another one's matrices, rounded to bfloat16."""
 
     def __init__(self, source: Any) -> None:
         self._source, self.config = source, source.config
@@ -55,7 +55,7 @@ class Rounded:
 
 
 class Int8(Rounded):
-    """A checkpoint whose matrices but the embedding are those of another one, stored as int8."""
+    """A checkpoint with another one's matrices, stored as int8 except for the embedding."""
 
     def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Any:
         whole = self._source.matrix(name)
@@ -73,7 +73,7 @@ class Int8(Rounded):
 
 
 class Rig:
-    """One rank's stack and what is done with it by hand."""
+    """One rank's stack, and the calls that a test makes by hand."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ def dice_tokens(seed: int, count: int, vocab: int = 60) -> Ints:
 
 
 def lane_rows(slot: int, lanes: Sequence[int], trunks: Sequence[int], step: int) -> Places:
-    """Places of step `step` of some lanes of a slot, each behind a trunk of its own length."""
+    """Places of step `step` of some lanes of a slot, each after a trunk of its own length."""
     count = len(lanes)
     trunk = np.array(trunks, np.int32)
     slots = np.full(count, slot, np.int32)
@@ -142,6 +142,6 @@ def lane_rows(slot: int, lanes: Sequence[int], trunks: Sequence[int], step: int)
 
 
 def joined(*parts: Places) -> Places:
-    """The rows of several places, one behind the other."""
+    """The rows of several places, concatenated."""
     names = "slots", "positions", "lanes", "trunks"
     return Places(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))

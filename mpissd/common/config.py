@@ -191,7 +191,7 @@ class WorkloadFlags(Checked):
     lookup: str = flag(
         "prompt",
         choice("prompt", "suffix"),
-        "how --backup=fast finds what to copy: prompt lookup, or a suffix automaton",
+        "how --backup=fast finds what to copy: prompt (lookup) or suffix (automaton)",
         modes=DRAFTING,
         workloads="gemm text replay",
     )

@@ -144,7 +144,7 @@ def test_throughput() -> None:
 
 
 def test_equal_gpus() -> None:
-    """The tok/s and the gains are those of `mpissd compare --show=claims` on the same rows."""
+    """The tok/s and gains equal the table of `mpissd compare --show=claims` for the same rows."""
     rows = five_seeds().rows.query("lm_head == False and batch_size == 1")
     told = {c.setting["acceptance"]: c for c in claims(records(rows[plain(rows)]))}
     title = "8B/1B on 2 GPUs, without LM head"
@@ -176,7 +176,7 @@ def test_cache_hits() -> None:
     assert "hits imposed on 15 branches; the default law needs" in poster("cache_hits").caption
     least = least_uniform(0.75, [0.8] * 4, DEFAULT, 800)
     assert least is not None and f"{5 * least} for 0.75" in poster("cache_hits").caption
-    assert "no number does for" in poster("cache_hits").caption  # beyond the law's floor
+    assert "no number does for" in poster("cache_hits").caption  # beyond the hit model's floor
     formula = series("cache_hits", "closed formula, over SD")
     assert len(formula) == 51 and formula["y"].is_monotonic_increasing
     assert formula["y"].iloc[0] == pytest.approx(1.0)
@@ -235,7 +235,7 @@ def test_pareto() -> None:
 
 
 def test_kinds() -> None:
-    """A model, heads, a lookup without a forward and a draft over a lookup, beside AR."""
+    """A model, heads, a lookup without a forward and a draft over a lookup, against AR."""
     text = {
         **{"mode": "sd", "workload": "text", "num_drafts": 0, "inline_draft": True},
         **{"lookahead": 4, "prompts_sha256": "p", "token_limit": 64, "temperature": 0.0},
@@ -396,7 +396,7 @@ def with_inline_on_both(faster: float, folder: str | None = None) -> Data:
 
 @pytest.mark.parametrize("folder", [None, "elsewhere"])
 def test_sd_inline_over_all_gpus_is_a_rival(folder: str | None) -> None:
-    """Also of another folder, as AR there; what was measured is not drawn as expected."""
+    """Also from another folder, as AR there; a measured method is not drawn as expected."""
     figure = drawn(with_inline_on_both(1.6, folder), "throughput")
     assert "SD inline, T=2" in legend(figure)
     assert "SD inline T=2 (expected, not measured)" not in legend(figure)

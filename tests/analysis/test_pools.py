@@ -1,4 +1,4 @@
-"""The figure of pools: what it draws of made-up rows, and of those that are committed."""
+"""The figure of pools, drawn from made-up rows and from the committed ones."""
 
 from __future__ import annotations
 

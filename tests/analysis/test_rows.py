@@ -1,4 +1,4 @@
-"""What is read: a bad line is left out with one note, and the rest is drawn; which probe counts."""
+"""Reading rows: a bad line is left out with one note, the others are drawn; which probe counts."""
 
 from __future__ import annotations
 

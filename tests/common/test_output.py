@@ -52,7 +52,7 @@ WHOLE = b'{"a": 1}\n{"b": "x"}\n'
         (b"", []),
         (WHOLE + b'{"c": 3', [{"a": 1}, {"b": "x"}]),
         (WHOLE + b'{"c": 3}', [{"a": 1}, {"b": "x"}, {"c": 3}]),  # all there but its end
-        (WHOLE + b"x" * 200_000, [{"a": 1}, {"b": "x"}]),  # longer than what is read at once
+        (WHOLE + b"x" * 200_000, [{"a": 1}, {"b": "x"}]),  # longer than one read
         (WHOLE + b'{"c": "\xc3', [{"a": 1}, {"b": "x"}]),  # cut within a character
         (WHOLE + b"\0" * 512, [{"a": 1}, {"b": "x"}]),  # after a crash of the file system
     ],

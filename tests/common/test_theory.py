@@ -46,7 +46,7 @@ def test_tokens_and_probabilities_against_simulation() -> None:
 @pytest.mark.parametrize("interruptible", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_speedup_ssd_against_a_simulated_batch(interruptible: bool, batch: int) -> None:
-    """Rounds drawn one by one; the time of a round is that of its slowest sequence."""
+    """Rounds drawn one by one; a round lasts as long as its slowest sequence."""
     h, e_hit, e_miss, r, growth, backup = 0.7, 4.2, 3.1, 1.1, 1.4, 0.6
     hits = np.random.default_rng(SEED).random((ROUNDS, batch)) < h
     tokens = np.where(hits, e_hit, e_miss).mean(axis=1)

@@ -17,7 +17,7 @@ from tests.gpu.agreement import HostDevice
 from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
-_EMULATED = ("types", "system", "ampere", "hopper")  # what device.hpp stands for
+_EMULATED = ("types", "system", "ampere", "hopper")  # device.hpp replaces these
 _TOGETHER = ("whole", "exchange")  # kernels whose blocks wait for one another, or for ranks
 
 

@@ -1,4 +1,4 @@
-"""Acceptance laws, histograms, matching of tokens, and hit laws.
+"""Acceptance models, histograms, matching of tokens, and hit models.
 
 Statistical tests fix their seed and allow 5 standard errors: false-alarm rate 6e-7 each.
 """
@@ -102,7 +102,7 @@ def test_imposed_hits() -> None:
 
 
 def test_the_default_law_is_what_was_measured() -> None:
-    """The numbers are those of the committed file of laws at K = 4, made from the recordings."""
+    """The numbers equal the committed file of models at K = 4, made from the recordings."""
     measured = named_hit_law("laws:results/recordings/smollm2.laws.json", 4)
     assert named_hit_law("smollm2") == measured
 
@@ -156,7 +156,7 @@ def test_a_law_of_two_ends() -> None:
     assert single == HitLaw("power:A=0.8,r=1.0", None, 0.8, 1.0) and single.ends == (False,)
 
 
-# Miss rates that were measured, F = 1, 2, 4, 8, 16: behind a rejection, behind all accepted.
+# Measured miss rates, F = 1, 2, 4, 8, 16: after a rejection, after full acceptance.
 MEASURED = {
     "smollm2-own": ((0.644, 0.512, 0.394, 0.297, 0.233), (0.232, 0.150, 0.102, 0.073, 0.055)),
     "smollm2-chat": ((0.777, 0.682, 0.570, 0.501, 0.431), (0.316, 0.245, 0.192, 0.161, 0.139)),

@@ -147,7 +147,7 @@ def test_tensors_fit_the_config(
     refused(write_folder(home / "unfit", CONFIG, changed), told)
     if name not in ("lm_head.weight", "head_ids") and (
         value is None or value.dtype != "i1"
-    ):  # without its own head, a .gguf is tied
+    ):  # a .gguf without an LM head is tied
         refused(write_gguf(home / "unfit.gguf", changed), name.partition(".")[0])
 
 

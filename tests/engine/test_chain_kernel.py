@@ -1,7 +1,7 @@
 """The chain and exchange kernels on a processor (tests/emulator), against NumPy; no GPU.
 
 Blocks, warps, rings, late copies and the inboxes of several ranks are emulated thread by
-thread in random order. What is left to a GPU: its instructions, and its memory's own ordering.
+thread in random order. Only a GPU can test its instructions, and its memory's own ordering.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
 
 
 def test_who_waits_for_whom() -> None:
-    """q, k and v read one buffer and write columns of another; o reads q alone."""
+    """q, k and v read one buffer and write columns of another; o reads only q."""
     hidden, qkv, out = (
         Operand(at << 20, 8, width, width) for at, width in ((1, 64), (2, 96), (3, 64))
     )

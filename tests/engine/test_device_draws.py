@@ -56,7 +56,7 @@ def test_a_token_of_the_target_is_the_hosts(
 
 @pytest.mark.parametrize("top, scale", [(0, 1.0), (5, 0.25), (64, 0.0)])
 def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
-    """Its row is rounded as the host rounds, and both ends find the probability that was told."""
+    """The row is rounded as on the host, and both ends compute the probability that was sent."""
     draws, logits = opened(gpu, seed=top)
     us = np.random.default_rng(2).random(ROWS).tolist()
     asked = [Drafting(row, 0.7, u, top) for row, u in enumerate(us)]
@@ -73,8 +73,8 @@ def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> None:
-    """Accepted, replaced from max(p − q, 0), and certain ones; a draft may know some tokens
-    alone."""
+    """Accepted, replaced from max(p − q, 0), and certain tokens; a draft may have a reduced
+    vocabulary."""
     draws, logits = opened(gpu, seed=4, spread=1.0)
     rng = np.random.default_rng(5)
     ids = np.sort(rng.choice(V, 200, replace=False)).astype(np.int32) if reduced else None
@@ -101,7 +101,7 @@ def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> No
 
 
 def test_emitted_tokens_follow_the_target(gpu: Any) -> None:
-    """χ² of the first token behind a draft's proposal; a draft that is wrong on purpose fails."""
+    """χ² of the first token after a draft's proposal; a draft that is wrong on purpose fails."""
     rng = np.random.default_rng(8)
     launcher = gpu.launcher(early=False)
     columns, count = 9, 400

@@ -17,7 +17,7 @@ ASKED = Outcome.admission(-1, [Request(0)])
 
 
 class Link:
-    """A link to a draft that answers as many rounds as told, and never sends distributions."""
+    """A link to a draft that answers `answers` rounds, and never sends distributions."""
 
     lookahead, vocab = 4, 8
 
@@ -26,7 +26,7 @@ class Link:
     ) -> None:
         self.waiter = LossWaiter(Waiter(9.0, spin=False), is_lost)
         self.sent, self.answers, self.sampled, self.q = 0, answers, sampled, q
-        self.proposed, self.blocked = False, False  # distributions are there; sends stand
+        self.proposed, self.blocked = False, False  # distributions have arrived; sends block
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
         self.waiter.until(lambda: not self.blocked, "send")
@@ -53,7 +53,7 @@ class Link:
 
 
 class Loss:
-    """Whether the draft is gone; from a number of looks on, where one is told."""
+    """Whether the draft is gone; `looks`: the number of calls after which it is."""
 
     def __init__(self) -> None:
         self.looks: int | None = None

@@ -1,4 +1,4 @@
-"""Drafts beside a target: its embedding, a reduced head, and another vocabulary."""
+"""Drafts loaded with a target: its embedding, a reduced head, and another vocabulary."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_distilled_draft_needs_the_target_it_was_made_for(tmp_path: Path) -> N
 
 
 def test_a_draft_says_whether_it_was_made_for_the_target_beside_it(tmp_path: Path) -> None:
-    """For each of its target's formats; another target of the same shape raises a doubt."""
+    """For each of its target's formats; another target of the same shape causes a warning."""
     target, values = folder(tmp_path, "target")
     other, _ = folder(tmp_path, "other", 1)
     same = write_gguf(tmp_path / "same.gguf", values, "Q8_0")
@@ -178,7 +178,7 @@ def test_a_draft_speaks_its_target_s_tokens(
     whole, own = beside.matrix(EMBEDDING), alone.matrix(EMBEDDING)[:target_vocab]
     assert np.array_equal(whole[: len(own)], own)
     known = logits(alone, TOKENS)[:, :target_vocab]
-    # A BLAS may add in another order where the head has another number of rows.
+    # A BLAS may add in another order if the head has another number of rows.
     assert np.allclose(logits(beside, TOKENS), known, rtol=0, atol=1e-5)
     assert np.array_equal(beside.matrix(EMBEDDING, slice(38, target_vocab)), whole[38:])
     assert np.isfinite(logits(beside, [target_vocab - 1])).all()

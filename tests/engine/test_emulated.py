@@ -50,7 +50,7 @@ def test_launches_queue_as_on_a_stream(backend: EmulatedBackend) -> None:
     one, two = backend.program(never, cost(1)), backend.program(never, cost(2))
     start = time.perf_counter()
     one.launch()
-    two.launch()  # behind the first
+    two.launch()  # queued after the first
     one.wait(WAITER)
     assert time.perf_counter() - start >= FORWARD_S
     two.wait(WAITER)
@@ -68,7 +68,7 @@ def test_a_wait_sleeps(backend: EmulatedBackend) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_70b_steps_on_a_laptop(tp: int) -> None:
-    """Nothing is allocated, and a forward lasts what the profile says of the shard's cost."""
+    """Nothing is allocated, and a forward lasts as long as the profile sets for the shard."""
     profile = load_profile("h100")
     backend, options = EmulatedBackend(profile), ForwardOptions(lm_head=True, context=4096)
     shard = Shard(resolve_model("70b"), tp)

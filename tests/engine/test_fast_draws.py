@@ -1,4 +1,4 @@
-"""Draws and weights in few passes over a row: the bits of the plain formulas, one by one."""
+"""Draws and weights in few passes over a row: bit for bit the plain formulas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def uneven(rng: np.random.Generator) -> NDArray[np.float32]:
 def test_a_draw_is_that_of_the_sums_one_after_the_other(
     made: Callable[[np.random.Generator], NDArray[np.float32]], temperature: float
 ) -> None:
-    """Of u at random, at the ends, and within an ulp of tokens' bounds, where rounding decides."""
+    """For random u, for the ends, and within an ulp of tokens' bounds (there rounding decides)."""
     rng = np.random.default_rng(3)
     logits = made(rng)
     probs, weights = softmax(logits, temperature), sampling.weigh(logits, temperature)

@@ -51,5 +51,5 @@ def test_a_large_file_counts_by_size_beginning_and_blocks(large: Path) -> None:
     }
     digests = {name: changed(large, name, told)[0] for name, told in others.items()}
     assert len({found, *digests.values()}) == len(digests) + 1
-    between = HEAD + BLOCK  # behind the beginning, in front of the first block: not promised
+    between = HEAD + BLOCK  # between the head and the first block: not covered
     assert changed(large, "between", data[:between] + b"\0\0" + data[between + 2 :])[0] == found

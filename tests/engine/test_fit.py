@@ -1,4 +1,4 @@
-"""The fitted power law against brute force over its likelihood, and against known laws.
+"""The fitted power law against brute force over its likelihood, and against known parameters.
 
 Statistical tests fix their seed. The likelihood here is written out rank by rank on its own.
 """
@@ -36,7 +36,7 @@ def log_likelihood(ranks: np.ndarray, limits: np.ndarray, a: float, r: float) ->
 
 
 def drawn(a: float, r: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ranks, limits) of a law, with limits of several sizes."""
+    """(ranks, limits) drawn from a hit model, with limits of several sizes."""
     rng = np.random.default_rng([SEED, seed])
     limits = rng.choice([0, 1, 2, 3, 4, 8], count).astype(np.int32)
     ranks = HitLaw("", None, a, r).ranks(rng.random(count))
@@ -91,10 +91,10 @@ def test_without_censoring_a_is_the_share_behind_rank_one() -> None:
         ([1, 2, 3, 0] * 2, [4] * 8),  # too few
         ([0] * 50, [4] * 50),  # all miss: any larger A is likelier
         ([1] * 50, [4] * 50),  # all hit at once: any smaller A is likelier
-        ([1, 0] * 25, [1] * 50),  # A alone shows
+        ([1, 0] * 25, [1] * 50),  # only A is determined
         ([1, 2] * 25, [4] * 50),  # r without end
         ([2, 0] * 25, [2] * 50),  # one share, two parameters
-        ([1, 0] * 25, [4] * 50),  # nothing behind rank 1 was ever seen: r = 0
+        ([1, 0] * 25, [4] * 50),  # no hit beyond rank 1: r = 0
         ([0] * 50, [0] * 50),  # nothing was kept
     ],
 )

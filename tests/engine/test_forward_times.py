@@ -90,7 +90,7 @@ def test_seconds_lie_on_lines_between_what_was_measured() -> None:
     assert times.seconds(5) == 2.0 and times.seconds(20) == 4.0
     times.add(20, 3.0)
     assert (times.seconds(15), times.seconds(40)) == (2.5, 5.0)
-    times.add(30, 2.0)  # a slow sample below it: more rows take no less
+    times.add(30, 2.0)  # a slow sample below it: more rows cannot be faster
     assert times.seconds(60) == 3.0
 
 
@@ -107,7 +107,7 @@ def test_seconds_lie_on_lines_between_what_was_measured() -> None:
 def test_what_a_draft_lacks_is_stored_within_30_percent_or_in_every_eleventh_round(
     lookahead: int, store: Callable[[int], float], bulk: bool
 ) -> None:
-    """In bulk where a small forward holds not all of it and takes nearly as long as a large one."""
+    """In bulk if a small forward cannot hold all of it and takes nearly as long as a large one."""
     times, step_s, rows = known(bandwidth, []), 1.0, lookahead + 1
     own_s, growth, lacking = bandwidth(rows) + lookahead * step_s, list[float](), 5000
     assert times.catch_up(rows, lookahead, 0, lacking) == 16, "nothing is known"

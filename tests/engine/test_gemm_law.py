@@ -1,4 +1,4 @@
-"""Tables against the laws they tabulate, at any position, and what the laws add up to."""
+"""Tables against the distributions that they tabulate, at any position, and their sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = 64  # positions of a window, so that some rounds cross several
 
 
 class Pair:
-    """Streams of both sides, their batch, and the law that they tabulate."""
+    """Streams of both sides, their batch, and the imposed model that they tabulate."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ Fans = st.integers(1, 5).flatmap(
 @settings(max_examples=150)
 @given(Fans.filter(any), st.integers(0, 5), st.integers(0, 2**32), st.data())
 def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObject) -> None:
-    """Distinct; the true bonus where its rank says and nowhere else; never what was proposed."""
+    """Distinct; the true bonus only at the place of its rank; never the proposed token."""
     lookahead, vocab = len(fan_out) - 1, max(fan_out) + 2 + spare
     alpha = data.draw(st.sampled_from([0.0, 0.5, 0.8, 1.0]))
     hits = data.draw(st.sampled_from([None, "power:A=1.2/0.3,r=0.5/1.5"]))

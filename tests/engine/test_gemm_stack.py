@@ -111,7 +111,7 @@ def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse
 @pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> None:
-    """Each rank gathers every rank's k best; merged, they are those of the unsharded model."""
+    """Each rank gathers every rank's k best; merged, they equal the unsharded model's k best."""
     options = ForwardOptions(lm_head=True, top_k=k, values=True)
     whole = forward(build(GATED, options, SoloGroup()))
     assert whole.buffers.logits is not None

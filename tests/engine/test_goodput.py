@@ -1,4 +1,4 @@
-"""The controller alone: what it chooses where times, acceptance and load are known."""
+"""The controller on its own: its choices for known times, acceptance and load."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_draft_that_slows_the_target_pays_for_it(count: int, alpha: float) -> 
 
 
 class Inline(World):
-    """A world whose draft stores what rounds without drafting committed once it drafts again."""
+    """A world whose draft, once it drafts again, stores the tokens of rounds without drafting."""
 
     lacking = 0
 
@@ -193,7 +193,7 @@ def test_sequences_that_accept_little_lower_the_lookahead() -> None:
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Goodput:
-    """A controller, which tries nothing more, where eight rows take as long as one."""
+    """A controller that tries nothing more, on a device whose eight rows take as long as one."""
     goodput, (ways,) = decoded(World(0.9, 0.95, 1e-6), [1])
     assert ways[-1].lookahead == K, "rows are free"
     for rows in range(1, 65):
@@ -217,7 +217,7 @@ def test_catching_up_is_spread_over_the_tokens_that_it_serves() -> None:
     times.add(1, 0.01)
     times.caught_up(16, 0.016, 1, 0.002)  # 1 ms a token
     price = CatchUpCost(times)
-    assert price.seconds(4, 0) == 0  # no request is over: nothing is known
+    assert price.seconds(4, 0) == 0  # no request has ended: nothing is known
     price.ended(60, 20)
     price.ended(10_000, 0)  # cancelled in the queue: it stored nothing, however long its prompt
     assert price.seconds(4, 100) == pytest.approx(0.003)

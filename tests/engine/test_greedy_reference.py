@@ -1,6 +1,6 @@
-"""SmolLM2's greedy tokens are those of transformers, which a committed file holds.
+"""SmolLM2's greedy tokens equal the tokens of transformers, which a committed file holds.
 
-reference/smollm2.json is tests/parity/library.py's; `make parity` makes it anew and compares.
+tests/parity/library.py writes reference/smollm2.json; `make parity` rewrites and compares it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_the_file_is_64_prompts_of_128_tokens() -> None:
     "prompts", [range(3), pytest.param(range(3, 64), marks=[pytest.mark.long, pytest.mark.slow])]
 )
 def test_tokens_of_transformers(prompts: range) -> None:
-    """Equal, or first different where float32 rounds the margin away."""
+    """Equal, or first different at a margin that float32 rounds away."""
     assert open_checkpoint("smollm2").sha256 == REFERENCE["sha256"]
     found = differences(REFERENCE, "smollm2", prompts)
     assert all(one.margin <= MARGIN for one in found), found

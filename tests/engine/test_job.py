@@ -1,4 +1,4 @@
-"""A configuration, resolved for T ranks: shapes, laws, bytes and row counts."""
+"""A configuration, resolved for T ranks: shapes, models, bytes and row counts."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_the_draft_has_a_device_of_its_own() -> None:
 
 
 def test_a_context_takes_memory() -> None:
-    """KV: 131,072 B a token of the 8B, per sequence, and what the rows of the largest forward read
-    for themselves: 15 of them a token each, and 45 lanes 3 tokens of K = 4."""
+    """KV: 131,072 B a token of the 8B, per sequence; the rows of the largest forward also store
+    tokens of their own: one for each of 15 rows, and 3 (K = 4) for each of 45 lanes."""
     bare = job(1, "cupy", pair="8b/1b").rank_bytes(2)
     deep = job(1, "cupy", pair="8b/1b", context=1000, batch_size=3).rank_bytes(2)
     assert deep[0] - bare[0] == (3 * 1000 + 15) * 131_072

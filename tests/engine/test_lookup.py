@@ -13,7 +13,7 @@ from mpissd.engine.spec.lookup import PromptLookup, SuffixLookup
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
-    """The definition: behind the latest earlier end of the largest suffix n ≤ longest."""
+    """The definition: the tokens after the latest earlier end of the largest suffix n ≤ longest."""
     for n in range(min(longest, len(tokens) - 1), 0, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if list(tokens[end - n : end]) == list(tokens[-n:]):

@@ -1,4 +1,4 @@
-"""The markov draft worker: which outcomes it grows for, and what its tokens are drawn from."""
+"""The markov draft worker: the outcomes it grows for, and the distributions of its tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def after(row: int, k: int) -> list[int]:
 
 @pytest.mark.parametrize("num_draft", range(K + 1))
 def test_candidates_are_the_draft_s_likeliest_but_what_was_served(num_draft: int) -> None:
-    """Behind the last served token nothing was proposed, so nothing is left out."""
+    """No token was proposed after the last served one, so none is left out there."""
     worker, batch, speculation = begun(num_draft)
     branches = worker.oracle.branches(batch, speculation, FANS)
     want = []
@@ -94,7 +94,7 @@ def test_branches_draw_from_what_a_hit_will_keep() -> None:
 
 
 def test_a_fast_backup_looks_its_tokens_up() -> None:
-    """In what the sequence holds, prompt included; what is missing is the likeliest of all."""
+    """In the sequence's tokens, prompt included; a missing token is the overall likeliest one."""
     worker, batch, _ = begun()
     first, second = LAWS.prompt(0)
     for round_, tokens in enumerate([[first, second, 8], [6, 6, 6], [2, 3, first]]):

@@ -1,4 +1,4 @@
-"""What does not fit into memory is refused with the batch and the context that would."""
+"""A job that does not fit into memory is refused with the batch and the context that would."""
 
 from __future__ import annotations
 

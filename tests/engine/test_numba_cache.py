@@ -1,4 +1,4 @@
-"""Where compiled code is kept, and what is said without Numba."""
+"""The folder of compiled code, and the message without Numba."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_changed_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All functions: those of another file may hold code of the one that changed."""
+    """All functions: other files' compiled code may include code of the changed file."""
     shutil.copytree(numba_ops._HERE, tmp_path / "ops")
     monkeypatch.setattr(numba_ops, "_HERE", tmp_path / "ops")
     before = numba_ops._digest()

@@ -1,4 +1,4 @@
-"""More ranks than GPUs: text of a small model takes the CPU, everything else is refused."""
+"""More ranks than GPUs: text of a small model runs on the CPU, all other runs are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device profiles: what a forward lasts by hand, and what is refused."""
+"""Device profiles: the time of a forward, computed by hand, and refused profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured tables of a profile: between and behind their points, whose forward, what is refused."""
+"""Measured tables of a profile: between and beyond their points, whose forward, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of recordings: what is written is read, and what is broken is refused in one line."""
+"""Files of recordings: each is read as it was written, and a broken one is refused in one line."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_job_beyond_what_was_recorded_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("humaneval", 164), ("chat", 200)])
 def test_the_committed_recordings_are_of_the_shipped_draft(name: str, count: int) -> None:
-    """And their page says what they hold."""
+    """And their page describes their contents."""
     path = ROOT / f"results/recordings/smollm2-{name}.npz"
     found = load(str(path))
     shipped = SafetensorsFiles(ROOT / "mpissd/engine/model/shipped/smollm2_draft")

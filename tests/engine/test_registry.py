@@ -1,4 +1,4 @@
-"""Backends by name; one that is not there says what to do."""
+"""Backends by name; the error for a missing one explains how to get it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rejection sampling: distributions as they travel, what is accepted, what replaces a rejection."""
+"""Rejection sampling: distributions as they are sent, acceptance, and replacement tokens."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def verdicts(judge: Callable[[Choices], tuple[int, int]]) -> dict[tuple[int, int
 def test_a_verified_token_has_the_law_of_the_target(
     pair: tuple[NDArray[np.float64], NDArray[np.float64]], certain: bool
 ) -> None:
-    """Summed over what is proposed: P(first token) = p, whatever q is."""
+    """Summed over the proposed tokens: P(first token) = p, whatever q is."""
     p, row = pair[0], sampling.record(pair[1])
     exact, behind = sampling.recorded(row), np.roll(p, 1)
     law = np.zeros(len(p))
@@ -163,7 +163,7 @@ def test_a_verified_token_has_the_law_of_the_target(
 
 
 def test_each_token_is_judged_behind_those_before_it() -> None:
-    """k counts the leading acceptances, p(i) and q_row(i) are of the same place."""
+    """k counts the leading acceptances; p(i) and q_row(i) are of the same place."""
     p = np.array([[0.5, 0.5, 0.0], [0.2, 0.0, 0.8], [0.0, 0.1, 0.9], [1.0, 0.0, 0.0]])
     q = np.array([[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.5, 0.0]], np.float32)
     asked: list[int] = []

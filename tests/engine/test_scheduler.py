@@ -1,4 +1,4 @@
-"""The scheduler alone: order, pages, preemption, and that every request comes to its end."""
+"""The scheduler on its own: order, pages, preemption, and that every request ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def task(request_id: int, prompt: int = 5, tokens: int = 5, **told: object) -> T
 
 @dataclass
 class Ranks:
-    """Stands for the ranks: every live sequence accepts what `dice` says."""
+    """Replaces the ranks: every live sequence accepts as many tokens as `dice` gives."""
 
     dice: random.Random
     live: dict[int, Request] = field(default_factory=dict)

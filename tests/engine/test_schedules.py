@@ -1,4 +1,4 @@
-"""Drafts inline, lookups and head-sized drafts: what their flags resolve to, and what they run."""
+"""Drafts inline, lookups and head-sized drafts: their resolved flags, and their runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_command_line_refuses_before_mpi(capsys: pytest.CaptureFixture[str])
         assert told.startswith("mpissd: ") and told.count("\n") == 1
 
 
-# What they resolve to.
+# Their resolved flags.
 
 
 def job(**flags: str) -> Job:
@@ -105,7 +105,7 @@ def test_forwards_that_tokens_take() -> None:
     assert job(mode="ar").num_forwards(3) == 3
 
 
-# What they do.
+# Their runs.
 
 
 def inline(backup: Source, num_tokens: int, lookahead: int = 4) -> tuple[Rows, CountingForwards]:
@@ -179,7 +179,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Together:
 @needs_mpi[0]
 @needs_mpi[1]
 def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: str) -> None:
-    """It passes the gates, says what it was, and emits the tokens that every mode emits."""
+    """It passes the gates, names its draft, and emits the tokens that every mode emits."""
     done = runs[" ".join(flags)]
     row = done.row
     assert row["draft"] == draft

@@ -42,7 +42,7 @@ def prompt(request: Request) -> list[int]:
 
 @dataclass
 class Expected:
-    """What a batch must hold of a sequence."""
+    """The state of a sequence that a batch must hold."""
 
     length: int
     last: int
@@ -53,7 +53,7 @@ class Expected:
 
 @given(st.data(), st.integers(1, 5))
 def test_a_batch_follows_its_outcomes(data: st.DataObject, capacity: int) -> None:
-    """Sequences come, commit and go in any order; a slot's next tenant inherits nothing."""
+    """Sequences join, commit and leave in any order; a slot's next tenant inherits nothing."""
     draw, batch, born = data.draw, Batch(capacity, None, prompt), 0
     model: dict[tuple[int, int], Expected] = {}
     slot_of: dict[tuple[int, int], int] = {}
@@ -103,7 +103,7 @@ def test_the_short_cut_of_a_steady_round_changes_nothing(data: st.DataObject, si
     for round_ in range(4):
         ks = data.draw(st.lists(st.integers(0, 7), min_size=size, max_size=size))
         rows: list[Row] = [(n, 0, COMMIT, k, 9 * k) for n, k in enumerate(ks)]
-        batches[1]._steady = b"never"  # takes the long way
+        batches[1]._steady = b"never"  # uses the general code
         states = []
         for batch in batches:
             assert not any(batch.apply(outcome(round_, *rows)))
@@ -218,7 +218,7 @@ def test_a_prompt_is_missing_until_it_is_filled() -> None:
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_sequence_has_the_same_places_in_a_batch_of_one_and_of_two(window: int | None) -> None:
-    """A batch of one takes a path of its own: round by round its rows are those of the first."""
+    """A batch of one has its own code path: its rows equal the first sequence's in every round."""
 
     def rounds(*requests: Request) -> list[tuple[list[Any], int]]:
         batch, found = placed(*requests, context=100, window=window), []

@@ -1,4 +1,4 @@
-"""Seats of one model compute what a model of their own would, whoever sits beside them."""
+"""Seats of one model compute the same as a model of their own, whatever the other seats do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lanes(slot: int, behind: int, ids: range) -> Places:
 
 
 def work(seat: int) -> list[tuple[np.ndarray[Any, Any], Places, bool]]:
-    """Uploads of one seat: a prompt, rows behind it with lists, and lanes that differ by seat."""
+    """Uploads of one seat: a prompt, later rows with lists, and lanes that differ by seat."""
     tokens = (np.arange(40) * (seat + 3) % V).astype(np.int32)
     return [
         (tokens[: 3 + seat], trunk(seat % SLOTS, 0, 3 + seat), False),
@@ -106,7 +106,7 @@ def test_a_seat_that_works_alone_disturbs_nobody(pair: TinyPair) -> None:
     other.upload(2, np.array([9, 9], np.int32), trunk(0, 0, 2))
     other.launch()
     other.wait(WAITER)
-    other.release([0, 1])  # of its own slots alone
+    other.release([0, 1])  # only its own slots
     for forwards in (one, own):
         forwards.upload(1, np.array([8], np.int32), trunk(0, 3, 1))
         forwards.launch()

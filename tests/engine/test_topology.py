@@ -1,4 +1,4 @@
-"""What the launcher says of a process, and worlds that are too small. No MPI is started."""
+"""The launcher's variables for a process, and worlds that are too small. No MPI is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MPICH = {"PMI_SIZE": "4", "PMI_RANK": "1"}
         ({}, None, 0),
         ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}, 3, 2),
         ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"}, 5, 4),
-        # mpirun inside an allocation: mpirun's word counts.
+        # mpirun inside an allocation: mpirun's variables count.
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", **MPICH}, 4, 1),
         ({"SLURM_NTASKS": "7"}, None, 0),  # of the allocation, in which nothing was launched yet
         ({"PMI_SIZE": "many", "PMI_RANK": "1"}, None, 0),

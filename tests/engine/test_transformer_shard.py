@@ -53,7 +53,7 @@ def test_shards_cover_every_column_once(config: TransformerConfig, data: st.Data
         sum(getattr(shard, name) for shard in shards) == getattr(shards[0].shape, f"num_{name}")
         for name in ("heads", "kv_heads")
     )
-    for shard in shards:  # a query head stands with its KV head
+    for shard in shards:  # a query head is on the rank of its KV head
         group = shape.num_heads // shape.num_kv_heads
         assert shard.q == slice(shard.kv.start * group, shard.kv.stop * group)
         assert abs(shard.kv_heads - shape.num_kv_heads / tp) < 1
@@ -67,7 +67,7 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
     stored = {name: math.prod(size) for name, size in tensors(config)}
     embedding = stored.pop("model.embed_tokens.weight")
     assert whole.num_params(OPTIONS) == sum(stored.values())
-    # What each rank reads whole: the norms.
+    # The norms, which each rank reads whole.
     hidden, layers = config.shape.hidden, config.shape.num_layers
     norms = layers * 2 * (hidden + config.shape.head_dim * config.qk_norm) + hidden
     matrices = [shard.num_params(OPTIONS) - norms for shard in shards]

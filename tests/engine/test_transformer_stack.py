@@ -1,4 +1,4 @@
-"""The transformer's forward on the CPU: against plain NumPy, and each row against itself alone."""
+"""The transformer's forward on the CPU: against plain NumPy, and each row against a single one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.transformer_rig import (
 )
 
 LLAMA = FAMILIES["llama"]
-RIG = Rig(LLAMA)  # for what changes nothing of it
+RIG = Rig(LLAMA)  # for tests that do not change it
 COUNT = 70  # more than a page of 64 and four of 16
 
 
@@ -79,7 +79,7 @@ def test_ragged_forwards_of_many_sequences(data: st.DataObject) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "odd"])
 @pytest.mark.parametrize("trunk", [1, 15, 16, 40])
 def test_lanes_are_what_the_trunk_would_be(family: str, trunk: int) -> None:
-    """A lane behind any trunk, over page borders too, has the bits of the same text as a trunk."""
+    """A lane after any trunk, over page borders too, has the bits of the same text as a trunk."""
     rig, steps = Rig(FAMILIES[family]), 20
     text = dice_tokens(4, trunk)
     grown = [dice_tokens(5 + lane, steps) for lane in range(3)]
@@ -126,7 +126,7 @@ def outcomes(rig: Rig, rounds: int, seed: int) -> list[int]:
     "rounds", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.slow])]
 )
 def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
-    """A rollback is a length: the cache is bit by bit that of the text alone."""
+    """A rollback is a length: the cache equals, bit by bit, the cache of only the kept text."""
     rig, fresh = Rig(LLAMA), Rig(LLAMA)
     text = outcomes(rig, rounds, 8)
     fresh.one_by_one(0, text)

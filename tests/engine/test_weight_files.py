@@ -1,4 +1,4 @@
-"""Weights of files: what is read is what was written, for every format and every part."""
+"""Weights of files: they are read as they were written, for every format and every part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages: what is packed comes out, and what is damaged or cannot be is refused in one line."""
+"""Messages: fields are unpacked as they were packed, and bad messages are refused in one line."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_is_written_is_read(seed: int) -> None:
     sent = [send(seed) for send in SENT]
     read = [one.read() for one in sent]
     for one in sent:
-        one.message.array[:] = -1  # the next message lands here: what was read is a copy
+        one.message.array[:] = -1  # the next message reuses it: read() copies
     (told, stop), drafted, plan, prompts, rows = read
     wanted, answer = outcome(seed), speculation(seed)
     for found in (told, plan[0]):
@@ -255,7 +255,7 @@ def test_a_header_that_does_not_fit_names_both_values(
 
 
 MALFORMED = [
-    # of an outcome's second row: column, value, what is refused
+    # of an outcome's second row: column, value, error
     (Kind.OUTCOME, 0, -1, "outcome row 1: id is -1, allowed 0..2147483647"),
     (Kind.OUTCOME, 2, 5, "outcome row 1: event is 5, allowed 0..4"),
     (Kind.OUTCOME, 3, K + 1, "outcome row 1: num_accepted is 5, allowed 0..4"),
@@ -296,7 +296,7 @@ def test_numbers_out_of_range_are_refused(
 def test_what_is_no_probability_of_a_drawn_token_is_refused(q: float) -> None:
     message, made = SHAPE.message(Kind.SPECULATION), Speculation.empty(6, 2, K, sampled=True)
     made.rows[:, :3], made.q[:] = (Source.JIT, 0, 1), 0.5
-    made.q[1, 1] = q  # after num_draft, where nothing is read
+    made.q[1, 1] = q  # after num_draft: not read
     wire.write_speculation(message, made)
     assert wire.read_speculation(message, 6, 2).num_proposals.tolist() == [1, 1]
     made.num_draft[:] = 2
@@ -402,7 +402,7 @@ def test_every_draft_receives_the_prompts_as_they_are() -> None:
 
 
 def test_a_damaged_message_ends_the_wait_for_it() -> None:
-    """Over a link: the reader raises at once, it does not wait for a better one."""
+    """Over a link: the reader raises at once, and does not wait for another message."""
     lead, draft = queue_link(SHAPE, WAITER)
     lead._outcomes.message._same = wire.VERSION, 1, 3
     lead.send_outcome(outcome(0))

@@ -17,12 +17,12 @@ ALWAYS = {"backend": "emulated", "device": "null", "progress": "off"}
 
 
 def arguments(flags: Flags) -> list[str]:
-    """As they are typed."""
+    """The command line of these flags."""
     return ["run", *(f"--{name}={value}" for name, value in flags.items())]
 
 
 def judged(flags: Flags, world_size: int) -> RunConfig:
-    """What `mpissd run` makes of them before MPI starts, in a world of so many ranks.
+    """The configuration that `mpissd run` resolves from them before MPI starts, on so many ranks.
 
     Raises ConfigError.
     """

@@ -17,7 +17,7 @@ HALF_EPSILON = 2.0**-11  # largest relative error of rounding to float16
 
 
 def relative_error(out: Any, ref: Any) -> float:
-    """‖out − ref‖ / ‖ref‖ in float64; NaN where an element was never written."""
+    """‖out − ref‖ / ‖ref‖ in float64; NaN if an element was never written."""
     out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
     return float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
 
@@ -35,7 +35,7 @@ def tolerance(products: int) -> float:
 class HostDevice(NumpyBackend):
     """A device whose memory is the host's: float16 arrays, products in float32, copies at once.
 
-    It lets the groups for device arrays run, and be tested, where there is no GPU.
+    It lets the groups for device arrays run, and be tested, without a GPU.
     """
 
     name = "host"

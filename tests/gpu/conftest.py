@@ -1,4 +1,4 @@
-"""What the GPU tests share: one backend a module, and a reason where there is no GPU."""
+"""Shared fixtures of the GPU tests: one backend a module, and a reason if there is no GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gpu() -> None:
 
 @pytest.fixture(scope="module")
 def backend(gpu: None) -> Iterator[Any]:
-    """The cupy backend on GPU 0, with graphs where nvmath-python is there."""
+    """The cupy backend on GPU 0, with graphs if nvmath-python is installed."""
     from mpissd.engine.backend.cupy_backend import CupyBackend
 
     opened = CupyBackend(0)

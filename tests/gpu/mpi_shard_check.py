@@ -1,12 +1,12 @@
-"""Does a model on T ranks give what it gives on one? Every all-reduce, forward after forward.
+"""Does a model on T ranks give one rank's results? Every all-reduce, forward after forward.
 
     mpirun -np 2 python -m mpi4py tests/gpu/mpi_shard_check.py --backend=cupy     one rank a GPU
     mpirun -np 2 python -m mpi4py tests/gpu/mpi_shard_check.py --backend=host     no GPU at all
 
 With more ranks than GPUs the ranks share: oneshot and NCCL must then be refused in one line, and
-`auto` must fall back to staged. On one rank, both reduce over a group of one. `host` stands for a
+`auto` must fall back to staged. On one rank, both reduce over a group of one. `host` is a
 device whose memory is the host's; `numpy` checks the group for host arrays. The last lines are a
-table; exit code 1 where a row failed.
+table; exit code 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def open_choice(backend: Backend, choice: str) -> Group:
 
 
 def refused(choice: str, shared: bool, line: str) -> Row:
-    """A refusal is right where two ranks on one GPU would have met, and nowhere else."""
+    """A refusal is right only if two ranks on one GPU would have met."""
     sound = choice in ONE_A_GPU and shared and "share GPU" in line
     return Row(choice, "refused", sound, line)
 
@@ -154,7 +154,7 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
 
 
 def check_abort(backend: Any, group: Any, choice: str) -> Row:
-    """Rank 0 reduces with peers that never come: a deadline ends the wait, an abort the kernel."""
+    """Rank 0 reduces with absent peers: a deadline ends the wait, an abort the kernel."""
     gave_up = COMM.rank > 0
     lonely = backend.activation(1, 1024)  # held until the abort: freeing it waits for the device
     if COMM.rank == 0:

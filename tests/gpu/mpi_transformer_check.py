@@ -1,4 +1,4 @@
-"""Does a transformer on T ranks give what it gives on one, and each row the same in any forward?
+"""Does a transformer on T ranks give one rank's results, and each row the same in any forward?
 
     mpirun -np 2 python -m mpi4py tests/gpu/mpi_transformer_check.py --backend=cupy
     mpirun -np 2 python -m mpi4py tests/gpu/mpi_transformer_check.py --backend=emulated    no GPU
@@ -6,7 +6,7 @@
 The tiny models have five and three KV heads, which T = 2 splits unevenly. With more ranks than GPUs
 the ranks share one, over the staged all-reduce. All logits are compared with the float32 reference
 of the whole model, and bit for bit between forwards of one row and of many. `numpy` checks the
-CPU's operations, `emulated` the GPU's kernels on a processor. Exit code 1 where a line says FAIL.
+CPU's operations, `emulated` the GPU's kernels on a processor. Exit code 1 if a line has FAIL.
 """
 
 from __future__ import annotations

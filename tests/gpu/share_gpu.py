@@ -1,4 +1,4 @@
-"""`mpissd` with all its ranks on one GPU, which `mpissd run` refuses: what they say, not how fast.
+"""`mpissd` with all its ranks on one GPU, which `mpissd run` refuses: for output, not for times.
 
     mpirun -np 2 python -m mpi4py tests/gpu/share_gpu.py run --backend=cupy …
 

@@ -183,7 +183,7 @@ def test_a_chunk_stores_what_rows_store(
 
 
 def _behind_chunks(rig: Rig, tokens: Any, lengths: tuple[int, ...]) -> Any:
-    """The logits behind 520 tokens, of which chunks store the first ones and rows the others."""
+    """The logits after 520 tokens, of which chunks store the first ones and rows the others."""
     rig.stack.release([0])
     stored = 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""The doctor on a machine with GPUs: what CuPy and nvidia-smi tell, and what a run would choose.
+"""The doctor on a machine with GPUs: the reports of CuPy and nvidia-smi, and a run's choices.
 
 python -m pytest -q -m gpu tests/gpu/test_doctor.py
 """

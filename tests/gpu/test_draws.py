@@ -1,4 +1,4 @@
-"""Tokens that the device draws are the host's, at a vocabulary of real size; and what it takes."""
+"""Tokens that the device draws are the host's, at a vocabulary of real size; and their cost."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_packed_weight_is_the_same_weight(packing: Any) -> None:
 
 
 def check_product(backend: Any, rows: int, parts: list[WeightPart], start: int) -> None:
-    """x and out are columns from `start` on of wider buffers, of which nothing else is written."""
+    """x and out are columns from `start` on of wider buffers; other columns are not written."""
     weight = ORACLE.weight(parts)
     k, n = weight.shape
     x = halves(np.random.default_rng(rows), rows, k)

@@ -1,4 +1,4 @@
-"""Forwards of small transformers on a backend, with the reference's logits beside them."""
+"""Forwards of small transformers on a backend, with the reference's logits."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def prompt(rig: Rig, count: int, seed: int = 1) -> list[int]:
 
 
 def check_rows_alone(rig: Rig, count: int, chunks: Sequence[int]) -> None:
-    """The logits of every row are those of the row in a forward of its own, bit for bit."""
+    """Every row has the logits of the same row in a forward of its own, bit for bit."""
     tokens = prompt(rig, count)
     alone = rig.fill(tokens, 1)
     for slot, chunk in enumerate(chunks):
@@ -154,8 +154,8 @@ def check_rows_alone(rig: Rig, count: int, chunks: Sequence[int]) -> None:
 def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
     """Rows in lanes have the logits that they would have as rows of the trunk, bit for bit.
 
-    Lane l grows the tokens of its own sequence behind a common trunk; a trunk row of another
-    sequence, and padding, stand beside them.
+    Lane l grows the tokens of its own sequence after a common trunk; a trunk row of another
+    sequence, and padding, are in the same forward.
     """
     count = rig.stack.options.lanes
     common, other = prompt(rig, trunk), prompt(rig, 4, seed=7)
@@ -173,7 +173,7 @@ def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
 
 
 def check_rollback(rig: Rig, count: int) -> None:
-    """Rows rewritten after others had stood there leave no trace of these."""
+    """Rows written over others keep no trace of them."""
     tokens, wrong = prompt(rig, count), prompt(rig, count, seed=5)
     alone = rig.fill(tokens, 4)
     kept = count // 2

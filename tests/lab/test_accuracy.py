@@ -1,4 +1,4 @@
-"""The three errors of predictions, told apart: on made-up errors, and on committed rows."""
+"""The three errors of predictions, separated: on made-up errors, and on committed rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpissd.lab.tables import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 STUDY = RESULTS / "emulated-predictions"
-# Its rows ran under h200 as it was before kernels were told apart.
+# Its rows ran under h200 as it was before profiles distinguished kernels.
 DEVICES = f"{RESULTS / 'h200-probe/before.json'},{STUDY / 'h100.json'},a100-80,v100-32"
 
 PROFILES = {profile.kind: profile for profile in map(load_profile, DEVICES.split(","))}
@@ -120,7 +120,7 @@ def test_the_command_takes_rows_a_profile_and_a_host(capsys: pytest.CaptureFixtu
 
 
 def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> None:
-    """With luck 60 rounds a row are too few for any predictor.
+    """With sampling noise 60 rounds a row are too few for any predictor.
 
     The run whose host costs are used had one target rank and one sequence: its lead samples in 42
     µs, and at T = 4 with 2 to 8 sequences in 240. There the lead's phases are those that the other

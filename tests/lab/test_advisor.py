@@ -47,7 +47,7 @@ def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
 
 
 def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placement], int]:
-    """A machine, a pair, laws, a batch and a number of GPUs on which the pair fits."""
+    """A machine, a pair, its models, a batch and a number of GPUs on which the pair fits."""
     flags: dict[str, Any] = {
         "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
         "batch_size": rnd.choice([1, 1, 2, 4]),
@@ -190,7 +190,7 @@ def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
 def test_both_fan_outs_of_a_search_are_those_of_a_job(
     fan_out: str, way: tuple[str, int], law: dict[str, Any]
 ) -> None:
-    """Behind a hit and behind a backup that drafts K_b tokens of its own law."""
+    """After a hit, and after a backup that drafts K_b tokens of its own acceptance model."""
     config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
     choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, 100.0, 9.0, 0.8)
     flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}

@@ -22,7 +22,7 @@ SAME = {
 
 
 def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> Row:
-    """A row of 400 rounds; seed 0 unless said, with a luck of 1%."""
+    """A row of 400 rounds; seed 0 by default, with a sampling deviation of 1%."""
     drafts = 0 if mode == "ar" else 1
     flat = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
     known = {"num_drafts": drafts, "world_size": 1 + drafts, "seed": 0, "num_rounds": 400}
@@ -140,7 +140,7 @@ def test_predictions_that_miss_by_far_choose_no_k_and_are_named() -> None:
 
 
 def seeded(count: int, num_rounds: int = 400) -> list[Row]:
-    """A sweep over seeds, as `seed = 0..4` of a grid makes it: luck of 10%, shared but for 1%."""
+    """A sweep over seeds, as `seed = 0..4` of a grid makes it: noise of 10%, shared but for 1%."""
     luck = [1.0, 1.1, 0.9, 1.05, 0.95][:count]
     known = {"num_rounds": num_rounds, "sampling_sd": 0.1}
     found = [row("ar", 0, 300 + n % 2, seed=n, **known) for n in range(count)]
@@ -151,7 +151,7 @@ def seeded(count: int, num_rounds: int = 400) -> list[Row]:
 
 
 def test_seeds_of_a_grid_are_paired() -> None:
-    """A gain of 5% under a luck of 10% is seen, and is a headline from five seeds on."""
+    """A gain of 5% under noise of 10% is detected, and is a headline from five seeds on."""
     (found,) = compare_methods(seeded(5))
     ar, sd, ssd = (method.best for method in found.methods)
     gain = ssd.over(sd)
@@ -170,7 +170,7 @@ def test_seeds_of_a_grid_are_paired() -> None:
 
 
 def test_a_lookup_belongs_to_every_draft_and_law() -> None:
-    """It has a table of its own only where no other row has its T."""
+    """It has a table of its own only if all rows of drafts have another T."""
     looked_up = {"num_drafts": 0, "world_size": 1, "inline_draft": True, "draft": "lookup"}
     here, there = row("sd", 8, 700, **looked_up), row("sd", 8, 900, tp=2, **looked_up)
     found = compare_methods([*ROWS, here, there])

@@ -1,4 +1,4 @@
-"""A built-in profile from probes: medians of what was measured, and what is derived says so."""
+"""A built-in profile from probes: medians of measured values; derived values are marked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "results/h200-probe/build_profile.py"
-OLD = ROOT / "results/h200/profiles/h200-70b-T4.json"  # from before kernels were told apart
+OLD = ROOT / "results/h200/profiles/h200-70b-T4.json"  # from before profiles distinguished kernels
 BASE = json.loads((SCRIPT.parent / "before.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""SSD beside the strongest other use of its GPUs: which verdicts hold, and what they need."""
+"""SSD against the strongest other use of its GPUs: which verdicts hold, and the rows they need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USES: Uses = {
 
 
 def rows(uses: Uses = USES, seeds: int = 5, visit: str = "a", **told: Any) -> list[Row]:
-    """Every use under every seed: a luck of 10% that all who draft share, of AR .1%.
+    """Every use under every seed: noise of 10% that all methods with drafts share, .1% for AR.
 
     visit: the GPU that all of these rows ran on.
     """
@@ -88,7 +88,7 @@ def test_ssd_stands_beside_the_strongest_other_use_and_independent_copies() -> N
 
 
 def test_rivals_of_another_visit_give_no_verdict() -> None:
-    """Only what is slower by more than visits differ, 4%, needs no rows of SSD's own visit."""
+    """Rows of SSD's own visit are needed unless the rival is slower by over 4%, the usual drift."""
     own = rows(without(("sd", 2, 0), ("ar", 2, 0)))
     far = rows({key: USES[key] for key in (("sd", 2, 0), ("ar", 2, 0))}, visit="b")
     text = one(own + far).text
@@ -204,7 +204,7 @@ def test_predictions_choose_ssd_s_k_and_no_weak_rival() -> None:
 
 
 def test_imposed_hits_claim_nothing() -> None:
-    """They cost no branches, so their rows neither make a line nor stand in another's."""
+    """They cost no branches, so their rows neither make a line nor count in another's."""
     imposed = [
         row | {"run_id": f"{row.run_id}-p", "hit_law": "p_hit:0.9", "tok_per_s": 950.0}
         for row in rows()
@@ -228,7 +228,7 @@ def test_the_committed_claims_are_those_of_a_pair() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
 def test_a_table_of_a_page_is_that_of_its_rows(page: str) -> None:
-    """Every number is computed again."""
+    """Every number is recomputed."""
     text = (ROOT / page).read_text()
     assert "<!-- claims" in text
     assert load("docs/tables.py").with_claims(text) == text, f"docs/tables.py {page}"

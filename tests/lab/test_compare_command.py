@@ -1,4 +1,4 @@
-"""`compare` takes run ids, files and folders: which rows they mean, what it shows and refuses."""
+"""`compare` takes run ids, files and folders: the rows it selects, its output, its refusals."""
 
 from __future__ import annotations
 

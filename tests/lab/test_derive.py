@@ -51,8 +51,8 @@ def with_all_reduces(profile: Profile, *others: Profile) -> Profile:
 
 @pytest.mark.parametrize("most_rows", [None, 32])
 def test_by_hand(most_rows: int | None) -> None:
-    """8B from T=1 to T=2: half the bytes and 64 all-reduces more; a product that is a launch of its
-    own loses what it lost, the chain half of it."""
+    """8B from T=1 to T=2: half the bytes and 64 all-reduces more; a product with a launch of its
+    own loses as much time as before, the chain half as much."""
     one, two = shard("8b/1b", 1), shard("8b/1b", 2)
     alone = by_one_kernel(
         replace(
@@ -80,7 +80,7 @@ def test_by_hand(most_rows: int | None) -> None:
 def by_one_kernel(
     profile: Profile, of: Shard, most_rows: int | None, one_row_s: float = 0.0
 ) -> Profile:
-    """The profile with the measured forward said to be of another kernel, or another time."""
+    """The profile with the measured forward assigned to another kernel, or given another time."""
     key, forwards = of.key(1, FUSED), dict(profile.tables.forwards)
     (known,) = forwards[key]
     curve = Curve((1,), (one_row_s,)) if one_row_s else known.seconds
@@ -127,7 +127,7 @@ def test_a_survey_drops_no_t_silently() -> None:
 def test_a_prediction_at_two_ranks_takes_the_measured_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As an advice does; by the profile's numbers alone 70B was 12% too fast."""
+    """As in an advice; from only the profile's numbers 70B was 12% too fast."""
 
     def last(*flags: str) -> dict[str, Any]:
         assert (

@@ -1,4 +1,4 @@
-"""A row's configuration, read off the row: its job, and its laws' mean from another profile."""
+"""A row's configuration, read from the row: its job, and its expected speed in another profile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_row_says_its_whole_configuration(name: str) -> None:
 
 
 def test_a_forecast_needs_the_profile_alone() -> None:
-    """What the row measured or predicted of itself changes nothing."""
+    """The row's own measurements and predictions change nothing."""
     row = row_like("emulated-predictions/runs.jsonl", device_name="NVIDIA H200 (emulated)")
     found = forecast_row(row, load_profile("h200"))
     keys = ("round_us", "phases_us", "predicted_tok_per_s", "expected_tok_per_s", "t_target_s")

@@ -1,4 +1,4 @@
-"""Gates: a clean row passes, and every way to spoil one is caught by the gate that should."""
+"""Gates: a clean row passes, and every kind of fault is caught by its own gate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def consistently(times: float) -> Spoil:
 
 
 def lose(share: float) -> Spoil:
-    """Rounds of which the ledger saw so much less than the wall did, in row and rounds."""
+    """Rounds of which the ledger measured so much less than the wall clock, in row and rounds."""
 
     def spoil(row: Line, rounds: Rounds) -> None:
         rounds["round_s"] /= 1 - share
@@ -70,7 +70,7 @@ def lose(share: float) -> Spoil:
 
 
 def overlap(row: Line, rounds: Rounds) -> None:
-    """A phase that counts what another one counted, too."""
+    """A phase that also counts another phase's time."""
     rounds["lead_ledger_ns"][:, 2 + LeadPhase.SAMPLE] += 10**5
 
 
@@ -79,7 +79,7 @@ def drop_a_round(row: Line, rounds: Rounds) -> None:
 
 
 SPOILED: dict[str, tuple[str, Spoil, str]] = {
-    # name: (the gate, what was done, what the message says)
+    # name: (the gate, the changed rounds, the message's text)
     "faster than its floor": ("floor", consistently(0.5), "of cache at 4500.0 GB/s take 1766.667"),
     "faster than its products": (
         "floor",

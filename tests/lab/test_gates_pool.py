@@ -13,7 +13,7 @@ FIRST = 120  # rounds of the first group; the second has the others
 
 
 def pooled() -> tuple[Line, Rounds]:
-    """Two groups of one rank with a draft, whose rounds stand group behind group."""
+    """Two groups of one rank with a draft; the second group's rounds follow the first's."""
     _, rounds = make()
     rows = rounds["sequences"]
     rows[FIRST:, 1] = 1

@@ -1,4 +1,4 @@
-"""Models are made once, shared by all who read the same weights, and dropped for lack of room."""
+"""Models are made once, shared by all jobs with the same weights, and dropped for lack of room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = 13_958_643_712  # bytes of 8b's layers in float16
 
 
 class Counted(EmulatedBackend):
-    """Counts what is made; few_rows as on a GPU whose layout follows the rows."""
+    """Counts tables and programs; few_rows as on a GPU whose layout depends on the rows."""
 
     def __init__(self, most_rows: int = 1 << 20) -> None:
         super().__init__(load_profile("h200"))
@@ -65,7 +65,7 @@ def test_weights_and_programs_are_made_once() -> None:
     for found in jobs * 2:
         target, draft = held.open(found, LEAD)
         assert target is not None and draft is None
-        assert target.buckets == found.target_buckets()  # its own, of those that are there
+        assert target.buckets == found.target_buckets()  # its own, of all that were opened
     union = {rows for found in jobs for rows in found.target_buckets()}
     assert (backend.tables, backend.programs) == (1, len(union))
     assert held.open(jobs[0], LEAD)[0].bucket(3) == 3
@@ -134,7 +134,7 @@ def test_a_measurement_is_made_once_and_knows_its_age() -> None:
     assert known.since >= since
     assert known.once(Owner(), "a", lambda: 8) == 8 and made == [1]
     known.restart()
-    time.sleep(0.005)  # an age is told to the millisecond
+    time.sleep(0.005)  # ages have a resolution of a millisecond
     outer = known.once(owner, "c", lambda: known.once(owner, "a", lambda: 0))
     known.restart()
     assert known.once(owner, "c", lambda: 0) == outer == 7 and known.since == since  # as its part

@@ -79,7 +79,7 @@ def test_growth_shows_its_parts_and_an_outcome_that_waited_shows_its_reading() -
     us["speculate"] = np.where(hits, 30, 4230)
     us["wait"] = np.where(np.isin(np.arange(N), [3, 6]), 8, 900)
     waits = np.where(hits, 66 + 100 - 20, 4266 + 100 - 20)
-    waits = np.where(np.isin(np.arange(N), [3, 6]), waits + 700, waits)  # behind a growth step
+    waits = np.where(np.isin(np.arange(N), [3, 6]), waits + 700, waits)  # after a growth step
     rows = {"num_jit": ~hits, "steps_ready": np.where(hits, K, 0), "t_growth_s": growth_s}
     told = job("ssd", fan_out="uniform:2")
     found = costs(told, lead(draft_wait=waits), draft(rows, 2.08e-3, **us))

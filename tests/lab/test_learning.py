@@ -1,4 +1,4 @@
-"""What a row and its card say of a learner, and whose GPU it is counted with."""
+"""A learner's fields in a row and its card, and whose GPU it is counted with."""
 
 from __future__ import annotations
 

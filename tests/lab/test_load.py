@@ -1,4 +1,4 @@
-"""Open-loop load: what arrives when, what became of it, and the row that says it."""
+"""Open-loop load: arrival times, the end of each request, and the row that reports it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def simulated(folder: Path, **flags: str) -> list[LoadRow]:
 
 
 def test_a_pair_is_simulated_without_a_server(tmp_path: Path) -> None:
-    """Every request ends with its tokens, latency grows with the rate, and a seed says it all."""
+    """Every request ends with its tokens, latency grows with the rate, and a seed fixes all."""
     rows = simulated(tmp_path, rate="1,40,400", mode="ssd")
     assert [row.num_answered for row in rows] == [60, 60, 60]
     assert len({row.num_tokens for row in rows}) == 1

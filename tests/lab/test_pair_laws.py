@@ -1,4 +1,4 @@
-"""`pair` counts what a pair's rounds were, fits them, and --laws imposes the file."""
+"""`pair` counts the outcomes of a pair's rounds, fits them, and --laws imposes the file."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> N
         for width in (1, 3, 9):
             miss = min(1, fit.floor + fit.hit_a * width**-fit.hit_r)
             assert 1 - law.hit_probability(width, end) == pytest.approx(miss, abs=2e-3)
-    assert named_hit_law(law.label) == law  # the row's text says the law again
+    assert named_hit_law(law.label) == law  # the row's text names the same model
     fast = next(law for source, law in made.acceptance.items() if source.name == "FAST")
     assert fast.label.startswith("rates:") and fast.label != made.hit_law.label
     fields = made.workload.row_fields()
@@ -167,7 +167,7 @@ def test_sources_of_two_pairs_are_refused(recording: Recording, tmp_path: Path) 
 
 
 def test_sources_of_unlike_sampling_are_refused() -> None:
-    """Naming both; at temperature 0 there is no C, and a recording says none."""
+    """The error names both; at temperature 0 there is no C, and a recording has none."""
 
     def source(file: str, temperature: float | None, c: float | None = None) -> Source:
         about = {"target_sha256": "t", "draft_sha256": "d", "file": file}
@@ -225,7 +225,7 @@ def test_a_row_of_text_is_a_source(tmp_path: Path) -> None:
     told |= {"learned": counts, "weights": None, "fan_out": [3, 3, 3]}
     (tmp_path / "runs.jsonl").write_text(json.dumps({**newest, **told}) + "\n")
     (tmp_path / "rounds").mkdir()
-    # round, id, epoch, k, bonus, source, hit, num_draft; two lines served one token alone, and a
+    # round, id, epoch, k, bonus, source, hit, num_draft; two lines served one token only, and a
     # fast backup (source 3) served one
     text = "0 4 0 2 9 2 0 2; 0 7 0 0 9 2 0 2; 1 4 0 1 9 1 1 2; 1 7 0 1 9 2 0 2; 2 4 0 0 9 2 0 2"
     text += "; 2 7 0 1 9 2 0 1; 3 4 0 1 9 1 1 1; 3 7 0 2 9 3 0 2; 4 7 0 2 9 1 1 2"

@@ -1,4 +1,4 @@
-"""`pair` records what a pair does at temperature 0: here of two tiny models with real caches."""
+"""`pair` records a pair's decisions at temperature 0: here two tiny models with real caches."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_answers_are_the_target_s_greedy_tokens(recording: Recording, pair: Tiny
 
 
 def test_a_draft_is_asked_behind_every_prefix(recording: Recording, pair: TinyPair) -> None:
-    """Lanes that grow together say what each prefix alone would say, bit for bit."""
+    """Lanes that grow together give the same tokens as each prefix on its own."""
     draft, agreed = model_of(pair.draft, F + 1), 0
     for part in recording.sequences:
         for c in range(0, part.end, 3):

@@ -1,4 +1,4 @@
-"""Pools: the simulation against the recurrence, and what `plan` says of them.
+"""Pools: the simulation against the recurrence, and the pools that `plan` prints.
 
 Statistical tests fix their seeds and allow five standard errors: false-alarm rate 6e-7 each.
 """

@@ -1,8 +1,8 @@
 """A replayed pool against the loops themselves, in virtual time: every round's duration.
 
 The real target loops, drafters and shared forwards run with clocks of their own (as in
-test_predict_loops), a thread for each group's lead. Host work takes no time here, since whose comes
-first between two forwards is not predicted; the link does.
+test_predict_loops), a thread for each group's lead. Host work takes no time here, since its order
+between two forwards is not predicted; the link does.
 """
 
 from __future__ import annotations

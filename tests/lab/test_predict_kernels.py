@@ -62,7 +62,7 @@ def measured(config: RunConfig, profile: Profile) -> list[Placement]:
         ({"mode": "sd", "lookahead": 31}, 3e-3, 0.5e-3),
         ({"mode": "sd", "lookahead": 32}, 4e-3, 2e-3 / 3),
         ({"mode": "ssd", "fan_out": "geometric:32"}, 3e-3, 0.5e-3),
-        ({"mode": "ssd", "fan_out": "geometric:33"}, 3e-3, 2e-3 / 3),  # the draft's rows alone
+        ({"mode": "ssd", "fan_out": "geometric:33"}, 3e-3, 2e-3 / 3),  # only the draft's rows
     ],
 )
 def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(

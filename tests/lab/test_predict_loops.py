@@ -1,7 +1,7 @@
 """The recurrence against the loops themselves, in virtual time.
 
 The real TargetLoop, drafter and workers run with clocks of their own that only move when a forward,
-a message or a named piece of host work takes time. What they do and when must be predicted exactly.
+a message or a named piece of host work takes time. Actions and times must be predicted exactly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WARMUP, WARM_ID = 3, 1 << 20
 
 
 class Clock(Waiter):
-    """One rank's time, and the waiter that moves it on to what the rank waits for."""
+    """One rank's time, and the waiter that moves it on to the awaited event."""
 
     def __init__(self) -> None:
         super().__init__(deadline_s=60.0, spin=False)
@@ -129,9 +129,9 @@ def virtual_link(
 
 
 class VirtualForwards:
-    """Forwards that move their rank's clock: a forward takes what its bucket takes.
+    """Forwards that move their rank's clock by the time of their bucket.
 
-    lists: the time of those that read out more than one candidate a row (None: the same).
+    lists: the time of forwards that read out more than one candidate a row (None: the same).
     """
 
     def __init__(self, clock: Clock, seconds: RowTable, lists: RowTable | None = None) -> None:
@@ -159,7 +159,7 @@ class VirtualForwards:
 
 
 class TargetWorker(workers.TargetWorker):
-    """The target's worker; its host work takes the time that HOST says."""
+    """The target's worker; its host work takes the time that HOST sets."""
 
     clock: Clock
 
@@ -185,7 +185,7 @@ class TargetWorker(workers.TargetWorker):
 
 
 class DraftWorker(workers.DraftWorker):
-    """The draft's worker, likewise."""
+    """The draft's worker, in the same way."""
 
     clock: Clock
 
@@ -297,7 +297,7 @@ class VirtualRun:
 
 
 def asks(inner: Speculator, clock: Clock) -> Speculator:
-    """A speculator without a link: asking takes the lead's time all the same."""
+    """A speculator without a link: asking still takes the lead's time."""
     ask = inner.ask
 
     def spend_and_ask(outcome: Any) -> None:
@@ -339,7 +339,7 @@ def check(job: Job, rounds: int = 60) -> None:
     found = replay(job, run.device, HOST, rounds)
     np.testing.assert_array_equal(found.sequences(), records.sequences())
     assert outcome_digest(found.sequences()) == outcome_digest(records.sequences())
-    # What the first round waits for began in warm-up rounds, which are only predicted as full ones.
+    # The first round waits for work of warm-up rounds, which are predicted as full ones only.
     np.testing.assert_allclose(found.round_s[1:, 0], np.asarray(round_s)[1:], rtol=0, atol=1e-9)
 
 

@@ -44,7 +44,7 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
 
 
 def test_imposed_hits_have_a_price() -> None:
-    """p_hit = .8 on 15 branches is what the default law needs more of, at their own costs."""
+    """p_hit = .8 is imposed on 15 branches; the default hit model needs more, which have a cost."""
     row = predict(mode="ssd", rounds=20, p_hit=0.8)
     hazards, width = [0.8] * LOOKAHEAD, LOOKAHEAD + 1
     least = next(f for f in range(1, 99) if hit_rate(hazards, [f] * width, DEFAULT) >= 0.8)
@@ -57,7 +57,7 @@ def test_imposed_hits_have_a_price() -> None:
     }
     named = predict(mode="ssd", rounds=20, hit_law="p_hit:0.8")
     assert named["imposed_hits"] == row["imposed_hits"]
-    # Imposed on fewer branches, the law's own hit rate costs less wherever a branch costs anything.
+    # Imposed on fewer branches, the hit model's own rate costs less if a branch costs anything.
     costly = dataclasses.replace(HOST, keys_lane=2e-6)
     own = hit_rate(hazards, [least] * width, DEFAULT)
     alike = predict(host=costly, mode="ssd", rounds=20, p_hit=own)

@@ -34,7 +34,7 @@ def job(tp: int = 1, **flags: Any) -> Job:
 
 
 def tables_of(device: str, found: Job) -> dict[str, Any]:
-    """What a probe of an emulated device finds."""
+    """The result of a probe of an emulated device."""
     backend, checks = EmulatedBackend(load_profile(device)), Checks()
     group = GroupProbe(backend, MPI.COMM_SELF, WAITER, checks, "modelled")
     shard, own = Shard(found.target, found.tp), SoloGroup(found.tp)

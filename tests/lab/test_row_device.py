@@ -1,4 +1,4 @@
-"""The device's share of a round: what calibration and the rounds say of it, and the row."""
+"""The device's share of a round: from calibration, from the rounds, and in the row."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_chain_is_as_many_all_reduces_as_a_forward_has() -> None:
 
 @pytest.mark.parametrize(("square", "peak"), [(1e9, 4e9), (9e9, 9e9), (None, None)])
 def test_the_peak_is_the_fastest_thing_measured(square: float | None, peak: float | None) -> None:
-    """Forwards of 2 and 8 Gflop in 1 and 2 seconds; one that no clock saw doesn't count."""
+    """Forwards of 2 and 8 Gflop in 1 and 2 seconds; one without a measured time doesn't count."""
     stepper = object.__new__(Stepper)
     stepper.cost = lambda rows: Cost(rows, 0, 0, rows * 10**9, 1, 0, 0, 1)  # type: ignore[method-assign]
     backend = NumpyBackend()
@@ -91,7 +91,7 @@ def test_the_peak_is_the_fastest_thing_measured(square: float | None, peak: floa
 
 
 def all_reduce_s(profile: Profile, tp: int) -> Any:
-    """What calibration says of an emulated 8B on T ranks, 5 rows."""
+    """The calibration of an emulated 8B on T ranks, 5 rows."""
     backend = EmulatedBackend(profile)
     shard = Shard(resolve_model("8b"), tp)
     stepper = Stepper(
@@ -110,7 +110,7 @@ def test_emulated_all_reduces_are_the_profile_s() -> None:
 
 
 def test_a_profile_of_one_rank_knows_no_all_reduce() -> None:
-    """Its measured forwards may be there all the same."""
+    """Its measured forwards may still be known."""
     import dataclasses
 
     unknown = dataclasses.replace(

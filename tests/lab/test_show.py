@@ -1,4 +1,4 @@
-"""An answer on the screen: wrapped by words, coloured by source, numbers beside it."""
+"""An answer on the screen: wrapped by words, coloured by source, numbers next to it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_numbers_stand_in_the_margin_of_every_line() -> None:
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
     assert harmless("a\x1b[2Jb\tc\r\nd\x07\x9b") == "a\ufffd[2Jb    c\nd\ufffd\ufffd"
-    painted([("\x1b]0;title\x07\x1b[2J", "bonus")], 80)  # Screen refuses what steers it
+    painted([("\x1b]0;title\x07\x1b[2J", "bonus")], 80)  # Screen refuses control characters
 
 
 @pytest.mark.parametrize("character", "\u202b\u202e\u2069")

@@ -1,4 +1,4 @@
-"""The simulation's means against THEORY's formulas where they hold; its draws have fixed seeds."""
+"""The simulation's means against the closed formulas where they hold; its seeds are fixed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ssd_is_the_paper_s_where_growth_hides(p_hit: float, batch: int) -> None
 
 
 def test_ssd_with_a_fast_backup_hides_everything() -> None:
-    """T_b = 0; misses verify K_b tokens of another law."""
+    """T_b = 0; misses verify K_b tokens of another acceptance model."""
     device = DeviceCosts.from_points({1: 1.0}, {1: 0.1})
     job = make_job(mode="ssd", lookahead=4, alpha=0.9, p_hit=0.6, backup="fast",
                    acceptance_fast="alpha:0.2", backup_lookahead=3)  # fmt: skip
@@ -120,7 +120,7 @@ def test_hits_of_two_ends_against_a_simulation() -> None:
     200,000 rounds, seed 8: the hit rate is known to .0012 (the chain's memory is short), five of
     which are allowed.
     """
-    law = ((0.9, 0.4), (0.2, 0.9))  # (A, r) behind a rejection, and where all were accepted
+    law = ((0.9, 0.4), (0.2, 0.9))  # (A, r) after a rejection, and after full acceptance
     job = make_job(
         mode="ssd", lookahead=4, alpha=0.7, backup_lookahead=2, fan_out="geometric:20",
         hit_law="power:A=0.9/0.2,r=0.4/0.9",

@@ -95,7 +95,7 @@ def test_a_late_round_waits_for_whole_growth_steps() -> None:
 
 
 def test_a_lead_that_commits_slowly_delays_the_round() -> None:
-    """The speculation is there at 2 · link + drafting = 2.4; the lead looks at 5."""
+    """The speculation arrives at 2 · link + drafting = 2.4; the lead looks at 5."""
     device = DeviceCosts.from_points({1: 10.0}, {1: 0.1})
     job = make_job(mode="sd", lookahead=4)
     host = HostCosts(link=1.0, lead_commit=5.0)
@@ -106,8 +106,8 @@ def test_a_lead_that_commits_slowly_delays_the_round() -> None:
 
 
 def test_laws_give_the_mean_and_the_noise_of_runs() -> None:
-    """300 runs of 30 rounds spread as the chains say: their standard deviation is known to 4%, so
-    20% is five of its standard errors (false-alarm rate 6e-7); likewise for the mean."""
+    """300 runs of 30 rounds spread as the chains predict: their standard deviation is known to 4%,
+    so 20% is five of its standard errors (false-alarm rate 6e-7); the mean is tested as well."""
     job = make_job(mode="ssd", lookahead=4, alpha=0.7)
     device = DeviceCosts.from_profile(load_profile("h100"), job)
     law = sampled(job, device, HOST, chains=512, num_rounds=30, seed=3)

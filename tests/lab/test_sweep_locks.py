@@ -1,4 +1,4 @@
-"""What one sweep has claimed another leaves alone, until its process is gone."""
+"""A sweep skips the work that another sweep has claimed, until that process is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLAIM = (
 
 
 def other(folder: Path, *names: str) -> tuple[subprocess.Popen[str], str]:
-    """Another process that claims `names`, and what came of it."""
+    """Another process that claims `names`, and its result."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, "-c", CLAIM, str(folder), *names], stdin=pipe, stdout=pipe, text=True

@@ -1,4 +1,4 @@
-"""A sweep over a real pair: its plan, where the backend is not known yet."""
+"""A sweep over a real pair: its plan, while the backend is not known yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows and profiles as files: what is found, and what each bad one is told."""
+"""Rows and profiles as files: which are loaded, and the error for each bad one."""
 
 from __future__ import annotations
 

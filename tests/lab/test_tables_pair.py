@@ -1,4 +1,4 @@
-"""Two results side by side: what is refused, and what is said; a run's rounds, read strictly."""
+"""Two results compared: refusals, and the output; a run's rounds, read strictly."""
 
 from __future__ import annotations
 
@@ -148,4 +148,4 @@ def test_the_committed_rows_compare() -> None:
     assert pair.comparison.speedup == pytest.approx(whole, rel=1e-3)
     alone = compare_rows([sd_row], [ssd_row])
     width, apart = ((math.log(c.high / c.low)) for c in (pair.comparison, alone))
-    assert width < apart / 5  # all of the luck is shared: K and outcomes are equal
+    assert width < apart / 5  # all of the noise is shared: K and outcomes are equal

@@ -1,4 +1,4 @@
-"""What row and answers of a text run say of it: prompts, sampling, weights, failed gates."""
+"""Row and answers of a text run: the fields for prompts, sampling, weights, failed gates."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_weights_say_what_their_digests_cover(pair: TinyPair, tmp_path: Path) ->
 def test_a_row_says_whether_its_draft_was_made_for_its_target(
     pair: TinyPair, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And the run says so once on stderr where it was not; of a plain draft nothing is known."""
+    """If not, the run prints it once on stderr; for a plain draft it is unknown."""
     assert answered(pair, tmp_path, mode="sd")["weights"]["draft"]["made_for_target"] is None
     assert "was made for" not in capfd.readouterr().err
     other = tiny_pair(tmp_path / "other", seed=7).target

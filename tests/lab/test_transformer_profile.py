@@ -129,7 +129,7 @@ def test_a_probe_of_products_says_nothing_of_transformers_nor_of_another_model()
 
 
 def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_so() -> None:
-    """Llama-3.1-70B behind 8k tokens on four H200s: derived there, as what no probe measured."""
+    """Llama-3.1-70B after 8k tokens on four H200s: derived there, as no probe measured it."""
     flags: dict[str, Any] = {"target": "70b", "draft": "1b", "context": 8192, "rounds": 1}
     found = job(4, mode="ssd", **flags)
     h200, h100 = load_profile("h200"), load_profile(DATASHEET)
@@ -202,7 +202,7 @@ def test_an_empty_cache_is_memory_that_attention_reads() -> None:
 
 
 def present_share(array: Any) -> float:
-    """Returns how much of an array has pages of its own, as Linux's pagemap says."""
+    """Returns the share of an array that has pages of its own, from Linux's pagemap."""
     size = os.sysconf("SC_PAGE_SIZE")
     first = -(-array.ctypes.data // size)  # the first whole page
     count = (array.ctypes.data + array.nbytes) // size - first

@@ -27,7 +27,7 @@ module("safetensors", "safetensors")
 MPISSD = (sys.executable, "-m", "mpissd")
 ROOT = Path(__file__).resolve().parents[2]
 # Scale of the LM head. A sharper random target seldom ends a message: at 6 SMALL's samples have 121
-# answered tokens, at 1.5 547. Drafts are counted, trained and judged on answers alone.
+# answered tokens, at 1.5 547. Drafts are counted, trained and judged only on answers.
 SHARP = 1.5
 SMALL = (
     "--device=cpu --layers=0,1 --vocab=96 --sequences=128 --length=128 --batch=8 --batches=1 "

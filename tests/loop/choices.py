@@ -1,9 +1,8 @@
-"""Random decisions as points where paths part.
+"""Random decisions as points where paths fork.
 
-A uniform is an interval that shrinks with every comparison it takes part in. Where a comparison can
-go either way both ways are paths, each with its exact probability. So whatever the code compares,
-in whatever order, is enumerated as it is: a uniform that is used again, with all that is known of
-it.
+A uniform is an interval that shrinks with every comparison that uses it. If a comparison can go
+either way, both ways are paths, each with its exact probability. So any code is enumerated as it
+is, whatever it compares in whatever order; a uniform that is used again keeps its interval.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Path = tuple[bool, ...]
 
 
 class Draws(Protocol):
-    """Which draws are enumerated (those of the sequences `watched`), which uniform stands for a
-    named one, and whether one may serve a single round only."""
+    """Which draws are enumerated (the draws of the sequences `watched`), which uniform replaces a
+    named one, and whether a uniform may be used in a single round only."""
 
     @property
     def watched(self) -> tuple[int, ...]: ...
@@ -36,7 +35,7 @@ class Draws(Protocol):
 
 
 class Uniform:
-    """A uniform of which it is known that it lies in [low, high)."""
+    """A uniform that is known to lie in [low, high)."""
 
     __slots__ = ("choices", "high", "low")
 
@@ -44,7 +43,7 @@ class Uniform:
         self.choices, self.low, self.high = choices, 0.0, 1.0
 
     def below(self, bound: float) -> bool:
-        """Whether it is less than `bound`: where that is open, one path for each answer."""
+        """Whether it is less than `bound`: if that is open, one path for each result."""
         if bound <= self.low or bound >= self.high:
             return bound >= self.high
         if self.choices.choose((bound - self.low) / (self.high - self.low)):
@@ -66,7 +65,7 @@ class Scaled:
         self.uniform, self.scale = uniform, scale
 
     def __lt__(self, other: float) -> bool:
-        if other is self:  # so begins a search by NumPy
+        if other is self:  # the first step of a NumPy search
             return False
         return self.uniform.below(float(other) / self.scale)
 
@@ -75,13 +74,13 @@ class Scaled:
 
 
 class Choices:
-    """One path: it follows the answers it is given, then takes the first of every choice."""
+    """One path: it follows the given decisions, then takes the first way of every choice."""
 
     def __init__(self, given: Path, start: int, draws: Draws) -> None:
         """start: choices from there on count in `weight`."""
         self._given, self._start, self._draws = given, start, draws
         self.path: list[bool] = []
-        self.others: list[Path] = []  # the paths that part from this one
+        self.others: list[Path] = []  # the paths that fork from this one
         self.weight = 1.0
         self.round = 0
         self._known: dict[Name, Uniform] = {}
@@ -118,7 +117,7 @@ class Choices:
         return found
 
     def intervals(self) -> dict[Name, tuple[float, float]]:
-        """What is known of every uniform."""
+        """The known interval of every uniform."""
         return {name: (u.low, u.high) for name, u in self._known.items()}
 
     def uniforms(

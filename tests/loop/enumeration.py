@@ -1,4 +1,4 @@
-"""The exact law of what the real loop emits, by decoding every path that its choices can take.
+"""The exact distribution of the real loop's tokens, by decoding every path of its choices.
 
 States after a round that have the same future are merged and their probabilities added.
 """
@@ -31,13 +31,13 @@ from tests.loop.markov_rig import WAITER, Pair, joint_law
 
 Law = dict[tuple[int, ...], float]
 Served = tuple[tuple[Source, int], ...]  # (source, num_draft), by batch row
-Rows = dict[int, list[NDArray[np.float32]]]  # by batch row: what its tokens were drawn from
-EXACT = 1e-12  # what rounding may add to a total variation of 0
-_UNSEEN = 0.5  # a number for draws that nobody will look at
+Rows = dict[int, list[NDArray[np.float32]]]  # by batch row: the distributions of its tokens
+EXACT = 1e-12  # the rounding error allowed in a total variation of 0
+_UNSEEN = 0.5  # a number for draws that no path depends on
 
 
 class Watching(SampledDraft):
-    """A draft oracle; lanes that are known to have lost draw numbers that part no paths."""
+    """A draft oracle; lanes known to have lost draw numbers that fork no paths."""
 
     decoding: Decoding
     grown: Branches | None = None
@@ -69,7 +69,7 @@ class Watched(Watching, markov.MarkovDraft):
 
 
 class Judging(SampledTarget):
-    """A target oracle whose verdict in the last round is every verdict that it can come to."""
+    """A target oracle whose verdict in the last round forks into every possible verdict."""
 
     decoding: Decoding
 
@@ -89,15 +89,15 @@ class Judged(Judging, markov.MarkovTarget):
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded, and what is enumerated of it: the first `count` tokens.
+    """The decoded case, and the enumerated part of it: the first `count` tokens.
 
-    watched: sequences that are enumerated; those of the others draw as they always do.
-    steps: growth steps in the time of a round. tamper: what a biased draft does to its answer.
-    confirms: whether the round's distributions are there when it is judged (Speculator.confirm).
-    judge: the target oracle. rename: which uniform stands for a named one. fresh: a uniform serves
+    watched: sequences that are enumerated; all others draw their usual numbers.
+    steps: growth steps in the time of a round. tamper: a biased draft's change of its answer.
+    confirms: whether the round's distributions have arrived at verification (Speculator.confirm).
+    judge: the target oracle. rename: which uniform replaces a named one. fresh: a uniform serves
     one round (checked).
-    remembers: what `steps`, `control` and `tamper` read besides tokens and k of past rounds.
-    merged: states with one future are one state, and what loses is not enumerated.
+    remembers: state that `steps`, `control` and `tamper` read besides tokens and k of past rounds.
+    merged: states with one future are one state, and losing branches are not enumerated.
     """
 
     pair: Pair
@@ -118,7 +118,7 @@ class Case:
 
 
 class Way(NamedTuple):
-    """How a round can end: probability, path, tokens, and what the future depends on."""
+    """A possible end of a round: probability, path, tokens, and the state its future depends on."""
 
     chance: float
     path: Path
@@ -143,12 +143,12 @@ class Decoding(RemoteSpeculator):
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
         self.accepted: list[int] = []  # k of the first watched sequence, round by round
         self._previous: Speculation | None = None
-        self.last_q = 0.0  # a note that a case may take
+        self.last_q = 0.0  # a value that a case may store
         self.ways: list[tuple[float, Path, tuple[Ints, Ints]]] = []
 
     @property
     def served(self) -> Served:
-        """What the last round was decoded with."""
+        """Source and num_draft of the last round, by batch row."""
         assert self._previous is not None, "before the first round"
         told = zip(self._previous.source.tolist(), self._previous.num_draft.tolist(), strict=True)
         return tuple((Source(source), num_draft) for source, num_draft in told)
@@ -191,7 +191,7 @@ class Decoding(RemoteSpeculator):
         return tuple(map(tuple, emitted)), tuple(lanes), past, known
 
     def answer(self, round_: int, count: int) -> Speculation:
-        """The draft's turn, then what the lead hears of it."""
+        """The draft's turn, then the answer that the lead receives."""
         outcome, _ = self._end.outcome(round_ - 1)
         self.choices.round = round_
         if self._previous is not None:
@@ -235,15 +235,15 @@ def _markov(case: Case) -> tuple[DraftWorker, TargetWorker]:
 
 @dataclass
 class Found:
-    """What a case emits, sequence by sequence, and what was served on the way."""
+    """The distribution of a case's tokens, sequence by sequence, and all served sources."""
 
     law: Law
     served: set[Served]
-    bias: float = 0.0  # total variation between the law and the target's own
+    bias: float = 0.0  # total variation from the target's own distribution
 
 
 def enumerate_(case: Case) -> Found:
-    """The law of the first `count` tokens; given that they are there after `rounds`, if said."""
+    """The distribution of the first `count` tokens; given that `rounds` emit them, if it is set."""
     found = Found({}, set())
     states: dict[Hashable, tuple[float, Path]] = {None: (1.0, ())}
     for last in range(case.rounds or case.count):

@@ -47,7 +47,7 @@ Forward = tuple[int, list[int]]  # rows, tokens fed
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is decoded and how; inline: D = 0."""
+    """A decoding case: models, batch and policy; inline: D = 0."""
 
     mode: str = "ssd"
     batch: int = 1
@@ -64,7 +64,7 @@ class Scenario:
     seed: int = 0
     inline: bool = False
     num_followers: int = 0
-    pair: PairHits = ASSUMED  # whose hits are imposed where p_hit is None
+    pair: PairHits = ASSUMED  # imposes the hits if p_hit is None
 
     @property
     def K(self) -> int:
@@ -179,7 +179,7 @@ class Rig:
 
 @dataclass
 class Result:
-    """What came of a scenario."""
+    """The results of a scenario."""
 
     rig: Rig
     records: RoundRecords
@@ -231,7 +231,7 @@ def drive(loop: TargetLoop, scenario: Scenario) -> RoundRecords:
 
 
 class Guarded(threading.Thread):
-    """A thread whose exception is raised where it is joined."""
+    """A thread whose exception is raised by the join."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -325,7 +325,7 @@ def run_stepped(scenario: Scenario, steps: int | Sequence[int]) -> tuple[Result,
 
 
 def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
-    """Every source, hit, k and t* that was recorded is what the law says; returns the tokens."""
+    """Checks every recorded source, hit, k and t* against the imposed model; returns the tokens."""
     law, emitted = s.law(), dict[int, list[int]]()
     length: dict[tuple[int, int], int] = {}
     last_k: dict[tuple[int, int], tuple[int, bool]] = {}
@@ -354,5 +354,5 @@ def check_rows(rows: NDArray[np.int64], s: Scenario) -> dict[int, list[int]]:
 
 
 def check_against_the_law(result: Result) -> None:
-    """The same of a result, and of the tokens that it emitted."""
+    """Checks a result's rounds in the same way, and the tokens that it emitted."""
     assert result.records.tokens() == check_rows(result.rows, result.scenario)

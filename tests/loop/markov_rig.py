@@ -100,14 +100,14 @@ class Pair:
 
 
 def conditionals(model: MarkovModel, temperature: float, context: Sequence[int]) -> Any:
-    """p(· | context), [V], from the model's logits and nothing else of what is tested."""
+    """p(· | context), [V], from the model's logits only, without the tested code."""
     z = model.logits(model.context(context)).astype(np.float64)
     weights = np.exp((z - z.max()) / temperature)
     return weights / weights.sum()
 
 
 def joint_law(pair: Pair, prompt: Sequence[int], count: int) -> dict[tuple[int, ...], float]:
-    """P(first `count` tokens) = Π p(token | what is before it)."""
+    """P(first `count` tokens) = Π p(token | the tokens before it)."""
     law = {}
     for tokens in product(range(pair.vocab), repeat=count):
         chance = 1.0
@@ -119,7 +119,7 @@ def joint_law(pair: Pair, prompt: Sequence[int], count: int) -> dict[tuple[int, 
 
 
 def greedy(pair: Pair, count: int, stop_token: int | None = None) -> dict[int, list[int]]:
-    """The target's likeliest token, again and again, from the models alone."""
+    """The target's likeliest token, again and again, from the models only."""
     found = {}
     for n in range(pair.batch):
         tokens = pair.laws.prompt(n)
@@ -134,7 +134,7 @@ def greedy(pair: Pair, count: int, stop_token: int | None = None) -> dict[int, l
 
 @dataclass
 class Decoded:
-    """What came of a pair: rounds, and the lead's loop and speculator."""
+    """The results of a pair: rounds, and the lead's loop and speculator."""
 
     records: RoundRecords
     loop: TargetLoop
@@ -210,9 +210,9 @@ def decode(
 
 
 def deviation(law: Mapping[tuple[int, ...], float], texts: Iterable[Sequence[int]]) -> float:
-    """χ² of these texts against a law, in standard deviations (Wilson and Hilferty).
+    """χ² of these texts against a distribution, in standard deviations (Wilson and Hilferty).
 
-    Above 5 is once in 3.5 million lossless runs. Texts that the law does not have give infinity.
+    Above 5 is once in 3.5 million lossless runs. Texts of probability 0 give infinity.
     """
     seen = Counter(tuple(text[: len(next(iter(law)))]) for text in texts)
     count = sum(seen.values())

@@ -1,6 +1,6 @@
 """Target groups that share one draft, in one process: the draft in a thread, the leads in this one.
 
-Whoever uses a rig steps the groups in any order; the draft serves whoever asks.
+The caller steps the groups in any order; the draft serves every group that asks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def config_of(**flags: object) -> RunConfig:
 
 
 def decided(records: RoundRecords) -> dict[int, list[tuple[int, ...]]]:
-    """By sequence, what its rounds decided: (k, t*, source, hit, num_draft)."""
+    """By sequence, its rounds' decisions: (k, t*, source, hit, num_draft)."""
     rows = records.sequences()
     return {
         int(one): [tuple(row[3:].tolist()) for row in rows[rows[:, 1] == one]]

@@ -1,4 +1,4 @@
-"""Recordings of markov pairs at temperature 0, made from the definition and the models alone."""
+"""Recordings of markov pairs at temperature 0, computed from the definition and the models only."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mpissd.engine.model.transformer.versions import Arrays
 from tests.loop.text_rig import TextPair
 from tests.tiny_pair import TinyPair
 
-LENGTH, PROMPT = 3, (1, 0, 2)  # tokens of a text that is enumerated, and what they stand after
+LENGTH, PROMPT = 3, (1, 0, 2)  # enumerated tokens of a text, and the prompt before them
 
 
 def between(pair: TinyPair, share: float, dtype: Any = np.float32) -> Arrays:

@@ -1,4 +1,4 @@
-"""AR, SD and SSD by the same loops: the same tokens, and every decision as the law says."""
+"""AR, SD and SSD by the same loops: equal tokens, and decisions as the models impose them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sd_and_ssd_decide_alike(p_hit: float | None, batch: int, lookahead: int
     assert ssd.outcome_digest == sd.outcome_digest == inline.outcome_digest
     assert ssd.records.tokens() == sd.records.tokens() == inline.records.tokens()
     assert set(sd.rows[:, 5]) == {Source.JIT} and not sd.rows[:, 6].any()
-    for result in (ssd, sd, inline):  # the draft's own rows, wherever it is
+    for result in (ssd, sd, inline):  # the draft's own rows, whatever its rank
         assert result.rig.drafter.table(0, 99)[:, 0].tolist() == list(range(12))
 
 
@@ -49,7 +49,7 @@ EVERY_WAY = [
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_way_emits_the_same_tokens(batch: int) -> None:
-    """By any mode, K, law, policy and timing; the first 40 tokens of each sequence."""
+    """By any mode, K, acceptance model, policy and timing; the first 40 tokens of each sequence."""
     digests = set()
     for scenario in EVERY_WAY:
         result = run(replace(scenario, batch=batch, num_tokens=40, rounds=None, seed=9))
@@ -62,7 +62,7 @@ def test_every_way_emits_the_same_tokens(batch: int) -> None:
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 33])
 def test_sequences_finish_raggedly_and_the_batch_shrinks(mode: str, num_tokens: int) -> None:
-    """A round may bring more tokens than are wanted, the first one too."""
+    """A round may bring more tokens than requested, the first one too."""
     scenario = Scenario(mode, 5, 4, num_tokens=num_tokens, rounds=None, seed=4)
     result = run(scenario)
     check_against_the_law(result)

@@ -1,6 +1,6 @@
-"""The draft, forward by forward: what it runs, for whom, and what it never runs.
+"""The draft, forward by forward: the rows it runs, for which sequences, and the rows it skips.
 
-The draft shares the lead's thread here, so that it grows exactly as many steps as a test says.
+The draft shares the lead's thread here, so that it grows exactly as many steps as a test sets.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
 
 
 class Remembering(SpeculationCache):
-    """What was filled, round by round."""
+    """The keys that were filled, round by round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_newcomer_misses_whatever_its_prompt() -> None:
 
 
 class ScriptedEnd(DraftEnd):
-    """A link that gives outcomes by the law, each after `polls` polls of the growth."""
+    """A link that gives the imposed model's outcomes, each after `polls` polls of the growth."""
 
     def __init__(self, scenario: Scenario, rounds: int, polls: int) -> None:
         self.scenario, self.rounds, self.polls = scenario, rounds, polls
@@ -170,12 +170,12 @@ class ScriptedEnd(DraftEnd):
 @pytest.mark.parametrize("polls", [0, 1, K - 1, K, 99])
 @pytest.mark.parametrize("p_hit", [0.0, 1.0])
 def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None:
-    """A miss aborts it: what was not grown by then never is."""
+    """A miss aborts it: the remaining steps are never grown."""
     rig = Rig(replace(MIXED, p_hit=p_hit))
     link, log = ScriptedEnd(rig.scenario, 5, polls), rig.draft_forwards.log
     link.log = log
     serve((link, rig.drafter))
-    assert len(link.sent) == 5  # the outcome that says stop is not answered
+    assert len(link.sent) == 5  # the outcome with the stop flag is not answered
     branches, glue = 6 * sum(MIXED.fans), 6 * (K + 1)
     steps = min(polls, K)
     answer = [6] * K if p_hit == 0 else [6] * (K - steps)

@@ -1,7 +1,7 @@
-"""SSD loses nothing: the joint law of the first three tokens, enumerated, is the target's own.
+"""SSD loses nothing: the exact joint distribution of the first three tokens is the target's own.
 
-A total variation of 1e-12 is the bar (it is about 2e-16). Every condition that losslessness hangs
-on has a biased variant that the same enumeration must refuse.
+The total variation must be below 1e-12 (it is about 2e-16). Each condition of losslessness
+has a biased variant that the same enumeration must refuse.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_two_sequences_are_independent() -> None:
     ("lookahead", "count"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.long)]
 )
 def test_nothing_is_lost_where_nothing_is_left_out(lookahead: int, count: int) -> None:
-    """No state is merged, lanes that lose are enumerated as well, and growth is where it is."""
+    """No state is merged, losing lanes are enumerated as well, and growth runs where it belongs."""
     pair = Pair(vocab=3, lookahead=lookahead, fan_out=(1,) * (lookahead + 1))
     found = enumerate_(Case(pair, count=count, merged=False, fresh=False))
     assert {rows[0] for rows in found.served} == {(CACHE, lookahead), (JIT, lookahead)}

@@ -1,7 +1,7 @@
-"""What would bias SSD, and that the enumeration of test_exact refuses each of it.
+"""Mistakes that would bias SSD: the enumeration of test_exact refuses each of them.
 
-One variant at least for each condition that losslessness hangs on; beside some of them the same
-machinery without the mistake, which is exact: so it is the mistake that is refused.
+At least one variant for each condition that losslessness depends on. For some of them the same
+machinery also runs without the mistake and is exact: so the mistake is the cause of the refusal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.loop.enumeration import EXACT, Case, Decoding, Judged, Rows, Watched,
 from tests.loop.markov_rig import Pair
 
 SD, SSD = (Pair(mode, vocab=3, seed=5, divergence=0.6) for mode in ("sd", "ssd"))
-UNLIKELY = 0.3  # a token of less probability is one
+UNLIKELY = 0.3  # a less probable token is unlikely
 
 
 def serve_no_more_than(count: int, answer: Speculation, rows: Rows) -> None:
@@ -64,7 +64,7 @@ def replace_draft(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
 
 
 def likelier_branch(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
-    """Of two speculations the one that the draft model likes better."""
+    """Of two speculations the one that is likelier in the draft model."""
     tokens, q, own = second_draft(decoding)
     if np.prod(q) > np.prod(answer.q[0]):
         answer.tokens[0], answer.q[0], rows[0] = tokens, q, own
@@ -77,7 +77,7 @@ def redraft_bad_branch(decoding: Decoding, answer: Speculation, rows: Rows) -> N
 
 
 def draft_s_own_q(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
-    """Tokens that were certain, told with the probabilities that the draft model gives them."""
+    """Certain tokens, sent with the probabilities that the draft model gives them."""
     laws = decoding.case.pair.laws
     told = []
     for place, token in enumerate(answer.tokens[0].tolist()):
@@ -90,7 +90,7 @@ def draft_s_own_q(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
 
 
 class PlainQ(Watched):
-    """Damped tokens, told with the probabilities of plain sampling."""
+    """Damped tokens, sent with the probabilities of plain sampling."""
 
     def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
         token, _, _ = super()._propose(lane, place, u)
@@ -100,7 +100,7 @@ class PlainQ(Watched):
 
 
 class RoundedAfter(Watched):
-    """Rows that are rounded when their token is drawn already."""
+    """Rows that are rounded after their token is drawn."""
 
     def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
         logits = self._laws.draft.logits(lane.context)
@@ -115,14 +115,14 @@ class RoundedAfter(Watched):
 
 
 class RoundedToSingleAfter(RoundedAfter):
-    """To float32, which is what travels."""
+    """To float32, the type that is sent."""
 
     def rounded(self, probs: sampling.Floats) -> sampling.Row:
         return sampling.record(probs)
 
 
 def each_round_alike(purpose: Purpose) -> Callable[[Name], Name]:
-    """The draws of one purpose do not tell rounds apart."""
+    """The draws of one purpose do not depend on the round."""
     return lambda name: (name[0], name[1], name[2] % 512) if name[0] == purpose else name
 
 
@@ -132,8 +132,8 @@ def in_the_place_of(purpose: Purpose, other: Purpose) -> Callable[[Name], Name]:
 
 
 class ByPosition(Watched):
-    """Draws its tokens by their absolute position: a token that nobody looked at and the next
-    round's share a draw."""
+    """Draws its tokens by their absolute position: an unverified token shares its draw with a
+    token of the next round."""
 
     def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
         choices, position = self.decoding.choices, len(self.decoding.emitted[0]) + place
@@ -142,7 +142,7 @@ class ByPosition(Watched):
 
 
 class Forgiving(Judged):
-    """Draws the first token from the target again where one is rejected."""
+    """Draws the first token from the target again if one is rejected."""
 
     def _judge_one(self, case: sampled.Case) -> tuple[int, int]:
         k, bonus = super()._judge_one(case)
@@ -152,7 +152,7 @@ class Forgiving(Judged):
 
 
 def wary(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
-    """Serves nothing where the last speculation ended in an unlikely token that nobody verified."""
+    """Serves nothing if the last speculation ended in an unlikely token that was not verified."""
     last = decoding.last_q
     decoding.last_q = float(answer.q[0, 1])
     if decoding.accepted and decoding.accepted[-1] == 0 and last < UNLIKELY:
@@ -187,14 +187,14 @@ def test_a_bias_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("worker", "least"), [(RoundedAfter, 1e-4), (RoundedToSingleAfter, 1e-10)])
 def test_rounding_what_was_sampled_is_refused(worker: type[Watched], least: float) -> None:
-    """Condition 3 again: too small a bias for any count of tokens to show."""
+    """Condition 3 again: the bias is too small for any number of sampled tokens to show."""
     found = enumerate_(Case(SSD, worker=worker))
     print(f"3: {worker.__name__}: total variation {found.bias:.1e}")
     assert found.bias > least > 10 * EXACT
 
 
 def test_a_rejection_that_is_let_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Condition 5: no residual is one of rounding errors, not a small one."""
+    """Condition 5: only a residual of rounding errors is none, not a small one."""
     monkeypatch.setattr(sampling, "_EMPTY", 0.2)
     found = enumerate_(Case(replace(SD, divergence=0.2)))
     print(f"5: a residual below 0.2 is none: total variation {found.bias:.4f}")

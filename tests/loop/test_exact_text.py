@@ -1,4 +1,4 @@
-"""Sampled text loses nothing: the joint law of its first tokens, enumerated, is the target's own.
+"""Sampled text loses nothing: the exact joint distribution of its first tokens is the target's own.
 
 Two transformers of two tiny layers decide, through the loops, the links and the caches of text.
 """
@@ -66,7 +66,7 @@ def test_the_law_of_the_text_is_the_target_s(
 
 
 def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
-    """q = 0 for what it does not know, whose text the target adds alone."""
+    """q = 0 for tokens that the draft lacks, which only the target emits."""
     found = enumerated(narrow)
     assert any(1 in text for text in found.law) and found.bias <= EXACT
 

@@ -1,4 +1,4 @@
-"""Any workload over a transformer's forward decides what it decides over products alone."""
+"""Any workload decides the same over a transformer's forward as over products only."""
 
 from __future__ import annotations
 

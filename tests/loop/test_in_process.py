@@ -1,4 +1,4 @@
-"""The engine in one process: the example of docs/engine.md, and what it shares with real ranks."""
+"""The engine in one process: the example of docs/engine.md, and its equality with real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The markov workload in the real loops: which tokens come out, and what travels for them."""
+"""The markov workload in the real loops: the emitted tokens, and the messages sent for them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ssd_draws_what_sd_draws(
 
 
 def test_certain_tokens_among_others() -> None:
-    """So cold that rows are certain here and there: those travel without their distribution."""
+    """So cold that some rows are certain: those are sent without their distribution."""
     base = Pair(vocab=9, temperature=0.05, divergence=0.6, lookahead=4, batch=4, seed=1)
     told = dict[int, list[list[float]]]()
 
@@ -107,7 +107,7 @@ def test_certain_tokens_among_others() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
-    """What came after it in the same round was never emitted; the others go on."""
+    """Later tokens of the same round were never emitted; the others go on."""
     base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
     modes = [
         base,

@@ -1,4 +1,4 @@
-"""Target groups that share a draft decode what each would decode with a draft of its own."""
+"""Target groups that share a draft decode the same as each with a draft of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 def alone(flags: dict[str, Any]) -> dict[int, list[tuple[int, ...]]]:
-    """What one group decides that has all sequences in one batch."""
+    """The decisions of one group that has all sequences in one batch."""
     batch = int(flags.get("groups", 1)) * int(flags["batch_size"])
     with Decoder(config_of(**{**flags, "groups": 1, "batch_size": batch})) as decoder:
         while not decoder.is_over and len(decoder.records) < ROUNDS:

@@ -1,4 +1,4 @@
-"""PROPOSALS: the whole rows that tokens were drawn from, and what the lead does about them."""
+"""PROPOSALS: the whole rows that tokens were drawn from, and the lead's handling of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2,
 
 
 class Watch:
-    """What the lead did about PROPOSALS, in order: (round, read or dropped)."""
+    """The lead's handling of PROPOSALS, in order: (round, read or dropped)."""
 
     def __init__(self) -> None:
         self.log: list[tuple[int, str]] = []
@@ -102,7 +102,7 @@ def test_malformed_rows_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("divergence", [0.0, 1.0])
 def test_rows_that_never_come_are_missed(divergence: float) -> None:
-    """Where none was needed, at the end of their round."""
+    """If none was needed, at the end of their round."""
 
     def lost(lead: LeadEnd, draft: DraftEnd) -> None:
         lead.waiter = Waiter(0.2, spin=False)

@@ -1,4 +1,4 @@
-"""The ranks that a draft counts are those of the tokens that its target emitted."""
+"""The ranks that a draft counts are the ranks of its target's emitted tokens."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_replay_has_the_run_s_very_outcomes(
         assert 0 < rows[:, 6].mean() < 1, "all hits or none"
 
 
-Script = Callable[[int], int]  # of a round: how far growth comes
+Script = Callable[[int], int]  # of a round: how many steps growth makes
 
 
 def stepped(

@@ -66,7 +66,7 @@ def test_a_replay_has_the_text_run_s_outcomes(
 
 
 def test_a_replay_runs_over_a_transformer(pair: TinyPair, recording: Path) -> None:
-    """Whatever the forwards compute, the recording decides."""
+    """The recording decides, whatever the forwards compute."""
     flags = {"mode": "ssd", "lookahead": 4, "fan_out": "uniform:3", "batch_size": 3}
     models = {"target": str(pair.target), "draft": str(pair.draft), "backend": "numpy"}
     told = {"recording": str(recording), "workload": "replay", **flags}

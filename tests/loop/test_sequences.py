@@ -1,4 +1,4 @@
-"""Sequences that end make room for the next ones, and what a row counts of them."""
+"""Sequences that end make room for the next ones, and a row's counts of them."""
 
 from __future__ import annotations
 

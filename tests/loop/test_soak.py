@@ -41,7 +41,7 @@ def resident_bytes() -> int:
 
 
 def soak(num_rounds: int) -> None:
-    """Prints what the rounds after the first tenth added to memory, and what was recorded."""
+    """Prints the growth of memory after the first tenth of the rounds, and the records' counts."""
     rig = Rig(Scenario(batch=BATCH, lookahead=3, seed=1, fan_out=(2, 1, 1, 2)))
     for forwards in (rig.draft_forwards, rig.target_forwards):
         forwards.log = Forgetful()  # type: ignore[assignment]
@@ -52,7 +52,7 @@ def soak(num_rounds: int) -> None:
     gc.disable()  # as a job's rounds run
     loop.ledger.restart()
     for number in range(num_rounds):
-        if number % 500 == 499:  # sequences come and go
+        if number % 500 == 499:  # sequences join and leave
             gone = 2 * (number // 500) % 1000
             loop.finish([gone, gone + 1])
             loop.admit([Request((gone + 2) % 1000), Request((gone + 3) % 1000)])
@@ -71,7 +71,7 @@ def soak(num_rounds: int) -> None:
 @needs_linux
 @pytest.mark.parametrize("num_rounds", [30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_memory_stays_flat_and_the_record_complete(num_rounds: int) -> None:
-    """In a process of its own: what other tests left after would blur it."""
+    """In a process of its own: memory left by other tests would blur it."""
     program = f"from tests.loop.test_soak import soak; soak({num_rounds})"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1500

@@ -111,7 +111,7 @@ def test_sampled_answers_follow_the_target_while_versions_come_and_go(
 ) -> None:
     """A chi-squared test of the first three tokens, with a swap every few rounds.
 
-    It refuses a draft that draws by the weights in use and says the q of the version after them.
+    It refuses a draft that draws with the weights in use and sends the q of the next version.
     """
     made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
     base, config = drawing(made, 4000, **flags)
@@ -124,7 +124,7 @@ def test_sampled_answers_follow_the_target_while_versions_come_and_go(
         config, lambda: (m for n in range(1, 500) for m in pieces(n, packs[n % 3])), every=2
     )
     report, law = found.updates.report, joint_law(base, PROMPT, LENGTH)
-    # A swap is taken in a pause of the draft: fewer where it also reckons the wrong q.
+    # A swap is taken in a pause of the draft: fewer if it also computes the wrong q.
     assert len(report.swaps) > (5 if is_biased else 20) and not report.refused
     assert len(found.tokens) == 4000
     distance = deviation(law, found.tokens.values())

@@ -1,4 +1,4 @@
-"""The target loop as a server would drive it: sequences come and go between rounds."""
+"""The target loop as a server would drive it: sequences join and leave between rounds."""
 
 from __future__ import annotations
 

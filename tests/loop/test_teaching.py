@@ -1,4 +1,4 @@
-"""What a learner is told of a round: when, and with which logits."""
+"""The lessons that a learner receives of a round: when, and with which logits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_round_is_taught_behind_the_outcome_that_it_led_to(
 
 
 class Recorded:
-    """An outlet that keeps what is sent, and has room in some rounds alone."""
+    """An outlet that keeps the sent lessons, and has room only in some rounds."""
 
     def __init__(self, has_room: Callable[[int], bool]) -> None:
         self._has_room, self.asked, self.lessons = has_room, 0, list[list[Lesson]]()
@@ -92,7 +92,7 @@ class Read:
 def test_lessons_carry_the_logits_that_decided_each_token(
     tmp_path: Path, mode: str, every: int
 ) -> None:
-    """No later forward has overwritten them; and where there is no room, none are read."""
+    """No later forward has overwritten them; if there is no room, none are read."""
     pair = tiny_pair(tmp_path, noise=0.4, scale=3)
     config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=60, mode=mode, lookahead=3)
     outlet = Recorded(lambda asked: asked % every == 0)

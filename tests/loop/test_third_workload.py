@@ -1,4 +1,4 @@
-"""A third workload: this file and one call of `register` are all that it takes.
+"""A third workload: it needs only this file and one call of `register`.
 
 Its target counts upward from token to token; its draft counts, too, and is wrong before every
 multiple of five.
@@ -50,7 +50,7 @@ class CountingTarget(TargetOracle):
 
 
 class CountingDraft(DraftOracle):
-    """Drafts t + 1 after t, and t + 2 where t + 1 is a multiple of five."""
+    """Drafts t + 1 after t, or t + 2 if t + 1 is a multiple of five."""
 
     def __init__(self, lookahead: int) -> None:
         self.lookahead = lookahead

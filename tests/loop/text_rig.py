@@ -1,4 +1,4 @@
-"""Pairs of tiny transformers whose sampled text is enumerated like that of markov models."""
+"""Pairs of tiny transformers whose sampled text is enumerated in the same way as markov models'."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CAPACITY, _LANES = 32, 32
 
 @lru_cache(maxsize=8)
 def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) -> Stepper:
-    """A model on a cache of its own; `which` tells two of the same weights apart."""
+    """A model on a cache of its own; `which` separates two models of the same weights."""
     sizes = {"capacity": _CAPACITY, "lanes": _LANES, "steps": max(1, lookahead)}
     config = config_of(where, target)
     top_k = min(4, config.head_vocab)
@@ -45,7 +45,7 @@ def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) 
 
 @lru_cache(maxsize=100_000)
 def logits_behind(where: str, context: tuple[int, ...]) -> Any:
-    """The target's logits after a context, by a prefill alone."""
+    """The target's logits after a context, from only a prefill."""
     stepper = stepper_of(where, where, 1, 0, "alone")
     stepper.release([0])
     stepper.upload(len(context), np.array(context, np.int32), trunk_rows(0, 0, len(context)))
@@ -55,7 +55,7 @@ def logits_behind(where: str, context: tuple[int, ...]) -> Any:
 
 @dataclass(frozen=True)
 class TextModel:
-    """The target as the enumeration asks for it; a token that top_p cuts has −inf."""
+    """The target in the form that the enumeration reads; a token that top_p cuts has −inf."""
 
     where: str
     temperature: float
@@ -72,7 +72,7 @@ class TextModel:
 
 @dataclass(frozen=True)
 class TextLaws:
-    """What the rig asks of a pair's laws."""
+    """The part of a markov pair's models that the rig reads."""
 
     target: TextModel
     temperature: float
@@ -95,7 +95,7 @@ class TextPair(Pair):
     draft_where: str = ""
     top_p: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
-    wrong_top_p: float | None = None  # what the target judges by, where it is not top_p
+    wrong_top_p: float | None = None  # the target's top_p, if it is to differ from top_p
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
@@ -131,7 +131,7 @@ class JudgedText(Judging, LogitsTarget):
 
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
-    """New workers over models that are made once; what they stored before is given back."""
+    """New workers over models that are made once; their slots of earlier workers are released."""
     pair = case.pair
     assert isinstance(pair, TextPair)
     told = pair.target_where, pair.batch, pair.K

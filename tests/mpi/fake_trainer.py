@@ -1,4 +1,4 @@
-"""Stands for a trainer's process: `python -m tests.mpi.fake_trainer KIND FOLDER`.
+"""Replaces a trainer's process: `python -m tests.mpi.fake_trainer KIND FOLDER`.
 
 KIND: versions (one for every second example, from FOLDER's files), deaf (does not even read), dying
 (ends at the second example), huge (versions whose logits are not finite).

@@ -30,7 +30,7 @@ DEADLINE_S = 120.0  # of a job; an idle machine needs two seconds
 # mpirun as launch/local.sh starts it, without the dry run that comes first there.
 DIRECT = '. launch/env.sh; np=$1; shift; exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m "$@"'
 ALWAYS = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}  # the GPU has tests of its own
-# What a launcher gave this process, should pytest itself run under one.
+# A launcher's variables of this process, if pytest itself runs under one.
 _LAUNCHERS = ("OMPI_COMM", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 
 
@@ -48,7 +48,7 @@ needs_mpi = [
 
 @dataclass(frozen=True)
 class Job:
-    """What a finished job left."""
+    """Exit code, output and files of a finished job."""
 
     code: int
     out: str
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def lines(self) -> list[str]:
-        """What mpissd itself said on stderr."""
+        """The lines of mpissd itself on stderr."""
         return [line for line in self.err.splitlines() if line.startswith("mpissd")]
 
     @cached_property
@@ -127,8 +127,8 @@ class Started:
             stream.close()
 
     def alive(self) -> list[int]:
-        """Processes of the job, mpirun, ranks and wardens, that have not ended: those of its
-        session, and those that inherited its tag."""
+        """Processes of the job (mpirun, ranks and wardens) that have not ended: all of its
+        session, and all that inherited its tag."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -174,7 +174,7 @@ class Started:
             said += found
 
     def finish(self) -> tuple[int, str, str]:
-        """(code, stdout, stderr) when it is over; fails where the deadline ended it."""
+        """(code, stdout, stderr) when it is over; fails if the deadline ended it."""
         out, err = self.process.communicate()
         assert not self.late, f"{self.process.args!r} had to be ended: {out[-500:]}{err[-2000:]}"
         return self.process.returncode, out, err
@@ -192,7 +192,7 @@ def launch(
     direct: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Job:
-    """`mpissd run` on NP ranks, by launch/local.sh or (direct) by mpirun alone."""
+    """`mpissd run` on NP ranks, by launch/local.sh or (direct) by mpirun itself."""
     told = [*flags, f"--out={folder}"]
     if direct:
         job = start(np_, "mpissd", "run", *told, env=env)
@@ -205,7 +205,7 @@ def launch(
 
 
 class Together:
-    """Runs by name: (ranks, flags). Those of as many ranks are one job, which starts when the
+    """Runs by name: (ranks, flags). Runs on as many ranks are one job, which starts when the
     first of them is asked for: starting MPI and Python takes longer than a short run.
     """
 

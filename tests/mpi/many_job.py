@@ -1,4 +1,4 @@
-"""What harness.Together starts under mpirun: runs, one after the other in one world.
+"""The program that harness.Together starts under mpirun: runs, one after the other in one world.
 
 python -m mpi4py -m tests.mpi.many_job FOLDER…      FOLDER/flags.json lists the flags of a run
 

@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces, joined by a virtual cable.
 
-Each has a name, a network and a /dev/shm of its own, so that ranks on it reach the others by TCP
-alone. mpirun starts its daemon there by an agent that does what ssh would. Needs root.
+Each has a name, a network and a /dev/shm of its own, so that ranks on it reach the others only
+by TCP. mpirun starts its daemon there by an agent that does what ssh would. Needs root.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ exec ip netns exec "$name" unshare --uts --mount --ipc sh -c '
 
 
 def why_not() -> str | None:
-    """Name what such hosts need and this machine lacks; None where nothing is."""
+    """Name the needs of such hosts that this machine lacks; None if it has all."""
     if os.geteuid() != 0:
         return "root, for network namespaces"
     if programs := missing("ip", "unshare"):
@@ -46,7 +46,7 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """Their names and addresses, and what starts a command on one."""
+    """Their names and addresses, and the program that starts a command on one."""
 
     def __init__(self, folder: Path) -> None:
         self.names = [f"mpissd{os.getpid()}n{n}" for n in range(2)]
@@ -64,7 +64,7 @@ class Hosts:
         }
 
     def command(self, *command: str) -> list[str]:
-        """This command on the first host; it is quoted by whoever calls."""
+        """This command on the first host; the caller quotes it."""
         return [str(self.agent), self.addresses[0], *command]
 
     def make(self) -> None:
@@ -94,7 +94,7 @@ class Hosts:
         return found
 
     def end(self) -> None:
-        """Ends what runs there, and takes the hosts away."""
+        """Ends the processes there, and removes the hosts."""
         end = time.monotonic() + 10
         while (left := self.alive()) and time.monotonic() < end:
             for pid in left:

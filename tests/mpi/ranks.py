@@ -1,6 +1,6 @@
-"""What the ranks of tests/mpi/test_comm.py run: python -m mpi4py -m tests.mpi.ranks NAME
+"""The checks that tests/mpi/test_comm.py runs: python -m mpi4py -m tests.mpi.ranks NAME
 
-Each check fails on the rank that sees it, which ends the job; rank 0 says "good" when all passed.
+Each check fails on the rank that sees it, which ends the job; rank 0 prints "good" if all pass.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def group(world: MPI.Intracomm) -> None:
 
 
 def missing_rank(world: MPI.Intracomm) -> None:
-    """A rank that never comes to an all-reduce is a fault, not a hang."""
+    """A rank that never reaches an all-reduce is a fault, not a hang."""
     found = open_group(NumpyBackend(), world, "auto", Waiter(0.5, spin=False))
     if world.rank == 0:
         with pytest.raises(FaultError, match="all-reduce: nothing for 0"):
             found.all_reduce(np.ones(4, np.float32))
     else:
         time.sleep(1.5)
-        found.all_reduce(np.ones(4, np.float32))  # it is there after all: nobody is left waiting
+        found.all_reduce(np.ones(4, np.float32))  # late, but it must not be left waiting
 
 
 def plans(world: MPI.Intracomm) -> None:
-    """Each follower hears each plan; of another round it refuses."""
+    """Each follower receives each plan, and refuses a plan of another round."""
     shape, batch = LinkShape(2, 2, 3), np.zeros((2, Outcome.WIDTH), np.int32)
     sends = [(-1, False), (0, False), (1, True), (7, True)]
     drafts = [Speculation.empty(r + 1, 0 if stop else 2, 3) for r, stop in sends]
@@ -161,7 +161,7 @@ def link(world: MPI.Intracomm) -> None:
 
 
 def refused(world: MPI.Intracomm) -> None:
-    """One rank's error is every rank's, with its line and code; no error is nobody's."""
+    """One rank's error is raised on every rank, with its line and code; without one, none is."""
     agree(world, None)
     error = ConfigError(f"seen by {world.rank}") if world.rank >= 1 else None
     with pytest.raises(Refused, match="seen by 1") as caught:
@@ -185,7 +185,7 @@ def topology(world: MPI.Intracomm) -> None:
 
 
 def memory(world: MPI.Intracomm) -> None:
-    """Messages of every kind, many times: no request and no buffer stays behind."""
+    """Messages of every kind, many times: no request and no buffer is leaked."""
     shape, rounds = LinkShape(0, 1, 2, vocab=50, prompt_tokens=40), 4000
     request = Request(0, 7, 0, (3,) * 39 + (7,))
     row, used = np.full(50, 0.02, np.float32), []

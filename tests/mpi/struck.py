@@ -1,4 +1,4 @@
-"""Jobs in which one rank is struck in some way and phase, and what is wrong with their end.
+"""Jobs in which one rank is struck in some way and phase, and the faults of their end.
 
 A struck job ends well when the launcher's exit code is not 0, no process is left, exactly one line
 of stderr names the culprit and its phase, the rows that were there before are readable, and no file
@@ -42,7 +42,7 @@ DOINGS = {"verify": Doing.VERIFY, "growth": Doing.GROWTH}
 
 
 class Strike(NamedTuple):
-    """One rank, one way, one phase; after: the how-manieth time that the rank is there."""
+    """One rank, one way, one phase; it strikes in the phase for the `after`-th time."""
 
     rank: int
     how: str
@@ -54,7 +54,7 @@ class Strike(NamedTuple):
 
 
 def faults_of(strike: Strike, *more: str) -> list[str]:
-    """Runs one job and strikes it; returns what is wrong, and its stderr. more: further flags."""
+    """Runs one job and strikes it; returns its faults, and its stderr. more: further flags."""
     with tempfile.TemporaryDirectory(prefix="strike-") as folder:
         root = Path(folder)
         for name in ("tmp", "shm", "out"):
@@ -95,7 +95,7 @@ def faults_of(strike: Strike, *more: str) -> list[str]:
 
 
 class Struck(Exception):
-    """What a struck rank raises."""
+    """Raised in a struck rank."""
 
 
 def strike(how: str) -> None:

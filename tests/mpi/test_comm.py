@@ -1,4 +1,4 @@
-"""Groups, links and plans between real ranks; what they check is in tests/mpi/ranks.py."""
+"""Groups, links and plans between real ranks; their checks are in tests/mpi/ranks.py."""
 
 from __future__ import annotations
 

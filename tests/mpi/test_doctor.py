@@ -18,7 +18,7 @@ pytestmark = needs_mpi
 
 TOY = ("--pair=toy", "--backend=numpy")
 FAST = ("--backend=emulated", "--device=null", "--pair=toy")
-# As MPICH's mpirun starts processes: under Open MPI's library each believes to be alone.
+# As MPICH's mpirun starts processes: under Open MPI's library each believes to be the only one.
 OTHER_MPIRUN = """#!/bin/bash
 if [ "$1" = --version ]; then echo "HYDRA build details:"; echo "    Version: 4.2.1"; exit; fi
 np=$2; shift 2
@@ -38,7 +38,7 @@ class Printed:
     err: str
 
     def line(self, what: str, verdict: str) -> str:
-        """The line about `what`, and its fix, which is there unless it is ok."""
+        """The line about `what`, and its fix, which is printed unless the check is ok."""
         lines = self.out.splitlines()
         for line, after in zip(lines, [*lines[1:], ""], strict=True):
             if re.match(rf"{verdict} +{re.escape(what)}  ", line):
@@ -98,7 +98,7 @@ def test_where_the_doctor_says_ok_a_run_works(tmp_path: Path) -> None:
 
 
 BEFORE_MPI: list[tuple[str, tuple[str, ...], dict[str, str], str, str]] = [
-    # what is wrong, flags, environment, the line, a word of its fix
+    # the fault, flags, environment, the line, a word of its fix
     ("no mpirun", TOY, {"MPIRUN": "/nowhere/mpirun"}, "mpirun", "pip install"),
     ("no library", TOY, {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "MPI library", "MPI4PY_LIBMPI"),
     ("out below a file", ("--out=setup.cfg/x", *TOY), {}, "run", "OUT="),
@@ -123,7 +123,7 @@ def open_mpi() -> str:
 
 
 def test_an_mpirun_of_another_mpi(tmp_path: Path) -> None:
-    """The library is named: beside this mpirun there is none, and elsewhere any or none."""
+    """The library is named: none lies next to this mpirun, and elsewhere any or none."""
     env = {
         "MPIRUN": program(tmp_path, "mpirun", OTHER_MPIRUN),
         "MPI4PY_LIBMPI": open_mpi(),
@@ -139,7 +139,7 @@ def test_a_broken_cupy(tmp_path: Path) -> None:
     printed = doctor("--pair=toy", env=env)
     assert printed.code == 2 and "libcudart.so.13" in printed.line("CuPy", "BAD"), printed.out
     assert run(2, "--pair=toy", f"--out={tmp_path}/out", env=env) != 0
-    assert doctor(*TOY, "--mode=ar", env=env).code == 0  # nobody asks for CuPy
+    assert doctor(*TOY, "--mode=ar", env=env).code == 0  # CuPy is not needed
 
 
 def test_a_rank_that_hangs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""--on_draft_loss=ar: the targets go on without their draft where the launcher lets them."""
+"""--on_draft_loss=ar: the targets go on without their draft if the launcher lets them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_who_ends_the_launcher_reads_one_line(tmp_path: Path) -> None:
 
 
 def test_a_follower_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> None:
-    """The lead finds it in the all-reduce; the line names who stopped."""
+    """The lead detects it in the all-reduce; the line names the stopped rank."""
     with endless(2, tmp_path, "--backend=numpy", "--mode=ar", "--deadline_s=1") as job:
         follower = job.rank(1)
         os.kill(follower, signal.SIGSTOP)
@@ -80,7 +80,7 @@ def test_a_follower_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> 
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """All ranks stand still for longer than the deadline: that is job control, no fault."""
+    """All ranks pause for longer than the deadline: that is job control, no fault."""
     with endless(2, tmp_path, *NULL, "--deadline_s=1") as job:
         ranks = [job.rank(0), job.rank(1)]
         for signum, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 2.0)):

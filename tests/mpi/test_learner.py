@@ -1,4 +1,4 @@
-"""A learner rank beside a job: swaps change no token, and what is wrong with it costs nothing."""
+"""A learner rank of a job: swaps change no token, and a faulty learner costs nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launched(
     *flags: str,
     trainer: str,
 ) -> Job:
-    """A job; trainer: the kind of fake_trainer that stands for the learner's."""
+    """A job; trainer: the kind of fake_trainer that replaces the learner's."""
     told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
@@ -108,9 +108,9 @@ def test_a_learner_that_fails_costs_nothing_but_learning(
     assert row["token_digest"] == alone and row["learner_state"] == state
     if trainer == "deaf":  # it hangs: its last state is not the one that it ended in
         assert row["learner"]["last_state"] == "starting" and row["learner"]["unheard_s"] > 0
-    if trainer == "dying":  # nobody listens: a few lessons are under way, and no more are made
+    if trainer == "dying":  # no reader: a few lessons are sent, and no more are made
         assert row["learner"]["cost"]["dropped_rounds"] > 0
-    if trainer == "huge":  # what it learned overflows: the draft goes back to its own weights
+    if trainer == "huge":  # the learned weights overflow: the draft goes back to its own
         assert 1 <= row["draft_versions"] <= 3 and row["acceptance_by_version"][0]["accepted"] > 0
         assert "a logit is not finite" in row["learner"]["refused_versions"][0]
     else:

@@ -44,7 +44,7 @@ def told(out: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def numpy(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A probe of a tiny pair with T = 2 and one draft: (what it printed, its profile's JSON)."""
+    """A probe of a tiny pair with T = 2 and one draft: (its output, its profile's JSON)."""
 
     @cache
     def once() -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What is wrong is said in one line, with exit code 2, and nothing is written."""
+"""A refusal is one line, with exit code 2, and writes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_rank_that_speaks_is_heard_where_it_is_the_last(tmp_path: Path) -> N
 
 
 def test_a_folder_that_only_the_lead_finds_unwritable(tmp_path: Path) -> None:
-    """Seen when MPI runs already: every rank leaves in good order."""
+    """Detected when MPI runs already: every rank exits cleanly."""
     (tmp_path / "rounds").write_text("a file where a folder has to be")
     done = launch(3, *EMULATED, folder=tmp_path)
     assert done.code == 2 and done.out == ""
@@ -61,7 +61,7 @@ def test_a_folder_that_only_the_lead_finds_unwritable(tmp_path: Path) -> None:
 
 
 def test_the_shards_of_the_default_pair(tmp_path: Path) -> None:
-    """T = 3 divides no default pair; what auto is, is known when MPI runs."""
+    """T = 3 divides no default pair; the backend that auto chooses is known when MPI runs."""
     done = launch(4, "--backend=auto", folder=tmp_path / "out", direct=True)
     assert done.code == 2
     assert len(done.lines) == 1 and "tp=3: no built-in pair divides by 3" in done.lines[0]
@@ -69,7 +69,7 @@ def test_the_shards_of_the_default_pair(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_a_launcher_that_is_not_this_mpi_s(rank: str, lines: int, tmp_path: Path) -> None:
-    """Two processes were started, each of which believes to be alone."""
+    """Two processes were started, each of which believes to be the only one."""
     env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank}
     flags = (*EMULATED, "--mode=ar", f"--out={tmp_path / 'out'}")
     program = '. launch/env.sh; exec "$PYTHON" -m mpi4py -m mpissd run "$@"'

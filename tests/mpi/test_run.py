@@ -32,7 +32,7 @@ from tests.tiny_pair import tiny_pair
 
 pytestmark = needs_mpi
 
-# Imposed acceptance: name: (ranks, flags, what is decoded).
+# Imposed acceptance: name: (ranks, flags, scenario).
 TOY = Scenario(batch=2, lookahead=3, rounds=20, seed=3, pair=DEFAULT)
 COMMON = "--pair=toy --batch_size=2 --lookahead=3 --rounds=20 --seed=3 --warmup_rounds=2".split()
 NUMPY = ("--backend=numpy", *COMMON)
@@ -189,7 +189,7 @@ def test_a_row_can_be_read_again(runs: Together, capfd: pytest.CaptureFixture[st
 
 
 def test_so_many_tokens_of_each_sequence(runs: Together) -> None:
-    """Sequences finish at their own pace; what they emit beyond does not count."""
+    """Sequences finish at their own pace; tokens beyond the requested ones do not count."""
     done, scenario = runs["tokens"], replace(TOY, batch=5)
     rows, law = done.arrays["sequences"], scenario.law()
     tokens = check_rows(rows, scenario)
@@ -341,7 +341,7 @@ def test_a_run_of_the_launch_script_needs_no_home_and_rows_add_up(tmp_path: Path
 def test_a_killed_mpirun_s_folder_stops_no_later_one(tmp_path: Path) -> None:
     """Open MPI 5 names the folder of a job by mpirun's process id, and refuses one that exists."""
     free = 2**22 + 1  # no process has so high an id
-    # A process that runs, another release's folder, and that of another host on shared storage.
+    # A process that runs, another release's folder, and another host's folder on shared storage.
     kept = {"ompi.host.1000", f"ompi.{os.getpid()}", "ompi.0x", f"ompi.{free + 1}"}
     for name in {*kept, f"ompi.{free}"}:
         (tmp_path / name).mkdir()
@@ -355,7 +355,7 @@ def test_a_killed_mpirun_s_folder_stops_no_later_one(tmp_path: Path) -> None:
 
 
 def test_a_job_without_shared_memory_decides_the_same(runs: Together, tmp_path: Path) -> None:
-    """Open MPI forced on TCP: what waits for shared memory, or for eager messages, shows."""
+    """Open MPI forced on TCP: a wait for shared memory, or for eager messages, shows."""
     tcp = {
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,tcp",

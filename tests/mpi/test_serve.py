@@ -1,4 +1,4 @@
-"""The ranks of a server: requests that come and go, and ranks that rest in between."""
+"""The ranks of a server: requests that join and leave, and ranks that rest in between."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_killed_draft_costs_the_speculation_alone(
         server.send(Submit(20, [3, 4], 12, temperature=0.8))
         assert server.ends([20])[20].drafted == 0
         stops = list(server.ready.stop_ids)
-        late = time.monotonic() + 20  # it is told ten times a second
+        late = time.monotonic() + 20  # Stats are sent ten times a second
         while server.wait_for(Stats).draft != "lost":
             assert time.monotonic() < late
     for n, prompt, count in asked:
@@ -148,7 +148,7 @@ def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
         pytest.raises(AssertionError, match="the lead has left"),
         serving(tmp_path, 3, *flags, "--context=512") as server,
     ):
-        target = pid_of(server.job, 1)  # found in time: the answer goes on meanwhile
+        target = pid_of(server.job, 1)  # looked up early: the answer continues meanwhile
         server.send(Submit(0, [5, 6, 7], 400))
         while len(server.tokens(0)) < 20:
             server.take()

@@ -40,7 +40,7 @@ def rows_in(folder: Path, name: str = "runs") -> list[dict[str, Any]]:
 
 
 def tasks(folder: Path) -> list[str]:
-    """What was measured, in order; a gate may flag a row where the machine is very busy."""
+    """The measured tasks, in order; a gate may flag a row if the machine is very busy."""
     rows = [row for name in ("runs", "flagged") for row in rows_in(folder, name)]
     rows.sort(key=lambda row: int(row["run_id"].split("-")[2], 16))
     return [row["provenance"]["sweep"]["task"] for row in rows]
@@ -54,7 +54,7 @@ def end(job: Job) -> dict[str, Any]:
 
 
 def keys(value: Any) -> Any:
-    """The keys of an object, with those of the objects in it."""
+    """The keys of an object, with the keys of the objects in it."""
     if not isinstance(value, dict):
         return None
     return {name: keys(found) for name, found in value.items() if name not in ("sweep", "flags")}
@@ -104,7 +104,7 @@ def test_a_row_of_a_sweep_is_the_row_of_a_run(swept: Job, method: str, tmp_path:
         profile = json.loads((swept.folder / "profiles" / f"{row['run_id']}.json").read_text())
         assert set(profile["device"]["verify"]) == set(_verify(tmp_path, alone))
     calibrated = {row["provenance"]["calibrated_at"] for row in found}
-    assert len(calibrated) == 1  # the repeat has what the first one measured
+    assert len(calibrated) == 1  # the repeat reuses the first one's calibration
 
 
 def _verify(folder: Path, row: dict[str, Any]) -> Any:
@@ -133,8 +133,8 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path: Path) -> None:
-    """Rank 1 has no memory for the branches of eight sequences; rank 0 hears of it in time, and
-    what needs fewer rows is measured."""
+    """Rank 1 has no memory for the branches of eight sequences; rank 0 learns of it in time, and
+    configurations with fewer rows are measured."""
     grid = "--grid=mode=ar,sd,ssd; lookahead=2; batch_size=1,8; fan_out=uniform:2"
     flags = [grid, *NULL, "--repeats=1"]
     found = sweep(2, *flags, folder=tmp_path, module="tests.mpi.sweep_job")

@@ -1,7 +1,7 @@
-"""What the tests start under mpirun. The first prints a JSON line.
+"""Programs that the tests start under mpirun. The first prints a JSON line.
 
 clocks               three comparisons of all ranks' clocks
-deaf --mode=… …      a run whose last rank hears outcomes of its own
+deaf --mode=… …      a run whose last rank receives outcomes of its own
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_a_loss_that_is_no_number_goes_back_to_the_last_version(pair: TinyPair) 
 
 
 def hold(learner: Learner, gains: Sequence[float]) -> None:
-    """Has the weights be right at so many more of the 100 positions of each held-out sequence."""
+    """Makes the weights right at so many more of the 100 positions of each held-out sequence."""
     learner.memory.held = [answers_of_nothing()] * len(gains)
     before = np.array([[50, 100]] * len(gains), float)
 
@@ -200,7 +200,7 @@ def test_a_step_may_be_of_several_new_sequences(
 
 def test_the_arrays_of_a_quantised_draft_are_its_own_again(tmp_path: Path) -> None:
     """int8 and its scales, without the head that the target lends: weights that did not move are
-    what they were, bit for bit."""
+    equal to the old ones, bit for bit."""
     draft = student_of_shipped_kind(tmp_path)
     arrays = unpacked(packed(draft.arrays()))
     assert "lm_head.weight" not in arrays

@@ -1,8 +1,8 @@
-"""Compares a model's greedy tokens with those that a reference file says: greedy.py FILE…
+"""Compares a model's greedy tokens with a reference file's tokens: greedy.py FILE…
 
-A file is tests/parity/library.py's. Its model is the folder of its own name beside it, or SmolLM2.
+tests/parity/library.py writes the file. The model is the folder of the file's name, or SmolLM2.
 Tokens are equal, or at the first difference the library's token and ours differ by a relative
-margin of our logits that float32 rounds away (1e-4). Exit code 1 where neither holds.
+margin of our logits that float32 rounds away (1e-4). Exit code 1 if neither holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Difference:
     place: int
     theirs: int
     ours: int
-    margin: float  # (our token's logit − that of theirs) / |our token's logit|
+    margin: float  # (our token's logit − their token's) / |our token's logit|
 
 
 class Model:
@@ -57,10 +57,10 @@ class Model:
         self._waiter = Waiter(120.0, spin=False)
 
     def chunks(self, tokens: Sequence[int], first: int) -> Iterator[tuple[int, Any]]:
-        """Yields (place, logits) of each token from place `first` on, behind all before it.
+        """Yields (place, logits) of each token from place `first` on, given all tokens before it.
 
-        A row has equal bits in any forward, so one forward of many rows says what a forward for
-        each token would have said.
+        A row has equal bits in any forward, so one forward of many rows gives the logits of a
+        forward for each token.
         """
         ids = np.array(tokens, np.int32)
         for start in range(0, len(ids), CHUNK):

@@ -2,9 +2,9 @@
 
 Needs PyTorch and transformers, and nothing of mpissd. Arithmetic is float32, eager attention;
 matrices are rounded to bfloat16 first, as mpissd stores them. OUT gets one .json a model: prompts,
-the tokens behind them, and each prompt's smallest relative margin between the best two logits.
+the tokens after them, and each prompt's smallest relative margin between the best two logits.
 Without --gguf the models are tiny random ones of each family, whose folders lie in OUT too; with
-it, the model is the file's, and the prompts are those of tests/data/prompts/chat.jsonl.
+it, the model is the file's, and the prompts come from tests/data/prompts/chat.jsonl.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rounded(model: Any) -> Any:
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[float]]:
-    """Returns `count` tokens behind each prompt, and its smallest relative margin.
+    """Returns `count` tokens after each prompt, and its smallest relative margin.
 
     The prompts are one batch, padded on the left.
     """
@@ -82,7 +82,7 @@ def greedy(model: Any, prompts: list[list[int]], count: int) -> tuple[list[list[
 def decode(
     model: Any, prompts: list[list[int]], count: int, said: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns what is written about one model; prompts of about one length stand together."""
+    """Returns the record of one model; prompts of about one length are in one batch."""
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     tokens: list[list[int]] = [[] for _ in prompts]
     margins = [0.0] * len(prompts)
@@ -113,7 +113,7 @@ def family(name: str, out: Path, count: int) -> None:
 
 
 def from_gguf(file: Path, out: Path, prompts: int, count: int) -> None:
-    """Writes the tokens of a .gguf behind chat prompts."""
+    """Writes the tokens of a .gguf after chat prompts."""
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
     kinds = {"dtype": torch.float32, "attn_implementation": "eager"}

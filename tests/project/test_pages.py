@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, and commands parse."""
+"""The pages: links have targets, and commands parse."""
 
 from __future__ import annotations
 

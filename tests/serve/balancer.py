@@ -39,7 +39,7 @@ class Replica:
     id: str
 
     def drain(self) -> int:
-        """Sends SIGTERM to the front alone; returns its exit code."""
+        """Sends SIGTERM only to the front; returns its exit code."""
         self.job.process.send_signal(signal.SIGTERM)
         return self.job.process.wait(START_S)
 
@@ -61,7 +61,7 @@ class Cluster:
 
     @property
     def ids(self) -> set[str]:
-        """Who is in the folder."""
+        """The replicas in the folder."""
         return {entry.id for entry in entries.read(self.registry)}
 
     def start(self, *flags: str) -> Replica:

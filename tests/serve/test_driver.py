@@ -1,4 +1,4 @@
-"""Requests that come and go on real loops in one process: joins, leaves, pages, cancellations."""
+"""Requests on real loops in one process: joins, leaves, pages, cancellations."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class AlwaysThree(ThreeRows):
 
 
 def all_returned(loops: Loops) -> bool:
-    """Whether the pages of both models are all in the pool again, and those of no slot are held."""
+    """Whether all pages of both models are in the pool again, and no slot holds a page."""
     every = [stepper.pages for stepper in (loops.target_stepper, *loops.draft_steppers)]
     return all(
         pages is not None

@@ -1,5 +1,5 @@
-"""A draft on the target's own GPU, in virtual time: prompts cost nothing while K is 0, and what it
-lacks is stored at a bounded cost a round."""
+"""A draft on the target's own GPU, in virtual time: prompts cost nothing while K is 0, and the
+tokens it lacks are stored at a bounded cost a round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H200_ROWS = Path("results/serving-control/h200_rows.json")  # a real pair's forw
 
 
 def arrivals(rate: float, count: int) -> list[Arrival]:
-    """Poisson arrivals, as those of results/serving-control."""
+    """Poisson arrivals, as in results/serving-control."""
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(1 / rate, count)).tolist()
     prompts, tokens = rng.integers(20, 201, count).tolist(), rng.integers(50, 251, count).tolist()
@@ -64,8 +64,8 @@ def test_a_draft_on_a_real_pair_s_own_gpu_never_costs_more_than_two_percent(rate
 
 
 class Rounds(VirtualLoop):
-    """Keeps the control and the result of every round, and by how much what a draft and prompts
-    store lengthens it."""
+    """Keeps the control and the result of every round, and how much the storing of a draft's and of
+    prompts' tokens lengthens it."""
 
     seen: ClassVar[list[tuple[Control, RoundResult, float]]] = []
 

@@ -1,4 +1,4 @@
-"""One Slurm for all tests here; it leaves nothing behind."""
+"""One Slurm for all tests here; it is removed at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch jobs of the sandbox: submitted, waited for, and what they left."""
+"""Batch jobs of the sandbox: submitted, waited for, and their output."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class Job:
 
     @property
     def state(self) -> str:
-        """What Slurm calls it; the code of a cancelled job may still be 0 when sbatch asks."""
+        """Slurm's state of it; the code of a cancelled job may still be 0 when sbatch asks."""
         told = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.number)
         return told.partition("JobState=")[2].split()[0]
 
     @property
     def log(self) -> str:
-        """What the job said, of all its tasks."""
+        """The job's output, of all its tasks."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     @property
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def processes(self) -> list[int]:
-        """What lives of it."""
+        """Its processes that are alive."""
         return self.slurm.processes(self.number)
 
     def cancel(self) -> None:

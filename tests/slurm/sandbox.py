@@ -24,7 +24,7 @@ COMMAND_S = 60.0
 NULL_DEVICE = os.makedev(1, 3)
 
 # Bridges-2's partitions, and two of its nodes in one: 8 V100s, 8 H100s, 40 cores. `sbatch --wait`
-# asks every 2 s as long as MinJobAge is at most 4, and every 8 or 32 s otherwise.
+# asks every 2 s as long as MinJobAge is at most 4, and every 8 or 32 s if it is more.
 CONFIG = """\
 ClusterName=sandbox
 SlurmctldHost={host}(127.0.0.1)
@@ -61,7 +61,7 @@ Name=gpu Type=h100-80 File={folder}/dev/gpu[8-15]
 
 
 def why_not() -> str:
-    """Name what a sandbox needs and this machine lacks; empty where nothing is."""
+    """Name the requirements of a sandbox that this machine lacks; empty if none."""
     if missing := [name for name in PROGRAMS if which(name) is None]:
         return ", ".join(missing)
     if os.geteuid() != 0:
@@ -75,12 +75,12 @@ def why_not() -> str:
 
 
 def which(program: str) -> str | None:
-    """Daemons lie in /usr/sbin, which not every PATH holds."""
+    """Daemons lie in /usr/sbin, which some PATHs lack."""
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 class Sandbox:
-    """A context: Slurm runs inside, and outside of it nothing that it started does."""
+    """A context: Slurm runs inside it, and none of its processes outside."""
 
     def __init__(self) -> None:
         self.env: dict[str, str] = {}
@@ -116,7 +116,7 @@ class Sandbox:
         return done.stdout
 
     def processes(self, job: str = "") -> list[int]:
-        """Whatever lives of this Slurm: daemons, jobs and their children; or of one job of it."""
+        """All processes of this Slurm: daemons, jobs and their children; or of one job of it."""
         wanted = {f"SLURM_CONF={self.env['SLURM_CONF']}"}
         if job:
             wanted.add(f"SLURM_JOB_ID={job}")
@@ -194,7 +194,7 @@ def all_processes() -> list[int]:
 
 
 def environ(pid: int) -> set[str]:
-    """A process's environment, name=value; empty where it is gone."""
+    """A process's environment, name=value; empty if it is gone."""
     try:
         told = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Every launch script under a real Slurm: rows, exit codes, refusals, and what a signal leaves.
+"""Every launch script under a real Slurm: rows, exit codes, refusals, and the end by a signal.
 
 All jobs of the module are in the queue before the first is waited for.
 """
@@ -28,7 +28,7 @@ SCRIPTS = {
     ],
 }
 MINE = ("--seed=7", "--warmup_rounds=1")  # further flags
-REFUSED = {  # options and script → what the log says
+REFUSED = {  # options and script → the log's text
     "--ntasks=2 launch/bridges2_shared.sh --mode=ssd": "3 ranks, but the job has 2 tasks",
     "--ntasks=2 launch/slurm.sh --mode=sssd": "unknown mode 'sssd'",
     "--ntasks=2 --array=2,5 launch/array.sh --grid=x": "SHARDS=N",
@@ -70,7 +70,7 @@ class Queue:
         return str(path)
 
     def _failed(self) -> Job:
-        """A forward lasts 1.6 s, and nobody waits longer than 0.1 s."""
+        """A forward lasts 1.6 s, and no rank waits longer than 0.1 s."""
         profile = json.loads(known_profiles()["h100"].read_text())
         profile["numbers"]["read_bytes_per_s"]["value"] = 1e10
         env = {**NULL, "DEVICE": self.script("slow.json", json.dumps(profile))}
@@ -157,7 +157,7 @@ def test_make_submit_prints_the_line_and_runs_it(slurm: Sandbox, tmp_path: Path)
     done = subprocess.run(
         ["make", "submit", *words.split(), f"SBATCH=--wait --output={tmp_path}/%j.log"],
         cwd=ROOT,
-        env={**slurm.env, "TP": "7", "ROUNDS": "7", "PAIR": "none"},  # nobody means these
+        env={**slurm.env, "TP": "7", "ROUNDS": "7", "PAIR": "none"},  # none is meant for this job
         capture_output=True,
         text=True,
         timeout=WAIT_S,

@@ -1,4 +1,4 @@
-"""`make submit SERVE=2` under a real Slurm: replicas say where they are, answer, and leave."""
+"""`make submit SERVE=2` under a real Slurm: replicas register, answer, and leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 @contextmanager
 def submitted(slurm: Sandbox, pair: TinyPair, folder: Path) -> Iterator[str]:
-    """Submits two replicas; gives the array's number, and cancels what is left of it."""
+    """Submits two replicas; gives the array's number, and cancels its remaining jobs."""
     models = f"--target={pair.target} --draft={pair.draft} --context=512"
     done = subprocess.run(
         [
@@ -82,7 +82,7 @@ def state(slurm: Sandbox, task: str) -> str:
 
 
 def processes_that_show(text: str) -> list[str]:
-    """The command lines in which everybody reads a text."""
+    """The command lines with a text, which every user can read."""
     lines = []
     for pid in all_processes():
         try:

@@ -1,4 +1,4 @@
-"""Runs a program on a pseudo-terminal, types at it, and reads what a person would see."""
+"""Runs a program on a pseudo-terminal, types at it, and reads its screen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TerminalSession:
         self._read = 0
 
     def until(self, text: str, deadline_s: float = 20.0) -> str:
-        """Waits until the program prints `text`; returns what it printed since the last wait."""
+        """Waits until the program prints `text`; returns all output since the last wait."""
         end = time.monotonic() + deadline_s
         while text not in self.seen[self._read :]:
             left = end - time.monotonic()
@@ -105,7 +105,7 @@ class TerminalSession:
 
 
 def _state(pid: int) -> str:
-    """Returns the letter of a process's state, S where it sleeps; ? without Linux's /proc."""
+    """Returns the letter of a process's state, S if it sleeps; ? without Linux's /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Rounds that the device decides by itself have the outcomes of those that the host decides."""
+"""Rounds that the device decides have the same outcomes as rounds that the host decides."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_a_row_has_the_time_that_chained_rounds_drafted(
     pair: TinyPair, chained: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is measured in every round, and no calibrated forward stands in for it.
+    """It is measured in every round, and no calibrated forward replaces it.
 
-    Rounds are chained on GPUs alone, so that the gates do not expect it of a CPU's.
+    Rounds are chained only on GPUs, so that the gates do not expect it of a CPU's.
     """
     monkeypatch.setattr(run, "violations", lambda row, rounds: [])
     monkeypatch.setattr(ChainedForwards, "draft_s", lambda self, round_: 1 + round_)

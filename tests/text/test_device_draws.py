@@ -1,4 +1,4 @@
-"""Sampled text is the same where the device draws it (emulated), however it is drafted."""
+"""Sampled text is the same if the device draws it (emulated), however it is drafted."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_device_draws_the_hosts_tokens(
 def test_draws_that_are_wrong_would_be_found(
     pair: TinyPair, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above rests on."""
+    """The premise of the test above: a wrong draw changes the tokens."""
     expected = decode(pair, "ar")
     monkeypatch.setattr(cupy_draws, "_THREADS", 64)
 

@@ -23,7 +23,7 @@ LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 position
 PROMPTS = ";".join(
     ",".join(str((7 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
 )
-# Every pair of values that can stand together is in one of them, and the rest of the flags.
+# Every pair of values that may occur together is in one of them, and the rest of the flags.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sd", {"num_drafts": 0, "batch_size": 3, "lookahead": 1}),
     ("sd", {"num_drafts": 1, "batch_size": 3, "backup_lookahead": 2}),
@@ -96,7 +96,7 @@ def test_every_way_of_drafting_emits_these_tokens(
 def test_a_target_that_reads_another_row_would_be_found(
     pair: TinyPair, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above rest on: the tokens come from the rows of the forward."""
+    """The premise of the tests above: the tokens come from the rows of the forward."""
     greedy = LogitsTarget._greedy
 
     def shifted(self: LogitsTarget, speculation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Prompts from flags and files, and what is refused of them; the file of answers."""
+"""Prompts from flags and files, and which of them are refused; the file of answers."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def cached(stepper: Stepper, slot: int, count: int) -> tuple[Any, Any]:
 
 @dataclass
 class Walk:
-    """Random outcomes of sequences that come, go and restart in used slots."""
+    """Random outcomes of sequences that join, leave and restart in used slots."""
 
     batch: Batch
     seed: int
@@ -106,7 +106,7 @@ def verify(worker: Worker, walk: Walk, speculation: Speculation) -> None:
 
 
 def draft(worker: Worker, walk: Walk, speculation: Speculation) -> None:
-    """What a draft does in a round: it backs some rows up, which are then served, and has a glue or
+    """A draft's work in a round: it backs some rows up, which are then served, and has a glue or
     not; others served the other rows."""
     assert isinstance(worker, DraftWorker)
     dice, batch = walk.dice, walk.batch
@@ -136,7 +136,7 @@ def grow(worker: DraftWorker, batch: Batch, rollouts: list[Any], steps: int) -> 
 
 
 def check(worker: Worker, walk: Walk, scratch: Stepper) -> int:
-    """Compares what is said to be stored with a cache that is filled from the beginning."""
+    """Compares the stored tokens' KV with a cache that is filled from the beginning."""
     compared = 0
     batch = walk.batch
     assert isinstance(worker.stepper, Stepper)

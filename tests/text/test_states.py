@@ -1,7 +1,7 @@
 """Drafts that read the target's hidden state lose nothing: Medusa heads, an MLP and an EAGLE layer.
 
-Greedy answers are the target's own bit for bit, sampled ones follow its law, and each forward is
-what a plain NumPy reading of stack.py's equations gives.
+Greedy answers are the target's own bit for bit, sampled ones follow its distribution, and each
+forward equals a plain NumPy reading of stack.py's equations.
 """
 
 from __future__ import annotations

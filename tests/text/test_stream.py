@@ -1,4 +1,4 @@
-"""Text while it arrives: whole characters alone, and nothing after a stop."""
+"""Text while it arrives: only whole characters, and nothing after a stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The text that each token completes, and what is left at the end."""
+    """The text that each token completes, and the rest at the end."""
     stream = TextStream(tokenizer)
     return [*(stream.push(token) for token in tokens), stream.flush()]
 

@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_smollm_splits_every_digit_and_the_space_before_it(tmp_path: Path) -> None:
-    """GPT-2's rule alone would put the second space of "a  1" in front of the digit."""
+    """GPT-2's rule on its own would put the second space of "a  1" in front of the digit."""
     merges = [" ".join(pair) for pair in [*tiny.MERGES, ("Ġ", "Ġ"), ("1", "2")]]
     tokens = [*tiny.tokens(), "ĠĠ", "12"]
     kinds = [3] * len(tiny.SPECIALS) + [1] * (len(tokens) - len(tiny.SPECIALS))

@@ -14,7 +14,7 @@ latency is the mean number of both over the rate of arrivals (Little's law).
 A way is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. Times are
 running means measured on the lead. Acceptance rates come from each sequence's outcomes, shrunk to
 the rates of all sequences. The choice reads counts and clocks, never the proposed tokens, so
-decoding stays lossless [THEORY, losslessness 1].
+decoding stays lossless (docs/ssd.md, "Sampling").
 
 A draft on the lead's own device first stores the tokens that it lacks (CatchUpCost).
 

@@ -198,7 +198,7 @@ class ARFallback(RemoteSpeculator):
     a sampled round is judged only after its distributions have arrived. If they are lost, no
     drafted token is judged, and each sequence draws one token from the target's distribution. Both
     depend on the moment of the loss and on no draw, so the output distribution stays the target's
-    [THEORY, losslessness 1].
+    (docs/ssd.md, "Sampling").
     """
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:

@@ -292,7 +292,7 @@ def floor_of(
     """Returns the floor of a verification: row keys for its work and rates, and its seconds.
 
     The work is the bytes that a target rank must read and the flops that it must compute. The floor
-    is the longer of the two times at the measured rates (THEORY, floors), or None if a rate is
+    is the longer of the two times at the measured rates, or None if a rate is
     unknown.
     """
     cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)

@@ -287,7 +287,7 @@ def forwards(
     options: ForwardOptions,
     most_rows: int | None = None,
 ) -> RowTable:
-    """Returns the seconds of one rank's forward at each row count, by the profile [THEORY, floors].
+    """Returns the seconds of one rank's forward at each row count, by the profile.
 
     most_rows: the rows of the job's largest forward (None: the largest of `rows`).
     """

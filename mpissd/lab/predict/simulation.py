@@ -1,9 +1,9 @@
-"""The one model of a round: an event simulation of the loops of `decode` [THEORY, "one round"].
+"""The one model of a round: an event simulation of the loops of `decode`.
 
 Many configurations advance at once, each as several independent chains of rounds. The events of a
 round, in the order in which the loops add up their durations:
 
-    sent    the draft starts SPECULATION r                       (THEORY: R)
+    sent    the draft starts SPECULATION r                       (R)
     keys    sent + glue + keys                                   (K: the cache can answer)
     asked   sent + link + verification + lead's work + link      (a: OUTCOME r is at the draft)
     seen    the first poll >= asked; polls come between growth steps, which are never cut short (Q)
