@@ -62,8 +62,8 @@ class Row(Mapping[str, Any]):
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
     groups: int | None = setting(
-        "G, target groups that share the draft ([pools.md](pools.md)). Rounds, tokens, phases and"
-        " hits are of all of them, `wall_s` is the longest one's"
+        "G, target groups that share the draft; the row's other values are of all of them "
+        "([pools.md](pools.md))"
     )
     target: str = key("the target's shape; `@nL`: scaled in depth")
     draft: str | None = key('the draft\'s shape; "lookup" if only a lookup drafts')
@@ -86,8 +86,8 @@ class Row(Mapping[str, Any]):
     graph: bool = setting("whether forwards were captured and replayed as graphs")
     fuse: bool = setting("whether q, k, v were one product, and gate and up another")
     lm_head: bool = setting(
-        "whether the vocabulary product with top-k was part of a forward; true of every "
-        "transformer, though older rows may have false"
+        "whether the vocabulary product with top-k was part of a forward (older rows of "
+        "transformers may have false)"
     )
     context: int = setting(
         "value of `--context`: KV cache that attention reads in every forward",
@@ -95,10 +95,10 @@ class Row(Mapping[str, Any]):
     )
     forward: str = setting("gemm (matrix products alone) or transformer (`--forward`)")
     weights: Mapping[str, Any] | None = key(
-        "of target and draft: `name`, `sha256` of the files (null: random weights), and "
-        "`sha256_of` (whole files, or of each one above 512 MiB its size, its first 16 MiB and 64"
-        " blocks of 64 KiB). Of a `text` target also `tokenizer_sha256`. Of a draft also "
-        "`made_for_target`: whether `distill` made it for this target (null: unknown)"
+        "of target and draft: `name`, `sha256` of the files (null: random weights) and "
+        "`sha256_of` (whole files, or parts of files above 512 MiB). Of a `text` target also "
+        "`tokenizer_sha256`; of a draft `made_for_target`: whether `distill` made it for this "
+        "target"
     )
     on_late: str | None = setting(
         "finish: hits that arrive before growth is complete are finished first; serve and auto in"
@@ -119,10 +119,7 @@ class Row(Mapping[str, Any]):
     top_p: float | None = setting("share of the target's distribution that is kept (`text`)")
     stop: list[str] | None = setting("the stop strings (`text`)")
     num_prompts: int | None = setting("number of prompts (`text`)")
-    prompts_sha256: str | None = setting(
-        "SHA-256 of the prompts' tokens, chat template applied: a line each, ids in decimal with "
-        "a space between (`text`)"
-    )
+    prompts_sha256: str | None = setting("SHA-256 of the prompts' tokens (`text`)")
     recording: str | None = setting("file and SHA-256 of the recording (`replay`)")
     stop_token: int | None = setting("the token that ends a sequence (`markov`)")
     num_rounds: int = key("number of measured rounds")
@@ -150,8 +147,7 @@ class Row(Mapping[str, Any]):
     )
     device_us: Mapping[str, float | None] | None = key(
         "mean a round on the lead's device: `forward` (the target's, without its collectives), "
-        "`all_reduce` (waits for peers included; on GPUs as many as a verification has, timed "
-        "separately at the start), `idle` (no target forward); together the mean round",
+        "`all_reduce` (on GPUs timed separately at the start), `idle`; together the mean round",
         "µs",
     )
     draft_wait_us: Means | None = key(
@@ -162,9 +158,8 @@ class Row(Mapping[str, Any]):
         "of each target group its own values; null for one group"
     )
     pool: Mapping[str, float] | None = key(
-        "of the draft's forwards, which several groups share: their number (`forwards`), mean "
-        "`rows` and groups (`seats`) of one, and the share of time in which one ran (`busy`); "
-        "null for one group"
+        "of the draft's forwards for several groups: their number (`forwards`), mean `rows` and "
+        "groups (`seats`) of one, and the share of time in which one ran (`busy`)"
     )
     ledger_closure: float = key(
         "first percentile, over rounds, of the sum of phases over the round's wall time by "
@@ -181,14 +176,13 @@ class Row(Mapping[str, Any]):
     )
     learned: Mapping[str, Any] | None = key(
         "the draft's counts of committed outcomes, and ranks ([candidates kept, rank, how often];"
-        " rank 0: none of them) of a bonus that replaces a rejection and of one after k' accepted"
-        " tokens; null if outcomes are imposed"
+        " 0: none) of a bonus that replaces a rejection and of one after k' accepted tokens; null"
+        " if outcomes are imposed"
     )
     learners: int | None = setting("L, ranks that train the draft meanwhile")
     learner_state: str | None = key(
-        "at the end: starting, learning, refused or diverged (its last version was not "
-        "published), lost (its trainer had ended), failed (`fault` in `learner`), silent (no "
-        "answer; `last_state` in `learner`)"
+        "starting, learning, refused or diverged (its last version was not published), lost (its "
+        "trainer had ended), failed, or silent, with details in `learner`"
     )
     draft_versions: int | None = key(
         "versions of its weights that the draft swapped in during the measured rounds"
@@ -198,15 +192,13 @@ class Row(Mapping[str, Any]):
         "tokens, and acceptance_length"
     )
     learner: Mapping[str, Any] | None = key(
-        "what the learner did: `swaps` (version, bytes, longest delay of the draft), "
-        "`refused_versions`, the `cost` of teaching on the lead, seconds to `ready_s` and "
-        "`first_step_s`, its `gpu`, and `shares_gpu_of`, the rank on the same GPU"
+        "what the learner did: `swaps`, `refused_versions`, the `cost` of teaching on the lead, "
+        "`ready_s`, `first_step_s`, its `gpu`, and `shares_gpu_of`, the rank on the same GPU"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(
-        "p50 of K sequential draft steps: of the measured full misses, or of the calibration if "
-        "there are none; null for a lookup. With several groups it includes the draft's work for "
-        "others, as `t_growth_s` does",
+        "p50 of K sequential draft steps: of the measured full misses, or timed before if there "
+        "are none. With several groups it includes the draft's work for others",
         "s",
     )
     t_growth_s: float | None = key(
@@ -238,8 +230,8 @@ class Row(Mapping[str, Any]):
     )
     cache_bytes: float | None = key("size of the last-level cache of the lead's device", "bytes")
     predicted_tok_per_s: float | None = key(
-        "rate that the replay predicts from this run's draws, its forwards timed in series, and "
-        "its warm-up's host costs; of text from its own acceptance, hits and `t_prefill_s`",
+        "rate that the replay predicts from this run's draws (of text: from its outcomes), its "
+        "forwards timed in series, and its warm-up's host costs",
         "tok/s",
     )
     predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
@@ -258,9 +250,8 @@ class Row(Mapping[str, Any]):
         "standard deviation of `sampling_error` over runs of as many rounds"
     )
     imposed_hits: Mapping[str, Any] | None = key(
-        "the price of an imposed p_hit: the default `hit_law`, the `branch_budget` of the least "
-        "uniform fan-out that hits as often under it, and `expected_tok_per_s` of that run (null:"
-        " no fan-out reaches p_hit)"
+        "of an imposed p_hit: the default `hit_law`, the `branch_budget` of the least uniform "
+        "fan-out that hits as often under it, and `expected_tok_per_s` of that run"
     )
     outcome_digest: str = key(
         "SHA-256 of all (round, id, k, t*); runs that decided alike have equal digests"
@@ -290,11 +281,10 @@ class Row(Mapping[str, Any]):
     )
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
-        "versions as loaded, hosts, devices, command line, commit; `calibrated_at`: the time of "
-        "the oldest measurement that the prediction uses; `draws`: where the lead draws sampled "
-        "tokens, device or host; `kernel`: which kernels read the target's weights "
-        "([transformer.md](transformer.md)); `sweep`: which sweep, task, repeat and flags "
-        "([sweep.md](sweep.md)); null in a row of `run`"
+        "versions, hosts, devices, command line, commit; `calibrated_at`: the oldest measurement "
+        "that the prediction uses; `draws`: where the lead draws sampled tokens; `kernel`: which "
+        "kernels read the target's weights; `sweep`: its task, repeat and flags (null in a row of"
+        " `run`)"
     )
     absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
     extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields
