@@ -168,12 +168,12 @@ def _group(chosen: Sequence[Errors]) -> dict[str, Any]:
 
 
 def table(judged: Sequence[dict[str, Any]], left: Counter[str]) -> str:
-    """Renders the groups of all modes as Markdown, with verdicts and the rows in no group."""
+    """Renders the groups of all modes as Markdown, missed bars, and the rows that have no (c)."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     # The last group of each T covers all of its modes.
     lines += map(_line, {(g["machine"], g["forwards"], g["tp"]): g for g in judged}.values())
     lines.append("")
-    lines += [_verdict(group, judged) for group in judged if group["tp"] is None]
+    lines += filter(None, (_verdict(group, judged) for group in judged if group["tp"] is None))
     for reason, count in sorted(left.items()):
         lines.append(f"Without (c): {count} row{'s' * (count > 1)}, {reason}.")
     return "\n".join(lines)
@@ -195,11 +195,13 @@ def meets(group: dict[str, Any], key: str = "other") -> bool:
 
 
 def _verdict(every: dict[str, Any], judged: Sequence[dict[str, Any]]) -> str:
-    """Returns a line on whether (c) meets its bar over all T, and where its mean is off."""
+    """Returns a line on a (c) over all T that misses its bar, or a mean that is off; else ""."""
     bar = _bar(every)
     here = [g for g in judged if all(g[name] == every[name] for name in ("machine", "forwards"))]
     own, luckless = ("meets" if meets(every, k) else "misses" for k in ("other", "without_luck"))
     biased = [f"{g['mode']} at T = {g['tp']}" for g in here if g["tp"] and is_biased(g)]
+    if own == luckless == "meets" and not biased:
+        return ""
     means = f"beyond {MEAN_BAR:.0%} for {', '.join(biased)}" if biased else f"within {MEAN_BAR:.0%}"
     return (
         f"{every['machine']}, {every['forwards']}: (c) {own} its bar ({bar[0]:.0%}, {bar[1]:.0%}), "
