@@ -143,8 +143,9 @@ class Need:
         if self.allowed.startswith(">"):
             return f"{self.name} above {self.allowed[1:]}"
         if not self.allowed:
-            return f"with {self.name}"
-        return "one of them" if self.allowed == "None" else f"{self.name}={self.allowed}"
+            return "both"
+        named = self.allowed.removeprefix("None|")  # None is said by leaving the flag out
+        return "one of them" if named == "None" else f"{self.name}={named}"
 
 
 def flag(
@@ -237,10 +238,11 @@ class Checked:
             for need in self._needs_of(f):
                 other = self.effective(need.name)
                 if not need.holds(other):
-                    raise ConfigError(
-                        f"{f.name}={getattr(self, f.name)} with {need.name}={other}: "
-                        f"allowed: {need}"
-                    )
+                    found = f"with {need.name}={other}"
+                    if other is None:
+                        found = f"without {need.name}"
+                    value = getattr(self, f.name)
+                    raise ConfigError(f"{f.name}={value} {found}: allowed: {need}")
 
     def _needs_of(self, f: dataclasses.Field[Any]) -> Iterator[Need]:
         """Yields the conditions that a flag's value sets."""

@@ -44,7 +44,11 @@ Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_dr
     ("flags", "message"),
     [
         ({"backup_lookahead": "0"}, "backup_lookahead=0: allowed: a whole number >= 1"),
-        ({"draft": "1b", "mode": "sd", "backup": "fast"}, "draft=1b with target=None"),
+        ({"draft": "1b", "mode": "sd", "backup": "fast"}, "draft=1b without target: allowed: both"),
+        (
+            {"workload": "text", "forward": "gemm"},
+            "workload=text with forward=gemm: allowed: forward=transformer",
+        ),
     ],
 )
 def test_contradictions_take_one_line(flags: dict[str, str], message: str) -> None:
