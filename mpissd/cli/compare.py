@@ -45,7 +45,7 @@ def show_pair(config: CompareConfig) -> int:
             "runs.jsonl or a folder, or one folder that holds two configurations"
         )
     a, b, paths = found
-    pair = Pair.of(a, b, load_rounds(paths, [a, b]), others=load_rows(paths))
+    pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
     print(pair)
     print(json.dumps(pair.to_dict()))
     return 0
