@@ -95,6 +95,12 @@ def _command(name: str, spec: Spec) -> Callable[..., Command]:
     return command  # type: ignore[no-any-return]
 
 
+_RETIRED = {  # what takes the place of a retired command
+    "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
+    **dict.fromkeys(("record", "laws"), "pair"),
+    **{name: f"compare --show={name}" for name in ("best", "claims", "tables", "why")},
+    "bench-gpu": "make bench-gpu",
+}
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
 COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
 
@@ -107,6 +113,8 @@ def parse(arguments: list[str]) -> Command:
     """
     command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
     if command and command[0] not in COMMANDS:
+        if command[0] in _RETIRED:
+            raise ConfigError(f"{command[0]} is retired: instead: {_RETIRED[command[0]]}")
         raise unknown("command", command[0], COMMANDS)
     if not arguments or {"-h", "--help"} & set(arguments):
         print("\n".join(_help_of(command[0]) if command else _help()))

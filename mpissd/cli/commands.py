@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -12,6 +11,7 @@ from mpissd.cli.configs import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import said
+from mpissd.common.output import json_line
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
@@ -75,7 +75,7 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     known = "" if mean is None else f"   (long-run mean: {mean:.1f})"
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}{known}")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
-    print(json.dumps(row))
+    print(json_line(row))
     return 0
 
 
@@ -85,7 +85,7 @@ def _judge(config: PlanConfig, rows: str) -> int:
     if not paths:
         raise ConfigError(f"rows {rows!r}: no runs there")
     table, numbers = judge(load_rows(paths), profile_of_another_job(config.profile, config.host))
-    print(f"{table}\n{json.dumps(numbers)}")
+    print(f"{table}\n{json_line(numbers)}")
     return 0
 
 
@@ -129,7 +129,7 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
         "most_tok_per_s": None if most is None else uses.to_dict(most),
         "pools": uses.summary(every),
     }
-    print(json.dumps(summary))
+    print(json_line(summary))
     return 0
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from mpissd.cli.configs import CompareConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import json_line
 from mpissd.common.row import Row
 from mpissd.lab.predict.why import gaps
 from mpissd.lab.tables import best, claims, milestone
@@ -45,9 +45,9 @@ def show_pair(config: CompareConfig) -> int:
             "runs.jsonl or a folder, or one folder that holds two configurations"
         )
     a, b, paths = found
-    pair = Pair.of(a, b, load_rounds(paths, [a, b]), others=load_rows(paths))
+    pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
     print(pair)
-    print(json.dumps(pair.to_dict()))
+    print(json_line(pair.to_dict()))
     return 0
 
 
@@ -64,7 +64,7 @@ def show_best(config: CompareConfig) -> int:
         {**best.to_dict(one), "ssd_at_equal_gpus": [claim.to_dict() for claim in judged[n]]}
         for n, one in enumerate(comparisons)
     ]
-    print(json.dumps(methods))
+    print(json_line(methods))
     return 0
 
 

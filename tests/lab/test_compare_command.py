@@ -25,6 +25,13 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def faster(factor: float) -> dict[str, Any]:
+    """What a row's rates and times are if it ran this much faster."""
+    row = result("")
+    round_us = {k: v if k == "n" else v / factor for k, v in row["round_us"].items()}
+    return {"tok_per_s": row["tok_per_s"] * factor, "round_us": round_us}
+
+
 def at(second: int) -> dict[str, Any]:
     return {"provenance": {"started_at": f"2026-01-01T00:00:{second:02}+00:00"}}
 
@@ -73,6 +80,21 @@ def test_rows_of_one_seed_are_compared(tmp_path: Path, capfd: pytest.CaptureFixt
     write(tmp_path / "a" / "runs.jsonl", *rows[:2])
     write(tmp_path / "b" / "runs.jsonl", *rows[3:])
     assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("a1", "b1")
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_two_folders_of_one_configuration_stay_apart(
+    seeds: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, scale in (("a", 1.0), ("b", 1.5)):
+        rows = [
+            result(f"{name}{n}", seed=n, token_digest=f"{n}", **faster(scale * (1 + n / 1000)))
+            for n in range(seeds)
+        ]
+        write(tmp_path / name / "runs.jsonl", *rows)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert found["low"] <= 1.5 <= found["high"] and found["low"] > 1.2
 
 
 def test_a_folder_with_two_configurations(

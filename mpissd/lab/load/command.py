@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import platform
 import secrets
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
 from mpissd.common.load_row import LoadRow
-from mpissd.common.output import append_row, check_output
+from mpissd.common.output import append_row, check_output, json_line
 from mpissd.lab.load.client import Client
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.load.requests import Load, Served, arrays, digest, loads, row_of
@@ -38,7 +37,7 @@ def load(config: LoadConfig) -> int:
     except FaultError as fault:
         print(f"mpissd: {fault}", file=sys.stderr)
         return fault.exit_code
-    print(json.dumps(rows[-1].to_dict()))
+    print(json_line(rows[-1].to_dict()))
     return 0
 
 

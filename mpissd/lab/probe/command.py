@@ -13,7 +13,6 @@ saved.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +23,7 @@ from mpi4py import MPI
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.output import json_line
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
@@ -134,7 +134,7 @@ class Prober:
         values = {key: number["value"] for key, number in fitted["numbers"].items()}
         summary = {"profile": str(path), "name": name, "covers": covers, **values}
         summary["seconds"] = sum(seconds.values())
-        print(json.dumps(summary), flush=True)
+        print(json_line(summary), flush=True)
 
     def rates(self) -> None:
         """Measures every rank's read bandwidth over as many bytes as its weights have, and on the

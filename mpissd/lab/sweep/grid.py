@@ -25,7 +25,7 @@ from pathlib import Path
 
 from mpissd.common.config import MachineFlags, OutputFlags, RunConfig
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flags import flags_of
+from mpissd.common.flags import RETIRED, flags_of
 
 NONE = "none"
 # Flags that the whole job shares, so that a grid may not vary them.
@@ -108,6 +108,8 @@ def _block(block: str, axes: dict[str, str]) -> Block:
         if name in ONE_A_JOB:
             raise ConfigError(f"grid: {name} is one for all configurations: say --{name}=…")
         if name not in _FLAGS:
+            if name in RETIRED:
+                raise ConfigError(f"grid: {name} is retired: instead: {RETIRED[name]}")
             raise unknown("flag in the grid", name, _FLAGS)
     return Block(block, tuple((name, _values(name, text)) for name, text in axes.items()))
 

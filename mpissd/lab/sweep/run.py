@@ -8,7 +8,6 @@ run.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, GateError
-from mpissd.common.output import append_row, read_rows
+from mpissd.common.output import append_row, json_line, read_rows
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
@@ -236,4 +235,4 @@ class Sweep:
             "per_minute": None if rate is None else round(rate, 1),
             "best": [to_dict(comparison) for comparison in comparisons],
         }
-        print(json.dumps(summary), flush=True)
+        print(json_line(summary), flush=True)

@@ -48,14 +48,24 @@ class Pair:
     differ: dict[str, tuple[Any, Any]]
 
     @classmethod
-    def of(cls, a: Row, b: Row, rounds: Mapping[str, Rounds], others: Sequence[Row] = ()) -> Pair:
+    def of(
+        cls,
+        a: Row,
+        b: Row,
+        rounds: Mapping[str, Rounds],
+        others: Sequence[Row] = (),
+        others_of_b: Sequence[Row] | None = None,
+    ) -> Pair:
         """Compares two rows.
 
-        others: rows among which further seeds of the same two configurations are looked for. Raises
-        ConfigError if a comparison would mean nothing, or with under 20 rounds.
+        others: rows among which further seeds of the same two configurations are looked for;
+        others_of_b: those for b, if they are not the same rows. Raises ConfigError if a comparison
+        would mean nothing, or with under 20 rounds.
         """
         check_alike(a, b)
-        sides = [siblings(row, others) for row in (a, b)]
+        sides = [siblings(a, others), siblings(b, others if others_of_b is None else others_of_b)]
+        if any(row in sides[1] for row in sides[0]):  # one configuration: whose row is not known
+            sides = [[a], [b]]
         for one in sides[0]:
             for other in sides[1]:
                 if one.seed == other.seed:
