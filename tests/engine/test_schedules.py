@@ -157,7 +157,7 @@ def test_parallel_heads_grow_in_one_forward() -> None:
 
 # Whole jobs.
 
-COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_rounds=2")
+COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_rounds=8")
 
 
 WHOLE = [  # ranks, flags, the draft's name
@@ -167,7 +167,7 @@ WHOLE = [  # ranks, flags, the draft's name
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
 ]
 MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
-MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=2", "--batch_size=3")
+MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=8", "--batch_size=3")
 LOSSLESS = {"lookup": (*INLINE, "--backup=fast"), "inline": INLINE}
 RUNS = {" ".join(flags): (np_, (*COMMON, *flags)) for np_, flags, _ in WHOLE}
 RUNS |= {name: (1, (*MARKOV, *flags)) for name, flags in LOSSLESS.items()}

@@ -72,7 +72,7 @@ V, TOKENS, LENGTHS = 97, 40, (3, 40, 62, 1)
 PROMPTS = ";".join(
     ",".join(str((5 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
 )
-TEXT = "--backend=numpy --workload=text --warmup_rounds=2 --deadline_s=40 --fan_out=uniform:2"
+TEXT = "--backend=numpy --workload=text --warmup_rounds=8 --deadline_s=40 --fan_out=uniform:2"
 SAMPLED = ["--temperature=0.8", "--top_p=0.9"]
 SSD3 = ["--mode=ssd", "--batch_size=3"]
 TEXTS: dict[str, tuple[int, list[str]]] = {  # (ranks, flags)
@@ -143,6 +143,7 @@ def test_the_row_keeps_its_contract_and_follows_from_the_raw_rounds(
     assert (row["lookahead"], row["seed"], row["batch_size"]) == (scenario.K, 3, 2)
     assert row["fan_out"] == (list(scenario.fans) or None)
     assert row["provenance"]["hosts"] and len(row["provenance"]["ranks"]) == np_
+    assert row["predicted_tok_per_s"] is row["prediction_error"] is None  # warmed up too little
     if scenario.mode == "ar":
         assert row["draft"] is row["t_draft_s"] is row["hit_rate"] is row["acceptance"] is None
     rows = arrays["sequences"]

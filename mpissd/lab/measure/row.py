@@ -48,6 +48,7 @@ from mpissd.lab.predict.simulation import follow
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 _DRAFT_WAIT = 2 + LeadPhase.DRAFT_WAIT
+_FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
@@ -210,6 +211,8 @@ def _prediction(job: Job, measured: Measured) -> dict[str, Any]:
     lead, profile = measured.lead, measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
         return {}  # no recurrence of rounds is known if groups share a draft
+    if job.config.warmup_rounds < _FEWEST_WARM:
+        return {}
     num_tokens = num_tokens_of(lead.records, job.config.token_limit)
     keys: dict[str, Any] = {}
     if is_followable(job):
