@@ -16,7 +16,7 @@ from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.spec.hits import named_hit_law
-from mpissd.lab.predict.advice import ERROR, gain_text, heading, render
+from mpissd.lab.predict.advice import ERROR, gain_text, heading, pays, render
 from mpissd.lab.predict.advisor import Advice, plan
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.from_row import forecast_row
@@ -168,3 +168,9 @@ def test_the_first_line_names_what_is_assumed(flags: dict[str, Any], terms: str)
     run = RunConfig(pair="8b/1b", alpha=0.8, **flags)
     h200 = load_profile("h200")
     assert heading(run, h200, 2) == f"on 2 × NVIDIA H200, 8b/1b, {terms}"
+
+
+def test_a_lookup_does_not_show_that_a_draft_pays() -> None:
+    weak, strong = (pays(advise(2, alpha=alpha)[1]) for alpha in (0.5, 0.9))
+    assert re.search(r"here\? no: S\S+ .* over lookup T=2 ", weak)
+    assert re.search(r"here\? yes: S\S+ .* over lookup T=2 ", strong)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mpissd.common.config import RunConfig
+from mpissd.common.flags import DRAFTING
 from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
@@ -149,9 +150,12 @@ def _mark(*choices: Choice) -> str:
 
 
 def pays(advice: Advice) -> str:
-    """Returns a line on whether a draft pays: its fastest use over the fastest without one."""
-    drafting = next((choice for choice in advice.judged if choice.mode != "ar"), None)
-    alone = advice.first("ar")
+    """Returns a line on whether a draft pays: its fastest use over the fastest without one.
+
+    A lookup has no draft.
+    """
+    drafting = advice.first(*DRAFTING)
+    alone = next((choice for choice in advice.judged if choice.mode not in DRAFTING), None)
     if drafting is None or alone is None or advice.missing:
         return "does this draft pay here? Not judged: a use that fits is not known"
     gain = drafting.tok_per_s / alone.tok_per_s
