@@ -147,3 +147,20 @@ def test_a_page_that_is_found_stores_the_tokens_that_it_was_asked_for(seed: int)
     for name in [*cache.live]:
         cache.leave(name)
     assert sorted(cache.pool.free) == list(range(pages)) and cache.found > 300
+
+
+def test_a_prompt_that_comes_as_another_one_joins_shares_its_pages(pair: TinyPair) -> None:
+    cached = list[int]()  # of prompts that are placed by the outcome in which the first one joins
+    for turn in range(1, 9):
+        mail = Script((0, Submit(0, SYSTEM, 30)), (turn, Submit(1, [*SYSTEM, 5], 4)))
+        with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
+            enter = loops.worker.enter
+
+            def noted(batch: Any, change: Any, loops: Loops = loops, enter: Any = enter) -> None:
+                enter(batch, change)
+                if change.started and change.placed:
+                    cached.append(loops.worker.adopted[1])
+
+            loops.worker.enter = noted  # type: ignore[method-assign]
+            served(loops, mail)
+    assert cached and set(cached) == {128}

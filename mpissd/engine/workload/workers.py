@@ -84,12 +84,12 @@ class Worker(Generic[AnyOracle]):
             pages = self._kept_pages
             self._free(change.left)
             if pages is not None:
+                for one in change.started:  # other sequences may use the prompt that it has stored
+                    pages.keep(one.slot, batch.stored_of(one))
                 self.adopted = {one.request.request_id: 0 for one in change.placed}
                 for one in change.placed:
                     batch.filled[one.slot] = shared = pages.adopt(one.slot, one.tokens[:-1])
                     self.adopted[one.request.request_id] = shared
-                for one in change.started:  # other sequences may use the prompt that it has stored
-                    pages.keep(one.slot, batch.stored_of(one))
         self.oracle.begin_round(batch, change.started)
 
     def leave(self, batch: Batch) -> None:
