@@ -57,7 +57,7 @@ _NUMBERS = (
 ).split()
 _POOLS = (
     "device_name backend pair acceptance hit_law method tp batch_size targets gpus lookahead "
-    "tok_per_s per_gpu token_ms hit_rate theory folder"
+    "tok_per_s per_gpu token_ms hit_rate folder"
 ).split()
 
 
@@ -96,7 +96,7 @@ class Data:
     """Result rows, one a line, and probed profiles, with notes on what was left out.
 
     pools: one sized use a line (results/pools): tok/s over the GPUs of a draft's `targets` and the
-    draft, `token_ms` a token of a sequence, `theory` the same by queueing theory.
+    draft, `token_ms` a token of a sequence.
     """
 
     rows: pd.DataFrame
@@ -272,14 +272,13 @@ def _pool(line: Mapping[str, Any], folder: Path) -> Line:
     if missing := [name for name in _POOL_NEEDS if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")
     try:
-        theory, gpus, rate = line.get("theory_tok_per_s"), line["gpus"], line["tok_per_s"]
+        gpus, rate = line["gpus"], line["tok_per_s"]
         return {
             **{name: line.get(name) for name in _POOLS},
             "backend": "emulated",
             "method": "SD inline" if line["mode"] == "sd" else str(line["mode"]).upper(),
             "per_gpu": rate / gpus,
             "token_ms": 1e3 * line["targets"] * line["batch_size"] / rate,
-            "theory": None if theory is None else theory / gpus,
             "folder": str(folder),
         }
     except (TypeError, ZeroDivisionError) as error:

@@ -14,8 +14,7 @@ _CAPTION = (
     "Simulated frame by frame from the durations of the device's profile (GEMM-only, no LM head; "
     "forwards of more rows than were probed are extrapolated); no pool ran on GPUs. Every point at "
     "its own best K, fan-out and backup. {laws}. A GPU: of the targets' T each and of their draft; "
-    "b sequences a target. Copies of any use fill the same GPUs, so all lines are at equal GPUs. "
-    "Theory: mean-value analysis of a closed queue (Reiser, Lavenberg 1980)"
+    "b sequences a target. Copies of any use fill the same GPUs, so all lines are at equal GPUs."
 )
 
 
@@ -68,10 +67,6 @@ def _lines(poster: Poster, ax: Axes, part: pd.DataFrame, column: str) -> None:
     also = {"hit_rate": ssd["hit_rate"], "lookahead": ssd["lookahead"]}
     label = "a shared draft (1: a draft each)"
     poster.line(ax, label, ssd["targets"], ssd[column], also=also, **look("SSD"))
-    if column == "per_gpu":
-        theory = ssd[ssd["theory"].notna()]
-        style = {"color": BLACK, "linestyle": ":", "linewidth": 1.6}
-        poster.line(ax, "by queueing theory", theory["targets"], theory["theory"], **style)
     for method in ("SD inline", "AR"):
         rows = where(part, method=method)
         if len(rows):
