@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.versions import packed
 from mpissd.online.examples import Example
 from mpissd.online.learner import Learner, LearnerPlan
@@ -124,7 +125,8 @@ def _device(task: Task) -> str:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if task.device == "cpu" or not gpus:
-        assert task.device != "cuda", "device=cuda of --learn: PyTorch finds no GPU"
+        if task.device == "cuda":
+            raise ConfigError("learn=device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
         return "cpu"
     return f"cuda:{min(task.local_rank, gpus - 1)}"
 

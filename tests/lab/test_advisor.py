@@ -14,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
-from mpissd.lab.predict.advisor import by_speed, plan
+from mpissd.lab.predict.advisor import by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.grid import Config
 from mpissd.lab.predict.hosts import host_of
@@ -92,10 +92,10 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
     profile = load_profile("h100")
     advice = plan(config, HOST, placements(config, profile, 4), 4)
-    assert {c.method for c in advice.by_method} == {
+    assert {c.method for c in advice.judged} == {
         *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1))
     }
-    for choice in advice.by_method:
+    for choice in firsts(advice.judged, lambda c: c.method):
         laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}
         job = resolve(
             parse_flags({**laws, **choice.flags()}), choice.tp, backend="emulated",
@@ -152,7 +152,7 @@ def test_break_even_alpha_is_theory_s_for_sd() -> None:
     places = [Placement(1, device, (0,))]
     for alpha in (0.25, 0.9):
         found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), HostCosts(), places, 1)
-        drafting = next(c for c in found.by_method if c.mode == "sd")
+        drafting = next(c for c in found.judged if c.mode == "sd")
         k = drafting.lookahead
         cost = float(device.verify_s(k + 1)) + k * 0.3
         wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))

@@ -126,6 +126,7 @@ def test_groups_stop_in_any_order_even_before_they_began(order: tuple[int, ...])
     with Pool(config_of(**{**GEMM, "groups": 3, "batch_size": 1})) as pool:
         for number in order:
             pool.groups[number].stop()
+    assert all(group.is_stopped for group in pool.groups)  # and the draft loop has ended
 
 
 def _job(config: RunConfig) -> Job:

@@ -86,11 +86,6 @@ class Advice:
         """The choice with the most tok/s among those that could be judged."""
         return self.judged[0]
 
-    @property
-    def by_method(self) -> tuple[Choice, ...]:
-        """The best of AR, SD inline, a lookup, SD and SSD."""
-        return tuple(firsts(self.judged, lambda c: c.method))
-
     def first(self, *modes: str) -> Choice | None:
         """Returns the fastest choice in one of these modes; None if there is none."""
         return next((c for c in self.judged if c.mode in modes), None)
