@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
+from mpissd.online import trainer
 from mpissd.online.examples import Example
 from mpissd.online.process import check_trainer, receive, send
 
@@ -34,3 +35,11 @@ def test_an_interpreter_that_cannot_train_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in lacks else find(n))
     with pytest.raises(ConfigError, match=r"^learners=1: .* has no safetensors, torch: pip"):
         check_trainer()
+
+
+def test_a_gpu_that_pytorch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert trainer._device(trainer.Task("draft", "target")) == "cpu"
+    with pytest.raises(ConfigError, match="learn=device=cuda: PyTorch finds no GPU"):
+        trainer._device(trainer.Task("draft", "target", device="cuda"))
