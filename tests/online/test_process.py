@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.online import trainer
 from mpissd.online.examples import Example
 from mpissd.online.process import check_trainer, receive, send
 
@@ -39,6 +38,8 @@ def test_an_interpreter_that_cannot_train_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_gpu_that_pytorch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
+    from mpissd.online import trainer
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert trainer._device(trainer.Task("draft", "target")) == "cpu"
     with pytest.raises(ConfigError, match="learn=device=cuda: PyTorch finds no GPU"):
