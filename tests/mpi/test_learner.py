@@ -56,6 +56,7 @@ def launched(
         "if 'mpissd.online.trainer' in sys.orig_argv:\n"
         f"    os.execv(sys.executable, {told!r})\n"
     )
+    (tmp_path / "torch.py").touch()  # which only a trainer imports, and the fake one does not
     env = {"PYTHONPATH": str(tmp_path)}
     folder = tmp_path / "out"
     models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
