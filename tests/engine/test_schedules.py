@@ -20,9 +20,8 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.speculator import InlineSpeculator
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.acceptance import AcceptanceLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import (

@@ -32,9 +32,8 @@ from mpissd.engine.decode.speculator import (
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.spec.acceptance import AcceptanceLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.hits import named_hit_law
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.oracle import Law
