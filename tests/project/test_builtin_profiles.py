@@ -17,7 +17,7 @@ from mpissd.lab.predict.accuracy import (
     meets,
     profile_of_another_job,
 )
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 WITHOUT = {  # reasons why rows of GPUs have no forecast, and how many rows have each
