@@ -150,8 +150,7 @@ class Workload(ABC):
 
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of one draft, over the whole draft model."""
-        oracle, placement = self.draft_oracle(stepper), self.job.placement(drafts=True)
-        return DraftWorker(stepper, oracle, placement, reads_states=self.job.reads_states)
+        return DraftWorker(stepper, self.draft_oracle(stepper), self.job.placement(drafts=True))
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

@@ -132,7 +132,8 @@ class Resolved:
         # A draft on hidden states needs the states of every token, which a reused page lacks.
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
         stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
-        return Placement(config.context, self.window, keeps, stateless)
+        lag = self.lookahead if drafts and self.reads_states else 0
+        return Placement(config.context, self.window, keeps, stateless, lag)
 
     @property
     def inline(self) -> bool:
