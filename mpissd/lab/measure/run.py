@@ -21,6 +21,7 @@ from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
+from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.sequences import Sequences
 from mpissd.engine.decode.target import TargetLoop
@@ -45,11 +46,7 @@ def execute(config: RunConfig) -> int:
     """Runs one configuration on all ranks, of which the last ones may learn; returns the exit
     code."""
     sharpen_sleep()
-    comms = None
-    if config.learners:
-        from mpissd.engine.comm.mpi_learner import open_learner_comms
-
-        comms = open_learner_comms()
+    comms = LearnerComms() if config.learners else None
     with nullcontext() if comms is None else closing(comms):
         if comms is not None and comms.is_learner:
             from mpissd.online.rank import learn
