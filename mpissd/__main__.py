@@ -63,7 +63,7 @@ RANKS = {  # on every rank
 ALONE = {  # without MPI
     "compare": "mpissd.cli.compare:compare",
     "plan": "mpissd.cli.commands:plan",
-    "pair": "mpissd.lab.pair.command:pair",
+    "pair": "mpissd.lab.pair.record:pair",
     "replicas": "mpissd.serve.replicas:replicas",
     "load": "mpissd.lab.load.command:load",
     "distill": "mpissd.learn.command:distill",
