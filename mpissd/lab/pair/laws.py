@@ -32,9 +32,8 @@ from mpissd.common.output import check_file, tool
 from mpissd.common.rounds import Source as DraftSource
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
-from mpissd.engine.spec.acceptance import hazards_of_counts
+from mpissd.engine.spec.acceptance import SCHEMA, hazards_of_counts
 from mpissd.engine.spec.fit import most_likely
-from mpissd.engine.spec.lawfile import SCHEMA
 from mpissd.engine.spec.lookup import LOOKUPS
 from mpissd.engine.workload.replay.recording import Ids, Recorded, Recording, load
 from mpissd.engine.workload.replay.stream import copied
