@@ -164,12 +164,7 @@ WHOLE = [  # ranks, flags, the draft's name
     (1, (*INLINE, "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
 ]
-MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
-MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=8", "--batch_size=3")
-LOSSLESS = {"lookup": (*INLINE, "--backup=fast"), "inline": INLINE}
 RUNS = {" ".join(flags): (np_, (*COMMON, *flags)) for np_, flags, _ in WHOLE}
-RUNS |= {name: (1, (*MARKOV, *flags)) for name, flags in LOSSLESS.items()}
-RUNS["ar"] = (1, (*MARKOV, "--mode=ar"))
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +188,3 @@ def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: st
     if is_heads:
         names = json.loads((done.folder / "profiles" / f"{row['run_id']}.json").read_text())
         assert names["config"]["pair"] == "8b/medusa:8b"
-
-
-@needs_mpi[0]
-@needs_mpi[1]
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_a_draft_without_a_rank_is_lossless_on_language_models(runs: Together, name: str) -> None:
-    """At temperature 0 it emits what AR emits."""
-    row = runs[name].row
-    assert row["token_digest"] == runs["ar"].row["token_digest"] and row["acceptance_length"] > 1

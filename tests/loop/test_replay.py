@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.common.records import RoundRecords, outcome_digest
+from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Request, Source
-from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
@@ -23,62 +20,18 @@ from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget
 from mpissd.engine.workload.markov import (
     MarkovLaws,
     MarkovModel,
-    MarkovWorkload,
 )
-from mpissd.engine.workload.replay.recording import Recording, save
+from mpissd.engine.workload.replay.recording import Recording
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import WAITER, CountingForwards, SteppedSpeculator
 from tests.loop.recorded import greedy, ranked, recording_of
-
-NULL = {"pair": "toy", "backend": "emulated", "device": "null"}
-MODEL = {"vocab": 12, "order": 2, "divergence": 0.35, "prompt_tokens": 4}
-STOP, LIMIT, COUNT = 7, 24, 6
 
 
 def laws_of(seed: int, vocab: int = 12, order: int = 2, divergence: float = 0.35) -> MarkovLaws:
     target = MarkovModel(vocab, order, seed)
     draft = MarkovModel(vocab, order, seed, divergence)
     return MarkovLaws(target, draft, 0.0, seed, prompt_tokens=4)
-
-
-def decoded(**flags: Any) -> Decoder:
-    with Decoder(RunConfig(**{**NULL, **flags})) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-    return decoder
-
-
-# Values of the method, K, fan-out, backup, its K_b and b, mixed.
-SD, SSD = {"mode": "sd"}, {"mode": "ssd"}
-COVERING: list[dict[str, Any]] = [
-    {**SSD, "lookahead": 8, "fan_out": "geometric:16", "batch_size": 3, "backup": "fast"},
-    {**SSD, "lookahead": 1, "fan_out": "list:2,5/list:0,1", "batch_size": 6},
-    {**SSD, "lookahead": 5, "fan_out": "uniform:8", "batch_size": 2, "backup_lookahead": 2},
-    {**SSD, "lookahead": 5, "fan_out": "geometric:9/uniform:1", "batch_size": 3},
-    {**SD, "lookahead": 5, "batch_size": 1, "backup": "fast", "backup_lookahead": 3},
-    {**SD, "lookahead": 3, "batch_size": 2, "num_drafts": 0},
-    {"mode": "ar", "batch_size": 3},
-]
-
-
-@pytest.mark.parametrize("flags", COVERING, ids=str)
-def test_a_replay_has_the_run_s_very_outcomes(
-    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MarkovWorkload, "num_sequences", COUNT)
-    seed = COVERING.index(flags)
-    run = decoded(workload="markov", **MODEL, stop_token=STOP, num_tokens=LIMIT, seed=seed, **flags)
-    path = tmp_path / "pair.npz"
-    save(path, recording_of(laws_of(seed), COUNT, limit=LIMIT, stop=STOP))
-    found = decoded(workload="replay", recording=str(path), **flags)
-    rows = run.records.sequences()
-    assert found.records.sequences().tolist() == rows.tolist()
-    assert outcome_digest(found.records.sequences()) == outcome_digest(rows)
-    cut = {n: tokens[:LIMIT] for n, tokens in run.tokens.items()}
-    assert found.tokens == cut and len(cut) == COUNT
-    if flags["mode"] == "ssd":
-        assert 0 < rows[:, 6].mean() < 1, "all hits or none"
 
 
 Script = Callable[[int], int]  # of a round: how many steps growth makes
