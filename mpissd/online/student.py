@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, quantize
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.versions import Version
+from mpissd.learn.draft import Optimizer, distance
 from mpissd.learn.llama import (
     Llama,
     Tensor,
@@ -24,10 +25,9 @@ from mpissd.learn.llama import (
     load_trunk,
     mapped,
     named,
+    parameters,
+    trained,
 )
-from mpissd.learn.muon import optimizer_for, parameters
-from mpissd.learn.pair import distance
-from mpissd.learn.shape import trained
 from mpissd.online.examples import Example
 
 CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
@@ -94,7 +94,7 @@ class Student:
         if self.shares_head:
             draft = draft._replace(head=self._frozen.head)
         self.draft, self._steps = draft, 0
-        self.optimizer = optimizer_for("adamw", parameters(draft))
+        self.optimizer = Optimizer("adamw", parameters(draft))
         return draft
 
     def copy(self) -> Llama:
@@ -124,7 +124,7 @@ class Student:
         return told
 
     def _losses(self, examples: Sequence[Example]) -> tuple[Tensor, ...]:
-        """Returns mean cross-entropy, total variation and greedy agreement (pair.distance)."""
+        """Returns mean cross-entropy, total variation and greedy agreement (draft.distance)."""
         logits, ids, logs = self._forward(examples)
         p_logits = torch.full_like(logits, -torch.inf)
         places = self.places[ids]

@@ -160,17 +160,17 @@ def test_a_step_that_outlasts_the_time_for_everything_is_given_up(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one of a large batch on a CPU; the draft so far is written, and nothing is judged."""
-    from mpissd.learn.pair import Losses
+    from mpissd.learn.draft import ModelDraft
 
-    begun, of = list[float](), Losses.of
+    begun, losses = list[float](), ModelDraft.losses
 
-    def slow(self: Losses, batch: Any) -> Any:
+    def slow(self: ModelDraft, *parts: Any) -> Any:
         begun.append(1)
         for _ in range(6000 if len(begun) > 3 else 0):
             time.sleep(0.01)
-        return of(self, batch)
+        return losses(self, *parts)
 
-    monkeypatch.setattr(Losses, "of", slow)
+    monkeypatch.setattr(ModelDraft, "losses", slow)
     code, told = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, "--seconds=8")
     assert code == 0 and "its time is over" in told, told
     assert report_of(tmp_path)["steps"] == 3 and len(begun) == 4
