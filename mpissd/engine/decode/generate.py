@@ -11,9 +11,8 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.job import resolve_unopened
-from mpissd.engine.workload.text.answers import sources_of
 from mpissd.engine.workload.text.prompts import read_prompts
-from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.stops import AnswerText, sources_of
 from mpissd.engine.workload.text.tokenizer import Message, Tokenizer, load_tokenizer
 
 
