@@ -67,8 +67,8 @@ class DistillConfig(Checked):
     on: str | None = flag(
         None,
         words,
-        "what to train on instead of sampled conversations, a comma between: people's prompts "
-        "(.jsonl), which the target answers at temperature 0, and recordings (.npz)",
+        "people's prompts (.jsonl), a comma between, whose answers at temperature 0 are trained on "
+        "instead of sampled conversations",
     )
     head: str = flag(
         "own", choice("own", "target"), "own: trained and stored; target: rows of the target's"
@@ -93,7 +93,7 @@ class DistillConfig(Checked):
     prompts: str | None = flag(
         None,
         words,
-        "what to evaluate on, a comma between: people's prompts (.jsonl), recordings (.npz)",
+        "people's prompts (.jsonl) to evaluate on, a comma between",
     )
     held_out: int = flag(512, integer(0), "conversations of the target's own to evaluate on")
     answer: int = flag(128, integer(1), "tokens of an answer in the evaluation, at most")

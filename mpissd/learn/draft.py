@@ -7,11 +7,10 @@ as lost.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,14 +49,13 @@ PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
 ROWS = {"cpu": 256, "cuda": 8192}  # of a step's LM head, in drafts on hidden states
 DECAY = 0.01  # of weights, in both optimisers
-Own = TypeVar("Own", bound="Draft")
 
 
 @dataclass(frozen=True, eq=False)
-class Draft(ABC):
-    """A draft's weights, and the tensors that it reads of its target.
+class _Draft:
+    """What both kinds of drafts hold: their own weights, and what they read of their target.
 
-    head_ids: the tokens of the rows of its LM head, rising. blocks: the target's arithmetic. table:
+    head_ids: the tokens of the rows of the LM head, rising. blocks: the target's arithmetic. table:
     cosines and sines by position. compiled: whether the losses are compiled.
     """
 
@@ -68,28 +66,6 @@ class Draft(ABC):
     blocks: Blocks
     table: tuple[Tensor, Tensor]
     compiled: bool = False
-
-    @abstractmethod
-    def mapped(self: Own, change: Callable[[Tensor], Tensor]) -> Own:
-        """Returns the draft with `change` applied to each of its own weights."""
-
-    @abstractmethod
-    def named(self) -> dict[str, Tensor]:
-        """Returns the draft's own weights by their names in files."""
-
-    @property
-    @abstractmethod
-    def trained(self) -> list[Tensor]:
-        """The tensors that are trained."""
-
-    @abstractmethod
-    def optimizer(self, name: str) -> Optimizer:
-        """Returns the optimiser of the trained tensors; name: "adamw" or "muon"."""
-
-    @abstractmethod
-    def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
-        """Returns mean divergence, total variation and greedy agreement over about `num_rows`
-        answered positions; of a draft on hidden states their relative error, too."""
 
     @cached_property
     def known(self) -> Tensor:
@@ -106,7 +82,7 @@ class Draft(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class ModelDraft(Draft):
+class ModelDraft(_Draft):
     """A model by itself; weights: Llama, with the target's embedding."""
 
     weights: Llama
@@ -117,16 +93,20 @@ class ModelDraft(Draft):
         return blocks_of(self.config, self.blocks.dtype)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelDraft:
+        """Returns the draft with `change` applied to each of its own weights."""
         return replace(self, weights=mapped(self.weights, change))
 
     def named(self) -> dict[str, Tensor]:
+        """Returns the draft's own weights by their names in files."""
         return named(self.weights, self.config)
 
     @property
     def trained(self) -> list[Tensor]:
+        """The tensors that are trained."""
         return parameters(self.weights)
 
     def optimizer(self, name: str) -> Optimizer:
+        """Returns the optimiser of the trained tensors; name: "adamw" or "muon"."""
         return Optimizer(name, self.trained, [self.weights.head])
 
     @cached_property
@@ -136,6 +116,8 @@ class ModelDraft(Draft):
         return (compiled(both[0]), compiled(both[1])) if self.compiled else both
 
     def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
+        """Returns mean divergence, total variation and greedy agreement over about `num_rows`
+        answered positions."""
         counts = samples.answered[:, 1:].flatten().float()
         rows = (counts + 0.5 * torch.rand_like(counts)).topk(min(num_rows, len(counts))).indices
         tokens = samples.tokens[:, :-1].long()
@@ -157,7 +139,7 @@ class ModelDraft(Draft):
 
 
 @dataclass(frozen=True, eq=False)
-class StateDraft(Draft):
+class StateDraft(_Draft):
     """A draft on the target's last hidden state (model/transformer/stack.py); weights: by name.
 
     Row p of a sequence holds its token at position p and the state before it (zeros before the
@@ -244,8 +226,10 @@ class StateDraft(Draft):
         return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
 
     def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
-        """Returns means over the steps, earlier ones weighing more; row p of a step is judged by
-        the target at p + step, by ROWS rows (not num_rows)."""
+        """Returns means over the steps, earlier ones weighing more, and the states' relative error.
+
+        Row p of a step is judged by the target at p + step, and ROWS of the rows, not num_rows.
+        """
         assert samples.hidden is not None, "samples without states"
         tokens, parts = samples.tokens.long(), []
         for step, states in enumerate(self.steps(tokens, samples.hidden, self.ahead)):
@@ -263,6 +247,9 @@ class StateDraft(Draft):
             parts.append(torch.stack([*self._distance(*judged), error]))
         fading = torch.tensor([FADING**n for n in range(len(parts))], device=tokens.device)
         return tuple(((torch.stack(parts) * fading[:, None]).sum(0) / fading.sum()).unbind())
+
+
+Draft = ModelDraft | StateDraft
 
 
 def distance(

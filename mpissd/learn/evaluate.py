@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,26 +22,11 @@ LOOKAHEADS = (4, 7)
 AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
 
-@dataclass
-class Judged:
-    """Ranks and overlaps of each answer: one array a sequence.
-
-    ranks: how many tokens the draft finds likelier than the true one; the size of the whole
-    vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1. surprises:
-    −log q of each true token that the draft can name, in nats.
-    """
-
-    ranks: list[list[int]] = field(default_factory=list)
-    overlaps: list[float] = field(default_factory=list)
-    surprises: list[float] = field(default_factory=list)
-
-
 def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
     """Returns a draft's figures on answers: of those judged before `deadline`, in seconds of
     time.monotonic()."""
     if isinstance(draft, ModelDraft):
-        return summary(judge(draft, samples, deadline))
-    assert isinstance(draft, StateDraft)
+        return summary(*judge(draft, samples, deadline))
     medusa = draft.config.kind == "medusa"
     steps = draft.config.shape.num_layers if medusa else max(LOOKAHEADS)
     agrees: list[list[list[bool]]] = []
@@ -67,12 +51,14 @@ def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
     }
 
 
-def summary(judged: Judged) -> dict[str, Any]:
-    """Returns a model's figures: agreement, alpha, tokens a round, hits and misses."""
-    ranks = [rank for answer in judged.ranks for rank in answer]
+def summary(
+    answers: Sequence[Sequence[int]], overlaps: Sequence[float], surprises: Sequence[float]
+) -> dict[str, Any]:
+    """Returns a model's figures: agreement, alpha, tokens a round, hits and misses; as `judge`."""
+    ranks = [rank for answer in answers for rank in answer]
     by_lookahead = {}
     for lookahead in LOOKAHEADS:
-        rounds = [outcome for answer in judged.ranks for outcome in rounds_of(answer, lookahead)]
+        rounds = [outcome for answer in answers for outcome in rounds_of(answer, lookahead)]
         ended = [(k, rank) for k, rank in rounds if rank is not None]
         # After a rejection the rank counts the proposed token, which is no key.
         rejected = [rank - 1 for k, rank in ended if k < lookahead]
@@ -86,11 +72,11 @@ def summary(judged: Judged) -> dict[str, Any]:
             },
         }
     return {
-        "answers": len(judged.ranks),
+        "answers": len(answers),
         "tokens": len(ranks),
         "greedy_agreement": _mean(rank == 0 for rank in ranks),
-        "alpha": _mean(judged.overlaps),
-        "cross_entropy": _mean(judged.surprises),
+        "alpha": _mean(overlaps),
+        "cross_entropy": _mean(surprises),
         "by_lookahead": by_lookahead,
     }
 
@@ -110,9 +96,17 @@ def rounds_of(ranks: Sequence[int], lookahead: int) -> Iterator[tuple[int, int |
         at += 1
 
 
-def judge(draft: ModelDraft, samples: Samples, deadline: float) -> Judged:
-    """Returns a model's ranks on the answers judged before the deadline (time.monotonic())."""
-    judged = Judged()
+def judge(
+    draft: ModelDraft, samples: Samples, deadline: float
+) -> tuple[list[list[int]], list[float], list[float]]:
+    """Returns (ranks, overlaps, surprises) on the answers judged before the deadline.
+
+    ranks: by answer, how many tokens the draft finds likelier than the true one; the size of the
+    whole vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1, by
+    token. surprises: −log q of each true token that the draft can name, in nats. deadline: of
+    time.monotonic().
+    """
+    answers, overlaps, surprises = list[list[int]](), list[float](), list[float]()
     models = (draft.target, draft.blocks), (draft.weights, draft.own_blocks)
     with suppress(OutOfTime), until(deadline), torch.no_grad():
         for part in _parts(samples):
@@ -130,10 +124,10 @@ def judge(draft: ModelDraft, samples: Samples, deadline: float) -> Judged:
             ranks = torch.where(place < 0, p.shape[1], (q > mine).sum(-1))
             overlap = torch.minimum(p.softmax(-1)[:, draft.head_ids], q.softmax(-1)).sum(-1)
             surprise = q.logsumexp(-1) - mine[:, 0]
-            judged.ranks += [each.tolist() for each in ranks.split(before.sum(-1).tolist())]
-            judged.overlaps += overlap.tolist()
-            judged.surprises += surprise[place >= 0].tolist()
-    return judged
+            answers += [each.tolist() for each in ranks.split(before.sum(-1).tolist())]
+            overlaps += overlap.tolist()
+            surprises += surprise[place >= 0].tolist()
+    return answers, overlaps, surprises
 
 
 def _parts(samples: Samples) -> Iterator[Samples]:

@@ -31,9 +31,9 @@ from mpissd.learn.draft import (
 )
 from mpissd.learn.evaluate import LOOKAHEADS, figures
 from mpissd.learn.llama import angles, blocks_of, compiled, load, trained
-from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank, recorded
-from mpissd.learn.source import Exam, Openings, Source
-from mpissd.learn.train import Group, Plan, learn
+from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
+from mpissd.learn.source import Openings, Prompts, Source
+from mpissd.learn.train import Group, learn
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
@@ -65,7 +65,7 @@ class Distillation:
         self.target = load(checkpoint, self.device, dtype)
         self.blocks = blocks_of(checkpoint.config, dtype)
         exams = (*source.exams.values(), *source.lessons.values())
-        prompts = max((len(prompt) for exam in exams for prompt in exam.prompts), default=0)
+        prompts = max((len(prompt) for exam in exams for prompt in exam), default=0)
         farthest = max(config.length, prompts + config.answer) + max(LOOKAHEADS)
         self.table = angles(checkpoint.config, farthest, self.device)
         self.parts: list[Samples] = []
@@ -97,8 +97,10 @@ class Distillation:
         """Has the target write conversations until the time for it is over, or answer lessons."""
         if self.source.lessons:
             for lesson in self.source.lessons.values():
-                mine = lesson.part(self.group.rank, self.group.size)
-                self.parts.append(self._answered(mine, self.sampled_by))
+                # A process has its share of the prompts, or all of them if there are too few.
+                mine = lesson[self.group.rank :: self.group.size]
+                few = len(lesson) < self.group.size
+                self.parts.append(self._answered(lesson if few else mine, self.sampled_by))
             self._count()
             return
         config, template, begun = self.config, self.source.template, time.monotonic()
@@ -187,20 +189,18 @@ class Distillation:
             )
         self.log(f"{self.num_answered / 1e6:.1f} M answered tokens")
 
-    def _answered(self, exam: Exam | None, deadline: float) -> Samples:
-        """Returns an exam's answers, of the target at temperature 0 if it has none; they are cut at
-        the deadline. None: answers to prompts that the target writes."""
+    def _answered(self, prompts: Prompts | None, deadline: float) -> Samples:
+        """Returns the target's answers at temperature 0; they are cut at the deadline.
+
+        None: to prompts that it writes.
+        """
         config, template = self.config, self.source.template
-        if exam is not None and exam.answers is not None:
-            return recorded(exam, config.answer, self.device)
-        if exam is None:
-            prompts: Any = [template.before] * config.held_out
-            length, first = config.length, USER
-        else:
-            prompts, first = exam.prompts, ANSWER
-            length = max(map(len, prompts)) + config.answer
+        first, length = USER, config.length
+        if prompts is not None:
+            first, length = ANSWER, max(map(len, prompts)) + config.answer
+        starts: Any = [template.before] * config.held_out if prompts is None else prompts
         sampler = Sampler(self.target, self.blocks, self.table, False)
-        return sampler.first_answers(prompts, length, template, first, config.answer, deadline)
+        return sampler.first_answers(starts, length, template, first, config.answer, deadline)
 
     def _drafts(self) -> Iterator[Result]:
         """Trains, and yields each draft as it is ready to be saved."""
@@ -213,17 +213,6 @@ class Distillation:
             evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
             saving, left = SAVING * config.seconds, len(wanted) - number
             until = now + (self.deadline - evaluating - saving - now) / left
-            plan = Plan(
-                config.seconds_training,
-                until,
-                config.steps,
-                config.batch,
-                config.learning_rate,
-                config.seed,
-                config.optimizer,
-                config.save_every,
-                until + saving / (2 * left),
-            )
             draft = self._start(architecture, np.asarray(ids, np.int64))
             facts: dict[str, Any] = {"origin": f"the target's layers {config.layers}"}
             if architecture.kind:
@@ -238,11 +227,13 @@ class Distillation:
             result.draft = learn(
                 draft,
                 self.parts,
-                plan,
+                config,
                 (lambda point: None) if rank else result.point,
                 save=(lambda draft: None) if rank else result.try_save,
                 held=self.held,
                 group=self.group,
+                until=until,
+                cut=until + saving / (2 * left),
             )
             yield result
 
@@ -286,7 +277,7 @@ class Distillation:
 
         Writing the answers of a set takes half of the time that is left at most.
         """
-        exams: dict[str, Exam | None] = {**self.source.exams}
+        exams: dict[str, Prompts | None] = {**self.source.exams}
         exams |= {"own": None} if self.config.held_out else {}
         for name, exam in exams.items():
             samples = self._answered(exam, (time.monotonic() + deadline) / 2)

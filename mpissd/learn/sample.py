@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from mpissd.learn.llama import Blocks, Llama, Tensor
-from mpissd.learn.source import Exam, TemplateParts
+from mpissd.learn.source import TemplateParts
 
 OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
@@ -166,18 +166,6 @@ def only_first(samples: Samples, end: int, limit: int) -> Samples:
     ends = (answered & (samples.tokens == end)).int()
     is_first = ends.cumsum(-1) - ends == 0
     return Samples(samples.tokens, answered & is_first & (answered.cumsum(-1) <= limit))
-
-
-def recorded(exam: Exam, limit: int, device: Any) -> Samples:
-    """Returns an exam's prompts with the answers that it has, of `limit` tokens at most."""
-    assert exam.answers is not None, "an exam without answers"
-    answers = [answer[:limit] for answer in exam.answers]
-    rows = [[*prompt, *answer] for prompt, answer in zip(exam.prompts, answers, strict=True)]
-    tokens = blank(rows, max(map(len, rows)), device)
-    mask = tokens >= 0
-    for number, prompt in enumerate(exam.prompts):
-        mask[number, : len(prompt)] = False
-    return Samples(tokens.clamp(min=0).int(), mask)
 
 
 def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:

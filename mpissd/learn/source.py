@@ -1,11 +1,10 @@
 """Inputs of a distillation: the target, its tokenizer and template, exams, beginnings of messages.
 
-Everything that can be wrong with them is refused here, in one line. Exams are texts to judge or to
-train a draft on: people's prompts, which the target answers at temperature 0, or a recording
-(.npz), which has its answers. Openings are how users' messages begin, so that the target also
-writes prompts that it seldom starts itself. They are general: none begins just one evaluation
-prompt. A word of the tokenizer after an opening leads to subjects that a small model would not
-come to.
+Everything that can be wrong with them is refused here, in one line. Exams are people's prompts,
+which the target answers at temperature 0, to judge or to train a draft on. Openings are how users'
+messages begin, so that the target also writes prompts that it seldom starts itself. They are
+general: none begins just one evaluation prompt. A word of the tokenizer after an opening leads to
+subjects that a small model would not come to.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.workload.replay import recording
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 
@@ -66,6 +62,7 @@ def|def solve(values: list) -> int:
 SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
 RANKS = 20_000  # words are looked for among so many token ids: merges are numbered by frequency
 _WORD = re.compile(" [a-z]{4,}")
+Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -125,35 +122,11 @@ class Openings:
         return opening + choose.choice(self.words) if kind == "word" else opening
 
 
-class Exam(NamedTuple):
-    """One set of people's prompts: encoded prompts to be answered, or answers that are recorded."""
-
-    prompts: Sequence[Sequence[int]]
-    answers: Sequence[Sequence[int]] | None = None
-
-    def part(self, rank: int, size: int) -> Exam:
-        """Returns every size-th prompt from the rank-th on; all of them if there are fewer."""
-        if len(self.prompts) < size:
-            return self
-        mine = slice(rank, None, size)
-        return Exam(self.prompts[mine], None if self.answers is None else self.answers[mine])
-
-
-def read_exams(flag: str, names: str | None, tokenizer: Tokenizer, vocab: int) -> dict[str, Exam]:
-    """Returns {stem: exam} of a flag's files, a comma between: prompts (.jsonl), recordings
-    (.npz)."""
-    exams = {}
+def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str, Prompts]:
+    """Returns {stem: encoded prompts} of a flag's files (.jsonl), a comma between."""
+    prompts: dict[str, Prompts] = {}
     for name in filter(None, (names or "").split(",")):
         path, where = Path(name), f"{flag}={name!r}"
-        if path.suffix == ".npz":
-            file = recording.load(name)
-            if file.vocab != vocab:
-                why = f"a recording of {file.vocab} tokens, the target has {vocab}"
-                raise ConfigError(f"{where}: {why}: allowed: one of this target")
-            prompts = [part.prompt.tolist() for part in file.sequences]
-            answers = [part.tokens[: part.end].tolist() for part in file.sequences]
-            exams[path.stem] = Exam(prompts, answers)
-            continue
         try:
             lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
             texts = [str(line["prompt"]) for line in lines]
@@ -162,22 +135,23 @@ def read_exams(flag: str, names: str | None, tokenizer: Tokenizer, vocab: int) -
         if not texts:
             raise ConfigError(f"{where}: no prompt: allowed: one or more")
         asked = [[{"role": "user", "content": text}] for text in texts]
-        exams[path.stem] = Exam([tokenizer.chat(messages) for messages in asked])
-    return exams
+        prompts[path.stem] = [tokenizer.chat(messages) for messages in asked]
+    return prompts
 
 
 @dataclass(frozen=True)
 class Source:
-    """The target's weights and tokenizer, its template's parts, exams by name.
+    """The target's weights and tokenizer, and its template's parts.
 
-    lessons: training texts instead of samples, by name; empty if the target writes samples.
+    exams: people's prompts to judge a draft on, by name. lessons: those to train it on instead of
+    samples; empty if the target writes samples.
     """
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     template: TemplateParts
-    exams: dict[str, Exam]
-    lessons: dict[str, Exam]
+    exams: dict[str, Prompts]
+    lessons: dict[str, Prompts]
 
 
 def read(config: DistillConfig) -> Source:
@@ -194,6 +168,6 @@ def read(config: DistillConfig) -> Source:
     beyond = [number for number in config.layer_numbers if number > last]
     if beyond and not (config.forms or config.kinds):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
-    exams = read_exams("prompts", config.prompts, tokenizer, vocab)
-    lessons = read_exams("on", config.on, tokenizer, vocab)
+    exams = read_prompts("prompts", config.prompts, tokenizer)
+    lessons = read_prompts("on", config.on, tokenizer)
     return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, lessons)

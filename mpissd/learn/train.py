@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpissd.learn.config import DistillConfig
 from mpissd.learn.draft import Draft
-from mpissd.learn.sample import OutOfTime, Samples, until
+from mpissd.learn.sample import OutOfTime, Samples
+from mpissd.learn.sample import until as interrupted
 
 WAIT_S = 300  # for the slowest process, whose first steps may still compile
 WARM_UP = 100  # steps until the learning rate is at its highest
@@ -65,26 +67,6 @@ def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> Group:
     return Group(rank, size)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The duration and settings of a training.
-
-    seconds: length of the training, without the first steps, which wait for the compiler. until:
-    when the training has to be over, in seconds of time.monotonic(); cut: when a step that still
-    runs is interrupted, by the same clock. save_every: seconds between two copies of the draft.
-    """
-
-    seconds: float
-    until: float
-    steps: int
-    batch: int
-    learning_rate: float
-    seed: int
-    optimizer: str = "adamw"
-    save_every: float = float("inf")
-    cut: float = float("inf")
-
-
 def batches(parts: Sequence[Samples], size: int, seed: int) -> Iterator[Samples]:
     """Yields batches epoch after epoch; each is drawn from one part of the samples."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,25 +83,30 @@ def batches(parts: Sequence[Samples], size: int, seed: int) -> Iterator[Samples]
 def learn(
     draft: Draft,
     parts: Sequence[Samples],
-    plan: Plan,
+    plan: DistillConfig,
     observe: Callable[[dict[str, Any]], None],
     *,
     save: Callable[[Any], object] = lambda draft: None,
     held: Samples | None = None,
     group: Group | None = None,
+    until: float = float("inf"),
+    cut: float = float("inf"),
 ) -> Any:
     """Trains a draft in place and returns it without gradients.
 
-    parts: samples of equal numbers of sequences. observe: receives the points of the curves. save:
-    receives copies of the draft so far. held: sequences whose losses are in the curves and that are
-    not trained on. An error of the device after the first point, or `plan.cut`, ends the training
-    early: the draft that it has reached is returned, and the last point has the reason.
+    parts: samples of equal numbers of sequences. plan: the training's length (without the first
+    steps, which wait for the compiler), steps, batch, rates and copies. observe: receives the
+    points of the curves. save: receives copies of the draft so far. held: sequences whose losses
+    are in the curves and that are not trained on. until: when the training has to be over, in
+    seconds of time.monotonic(); cut: when a step that still runs is interrupted. An error of the
+    device after the first point, or `cut`, ends the training early: the draft that it has reached
+    is returned, and the last point has the reason.
     """
     group = group or Group()
     training = _Training(draft, parts, plan, group)
     try:  # a process that stops while others wait for its gradients would end them all
-        with until(plan.cut if group.size == 1 else float("inf")):
-            for point in training.points(save, held):
+        with interrupted(cut if group.size == 1 else float("inf")):
+            for point in training.points(save, held, until):
                 observe(point)
     except RuntimeError as error:
         if training.step < EVERY:
@@ -133,7 +120,9 @@ def learn(
 class _Training:
     """One training's clock, gradients and optimiser."""
 
-    def __init__(self, draft: Draft, parts: Sequence[Samples], plan: Plan, group: Group) -> None:
+    def __init__(
+        self, draft: Draft, parts: Sequence[Samples], plan: DistillConfig, group: Group
+    ) -> None:
         self.draft, self.plan, self.group, tensors = draft, plan, group, draft.trained
         self.optimizer = draft.optimizer(plan.optimizer)
         size = min(plan.batch, *(len(part.tokens) for part in parts))
@@ -148,7 +137,7 @@ class _Training:
         self.step = 0
 
     def points(
-        self, save: Callable[[Any], object], held: Samples | None
+        self, save: Callable[[Any], object], held: Samples | None, until: float
     ) -> Iterator[dict[str, Any]]:
         """Trains until the share of its time that is gone is 1; yields a point every few steps."""
         plan, group, device = self.plan, self.group, self.flat.device
@@ -164,7 +153,7 @@ class _Training:
                 begun = time.monotonic()
             if self.step % check == 0 or self.step >= plan.steps:
                 seconds = time.monotonic() - begun if self.step >= untimed else 0.0
-                allowed = max(min(plan.seconds, plan.until - begun), 1e-9)
+                allowed = max(min(plan.seconds_training, until - begun), 1e-9)
                 share = group.largest(max(seconds / allowed, self.step / plan.steps), device)
                 if seconds - saved >= plan.save_every and share < 1:
                     saved = seconds

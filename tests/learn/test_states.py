@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ torch = module("torch", "PyTorch")
 module("safetensors", "safetensors")
 
 from mpissd.learn import export  # noqa: E402
+from mpissd.learn.config import DistillConfig  # noqa: E402
 from mpissd.learn.draft import StateDraft, fresh_states, state_config  # noqa: E402
 from mpissd.learn.evaluate import chain_rounds  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
 from mpissd.learn.sample import Sampler, Samples  # noqa: E402
-from mpissd.learn.train import Plan, learn  # noqa: E402
+from mpissd.learn.train import learn  # noqa: E402
 from tests.learn.test_command import SMALL, distill, folder, report_of  # noqa: E402
 from tests.learn.test_training import CONFIG, sampler, samples  # noqa: E402
 
@@ -127,7 +127,7 @@ def test_training_brings_it_closer_to_the_target(
     held, others = samples.take(slice(0, 16)), samples.take(slice(16, 64))
     torch.manual_seed(0)
     before = float(draft.losses(held, 0)[1].detach())
-    plan = Plan(60.0, time.monotonic() + 60, 40, 16, 5e-3, 0)
+    plan = DistillConfig(target="x", steps=40, batch=16, learning_rate=5e-3)
     learn(draft, [others], plan, lambda point: None)
     after = float(draft.losses(held, 0)[1].detach())
     assert after < before - 0.003, "total variation"
