@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.common.flags import unchecked
 from mpissd.common.presets import ModelShape
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
@@ -128,9 +129,8 @@ def test_training_raises_agreement_and_the_written_draft_reloads(
 ) -> None:
     draft, points, copies = draft_of(sampler, shape), list[dict[str, Any]](), list[ModelDraft]()
     before = summary(*judge(draft, samples, time.monotonic() + 60))
-    plan = DistillConfig(
-        target="x", steps=100, batch=16, learning_rate=5e-3, optimizer=optimizer, save_every=1e-3
-    )
+    settings = {"steps": 100, "batch": 16, "learning_rate": 5e-3, "optimizer": optimizer}
+    plan = unchecked(DistillConfig, **settings, save_every=1e-3)
     held, parts = samples.take(slice(0, 8)), [samples.take(slice(8, 64))]
     trained = learn(draft, parts, plan, points.append, save=copies.append, held=held)
     after = summary(*judge(trained, samples, time.monotonic() + 60))
