@@ -20,7 +20,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.workload.replay.recording import Ids, Recorded, Recording
-from mpissd.engine.workload.replay.stream import copied
+from mpissd.engine.workload.replay.workload import copied
 
 Array = NDArray[np.int64]
 BEYOND, OUTSIDE, NO_LOOKUP = 0, -1, -2  # instead of a rank
