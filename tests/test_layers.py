@@ -59,7 +59,6 @@ NUMPY_ALONE = (
     "mpissd.engine.spec",
     "mpissd.lab.gates",
     "mpissd.lab.tables",
-    "mpissd.lab.sweep.grid",
     "mpissd.lab.sweep.plan",
     "mpissd.ops.slurm",
     "mpissd.ops.warden",
