@@ -21,9 +21,7 @@ from mpissd.lab.predict import uses
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.coverage import check_device, covered
-from mpissd.lab.predict.derive import with_derived
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.places import runnable, survey
 from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import Choice, cut_law

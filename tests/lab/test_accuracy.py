@@ -15,7 +15,6 @@ from mpissd.cli import commands
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import device_kind, load_profile
-from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.accuracy import (
     BAR,
     MEAN_BAR,
@@ -27,6 +26,7 @@ from mpissd.lab.predict.accuracy import (
     profile_of_another_job,
     table,
 )
+from mpissd.lab.predict.costs import load_job
 from mpissd.lab.predict.from_row import Forecast, forecast_row
 from mpissd.lab.tables import load_rows
 
@@ -126,7 +126,7 @@ def test_without_luck_emulated_rows_meet_the_bar_with_another_run_s_host() -> No
     µs, and at T = 4 with 2 to 8 sequences in 240. There the lead's phases are those that the other
     mode's rows at T = 4 noted.
     """
-    _, host = jobfile.load(str(STUDY / "host.json"))
+    _, host = load_job(str(STUDY / "host.json"))
     rows = [row for row in load_rows([STUDY]) if row.on_late != "serve"]
     noted = {
         mode: [row.phases_us["lead"] for row in rows if (row.mode, row.tp) == (mode, 4)]

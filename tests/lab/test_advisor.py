@@ -16,8 +16,8 @@ from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import Advice
 from mpissd.lab.predict.advisor import by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Config
-from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.places import survey
 from mpissd.lab.predict.search import (
     FULL,
@@ -136,7 +136,7 @@ def test_unequal_shares_are_judged_between_the_equal_ones() -> None:
     two, three, four = placements(config, load_profile("h200"), 4)[1:]
     assert (two.tp, three.tp, four.tp) == (2, 3, 4) and three.num_drafts == (0,)
     for rows in (1, 7, 16):
-        low, middle, high = (float(place.device.verify_s(rows)) for place in (two, three, four))
+        low, middle, high = (float(place.device.verify(rows)) for place in (two, three, four))
         assert middle == pytest.approx(high + (low - high) / 3, rel=1e-9)
     judged = advise(3, alpha=0.8, fuse=True).judged
     assert {(c.mode, c.derived is None) for c in judged if c.tp == 3} == {
@@ -154,7 +154,7 @@ def test_break_even_alpha_is_theory_s_for_sd() -> None:
         found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), HostCosts(), places, 1)
         drafting = next(c for c in found.judged if c.mode == "sd")
         k = drafting.lookahead
-        cost = float(device.verify_s(k + 1)) + k * 0.3
+        cost = float(device.verify(k + 1)) + k * 0.3
         wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
         assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
         assert found.best.mode == ("ar" if alpha < wanted else "sd")

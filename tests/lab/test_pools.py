@@ -19,7 +19,7 @@ from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.pool import Pool, simulate
 from mpissd.lab.predict.search import Choice
 from mpissd.lab.predict.simulation import expected

@@ -22,7 +22,7 @@ from mpissd.lab.load.simulated import Asked as Arrival
 from mpissd.lab.load.simulated import simulate
 from mpissd.lab.load.virtual_loop import VirtualLoop, costs_of, outcomes_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.simulation import sampled
 
 RECORDING = "results/recordings/smollm2-chat.npz"

@@ -22,7 +22,7 @@ from mpissd.lab.load.config import AUTO, LoadConfig
 from mpissd.lab.load.requests import ANSWERED, Load, Served
 from mpissd.lab.load.virtual_loop import VirtualLoop, costs_of
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import host_of
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import End, Message, Submit, Tokens
 

@@ -19,7 +19,7 @@ from mpissd.engine.job import Job, fine_buckets
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.lab.predict.draws import Outcomes
+from mpissd.lab.predict.grid import Outcomes
 from mpissd.lab.predict.pool import bucket
 
 _MOST_ROWS = 512  # of a forward over only a prompt
@@ -90,7 +90,7 @@ class VirtualLoop:
     ) -> None:
         """Takes pads, whether forwards compute whole buckets of rows."""
         self._job, self._host = job, host
-        self._verify_s = lru_cache(maxsize=None)(lambda rows: float(device.verify_s(rows)))
+        self._verify_s = lru_cache(maxsize=None)(lambda rows: float(device.verify(rows)))
         self._drafts_s = lru_cache(maxsize=None)(lambda rows: float(device.draft_s(rows)))
         self.buckets = list(device.verify.rows) if pads else []
         self._lanes = job.draft_buckets() if pads and job.draft is not None else []

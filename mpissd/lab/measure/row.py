@@ -42,7 +42,7 @@ from mpissd.lab.measure.reports import (
     hit_rate_of,
     num_tokens_of,
 )
-from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import job_to_dict
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 from mpissd.lab.predict.simulation import follow
 
@@ -412,4 +412,4 @@ def write_row(
 
 def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:
     costs = profile.device, profile.host, rates(profile)
-    return jobfile.to_dict(session.job, session.backend.name, num_rounds, *costs)
+    return job_to_dict(session.job, session.backend.name, num_rounds, *costs)

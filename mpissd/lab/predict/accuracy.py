@@ -21,7 +21,7 @@ import numpy as np
 
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import device_kind, known_profiles, load_profile
-from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import load_job
 from mpissd.lab.predict.from_row import Forecast, forecast_row
 
 BAR = 0.04, 0.10  # largest allowed median and p95 of the size of error (c), of products
@@ -73,7 +73,7 @@ def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row]
     such profile.
     """
     named = [] if name is None else [*map(load_profile, name.split(","))]
-    costs = None if host is None else jobfile.load(host)[1]
+    costs = None if host is None else load_job(host)[1]
     known = {p.kind: p for p in (*map(load_profile, known_profiles()), *named)}
     own = {p.kind: p for p in named}
 

@@ -14,9 +14,7 @@ from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.coverage import all_derived_from, check_device, derived_from
-from mpissd.lab.predict.derive import with_derived
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
 from mpissd.lab.predict.row import is_predictable
 from mpissd.lab.predict.simulation import expected
 
@@ -73,7 +71,7 @@ def forecast_row(
         rate = _mean(job, device, host or host_of(profile, job))
     except ConfigError as error:
         return Forecast(reason=str(error))
-    label = (all_derived_from if host is None else derived_from)(profile, drafts, job)
+    label = derived_from(profile, drafts, job, hosts=host is None)
     return Forecast(rate, derived=label is not None)
 
 

@@ -15,11 +15,18 @@ from mpissd.lab.predict.costs import (
     DeviceCosts,
     HostCosts,
     RowTable,
-    forwards_of_any_job,
+    forwards,
 )
-from mpissd.lab.predict.coverage import all_derived_from, check_device
-from mpissd.lab.predict.derive import DERIVED, with_derived
-from mpissd.lab.predict.hosts import METHODS, costs_at, host_entry, with_hosts
+from mpissd.lab.predict.derive import (
+    DERIVED,
+    METHODS,
+    check_device,
+    costs_at,
+    derived_from,
+    host_entry,
+    with_derived,
+    with_hosts,
+)
 from mpissd.lab.predict.search import LOOKUP, MOST_LOOKAHEAD, Choice, Placement, cut_law
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
@@ -90,7 +97,7 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
     def label(choice: Choice) -> str | None:
         job = job_of(config, choice)
         known = with_derived(profile, job.shard(tp), config.batch_size, job.options)
-        return all_derived_from(known, known, job)
+        return derived_from(known, known, job)
 
     most = _most_rows(config, profile, tp) if config.is_transformer else None
     return Placement(tp, device, drafts, label, hosts, most)
@@ -197,10 +204,10 @@ def device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     profile = with_derived(profile, target, batch, job.options)
     check_device(profile, job)
     widths, lanes = (_row_counts(batch, most) for most in (MOST_LOOKAHEAD + 1, _MOST_BRANCHES))
-    verify = forwards_of_any_job(profile, target, widths, batch, job.options)
+    verify = forwards(profile, target, widths, batch, job.options, any_job=True)
     has_head = job.config.lm_head or job.drafts_by_transformer
     tables = {
-        k: forwards_of_any_job(profile, draft, lanes, batch, replace(job.draft_options, top_k=k))
+        k: forwards(profile, draft, lanes, batch, replace(job.draft_options, top_k=k), any_job=True)
         for k in (_CANDIDATES if has_head else (1,))
     }
     return DeviceCosts(verify, tables[1], tuple(tables.items()) if has_head else ())

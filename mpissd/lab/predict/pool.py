@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, buckets
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.lab.predict.draws import Outcomes
+from mpissd.lab.predict.grid import Outcomes
 
 _BURN_IN = 8  # rounds a target before those that count
 _FRESH = 1 << 28  # first sequence of fresh draws; no request of a run has such a large id
@@ -66,7 +66,7 @@ class Pool:
         """Seconds of a verification, by its rows, from 0 to b(K+1)."""
         held = self.job.target_buckets()
         rows = [bucket(held, n) for n in range(self.job.verify_rows + 1)]
-        return tuple(self.device.verify_s(rows).tolist())
+        return tuple(self.device.verify(rows).tolist())
 
     @cached_property
     def step_s(self) -> Callable[[int], float]:

@@ -78,10 +78,11 @@ def predict_row(
     replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
     law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
+    target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
     rate = replayed.tok_per_s if math.isfinite(mean) else None  # None if rounds take no time
     return {
         "mode": job.config.mode,
-        "num_rounds": replayed.num_rounds,
+        "num_rounds": len(replayed.round_s),
         "num_tokens": int(replayed.tokens.sum()),
         "wall_s": float(replayed.round_s.sum()),
         "tok_per_s": rate,
@@ -89,11 +90,16 @@ def predict_row(
         "round_us": replayed.round_us(),
         "acceptance_length": float(replayed.accepted[replayed.live].mean() + 1),
         "hit_rate": replayed.hit_rate,
-        **replayed.times,
+        "t_target_s": target,
+        "t_draft_s": draft,
+        "t_growth_s": growth,
+        "T_SD": draft / target if draft is not None and target else None,
+        "T_p": growth / target if growth is not None and target else None,
+        "exposed_us": float(replayed.wait_s.mean()) * 1e6,
         "outcome_digest": outcome_digest(replayed.sequences()),
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
-        "sampling_sd": None if rate is None else law.tok_per_s_noise(replayed.num_rounds) / mean,
+        "sampling_sd": None if rate is None else law.tok_per_s_noise(len(replayed.round_s)) / mean,
         "imposed_hits": None if rate is None else imposed_hits(job, device, host),
     }
 

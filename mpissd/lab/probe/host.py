@@ -103,7 +103,7 @@ def _measured(session: Session) -> JobProfile | None:
 
 def _num_rounds(job: Job, profile: JobProfile) -> int:
     """Returns the number of rounds that take at most _ROUNDS_S, within _FEWEST and _MOST."""
-    round_s = float(profile.device.verify_s(job.verify_rows))
+    round_s = float(profile.device.verify(job.verify_rows))
     if profile.device.draft is not None:
         step_s = float(profile.device.draft_s(job.config.batch_size))
         round_s += job.num_forwards(job.lookahead) * step_s
