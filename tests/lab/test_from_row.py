@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict.costs import load_job
-from mpissd.lab.predict.from_row import forecast_row, job_of_row
+from mpissd.lab.predict.row import forecast_row, job_of_row
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables import load_rows
 

@@ -16,8 +16,7 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import costs_at, derived_from, entry_of, host_of
-from mpissd.lab.predict.places import survey
-from mpissd.lab.predict.search import Placement
+from mpissd.lab.predict.search import Placement, survey
 from mpissd.lab.predict.simulation import expected
 from tests.datasheet import DATASHEET
 
@@ -77,7 +76,7 @@ def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(
 def test_a_plan_s_choices_are_what_predict_says_of_them() -> None:
     """Cells of one group may run two kernels: each has its own times."""
     config = RunConfig(pair="8b/1b", alpha=0.9)
-    advice = plan(config, FREE, measured(config, PROFILE), 2)
+    advice = plan(config, measured(config, PROFILE), 2)
     for choice in advice.judged:
         flags = {**choice.flags(), "lookahead": choice.lookahead, "num_drafts": choice.num_drafts}
         if "backup_lookahead" in flags:
