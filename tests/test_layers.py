@@ -98,7 +98,7 @@ STARTS_TORCH = (
             "evaluate job llama muon pair sample shape source states train triton_attend"
         ).split()
     ),
-    *(f"mpissd.online.{name}" for name in "learner student trainer".split()),
+    *(f"mpissd.online.{name}" for name in "learner trainer".split()),
 )
 # The libraries of an HTTP server are an extra: only `serve` uses them.
 MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")

@@ -20,7 +20,7 @@ from mpissd.lab.predict.derive import check_device, covered, host_of, with_deriv
 from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import survey
 from mpissd.lab.predict.uses import pools, replicas
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:

@@ -9,8 +9,7 @@ SSD (T + D = G) must beat, for the same sequences:
 T is every number of ranks that a target can be divided into, evenly or not (tps_of). A lookup and a
 suffix automaton draft without a model. If acceptance is imposed, both have the acceptance that
 SSD's own lookup backup may assume (acceptance_fast, .3 by default), so they are one use; for text
-or a recording, both must be measured. For throughput there are independent copies: G // g jobs of a
-use of g GPUs (copies).
+or a recording, both must be measured.
 
 If the throughput of a use that would fit is unknown, the comparison gives no verdict: that use is
 named, and no use is called the best.
@@ -18,9 +17,9 @@ named, and no use is called the best.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
@@ -39,9 +38,6 @@ class Use(Protocol):
     def num_drafts(self) -> int: ...
     @property
     def tok_per_s(self) -> float: ...
-
-
-U = TypeVar("U", bound=Use)
 
 
 @dataclass(frozen=True, order=True)
@@ -76,12 +72,6 @@ class Family:
     def __str__(self) -> str:
         """Returns the name in tables and messages: AR T=2, SD inline T=2, SD T=1 D=1."""
         return f"{self.name} T={self.tp}" + f" D={self.num_drafts}" * bool(self.num_drafts)
-
-
-def copies(gpus: int, uses: Iterable[U]) -> tuple[int, U] | None:
-    """Returns the use of which two copies or more give the most tok/s in all, and their number."""
-    several = [(gpus // f.gpus, use) for use in uses if 2 * (f := Family.of(use)).gpus <= gpus]
-    return max(several, key=lambda one: one[0] * one[1].tok_per_s, default=None)
 
 
 def widest(

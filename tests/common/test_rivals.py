@@ -1,33 +1,12 @@
-"""The uses of G GPUs that a method must beat, and copies of one use."""
+"""The uses of G GPUs that a method must beat."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
-from mpissd.common.rivals import copies, tps_of, widest
+from mpissd.common.rivals import tps_of, widest
 
-
-@dataclass(frozen=True)
-class Row:
-    mode: str
-    tp: int
-    num_drafts: int
-    tok_per_s: float
-
-
-AR1, AR2 = Row("ar", 1, 0, 300.0), Row("ar", 2, 0, 525.0)
-INLINE1, INLINE2 = Row("sd", 1, 0, 606.0), Row("sd", 2, 0, 796.0)
-SD, SSD = Row("sd", 1, 1, 590.0), Row("ssd", 1, 1, 846.0)
-ALL = [SSD, AR1, INLINE1, SD, AR2, INLINE2]
 TPS = (1, 2, 4)
-
-
-def test_independent_copies_are_two_or_more_of_one_use() -> None:
-    assert copies(2, ALL) == (2, INLINE1)
-    assert copies(5, ALL) == (5, INLINE1)
-    assert copies(3, [AR2, INLINE2]) is None  # one GPU would be left over, for no second copy
 
 
 @pytest.mark.parametrize(

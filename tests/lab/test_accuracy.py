@@ -27,7 +27,7 @@ from mpissd.lab.predict.accuracy import (
 )
 from mpissd.lab.predict.costs import load_job
 from mpissd.lab.predict.row import Forecast, forecast_row
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 STUDY = RESULTS / "emulated-predictions"
