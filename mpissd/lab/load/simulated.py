@@ -20,10 +20,9 @@ from mpissd.common.config import RunConfig
 from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.backend.profile import Profile, load_profile, role_profiles
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widths_of
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.decode.scheduler import Room, Scheduler
-from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
@@ -280,11 +279,6 @@ class VirtualLoop:
     def live_ids(self) -> list[int]:
         """The sequences that the next round verifies."""
         return [*self._live, *(n for n, one in self._opened.items() if not one.left)]
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether prompts are being stored."""
-        return self.unstored > 0
 
     @property
     def unstored(self) -> int:

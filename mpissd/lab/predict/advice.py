@@ -19,7 +19,7 @@ from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.spec.hits import hit_law_of
+from mpissd.engine.spec.acceptance import hit_law_of
 from mpissd.lab.predict.advisor import Advice
 from mpissd.lab.predict.row import imposed_hits, price_of
 from mpissd.lab.predict.search import Choice, Survey, cut_law, job_of, runnable

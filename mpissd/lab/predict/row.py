@@ -21,8 +21,8 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
+from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.engine.spec.fanout import MAX_BRANCHES
-from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict import pool as pools
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived

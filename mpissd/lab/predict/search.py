@@ -19,10 +19,8 @@ from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.spec.acceptance import resolve_acceptance
+from mpissd.engine.spec.acceptance import HitLaw, hit_law_of, load_laws, resolve_acceptance
 from mpissd.engine.spec.fanout import MAX_BRANCHES, resolve_fan_out
-from mpissd.engine.spec.hits import HitLaw, hit_law_of
-from mpissd.engine.spec.lawfile import load_laws
 from mpissd.lab.predict.costs import (
     EMULATED_ITEMSIZE,
     DeviceCosts,
