@@ -11,7 +11,7 @@ from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
+from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
 
@@ -98,7 +98,7 @@ class Driver:
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # changes before the next round
         # Handled while the next round verifies: messages to send, results for the controller.
-        self._unsent: list[Emitted | Ended] = []
+        self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
@@ -247,14 +247,14 @@ class Driver:
     def _send_answers(self) -> None:
         """Sends new tokens and ends, in order."""
         for one in self._unsent:
-            if isinstance(one, Emitted):
-                task, sources = one.task, [_NAMES[source] for source in one.sources]
+            task = one.task
+            if one.tokens:
+                sources = [_NAMES[source] for source in one.sources]
                 self._mail.put(
                     Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
                 )
-            reason = one.ended if isinstance(one, Emitted) else one.reason
-            if reason is not None:
-                self._end(one.task, reason)
+            if one.ended is not None:
+                self._end(task, one.ended)
         self._unsent = []
 
     def _end(self, task: Task, reason: str) -> None:

@@ -24,7 +24,7 @@ from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
-from mpissd.engine.session.session import Machine, opened_machine
+from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
@@ -153,7 +153,7 @@ class Sweep:
         job = self._jobs[task.point.digest]
         if isinstance(job, Failure):
             return job
-        self._machine.rest()
+        rest(self._machine.topology)
         guard.stage(Stage.OPEN)
         session = self._machine.session(job)
         if session is None:  # this configuration does not use this rank
