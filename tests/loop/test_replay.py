@@ -22,7 +22,7 @@ from mpissd.engine.workload.markov import (
     MarkovModel,
 )
 from mpissd.engine.workload.replay.recording import Recording
-from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
+from mpissd.engine.workload.replay.workload import RecordedDraft, RecordedStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import WAITER, CountingForwards, SteppedSpeculator
 from tests.loop.recorded import greedy, ranked, recording_of

@@ -409,7 +409,6 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
         job.lookahead,
         # Greedy tokens are certain, so no distributions are sent.
         vocab=workload.proposal_width if sampled else 0,
-        num_tokens=workload.vocab,
         prompt_tokens=workload.prompt_tokens,
     )
 
