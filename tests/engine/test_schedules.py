@@ -27,9 +27,9 @@ from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import (
     WAITER,
     CountingForwards,
-    Scenario,
     SteppedSpeculator,
     drive,
+    requests,
 )
 from tests.mpi.harness import Together, needs_mpi
 
@@ -120,7 +120,7 @@ def inline(backup: Source, num_tokens: int, lookahead: int = 4) -> tuple[Rows, C
     target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, lookahead)))
     speculator = InlineSpeculator(Drafter(worker, policy, 1, WAITER))
     loop = TargetLoop(target, speculator, None, 1, WAITER)
-    return drive(loop, Scenario(lookahead=lookahead, rounds=30)).sequences(), forwards
+    return drive(loop, requests(1), lookahead, rounds=30).sequences(), forwards
 
 
 def test_a_lookup_launches_nothing() -> None:
@@ -146,7 +146,7 @@ def test_parallel_heads_grow_in_one_forward() -> None:
     target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, 4)))
     speculator = SteppedSpeculator(rig, lambda round_: 9)
     loop = TargetLoop(target, speculator, None, 1, WAITER)
-    rows = drive(loop, Scenario(lookahead=4, rounds=40)).sequences()
+    rows = drive(loop, requests(1), 4, rounds=40).sequences()
     assert rows[:, 6].any() and set(rows[:, 7]) == {4}
     assert all([rows for rows, _ in grown] == [5, 10] for grown in speculator.grown)  # glue, growth
     drafted = [len(answered) for answered in speculator.answered]

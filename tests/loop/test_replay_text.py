@@ -19,9 +19,7 @@ REPLAYED = {"backend": "emulated", "device": "null", "workload": "replay"}
 RUNS: list[dict[str, Any]] = [
     {"mode": "ar", "batch_size": 4},
     {"mode": "sd", "num_drafts": 0, "lookahead": 5, "batch_size": 2},
-    {"mode": "sd", "lookahead": 2, "backup": "fast", "batch_size": 3},
     {"mode": "sd", "lookahead": 3, "backup": "fast", "lookup": "suffix", "batch_size": 2},
-    {"mode": "ssd", "lookahead": 4, "fan_out": "uniform:3", "batch_size": 1},
     {"mode": "ssd", "lookahead": 3, "fan_out": "list:6,0,2,1", "batch_size": 4, "backup": "fast"},
     {"mode": "ssd", "lookahead": 5, "fan_out": "geometric:12", "batch_size": 2},
 ]
