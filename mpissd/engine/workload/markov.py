@@ -25,8 +25,14 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import RowFields, Workload
-from mpissd.engine.workload.oracle import OpenGather, Proposals
-from mpissd.engine.workload.sampled import Lane, Proposal, SampledDraft, SampledTarget
+from mpissd.engine.workload.oracle import (
+    Lane,
+    OpenGather,
+    Proposal,
+    Proposals,
+    SampledDraft,
+    SampledTarget,
+)
 from mpissd.engine.workload.sequence import Batch
 
 Logits = NDArray[np.float32]

@@ -40,7 +40,7 @@ from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
-from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import job_to_dict
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 from mpissd.lab.predict.simulation import follow
 
@@ -370,7 +370,7 @@ def write_row(
     with whole_file(out / "rounds" / f"{row.run_id}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     costs = profile.device, profile.host, rates(measured)
-    saved = jobfile.to_dict(job, session.backend.name, row.num_rounds, *costs)
+    saved = job_to_dict(job, session.backend.name, row.num_rounds, *costs)
     with whole_file(out / "profiles" / f"{row.run_id}.json") as file:
         file.write(f"{json.dumps(saved, indent=1)}\n".encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
