@@ -141,7 +141,7 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
         return _matrix(checkpoint, name, device, dtype)
 
     def vector(name: str) -> Tensor:
-        return torch.tensor(checkpoint.vector(name), dtype=torch.float32, device=device)
+        return torch.tensor(checkpoint.read(name), dtype=torch.float32, device=device)
 
     def layer(number: int) -> Layer:
         at = f"model.layers.{number}"
@@ -164,7 +164,7 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
 
 
 def _matrix(checkpoint: Checkpoint, name: str, device: Any, dtype: Any) -> Tensor:
-    return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
+    return torch.tensor(checkpoint.read(name), dtype=dtype, device=device)
 
 
 def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:

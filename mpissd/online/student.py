@@ -12,9 +12,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, quantize
+from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    new_version,
+    quantize,
+)
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.versions import Version
 from mpissd.learn.llama import (
     Llama,
     Tensor,
@@ -81,7 +86,7 @@ class Student:
         loaded = load(self.source, device, torch.float32)
         self.shares_head = config.tied or self.source.shares_head
         self._frozen = loaded
-        ids = self.source.head_ids()
+        ids = self.source.head_ids
         ids = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
         self.head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(device)
         self.places = torch.full((config.shape.vocab_size,), -1, device=device)
@@ -199,10 +204,10 @@ class Student:
     def stored(self) -> Iterator[None]:
         """Inside the block the weights equal the draft's: from `arrays`, in int8 or float16, bit
         for bit. Raises ProtocolError if one is not finite."""
-        version = Version(self.source, self.arrays())
+        version = new_version(self.source, self.arrays())
         weights = load_trunk(version, self.draft, torch.float32)
         if not self.shares_head:
-            head = torch.from_numpy(version.matrix(HEAD))
+            head = torch.from_numpy(version.read(HEAD))
             weights = weights._replace(head=head.to(self.device))
         with self.using(weights):
             yield

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.versions import packed
+from mpissd.engine.model.transformer.checkpoint import packed
 from mpissd.online.examples import Example
 from mpissd.online.learner import Learner, LearnerPlan
 from mpissd.online.process import receive, send

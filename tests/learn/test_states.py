@@ -57,11 +57,10 @@ def in_torch(target: Path, draft: Path) -> StateDraft:
     checkpoint = open_checkpoint(str(draft), target=str(target))
     model = load(open_checkpoint(str(target)), "cpu", torch.float32)
     model = model._replace(embedding=model.embedding.bfloat16().float())
-    config, head = checkpoint.config, torch.from_numpy(checkpoint.matrix("lm_head.weight"))
+    config, head = checkpoint.config, torch.from_numpy(checkpoint.read("lm_head.weight"))
     names = fresh(config, 0, 1.0)
-    read = {1: checkpoint.vector, 2: checkpoint.matrix}
-    weights = {n: torch.from_numpy(np.array(read[w.ndim](n))) for n, w in names.items()}
-    ids, blocks = torch.from_numpy(checkpoint.head_ids()), blocks_of(config, torch.float32)
+    weights = {name: torch.from_numpy(np.array(checkpoint.read(name))) for name in names}
+    ids, blocks = torch.from_numpy(checkpoint.head_ids), blocks_of(config, torch.float32)
     table = angles(config, LENGTH + HEADS, "cpu")
     return StateDraft(config, weights, model, head, ids, blocks, table)
 

@@ -11,7 +11,7 @@ from mpissd.common.errors import ProtocolError
 from mpissd.engine.comm.learner_messages import Assembly, Complete, VersionInbox
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.versions import unpacked
+from mpissd.engine.model.transformer.checkpoint import unpacked
 
 _DONE = object()
 _PATIENCE = 3  # diverged versions after which a draft takes no more

@@ -8,7 +8,7 @@ on how many they are, nor on the pages and lanes that hold its K and V, bit for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Draws
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.files import library
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -27,16 +27,7 @@ from mpissd.engine.model.transformer.stages import Stage
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a checkpoint's matrix: these of its rows (outputs) and columns (inputs)."""
-
-    name: str
-    rows: slice = field(default_factory=lambda: ALL)  # before 3.12, a slice is no default
-    columns: slice = field(default_factory=lambda: ALL)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Layer:
     """One layer's weights on this rank; an optional one is None where the family lacks it.
 
@@ -79,17 +70,17 @@ class Ops(Protocol):
     page: int  # positions of a page; attention is computed page by page
     computes_padding: bool  # whether a forward computes its whole bucket, as a captured graph does
 
-    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
+    def matrix(self, parts: Sequence[Part]) -> Array:
         """Returns the packed weight of one product: the parts' outputs side by side."""
 
-    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
+    def qkv_matrix(self, parts: Sequence[Part]) -> Array:
         """Returns the packed weight of q, k and v, which `qkv` reads."""
-        return self.matrix(checkpoint, parts)
+        return self.matrix(parts)
 
-    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Array:
+    def gate_up(self, gate: Part, up: Part) -> Array:
         """Returns the packed weight that `gated` reads."""
 
-    def table(self, checkpoint: Checkpoint) -> Array:
+    def table(self, embedding: Part) -> Array:
         """Returns the embedding table, which `embed` reads."""
 
     def vector(self, values: Floats) -> Array:

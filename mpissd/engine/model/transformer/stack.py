@@ -33,10 +33,9 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import Find, ReadOut, Stack
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import Floats
+from mpissd.engine.model.transformer.checkpoint import Arrays, Floats, new_version
 from mpissd.engine.model.transformer.ops import Chunks, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.versions import Arrays, Version
 from mpissd.engine.model.transformer.weights import TransformerWeights, reload
 
 _EMULATED_PAGE = 64
@@ -145,7 +144,7 @@ class TransformerStack(Stack):
         """
         source, ops = self.weights.source, self.weights.ops
         assert source is not None, "weights that nothing computes with"
-        version = source if arrays is None else Version(source, arrays)
+        version = source if arrays is None else new_version(source, arrays)
         yield from reload(self.weights, version, self.shard)
         if arrays is None and ops is not None:
             ops.clear(self.cache)

@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from mpissd.engine.backend import kernels
 from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, THREADS
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.checkpoint import Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import attention
 from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Cache, task_bytes
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeight
-from mpissd.engine.model.transformer.ops import Part
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_launch import Launcher
@@ -302,11 +301,10 @@ class MegakernelOps(CupyOps):
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry_of(1, shape.head_dim, 0, room).fits
 
-    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
+    def qkv_matrix(self, parts: Sequence[Part]) -> PackedWeight:
         """Packs q, k and v so that a tile has 8 columns of a head's first half, and 8 that rotate
         with them."""
-        sized = [(part, self._size(part)) for part in parts]
-        return self._packer.heads(checkpoint, sized, self._config.shape.head_dim)
+        return self._packer.heads(parts, self._config.shape.head_dim)
 
     def normed(self, rows: int, width: int) -> Normed:
         return Normed.over(self._launcher, self.buffer(rows, width))

@@ -13,7 +13,7 @@ from mpissd.engine.backend import kernels
 from mpissd.engine.backend.kernels import ceil_div
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, Floats, tensors
+from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -25,7 +25,7 @@ from mpissd.engine.model.transformer.cupy_ops.products import (
     Products,
     values_and_factors,
 )
-from mpissd.engine.model.transformer.ops import Layer, Ops, Part
+from mpissd.engine.model.transformer.ops import Layer, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Ends, Stage
 
@@ -65,20 +65,22 @@ class CupyOps(Ops):
         self._backend, self._config = backend, config
         self._is_shard = heads < config.shape.num_heads
         self._launcher: Launcher = backend.launcher(early=self.early)
-        self._packer, self._products = Packer(self._launcher), Products(self._launcher)
+        self._packer, self._products = (
+            Packer(self._launcher, config.shape.name),
+            Products(self._launcher),
+        )
         self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
-        self._sizes = dict(tensors(config))
         self._gathered: dict[int, Any] = {}
         self._unpacked: dict[int, Any] = {}  # see CupyChunks
 
-    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
-        return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
+    def matrix(self, parts: Sequence[Part]) -> PackedWeight:
+        return self._packer.matrix(parts)
 
-    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> PackedWeight:
-        return self._packer.gate_up(checkpoint, gate, up, self._size(gate))
+    def gate_up(self, gate: Part, up: Part) -> PackedWeight:
+        return self._packer.gate_up(gate, up)
 
-    def table(self, checkpoint: Checkpoint) -> Any:
-        return self._packer.table(checkpoint, EMBEDDING, self._size(Part(EMBEDDING)))
+    def table(self, embedding: Part) -> Any:
+        return self._packer.table(embedding)
 
     def vector(self, values: Floats) -> Any:
         return self._launcher.uploaded(values, np.float32)
@@ -210,13 +212,6 @@ class CupyOps(Ops):
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
         kernel = self._launcher.function(name, kernels.ROWS)
         self._launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
-
-    def _size(self, part: Part) -> tuple[int, int]:
-        """Returns the (outputs, inputs) of a part."""
-        name = EMBEDDING if part.name == HEAD and HEAD not in self._sizes else part.name
-        every = zip((part.rows, part.columns), self._sizes[name], strict=True)
-        outputs, inputs = (len(range(*which.indices(size))) for which, size in every)
-        return outputs, inputs
 
 
 def _rows(ends: Ends) -> tuple[Any, Any, Any]:

@@ -13,11 +13,11 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
+from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
 from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
-from mpissd.engine.model.transformer.ops import Layer, Ops, Part
+from mpissd.engine.model.transformer.ops import Layer, Ops
 from mpissd.engine.model.transformer.stages import Stage, run_stage
 
 _NOTHING = np.zeros(0, np.float32)
@@ -29,8 +29,8 @@ class Packed:
     int8 [blocks, inputs / 32, 32, columns] with its scales."""
 
     words: NDArray[Any]
+    scales: Floats | None
     outputs: int
-    scales: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -78,24 +78,25 @@ class NumbaOps(Ops):
         self._sizes = heads, kv_heads, config.shape.head_dim
         self._products: dict[int, Floats] = {}
 
-    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
-        if (stored := _int8_of(checkpoint, parts)) is not None:
-            packed, scales = int8.pack(*stored)
-            return Packed(packed, len(stored[0]), scales)
-        values = [checkpoint.matrix(part.name, part.rows, part.columns) for part in parts]
-        outputs, inputs = sum(map(len, values)), values[0].shape[1]
+    def matrix(self, parts: Sequence[Part]) -> Packed:
+        """Packs the parts side by side: int8 if all of them are stored so, else bfloat16."""
+        stored = [pair for part in parts if (pair := part.int8()) is not None]
+        if len(stored) == len(parts):
+            values, scales = (np.concatenate(each) for each in zip(*stored, strict=True))
+            return Packed(*int8.pack(values, scales), len(values))
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
         first = 0
-        for value in values:
-            products.pack(np.ascontiguousarray(value), first, words)
-            first += len(value)
-        return Packed(words, outputs)
+        for part in parts:
+            products.pack(np.ascontiguousarray(part.read()), first, words)
+            first += part.shape[0]
+        return Packed(words, None, outputs)
 
-    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
-        return self.matrix(checkpoint, [gate, up])
+    def gate_up(self, gate: Part, up: Part) -> Packed:
+        return self.matrix([gate, up])
 
-    def table(self, checkpoint: Checkpoint) -> NDArray[np.uint16]:
-        values = np.ascontiguousarray(checkpoint.matrix("model.embed_tokens.weight"))
+    def table(self, embedding: Part) -> NDArray[np.uint16]:
+        values = np.ascontiguousarray(embedding.read())
         table = np.empty(values.shape, np.uint16)
         rows.round_table(values, table)
         return table
@@ -232,15 +233,6 @@ def _arrays(weight: Packed | Floats) -> list[NDArray[Any]]:
     if not isinstance(weight, Packed):
         return [weight]
     return [weight.words] if weight.scales is None else [weight.words, weight.scales]
-
-
-def _int8_of(checkpoint: Checkpoint, parts: Sequence[Part]) -> Int8 | None:
-    """Returns the parts side by side as they are stored, if all of them are int8."""
-    found = [checkpoint.int8_part(part.name, part.rows, part.columns) for part in parts]
-    known = [part for part in found if part is not None]
-    if len(known) < len(found):
-        return None
-    return np.concatenate([w for w, _ in known]), np.concatenate([s for _, s in known])
 
 
 def _to_16(count: int) -> int:
