@@ -17,7 +17,6 @@ from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
 
 _STATS_S = 0.1
-_ALL = 1 << 30  # tokens: more than any draft lacks
 _KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
 _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
 
@@ -41,9 +40,8 @@ class Rounds(Protocol):
     """The lead's loop: a TargetLoop, or one in virtual time.
 
     live_ids: the sequences that the next round verifies. is_storing: whether prompts are being
-    stored; unstored: their tokens that are left. lacking: tokens of live sequences that a draft on
-    the lead's own device has not stored. most_rows: rows of the largest forward. draft_lost_round:
-    the first round without the draft, or None.
+    stored; unstored: their tokens that are left. most_rows: rows of the largest forward.
+    draft_lost_round: the first round without the draft, or None.
     """
 
     control: Control
@@ -56,8 +54,6 @@ class Rounds(Protocol):
     def is_storing(self) -> bool: ...
     @property
     def unstored(self) -> int: ...
-    @property
-    def lacking(self) -> int: ...
     @property
     def most_rows(self) -> int: ...
     @property
@@ -166,29 +162,17 @@ class Driver:
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
             fill = self.times.prefill_rows(rows, loop.most_rows, way.lookahead)
-        loop.control = self._control(loop, way, rows, fill)
+        is_free = self.goodput is None
+        loop.control = Control(prefill_rows=fill) if is_free else Control(*way, fill)
         start = self._clock()
         result = loop.step()
         if live:
             self.times.add(result.num_rows, result.t_target_s)
-            if result.stored:
-                apart = loop.control.catch_up is not None
-                note = self.times.caught_up if apart else self.times.stored
-                note(result.stored, result.stored_s, way.lookahead, result.wait_s)
+            if result.stored_s:
+                self.times.drafted(way.lookahead, result.wait_s)
         if self.goodput is not None and not self.draft_lost:
             self._unseen = way, result, self._clock() - start
         return result
-
-    def _control(self, loop: Rounds, way: Way, rows: int, fill: int) -> Control:
-        """Returns the control of a round that verifies `rows` rows and stores `fill`."""
-        if self.goodput is None:
-            return Control(prefill_rows=fill)
-        catch_up = 0
-        if way.lookahead:
-            catch_up = _ALL  # a single sequence delays only itself
-            if rows != way.lookahead + 1:
-                catch_up = self.times.catch_up(rows, way.lookahead, fill, loop.lacking)
-        return Control(*way, fill, catch_up)
 
     def _way(self, live: list[int]) -> Way:
         """Returns how the next round is decoded.
@@ -278,8 +262,6 @@ class Driver:
 
     def _end(self, task: Task, reason: str) -> None:
         self._modes.pop(task.request_id, None)
-        if self.goodput is not None:
-            self.goodput.stored.ended(len(task.prompt), len(task.tokens))
         counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
         self._mail.put(End(task.request_id, reason, *counts))
 
@@ -300,20 +282,20 @@ class Driver:
         """Chooses the next round's way for the live sequences; the others that run wait for it.
 
         If the target computes on the lead's own core, choosing lengthens the round. A choice
-        therefore holds for a few rounds, unless it was a trial or an inline draft catches up.
+        therefore holds for a few rounds, unless it was a trial.
         """
         tasks, loop = self.scheduler.tasks(self._live), self._loop
         storing = len(self.scheduler.running) - len(tasks)
         if loop is None:
             goodput.choose(tasks)
             return
-        lacking, chosen = loop.lacking, (len(tasks), storing)
-        if chosen == self._chosen and self._kept < _KEPT and not (lacking or goodput.is_trying):
+        chosen = len(tasks), storing
+        if chosen == self._chosen and self._kept < _KEPT and not goodput.is_trying:
             self._kept += 1
             return
         self._chosen, self._kept = chosen, 0
         waiting = Backlog(storing, loop.unstored, loop.most_rows) if storing else NOTHING
-        goodput.choose(tasks, waiting, lacking)
+        goodput.choose(tasks, waiting)
 
     def _send_stats(self) -> None:
         now = self._clock()
