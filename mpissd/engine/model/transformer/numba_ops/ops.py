@@ -15,8 +15,8 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
-from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
+from mpissd.engine.model.transformer.numba_ops import attention, products, rows
+from mpissd.engine.model.transformer.numba_ops.tiles import WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Ops
 from mpissd.engine.model.transformer.stages import Stage, run_stage
 
@@ -25,11 +25,11 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight of products.pack, uint32 [blocks, ⌈inputs / 2⌉, columns], or one of int8.pack,
-    int8 [blocks, inputs / 32, 32, columns] with its scales."""
+    """A weight in bfloat16, two inputs in a word: uint32 [blocks, ⌈inputs / 2⌉, columns]; or in
+    int8 [blocks, inputs, columns] with scales [blocks, inputs / 32, columns] (products)."""
 
     words: NDArray[Any]
-    scales: Floats | None
+    scales: Floats  # empty for bfloat16
     outputs: int
 
 
@@ -83,14 +83,14 @@ class NumbaOps(Ops):
         stored = [pair for part in parts if (pair := part.int8()) is not None]
         if len(stored) == len(parts):
             values, scales = (np.concatenate(each) for each in zip(*stored, strict=True))
-            return Packed(*int8.pack(values, scales), len(values))
+            return Packed(*products.pack_int8(values, scales), len(values))
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
         first = 0
         for part in parts:
             products.pack(np.ascontiguousarray(part.read()), first, words)
             first += part.shape[0]
-        return Packed(words, None, outputs)
+        return Packed(words, _NOTHING, outputs)
 
     def gate_up(self, gate: Part, up: Part) -> Packed:
         return self.matrix([gate, up])
@@ -105,8 +105,11 @@ class NumbaOps(Ops):
         return np.array(values, np.float32)
 
     def overwrite(self, old: Packed | Floats, new: Packed | Floats) -> None:
-        for to, source in zip(_arrays(old), _arrays(new), strict=True):
-            np.copyto(to, source)
+        if isinstance(old, Packed) and isinstance(new, Packed):
+            np.copyto(old.words, new.words)
+            np.copyto(old.scales, new.scales)
+        else:
+            np.copyto(old, new)
 
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of columns."""
@@ -132,22 +135,15 @@ class NumbaOps(Ops):
         shapes = [(*pages, heads, width, page), (*pages, heads, page, padded)]
         shapes += [(*lane, heads, width, steps), (*lane, heads, steps, padded)]
         keys, values, lane_keys, lane_values = (np.full(shape, 0, np.float32) for shape in shapes)
-        turns = self._turns(sizes.num_positions)
+        # The angle is a float32 product, as in Hugging Face's code, with which models were trained.
+        positions = np.arange(sizes.num_positions, dtype=np.float32)[:, None]
+        angles = (positions * self._config.frequencies().astype(np.float32)).astype(np.float64)
+        turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
     def clear(self, cache: Cache) -> None:
         for array in cache.arrays:
             array.fill(0)
-
-    def _turns(self, positions: int) -> tuple[Floats, Floats]:
-        """Returns cosines and sines, [positions, head_dim / 2].
-
-        The angle is a float32 product, as in Hugging Face's code, with which models were trained.
-        """
-        frequencies = self._config.frequencies().astype(np.float32)
-        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
-        exact = angles.astype(np.float64)
-        return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
 
     def states(self, slots: int, positions: int) -> Floats:
         return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
@@ -175,32 +171,17 @@ class NumbaOps(Ops):
     ) -> None:
         qkv = self._scratch(layer.qkv, count)
         self.product(x, layer.qkv, qkv, count)
-        norms = tuple(
-            _NOTHING if part is None else part
-            for part in (layer.qkv_bias, layer.q_norm, layer.k_norm)
-        )
-        attention.store(
-            qkv,
-            self._sizes,
-            number,
-            norms,
-            self._eps,
-            cache.turns,
-            cache.places,
-            cache.arrays,
-            q,
-            count,
-        )
+        norms = layer.qkv_bias, layer.q_norm, layer.k_norm
+        norms = tuple(_NOTHING if part is None else part for part in norms)
+        model, held = (self._sizes, number, norms, self._eps), (cache.places, cache.arrays)
+        attention.store(qkv, *model, cache.turns, *held, q, count)
 
     def attend(self, cache: Cache, number: int, q: Floats, out: Floats, count: int) -> None:
         attention.attend(q, out, self._sizes, number, cache.places, cache.arrays, count)
 
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
         to = out.scores if isinstance(out, Logits) else out
-        if weight.scales is None:
-            products.product(x, weight.words, to, count)
-        else:
-            int8.product(x, weight.words, weight.scales, to, count)
+        products.product(x, weight.words, weight.scales, to, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         both = self._scratch(gate_up, count)
@@ -227,12 +208,6 @@ class NumbaOps(Ops):
 
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         return logits.scores[list(chosen), : logits.width]
-
-
-def _arrays(weight: Packed | Floats) -> list[NDArray[Any]]:
-    if not isinstance(weight, Packed):
-        return [weight]
-    return [weight.words] if weight.scales is None else [weight.words, weight.scales]
 
 
 def _to_16(count: int) -> int:
