@@ -105,11 +105,11 @@ class NumbaOps(Ops):
         return np.array(values, np.float32)
 
     def overwrite(self, old: Packed | Floats, new: Packed | Floats) -> None:
+        pairs: Any = [(old, new)]
         if isinstance(old, Packed) and isinstance(new, Packed):
-            np.copyto(old.words, new.words)
-            np.copyto(old.scales, new.scales)
-        else:
-            np.copyto(old, new)
+            pairs = (old.words, new.words), (old.scales, new.scales)
+        for to, source in pairs:
+            np.copyto(to, source)
 
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of columns."""
@@ -171,8 +171,8 @@ class NumbaOps(Ops):
     ) -> None:
         qkv = self._scratch(layer.qkv, count)
         self.product(x, layer.qkv, qkv, count)
-        norms = layer.qkv_bias, layer.q_norm, layer.k_norm
-        norms = tuple(_NOTHING if part is None else part for part in norms)
+        biased = layer.qkv_bias, layer.q_norm, layer.k_norm
+        norms = tuple(_NOTHING if part is None else part for part in biased)
         model, held = (self._sizes, number, norms, self._eps), (cache.places, cache.arrays)
         attention.store(qkv, *model, cache.turns, *held, q, count)
 
