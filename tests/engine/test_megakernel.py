@@ -20,7 +20,6 @@ from mpissd.engine.model.transformer.checkpoint import (
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import packing
 from mpissd.engine.model.transformer.cupy_ops.megakernel import (
-    Megakernel,
     MegakernelOps,
     chosen,
     geometry_of,
@@ -61,7 +60,7 @@ def test_one_kernel_has_the_bits_of_many(
     """One, two and three tiles of rows, and so one and two teams that attend."""
     found, before = [], num_whole(gpu)
     for whole in (False, True):
-        monkeypatch.setattr(Megakernel, "most_rows", 32 if whole else 0)
+        monkeypatch.setattr(MegakernelOps, "most_rows", 32 if whole else 0)
         rig = Rig(gpu, tiny("smollm2", layers=layers), max_rows=most)
         found.append(rig.fill(prompt(rig, 130), most))
     assert np.array_equal(*found)
@@ -98,7 +97,7 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
 def test_a_geometry_fills_a_multiprocessor(head: int, rows: int) -> None:
     found = geometry_of(rows, head, 256, ROOM)
     assert found.slots >= 8 and found.shared_bytes <= ROOM
-    assert found.row_tiles == -(-rows // 8)
+    assert dict(found.macros)["ROW_TILES"] == -(-rows // 8)
     assert found.slots == 12 or found.shared_bytes > ROOM - (17 << 10)
 
 

@@ -17,7 +17,7 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops.megakernel import Megakernel, MegakernelOps
+from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.weights import load_weights
@@ -42,8 +42,8 @@ UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
 def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
     """Computes up to 32 rows of models of any width by the megakernel, or none."""
     monkeypatch.setattr(MegakernelOps, "suits", _SUITS if is_on else lambda *_, **__: False)
-    monkeypatch.setattr(Megakernel, "least_hidden", 0)
-    monkeypatch.setattr(Megakernel, "wide", 0)
+    monkeypatch.setattr(MegakernelOps, "least_hidden", 0)
+    monkeypatch.setattr(MegakernelOps, "wide", 0)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:

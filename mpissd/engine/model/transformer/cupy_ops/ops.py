@@ -22,12 +22,12 @@ from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import (
     PAIR,
     PackedWeight,
-    Products,
+    multiply,
     values_and_factors,
 )
 from mpissd.engine.model.transformer.ops import Layer, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stages import Ends, Stage
+from mpissd.engine.model.transformer.stages import Stage
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_launch import Launcher
@@ -65,10 +65,7 @@ class CupyOps(Ops):
         self._backend, self._config = backend, config
         self._is_shard = heads < config.shape.num_heads
         self._launcher: Launcher = backend.launcher(early=self.early)
-        self._packer, self._products = (
-            Packer(self._launcher, config.shape.name),
-            Products(self._launcher),
-        )
+        self._packer = Packer(self._launcher, config.shape.name)
         self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
         self._gathered: dict[int, Any] = {}
         self._unpacked: dict[int, Any] = {}  # see CupyChunks
@@ -147,17 +144,17 @@ class CupyOps(Ops):
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
     def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        self._products.multiply(x, layer.qkv, cache.qkv, rows)
+        multiply(self._launcher, x, layer.qkv, cache.qkv, rows)
         self._attention.rotate(layer, cache, number, q, rows)
 
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
         self._attention.attend(cache, number, q, out, rows)
 
     def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        self._products.multiply(x, weight, out, rows)
+        multiply(self._launcher, x, weight, out, rows)
 
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
-        self._products.multiply(x, gate_up, inner, rows)
+        multiply(self._launcher, x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
@@ -190,17 +187,24 @@ class CupyOps(Ops):
 
     def chained(self, stage: Stage) -> None:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
-        sheet = stage.sheet
-        both = stage.draft or stage.target, stage.target  # without a draft, nothing is read of it
-        draft, target = (ends.best for ends in both)
+        sheet, target = stage.sheet, stage.target
+        draft = stage.draft or target  # without a draft, nothing is read of it
         parts = sheet.state, sheet.forced[stage.turn], sheet.told[stage.turn]
         arrays = [np.uintp(part.ctypes.data) for part in parts]
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
-        best = draft.ids, np.int32(1)
-        tops = target.ids, target.values, np.int32(1)
-        drafts, targets = map(_rows, both)
-        args = (*sizes, *arrays, stage.ids, *best, *drafts, *tops, *targets)
+        # Where the host keeps the tokens and the seats of a forward, and their most rows.
+        drafts, targets = (
+            (
+                np.uintp(ends.tokens.ctypes.data),
+                np.uintp(ends.seats.ints.ctypes.data),
+                np.int32(ends.seats.rows.shape[1]),
+            )
+            for ends in (draft, target)
+        )
+        best = stage.ids, draft.best.ids, np.int32(1)
+        tops = target.best.ids, target.best.values, np.int32(1)
         kernel = self._launcher.function("chained", kernels.CHAINED)
+        args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
@@ -212,13 +216,6 @@ class CupyOps(Ops):
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
         kernel = self._launcher.function(name, kernels.ROWS)
         self._launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
-
-
-def _rows(ends: Ends) -> tuple[Any, Any, Any]:
-    """Returns where the host keeps the tokens and the seats of a forward, and their most rows."""
-    seats = ends.seats
-    tokens = np.uintp(ends.tokens.ctypes.data)
-    return tokens, np.uintp(seats.ints.ctypes.data), np.int32(seats.rows.shape[1])
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
