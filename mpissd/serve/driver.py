@@ -9,10 +9,9 @@ from typing import Protocol
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
-from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
-from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
+from mpissd.engine.decode.round import RoundResult
+from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
 
@@ -39,8 +38,8 @@ class Mail(Protocol):
 class Rounds(Protocol):
     """The lead's loop: a TargetLoop, or one in virtual time.
 
-    live_ids: the sequences that the next round verifies. is_storing: whether prompts are being
-    stored; unstored: their tokens that are left. most_rows: rows of the largest forward.
+    live_ids: the sequences that the next round verifies. unstored: tokens of opened prompts that
+    are still to be stored. most_rows: rows of the largest forward.
     draft_lost_round: the first round without the draft, or None.
     """
 
@@ -50,8 +49,6 @@ class Rounds(Protocol):
 
     @property
     def live_ids(self) -> list[int]: ...
-    @property
-    def is_storing(self) -> bool: ...
     @property
     def unstored(self) -> int: ...
     @property
@@ -101,7 +98,7 @@ class Driver:
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # changes before the next round
         # Handled while the next round verifies: messages to send, results for the controller.
-        self._unsent: list[Emitted | Ended] = []
+        self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
@@ -160,7 +157,7 @@ class Driver:
         live = loop.live_ids
         way = self._way(live)
         fill, rows = 0, len(live) * (way.lookahead + 1)
-        if loop.is_storing:
+        if loop.unstored:
             fill = self.times.prefill_rows(rows, loop.most_rows, way.lookahead)
         is_free = self.goodput is None
         loop.control = Control(prefill_rows=fill) if is_free else Control(*way, fill)
@@ -250,14 +247,14 @@ class Driver:
     def _send_answers(self) -> None:
         """Sends new tokens and ends, in order."""
         for one in self._unsent:
-            if isinstance(one, Emitted):
-                task, sources = one.task, [_NAMES[source] for source in one.sources]
+            task = one.task
+            if one.tokens:
+                sources = [_NAMES[source] for source in one.sources]
                 self._mail.put(
                     Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
                 )
-            reason = one.ended if isinstance(one, Emitted) else one.reason
-            if reason is not None:
-                self._end(one.task, reason)
+            if one.ended is not None:
+                self._end(task, one.ended)
         self._unsent = []
 
     def _end(self, task: Task, reason: str) -> None:

@@ -26,18 +26,19 @@ cost of at most EXPLORE of the time.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Source
-from mpissd.engine.decode.forward_times import ForwardTimes
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.decode.scheduler import Task
-from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.job import Job
 
 EXPLORE = 0.003  # largest share of time for trying ways that seem worse
@@ -52,8 +53,139 @@ _SAMPLE = 1 / 8  # weight of a new duration
 _STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
 _LEAST, _RECENT, _FAR = 3, 5, 4.0
+_WEIGHT = 1 / 32  # of a new sample, once there were as many
+_KNOWN, _SHIFT = 4, 0.5  # samples after which a new one is clipped, and to what share of the mean
+_GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
+_APART = 10  # rounds within the limit after one beyond it, so that the 90th percentile is within
 
 Floats = NDArray[np.float64]
+
+
+class ForwardTimes:
+    """The seconds of the target's forwards, and the rows of prompts to store with a verification.
+
+    Seconds are running means of the measured sizes, and lines between them. A size that looks slow
+    is avoided, so a chance delay must not count: a size measured fewer than four times gets the
+    prediction of two better known ones, or the median of its samples.
+
+    The rows of prompts are those of the largest forward with which the round takes at most 30%
+    longer. If it stores few rows, since the device computes whole buckets, every eleventh round may
+    be longer: each round earns 30% of its own seconds, and unused seconds pay for a larger forward.
+    """
+
+    def __init__(self, buckets: Sequence[int] = ()) -> None:
+        """Takes the sizes of forwards, rising; if empty, a forward computes exactly its rows."""
+        self._buckets = list(buckets)
+        self._rows: list[int] = []  # measured, in rising order
+        self._seconds: dict[int, float] = {}
+        self._samples: dict[int, int] = {}
+        self._first: dict[int, list[float]] = {}  # samples of sizes measured fewer than four times
+        self._asked: dict[int, float] = {}  # answers since the last sample, by rows
+        self._earned_s, self._within, self._step_s = 0.0, 0, 0.0
+
+    def _size(self, rows: int) -> int:
+        """Returns the rows that a forward of so many rows computes."""
+        at = bisect_left(self._buckets, rows)
+        return self._buckets[at] if at < len(self._buckets) else rows
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Takes a measured forward."""
+        self._asked.clear()
+        size = self._size(rows)
+        self._samples[size] = count = self._samples.get(size, 0) + 1
+        if count > _KNOWN:
+            self._seconds[size] = _mean(self._seconds[size], seconds, count)
+        else:
+            if size not in self._first:
+                insort(self._rows, size)
+            samples = self._first.setdefault(size, [])
+            samples.append(seconds)
+            if len(samples) == _KNOWN:
+                self._seconds[size] = median(self._first.pop(size))
+        sure = [n for n in self._rows if n not in self._first]
+        for few, samples in self._first.items():
+            at = bisect_left(sure, few)
+            between = 0 < at < len(sure)
+            self._seconds[few] = (
+                self._line(sure[at - 1], sure[at], few) if between else median(samples)
+            )
+
+    def seconds(self, rows: int) -> float:
+        """Returns the seconds of a forward.
+
+        Fewer rows than measured count as the smallest measured size. More rows lie on the line
+        through the two largest sizes, or are in proportion if only one was measured.
+        """
+        if (answer := self._asked.get(rows)) is None:
+            answer = self._asked[rows] = self._seconds_of(self._size(rows))
+        return answer
+
+    def _seconds_of(self, rows: int) -> float:
+        known = self._rows
+        at = bisect_left(known, rows)
+        if at < len(known) and (at == 0 or known[at] == rows):
+            return self._seconds[known[at]]
+        if len(known) < 2:
+            return self._seconds[known[0]] * rows / known[0] if known else 0.0
+        high = min(at, len(known) - 1)
+        return self._line(known[high - 1], known[high], rows)
+
+    def _line(self, low: int, high: int, rows: int) -> float:
+        below, above = self._seconds[low], self._seconds[high]
+        if rows > high:
+            above = max(above, below)  # no forward gets faster by more rows
+        return below + (above - below) * (rows - low) / (high - low)
+
+    def drafted(self, lookahead: int, seconds: float) -> None:
+        """Takes the seconds in which a draft on the same device drafted K tokens for the round."""
+        step_s = seconds / lookahead
+        self._step_s = _mean(self._step_s or step_s, step_s)
+
+    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
+        """Returns how many rows of prompts the next forward stores in addition to `rows` others.
+
+        most: the rows of the largest forward, which an empty round fills. lookahead: K of the
+        round.
+        """
+        if not rows:
+            return most
+        own_s = self.seconds(rows)
+        round_s = own_s + lookahead * self._step_s
+        next_s = self.seconds(min(most, self._size(rows) + 1)) - own_s
+        self._earned_s = min(self._earned_s + _GROWTH * round_s, max(round_s, next_s))
+        total = rows + self.room(rows, most, lookahead)
+        self._within += 1
+        if self._within > _APART:
+            larger = self._largest(rows, most, own_s + self._earned_s)
+            if larger - rows > _APART * (total - rows):
+                total, self._within = larger, 0
+        self._earned_s -= max(0.0, self.seconds(total) - own_s)
+        return total - rows
+
+    def room(self, rows: int, most: int, lookahead: int = 0) -> int:
+        """Returns the rows of prompts with which a round of `rows` others takes 30% longer."""
+        own_s = self.seconds(rows)
+        grown_s = own_s + _GROWTH * (own_s + lookahead * self._step_s)
+        return self._largest(rows, most, grown_s) - rows
+
+    def _largest(self, rows: int, most: int, limit_s: float) -> int:
+        """Returns the rows of the largest forward that takes at most limit_s, at least `rows`."""
+        sizes = self._buckets or range(rows, most + 1)
+        low, high = bisect_left(sizes, rows) - 1, bisect_left(sizes, most + 1) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.seconds(sizes[middle]) <= limit_s
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return max(rows, sizes[low]) if 0 <= low < len(sizes) else rows
+
+
+def _mean(before: float, new: float, count: int = _KNOWN + 1) -> float:
+    """Returns a running mean after sample number `count`, from 1 on.
+
+    A sample far off is clipped: other work on the machine delays a forward now and then.
+    """
+    shift, most = new - before, _SHIFT * before if count > _KNOWN else float("inf")
+    return before + max(_WEIGHT, 1 / count) * min(max(shift, -most), most)
 
 
 class Way(NamedTuple):
@@ -79,14 +211,6 @@ class Backlog(NamedTuple):
 
 
 NOTHING = Backlog(0, 0, 0)
-
-
-class Promise(NamedTuple):
-    """Expected result of a round of some way. rows: rows of prompts stored in the same forward."""
-
-    tokens: float
-    seconds: float
-    rows: int
 
 
 class ByLoad:
@@ -162,7 +286,7 @@ class Goodput:
         # By kind: a forward's seconds over the mean one's of as many rows. A draft that works at
         # the same time may share cores and memory with the target.
         self._stretch: defaultdict[int | None, float] = defaultdict(lambda: 1.0)
-        # (width or −1 for AR, load): number of its last round, counted at that load.
+        # (kind of a way, load): number of its last round, counted at that load.
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
@@ -173,82 +297,98 @@ class Goodput:
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         """Takes a round that was decoded in this way, in round_s seconds as a whole."""
-        count = len(result.speculation.rows)
+        served, wait_s, forward_s = result.speculation, result.wait_s, result.t_target_s
+        count, lookahead = len(served.rows), way.lookahead
         if not count:
             return
-        load = count.bit_length()
+        load, drafts, kind = count.bit_length(), lookahead > 0, _kind(way)
         self._rounds[load] += 1
         self._elapsed_s += round_s
         self.rounds_by[way.mode] += 1
-        drafts = way.lookahead > 0
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
         elif drafts:  # what a long time without drafting left to store comes only once
-            stored_s = min(result.stored_s, result.t_target_s)
+            stored_s = min(result.stored_s, forward_s)
             self._stored_s[load] += _STRETCH * (stored_s - self._stored_s[load])
-        host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
-        self._host[drafts].add(count, max(0.0, host_s))
-        if not drafts or result.speculation.num_draft.any():  # nothing learned without drafts
-            self._seen[self._kind(way), load] = self._rounds[load]
-        self._stretched(way, result)
-        if drafts:
-            self._count(result)
-            self._waited(way, result, count)
-
-    def _stretched(self, way: Way, result: RoundResult) -> None:
-        """Updates this way's ratio of a forward's time to the mean forward's."""
+        self._host[drafts].add(count, max(0.0, round_s - wait_s - forward_s - result.stored_s))
         if mean_s := self._times.seconds(result.num_rows):
-            ratio, kind = min(result.t_target_s / mean_s, _MOST_STRETCH), self._kind(way)
+            ratio = min(forward_s / mean_s, _MOST_STRETCH)
             self._stretch[kind] += _STRETCH * (ratio - self._stretch[kind])
-
-    def _count(self, result: RoundResult) -> None:
-        """Counts which drafted tokens were reached and accepted, by their place."""
-        if result.speculation.is_lost:
-            return  # its tokens were not judged
-        k = result.outcome.num_accepted
-        served = result.speculation.num_draft
-        place = np.arange(self._lookahead)
-        keep = (1 - _MEMORY) ** len(k)
-        self._accepted = keep * self._accepted + (place < k[:, None]).sum(axis=0)
-        reached = place < np.minimum(k + 1, served)[:, None]
-        self._reached = keep * self._reached + reached.sum(axis=0)
-
-    def _waited(self, way: Way, result: RoundResult, count: int) -> None:
-        """Takes the wait for the draft: of SD, or of SSD with and without a miss."""
-        growth, wait_s = self._growths[way.width], result.wait_s
-        ready = result.speculation.num_draft > 0
-        if not (drafted := int(np.count_nonzero(ready))):
-            return  # it only caught up
-        hits = int(np.count_nonzero(ready & (result.speculation.source == Source.CACHE)))
+        ready = served.num_draft > 0
+        drafted = int(np.count_nonzero(ready))
+        if drafted or not drafts:  # nothing is learned of drafting without drafts
+            self._seen[kind, load] = self._rounds[load]
+        if not (drafts and drafted):
+            return
+        if not served.is_lost:  # counts the tokens that were reached and accepted, by their place
+            k, place = result.outcome.num_accepted, np.arange(self._lookahead)
+            keep = (1 - _MEMORY) ** len(k)
+            reached = place < np.minimum(k + 1, served.num_draft)[:, None]
+            self._reached = keep * self._reached + reached.sum(axis=0)
+            self._accepted = keep * self._accepted + (place < k[:, None]).sum(axis=0)
+        growth = self._growths[way.width]
+        hits = int(np.count_nonzero(ready & (served.source == Source.CACHE)))
         if way.width != 0:
             keep = (1 - _HITS) ** drafted
             growth.hits = keep * growth.hits + (1 - keep) * hits / drafted
         if hits == drafted:
-            growth.all_hit_s[way.lookahead].add(count, wait_s)
+            growth.all_hit_s[lookahead].add(count, wait_s)
         else:
-            growth.a_miss_s.add(count, wait_s / way.lookahead)
+            growth.a_miss_s.add(count, wait_s / lookahead)
 
     @property
     def is_trying(self) -> bool:
         """Whether the next round tries a way that seems worse than another one."""
         return self.way != self._best
 
-    @staticmethod
-    def _kind(way: Way) -> int | None:
-        return way.width if way.lookahead else -1
-
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
         """Returns the way of the next round, of these live sequences, given this backlog."""
         count = len(tasks)
         if not count:
             return self.way
-        promises = dict(self._promises(count, self._tokens(tasks), backlog))
-        rates = _rates(promises, backlog.sequences / count)
+        # By way: expected tokens and seconds of a round, and rows of prompts stored in it.
+        promises: dict[Way, tuple[float, float, int]] = {}
+        load, times = count.bit_length(), self._times
+        steps = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
+        step_s = steps[0] or max(steps)  # of a draft, for all sequences
+        for lookahead, tokens in enumerate(self._tokens(tasks).tolist()):
+            rows, stored = count * (1 + lookahead), backlog.rows
+            if stored:
+                stored = min(stored, times.room(rows, backlog.most_rows, lookahead))
+            forward_s = times.seconds(rows + stored)
+            for width, growth in self._growths.items():
+                way = Way(lookahead, width)
+                if not lookahead and width != 0:
+                    continue
+                seconds = self._stretch[_kind(way)] * forward_s
+                seconds += self._host[lookahead > 0].at(count, 0.0)
+                if lookahead:
+                    wait_s = growth.a_miss_s.at(count, step_s) * lookahead
+                    if width != 0:
+                        all_hit: float = growth.hits**count
+                        late_s = growth.late_s(lookahead, count, step_s)
+                        wait_s = all_hit * late_s + (1 - all_hit) * wait_s
+                    seconds += wait_s + self._stored_s[load]
+                promises[way] = tokens, max(seconds, 1e-9), stored
+        most_rows = max(stored / seconds for _, seconds, stored in promises.values())
+        worth = 0.0  # of a row of prompts, in tokens
+        if most_rows:
+            most_tokens = max(tokens / seconds for tokens, seconds, _ in promises.values())
+            worth = backlog.sequences / count * most_tokens / most_rows
+        rates = {way: (n + worth * m) / seconds for way, (n, seconds, m) in promises.items()}
         best = max(rates, key=rates.__getitem__)
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
             best = self.way
-        self._best = best
-        self.way = self._tried(rates, best, count, promises)
+        self._best = self.way = best
+        # Tries another way that was not tried for long, if that costs little.
+        limit = self._rounds[load] - _STALE_ROUNDS
+        fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
+        if stale := [way for way in rates if _kind(way) not in {*fresh, _kind(best)}]:
+            way = max(stale, key=rates.__getitem__)
+            loss_s = promises[way][1] * (1 - rates[way] / rates[best])
+            if self._lost_s + loss_s <= EXPLORE * self._elapsed_s:
+                self._lost_s += max(0.0, loss_s)
+                self.way = way
         return self.way
 
     def _tokens(self, tasks: Sequence[Task]) -> Floats:
@@ -263,68 +403,10 @@ class Goodput:
         ahead = np.cumprod(each, axis=1).sum(axis=0)
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
-    def _promises(
-        self, count: int, tokens: Floats, backlog: Backlog
-    ) -> Iterator[tuple[Way, Promise]]:
-        """Yields every way with the promise of its round."""
-        host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
-        drafting = self._drafting_s(count)
-        store_s = self._stored_s[count.bit_length()]
-        for lookahead, expected in enumerate(tokens.tolist()):
-            rows = count * (1 + lookahead)
-            stored = backlog.rows
-            if stored:
-                stored = min(stored, self._times.room(rows, backlog.most_rows, lookahead))
-            forward_s = self._times.seconds(rows + stored)
-            for width, growth in self._growths.items():
-                if not lookahead and width != 0:
-                    continue
-                stretch = self._stretch[width if lookahead else -1]
-                base = stretch * forward_s + host[lookahead > 0]
-                wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
-                wait += store_s if lookahead else 0.0
-                yield Way(lookahead, width), Promise(expected, max(base + wait, 1e-9), stored)
 
-    def _drafting_s(self, count: int) -> float:
-        """Returns the seconds of a draft's step for all sequences."""
-        known = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
-        return known[0] or max(known)
-
-    def _wait_s(self, growth: _Growth, lookahead: int, count: int, drafting: float) -> float:
-        """Returns the expected wait for the draft."""
-        miss = growth.a_miss_s.at(count, drafting) * lookahead
-        if growth is self._growths[0]:
-            return miss
-        alone: float = growth.hits**count
-        return alone * growth.late_s(lookahead, count, drafting) + (1 - alone) * miss
-
-    def _tried(
-        self, rates: dict[Way, float], best: Way, count: int, promises: dict[Way, Promise]
-    ) -> Way:
-        """Returns the best way, or another one that was not tried for long and costs little."""
-        load = count.bit_length()
-        limit = self._rounds[load] - _STALE_ROUNDS
-        fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
-        stale = [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]
-        if not stale:
-            return best
-        way = max(stale, key=rates.__getitem__)
-        loss_s = promises[way].seconds * (1 - rates[way] / rates[best])
-        if self._lost_s + loss_s > EXPLORE * self._elapsed_s:
-            return best
-        self._lost_s += max(0.0, loss_s)
-        return way
-
-
-def _rates(promises: dict[Way, Promise], waiting: float) -> dict[Way, float]:
-    """Returns the goodput of every way in tokens a second, rows of prompts included.
-
-    waiting: sequences whose prompts wait to be stored, for each live one.
-    """
-    most_tokens = max(each.tokens / each.seconds for each in promises.values())
-    most_rows = max(each.rows / each.seconds for each in promises.values())
-    worth = waiting * most_tokens / most_rows if most_rows else 0.0  # tokens that a row is worth
-    return {way: (p.tokens + worth * p.rows) / p.seconds for way, p in promises.items()}
+def _kind(way: Way) -> int | None:
+    """Returns what the times of a way depend on besides K: its width, or −1 for AR."""
+    return way.width if way.lookahead else -1
 
 
 def widths_of(job: Job) -> list[int | None]:
