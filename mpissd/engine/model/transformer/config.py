@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import GgufFile
-from mpissd.common.heads import STATE_KINDS
+from mpissd.common.shapes import STATE_KINDS
 from mpissd.common.presets import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -49,7 +49,7 @@ class TransformerConfig:
     tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
     rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
     the layers' matrices and the head are stored as int8 with a scale for each 32 inputs. kind: of a
-    draft that reads its target's hidden state, one of heads.STATE_KINDS; "" for a model that reads
+    draft that reads its target's hidden state, one of shapes.STATE_KINDS; "" for a model that reads
     only tokens. The layers of "medusa" are its heads. Raises ConfigError for positions that cannot
     be rotated (an odd head_dim).
     """

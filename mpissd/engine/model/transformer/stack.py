@@ -3,7 +3,7 @@
 q, k, v, gate, up and the LM head are split by columns, o and down by rows, as in Shard; what o and
 down give is summed over the ranks in rank order.
 
-Drafts that read their target's last hidden state (heads.STATE_KINDS) differ at both ends. With e
+Drafts that read their target's last hidden state (shapes.STATE_KINDS) differ at both ends. With e
 the embedding of a position's token, h the target's normalised last hidden state before that
 position, and n, n' RMSNorms of their own:
 
