@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import GgufFile
-from mpissd.common.shapes import STATE_KINDS
 from mpissd.common.presets import ModelShape
+from mpissd.common.shapes import STATE_KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"

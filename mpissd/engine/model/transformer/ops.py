@@ -22,7 +22,6 @@ from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.files import library
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stages import Stage
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
 
@@ -176,8 +175,8 @@ class Ops(Protocol):
         """Returns the tokens of an LM head's outputs, as `chained` reads them."""
         return ids
 
-    def chained(self, stage: Stage) -> None:
-        """Computes a stage between two forwards that the device chains."""
+    def chained(self, stage: Any) -> None:
+        """Computes a chained.Stage between two forwards that the device chains."""
 
     def draws(self, logits: Array) -> Draws | None:
         """Returns what draws tokens from these logits on the device; None: the host does."""

@@ -27,7 +27,6 @@ from mpissd.engine.model.transformer.cupy_ops.products import (
 )
 from mpissd.engine.model.transformer.ops import Layer, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stages import Stage
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -185,7 +184,7 @@ class CupyOps(Ops):
     def ids(self, ids: Ints) -> Any:
         return self._launcher.uploaded(ids, np.int32)
 
-    def chained(self, stage: Stage) -> None:
+    def chained(self, stage: Any) -> None:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
         sheet, target = stage.sheet, stage.target
         draft = stage.draft or target  # without a draft, nothing is read of it

@@ -18,7 +18,6 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.numba_ops import attention, products, rows
 from mpissd.engine.model.transformer.numba_ops.tiles import WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Ops
-from mpissd.engine.model.transformer.stages import Stage, run_stage
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -203,8 +202,8 @@ class NumbaOps(Ops):
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
         rows.top_k(logits.scores, logits.width, k, ids, values, count)
 
-    def chained(self, stage: Stage) -> None:
-        run_stage(stage)
+    def chained(self, stage: Any) -> None:
+        stage.run()
 
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         return logits.scores[list(chosen), : logits.width]
