@@ -44,21 +44,6 @@ class Layer:
     down: Array = None
 
 
-class Chunks(Protocol):
-    """Forwards over up to `rows` consecutive positions of one slot, whose logits are not read."""
-
-    rows: int
-
-    def upload(self, slot: int, start: int, tokens: Ints) -> None:
-        """Sets the next chunk: tokens [<= rows] of positions start …, a multiple of rows."""
-
-    def body(self) -> None:
-        """Issues the chunk's operations, which store keys and values."""
-
-    def refresh(self) -> None:
-        """Reads the weights again, which were overwritten."""
-
-
 class Ops(Protocol):
     """A transformer's operations on one rank's device, for one model and its share of heads.
 
@@ -165,10 +150,14 @@ class Ops(Protocol):
         Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
         """
 
-    def chunks(
-        self, shard: TransformerShard, table: Array, layers: Sequence[Layer], cache: Array
-    ) -> Chunks | None:
-        """Returns what computes large chunks of a prompt by these weights; None: nothing does."""
+    def chunks(self, shard: TransformerShard, weights: Any, cache: Array) -> Any:
+        """Returns what computes large chunks of a prompt by these TransformerWeights, or None.
+
+        It has `rows`, the positions of a chunk; `upload(slot, start, tokens)`, which sets the next
+        chunk, tokens [<= rows] of positions start …, a multiple of rows; `body()`, which issues
+        operations that store keys and values, and no logits; and `refresh()`, which reads weights
+        again that were overwritten.
+        """
         return None
 
     def ids(self, ids: Ints) -> Array:

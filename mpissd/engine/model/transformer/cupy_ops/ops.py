@@ -172,14 +172,12 @@ class CupyOps(Ops):
     def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
         self._backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
 
-    def chunks(
-        self, shard: TransformerShard, table: Any, layers: Sequence[Layer], cache: Any
-    ) -> CupyChunks | None:
+    def chunks(self, shard: TransformerShard, weights: Any, cache: Any) -> CupyChunks | None:
         """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
         if self._is_shard or not self._backend.capture:
             return None
         tools = self._backend, self._launcher, self._attention, self.embed
-        return CupyChunks(*tools, shard, table, layers, cache, self._unpacked)
+        return CupyChunks(*tools, shard, weights.table, weights.layers, cache, self._unpacked)
 
     def ids(self, ids: Ints) -> Any:
         return self._launcher.uploaded(ids, np.int32)
