@@ -536,8 +536,7 @@ def _try_session(config: RunConfig) -> list[Finding]:
 def _choices(session: Session) -> list[Finding]:
     """Returns the findings about a session's backend, all-reduce, pair and drafts. Collective."""
     from mpissd.engine.comm.mpi_group import open_group
-    from mpissd.engine.session.doubts import doubts
-    from mpissd.engine.session.session import memory_shares
+    from mpissd.engine.session.session import doubts, memory_shares
 
     job, topology, infos, group = session.job, session.topology, session.infos, session.group
     run, backend = job.config, session.backend.name

@@ -34,8 +34,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
-from mpissd.engine.session.doubts import drafts_of
-from mpissd.engine.session.session import Session
+from mpissd.engine.session.session import Session, drafts_of
 from mpissd.engine.workload.text.answers import BONUS, answer_of, write_answers
 from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
