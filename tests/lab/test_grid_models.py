@@ -90,7 +90,7 @@ def test_what_reads_other_weights_has_weights_of_its_own() -> None:
     stacks = [held.open(found, LEAD)[0].stack for found in (few, many, head, long)]
     assert len(set(map(id, stacks))) == 4
     assert backend.tables == 3  # a context has buffers of its own, on the weights of `few`
-    assert stacks[3].layers is stacks[0].layers
+    assert stacks[3].weights is stacks[0].weights
 
 
 def test_what_was_used_longest_ago_makes_room() -> None:
