@@ -73,7 +73,7 @@ def test_where_the_doctor_says_ok_a_run_works(tmp_path: Path) -> None:
     [
         ((), {"MPIRUN": "/nowhere/mpirun"}, "mpirun", "pip install"),
         ((), {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "MPI library", "MPI4PY_LIBMPI"),
-        (("--out=setup.cfg/x",), {}, "run", "OUT="),
+        (("--out=setup.cfg/x",), {}, "run", "troubleshooting"),
     ],
 )
 def test_what_is_wrong_before_mpi_starts(
