@@ -26,8 +26,8 @@ from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
+from mpissd.lab.load.command import ANSWERED, Load, Served
 from mpissd.lab.load.config import AUTO, LoadConfig
-from mpissd.lab.load.requests import ANSWERED, Load, Served
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Outcomes
