@@ -54,13 +54,7 @@ def load(config: LoadConfig) -> int:
     planned = list(loads(config))
     try:
         if config.is_simulated:
-            from mpissd.lab.load import simulated
-
-            about = simulated.about(config)
-            print(_HEAD, flush=True)
-            rows = [
-                _kept(config, each, simulated.send_all(config, each), about) for each in planned
-            ]
+            rows = _simulated(config, planned)
         else:
             rows = asyncio.run(_send_all(config, planned))
     except FaultError as fault:
@@ -68,6 +62,35 @@ def load(config: LoadConfig) -> int:
         return fault.exit_code
     print(json_line(rows[-1].to_dict()))
     return 0
+
+
+def _simulated(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
+    """Serves each load in this process; its requests are dealt to the replicas in turn."""
+    from mpissd.lab.load.simulated import Asked, about, simulate
+
+    rows, server = [], about(config)
+    print(_HEAD, flush=True)
+    for load in planned:
+        asked = [Asked(each.at_s, each.prompt_tokens, each.max_tokens) for each in load.arrivals]
+        for first in range(config.replicas):
+            if part := asked[first :: config.replicas]:
+                asked[first :: config.replicas] = simulate(
+                    config.simulated, config.tp, part, auto=config.auto, kv_tokens=config.kv_tokens
+                ).requests
+        served = [
+            Served(
+                at_s=each.at_s,
+                status=ANSWERED,
+                ttft_s=each.token_s[0] - each.at_s,
+                latency_s=each.token_s[-1] - each.at_s,
+                num_tokens=len(each.token_s),
+                prompt_tokens=each.prompt_tokens,
+                speculation={name: getattr(each, name) for name in _COUNTS},
+            )
+            for each in asked
+        ]
+        rows.append(_kept(config, load, served, server))
+    return rows
 
 
 async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
