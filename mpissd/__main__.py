@@ -48,6 +48,7 @@ from mpissd.engine.comm.topology import (  # noqa: E402
 from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
 
 HEAD_START_S = 5.0
+HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
 # The functions of the commands, imported on use: --help needs neither NumPy nor MPI.
 FRONTS = {  # the half that talks to people, and starts the ranks by itself
@@ -72,9 +73,19 @@ ALONE = {  # without MPI
 
 
 def call(where: str, *arguments: Any) -> Any:
-    """Imports a function, named as "module:function", and calls it."""
+    """Imports a function, named as "module:function", and calls it.
+
+    Raises ConfigError if a library of the extra `serve` is missing.
+    """
     module, _, name = where.partition(":")
-    return getattr(import_module(module), name)(*arguments)
+    try:
+        function = getattr(import_module(module), name)
+    except ModuleNotFoundError as missing:
+        if missing.name not in HTTP:
+            raise
+        command = name.removeprefix("execute_")
+        raise ConfigError(f"{command} needs {missing.name}: pip install 'mpissd[serve]'") from None
+    return function(*arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,8 +13,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import httpx
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import MODES
@@ -23,9 +24,6 @@ from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.lab.show import Meter, Painter, columns_of, legend, open_terminal
 from mpissd.serve.config import KEY_VARIABLE, ChatConfig
-
-if TYPE_CHECKING:
-    import httpx
 
 HELP = """\
 /mode ar|sd|ssd   decode otherwise from the next answer on
@@ -202,10 +200,8 @@ class Chat:
 def chat(config: ChatConfig) -> int:
     """Runs the command; returns the exit code, the server's if it ends first.
 
-    Raises ConfigError if a model cannot be loaded or cannot chat, or without httpx.
+    Raises ConfigError if a model cannot be loaded or cannot chat.
     """
-    if find_spec("httpx") is None:
-        raise ConfigError("chat needs httpx: pip install 'mpissd[serve]'")
     try:
         if config.url is not None:
             code = _converse(config, config.url)
@@ -255,8 +251,6 @@ def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
 
 def _converse(config: ChatConfig, url: str) -> int | None:
     """Runs a chat with the server at this address; returns 0, or None if the server is gone."""
-    import httpx
-
     key = os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (

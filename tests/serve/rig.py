@@ -9,16 +9,18 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.app import Defaults, Endpoints
+from mpissd.serve.app import Endpoints
+from mpissd.serve.config import ServeConfig
+from mpissd.serve.front import Server, bound
 from mpissd.serve.lead import Lead
-from mpissd.serve.server import Server, bound, settings
 from tests.serve.fake_lead import FakeLead, Script
 from tests.text import tiny
 
@@ -83,17 +85,17 @@ def until(true: Callable[[], object], wait_s: float = WAIT_S) -> None:
 
 @contextmanager
 def serving(
-    words: Tokenizer, script: Script, *, max_queue: int = 8, **defaults: Any
+    words: Tokenizer, script: Script, about: Mapping[str, Any] = MappingProxyType({}), **flags: Any
 ) -> Iterator[Rig]:
-    """Serves the answers of a script."""
+    """Serves the answers of a script. flags: of ServeConfig."""
+    config = ServeConfig(**{"auto": True, "max_queue": 8, **flags})
     with tempfile.TemporaryDirectory() as folder, bound("127.0.0.1", 0) as listener:
         port, path = listener.getsockname()[1], str(Path(folder, "lead"))
         found: list[tuple[Lead, Server]] = []
 
         async def run() -> None:
-            lead = Lead(max_queue)
-            app = Endpoints(lead, words, Defaults(("tiny", "nick"), **defaults)).app()
-            server = Server(settings(app), lead)
+            lead = Lead(config.max_queue)
+            server = Server(Endpoints(lead, words, config, ("tiny", "nick"), about).app(), lead)
             async with await lead.accept(path):
                 found.append((lead, server))
                 await server.serve(sockets=[listener])
@@ -109,7 +111,7 @@ def serving(
         try:
             yield Rig(port, lead, server, script, fake)
         finally:
-            server.end()
+            server.should_exit = True
             thread.join(WAIT_S)
             fake.thread.join(WAIT_S)
             assert not thread.is_alive() and not fake.thread.is_alive()

@@ -21,7 +21,7 @@ from tests.serve.fake_lead import Script
 from tests.text import tiny
 
 module("uvicorn", "the extra serve")
-from mpissd.serve import app, server  # noqa: E402
+from mpissd.serve import app, front  # noqa: E402
 from tests.serve.rig import Rig, answered, serving, tokenizer, until  # noqa: E402
 
 STOP = 1
@@ -118,7 +118,7 @@ def test_a_web_page_cannot_use_a_server_of_this_machine(rig: Rig) -> None:
 def test_what_is_no_http_is_sent_away(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch, noise: bytes
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.5)
+    monkeypatch.setattr(front, "HEAD_S", 0.5)
     with serving(words, Script([LETTER, STOP])) as rig, rig.connect() as connection:
         connection.sendall(noise)
         with contextlib.suppress(ConnectionResetError):
@@ -191,7 +191,7 @@ def test_prompts_of_clients_that_have_left_hold_nobody_up(words: Tokenizer) -> N
 def test_a_client_that_says_nothing_is_cut(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(front, "HEAD_S", 0.3)
     with serving(words, Script([LETTER, STOP])) as rig:
         silent, slow = rig.connect(), rig.connect()
         with silent, slow:
@@ -221,7 +221,7 @@ def test_a_reader_that_does_not_read_is_cut_and_its_request_cancelled(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server holds at most two buffers for it, and the others go on."""
-    monkeypatch.setattr(server, "WRITE_S", 0.5)
+    monkeypatch.setattr(front, "WRITE_S", 0.5)
     script = Script([LETTER] * 200_000, burst=40, context=300_000, max_running=2)
     with serving(words, script) as rig, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -16,11 +16,6 @@ from tests.serve.test_front import pair, started
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
-from mpissd.serve.lead import Lead  # noqa: E402
-from mpissd.serve.protocol import Ready  # noqa: E402
-from mpissd.serve.request import Problem  # noqa: E402
-from mpissd.serve.server import Server, settings  # noqa: E402
-
 __all__ = ["pair"]  # a fixture
 
 
@@ -69,32 +64,3 @@ def metrics(port: int) -> str:
     text = connection.getresponse().read().decode()
     connection.close()
     return text
-
-
-def refuses(lead: Lead) -> bool:
-    try:
-        lead.check_room()
-    except Problem as problem:
-        return problem.status == 503
-    return False
-
-
-def test_behind_a_balancer_it_first_turns_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, lead = [100.0], Lead(8)
-    lead.ready = Ready("tiny", 400, [1], 4, "ssd")
-    server = Server(settings(None), lead, longest_s=30, notice_s=5)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    assert not server.is_drained(0)
-    lead.check_ready()
-    server.handle_exit(signal.SIGTERM, None)
-    assert not server.is_drained(0)
-    with pytest.raises(Problem):
-        lead.check_ready()
-    assert not refuses(lead)
-    now[0] += 4.9
-    assert not server.is_drained(0) and not refuses(lead)
-    now[0] += 0.2
-    assert not server.is_drained(1) and refuses(lead)
-    assert server.is_drained(0)
-    now[0] += 25
-    assert server.is_drained(1)

@@ -16,7 +16,7 @@ from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
 from mpissd.serve.ranks import warm
 from tests.loop.text_rig import logits_behind
 from tests.text_config import text_config
@@ -85,10 +85,8 @@ def served(
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
 ) -> Driver:
-    samples = loops.workload.samples
-    driver = Driver(Scheduler(room_of(loops)), mail, vocab=97, samples=samples, clock=clock)
-    driver.lookahead, driver.goodput = loops.job.lookahead, goodput
-    driver.times = times or driver.times
+    scheduler, lookahead = Scheduler(room_of(loops)), loops.job.lookahead
+    driver = Driver(scheduler, mail, "", lookahead, times=times, goodput=goodput, clock=clock)
     while not mail.is_over or not driver.scheduler.is_idle:
         driver.wait(1.0)
         driver.drive(loops.loop)
@@ -254,14 +252,6 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
     assert len({tuple(tokens[n]) for n in (0, 1, 2)}) == 3
 
 
-def test_a_greedy_server_refuses_a_temperature(pair: TinyPair) -> None:
-    mail = Script((0, Submit(0, [1], 4, temperature=0.5)), (0, Submit(1, [1], 4, top_p=0.0)))
-    with Loops(*in_one_process(config(pair, mode="ar"), Serving(samples=False))) as loops:
-        served(loops, mail)
-    refused = [message.message for message in mail.sent if isinstance(message, RefusedRequest)]
-    assert refused[0].startswith("temperature=0.5") and "top_p=0.0" in refused[1]
-
-
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
     for mode in ("ar", "ssd"):
@@ -296,7 +286,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
     first = Submit(0, [5], 9, deadline_s=1e-9 if isinstance(second, Submit) else None)
     mail, ticks = Script((0, first), (0, second)), iter(range(100))
     with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-        driver = Driver(Scheduler(room_of(loops)), mail, clock=lambda: float(next(ticks)))
+        driver = Driver(Scheduler(room_of(loops)), mail, "ar", 0, clock=lambda: float(next(ticks)))
         assert not driver.wait(1.0), "other ranks would take a pass without a round for the end"
     assert {end.reason for end in mail.ends().values()} <= {"cancelled", "deadline"}
     assert len(mail.ends()) == 1 + isinstance(second, Submit)

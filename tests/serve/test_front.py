@@ -21,7 +21,6 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.flags import parse_into
-from mpissd.serve import front
 from mpissd.serve.config import ServeConfig
 from tests.needs import module
 from tests.serve.rig import answered, until
@@ -29,6 +28,7 @@ from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
 module("uvicorn", "the extra serve")
+from mpissd.serve import front  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = f"{sys.executable} -m tests.serve.fake_mpirun"

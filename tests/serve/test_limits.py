@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from mpissd.serve import app, server
+from mpissd.serve import app, front
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack
 from mpissd.serve.request import Problem
@@ -26,7 +26,7 @@ def words(tmp_path: Path) -> Tokenizer:
 def test_the_buffered_end_of_an_answer_is_not_cut(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.5)  # 15 s in the server; WRITE_S stays 30 s
+    monkeypatch.setattr(front, "HEAD_S", 0.5)  # 15 s in the server; WRITE_S stays 30 s
     script = Script([LETTER] * 12_000, burst=40, context=20_000)
     with serving(words, script) as rig, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -47,7 +47,7 @@ def test_the_buffered_end_of_an_answer_is_not_cut(
 
 def test_idle_connections_keep_nobody_out(words: Tokenizer) -> None:
     with serving(words, Script([LETTER, STOP])) as rig:
-        idle = [rig.connect() for _ in range(server.CONNECTIONS + 8)]
+        idle = [rig.connect() for _ in range(app.REQUESTS + 8)]
         time.sleep(0.5)
         with rig.connect() as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -91,7 +91,7 @@ def test_where_every_connection_is_busy_a_new_one_is_told(
 def test_a_lead_that_says_nothing_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lead = [0.0], Lead(0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lead.receive(Ready("tiny", 400, (1,), 1, "ssd"))
+    lead.receive(Ready("tiny", 400, (1,), 1, "ssd", 9))
     now[0] = 100.0
     lead.check_ready()  # nothing to be late with yet
     lead.receive(Stats())

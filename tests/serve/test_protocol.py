@@ -11,9 +11,7 @@ from mpissd.serve.protocol import (
     End,
     Message,
     Ready,
-    RefusedRequest,
     Stats,
-    Stop,
     Submit,
     Tokens,
     pack,
@@ -26,11 +24,10 @@ from mpissd.serve.protocol import (
     [
         Submit(3, [1, 2], 5, temperature=0.5, top_p=0.9, seed=7, logprobs=True, deadline_s=2.5),
         Cancel(3),
-        Stop(),
-        Ready("é\n", 2048, [0, 2], 16, "ssd"),
+        Ready("é\n", 2048, [0, 2], 16, "ssd", 97),
         Tokens(3, [5, 6], ["cache", "bonus"], [-0.5, -1.25]),
         End(3, "stop", drafted=8, accepted=5, hits=1, rounds=2),
-        RefusedRequest(3, 503, "later"),
+        End(3, "refused", why="too long"),
         Stats(running=2, waiting=1, mode="sd", draft="lost"),
     ],
 )

@@ -142,11 +142,17 @@ def simulate(
     modelled = costs_of(job, profile, drafts), host_of(profile, job)
     loop = VirtualLoop(job, *(costs or modelled), pads=costs is None)
     mail = _Mail(loop, arrivals)
-    driver = Driver(Scheduler(_room(job, arrivals, kv_tokens)), mail, clock=lambda: loop.now)
-    driver.mode, driver.lookahead = config.mode, job.lookahead
-    driver.times = loop.measured()
-    if auto and job.lookahead:
-        driver.goodput = Goodput(job.lookahead, widths_of(job), driver.times)
+    times = loop.measured()
+    chooses = auto and job.lookahead
+    driver = Driver(
+        Scheduler(_room(job, arrivals, kv_tokens)),
+        mail,
+        config.mode,
+        job.lookahead,
+        times=times,
+        goodput=Goodput(job.lookahead, widths_of(job), times) if chooses else None,
+        clock=lambda: loop.now,
+    )
     while driver.wait(math.inf):
         driver.drive(loop)
     chosen = {} if driver.goodput is None else driver.goodput.rounds_by
