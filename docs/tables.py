@@ -59,8 +59,8 @@ def rewritten(text: str) -> str:
 
 def with_claims(text: str) -> str:
     """A page with its tables of claims made anew from their rows."""
-    from mpissd.lab.tables import load_rows
     from mpissd.lab.tables.claims import claims, render
+    from mpissd.lab.tables.load import load_rows
 
     def table(block: re.Match[str]) -> str:
         start, results, with_head, real, end = block.groups()

@@ -68,7 +68,7 @@ ALONE = {  # without MPI
     "replicas": "mpissd.serve.replicas:replicas",
     "load": "mpissd.lab.load.command:load",
     "distill": "mpissd.learn.command:distill",
-    "doctor": "mpissd.ops.doctor.command:doctor",
+    "doctor": "mpissd.ops.doctor:doctor",
 }
 
 

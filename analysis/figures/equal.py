@@ -82,7 +82,7 @@ def _label(claim: Claim) -> str:
 def _uses(claim: Claim) -> list[Use]:
     """Returns SSD, and of each other mode the use on most target ranks that was measured."""
     wanted = widest(claim.gpus, tps_of(str(claim.setting["target"]), claim.gpus))
-    others = sorted(claim.others, key=lambda use: (use.family in wanted, use.tp))
+    others = sorted(claim.others, key=lambda use: (use.family in wanted, use.family.tp))
     by_mode = {use.family.name: use for use in others}
     return sorted([claim.ssd, *by_mode.values()], key=lambda use: use.family.name)
 

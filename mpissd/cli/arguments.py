@@ -26,7 +26,7 @@ from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.learn.config import DistillConfig
-from mpissd.ops.doctor.command import DoctorConfig
+from mpissd.ops.doctor import DoctorConfig
 from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
 

@@ -27,7 +27,7 @@ from mpissd.lab.predict.hosts import host_of
 from mpissd.lab.predict.places import runnable, survey
 from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import Choice, cut_law
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 _HITS = ("p_hit", "hit_law")
 

@@ -9,8 +9,7 @@ SSD (T + D = G) must beat, for the same sequences:
 T is every number of ranks that a target can be divided into, evenly or not (tps_of). A lookup and a
 suffix automaton draft without a model. If acceptance is imposed, both have the acceptance that
 SSD's own lookup backup may assume (acceptance_fast, .3 by default), so they are one use; for text
-or a recording, both must be measured. For throughput there are independent copies: G // g jobs of a
-use of g GPUs (copies).
+or a recording, both must be measured.
 
 If the throughput of a use that would fit is unknown, the comparison gives no verdict: that use is
 named, and no use is called the best.
@@ -115,12 +114,6 @@ def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family]
         fastest.setdefault(Family.of(use), use)
     missing = {f for f in wanted if f.mode != mode and f.gpus <= gpus and f not in fastest}
     return Others(tuple(fastest.values()), tuple(sorted(missing)))
-
-
-def copies(gpus: int, uses: Iterable[U]) -> tuple[int, U] | None:
-    """Returns the use of which two copies or more give the most tok/s in all, and their number."""
-    several = [(gpus // f.gpus, use) for use in uses if 2 * (f := Family.of(use)).gpus <= gpus]
-    return max(several, key=lambda one: one[0] * one[1].tok_per_s, default=None)
 
 
 def families(tp: int, gpus: int, most_drafts: int = 1) -> tuple[Family, ...]:

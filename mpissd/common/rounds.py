@@ -45,16 +45,12 @@ class Control(NamedTuple):
 
     lookahead: most tokens that are drafted for a sequence (None: K). width: most bonus candidates
     that the draft keeps for a row, while the target verifies (None: its fan-out; 0: no growth).
-    prefill_rows: rows of opened prompts that are stored with the verification. catch_up: most
-    committed tokens that a draft on the lead's own device stores before it drafts; it then drafts
-    only for sequences stored completely, and stores no prompt first (None: all tokens, and prompts
-    during the verification, as other drafts do). No message carries it.
+    prefill_rows: rows of opened prompts that are stored with the verification.
     """
 
     lookahead: int | None = None
     width: int | None = None
     prefill_rows: int = 0
-    catch_up: int | None = None
 
 
 @dataclass(frozen=True)

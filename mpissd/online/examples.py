@@ -34,10 +34,6 @@ class Example:
     ids: Ints
     logs: NDArray[np.float16]
 
-    def take(self, chosen: Ints | NDArray[np.bool_]) -> Example:
-        """Returns the example with some of its distributions only."""
-        return Example(self.tokens, self.at[chosen], self.ids[chosen], self.logs[chosen])
-
     def whole(self) -> Example:
         """Returns all positions after the first one, each with the token that followed it.
 
@@ -85,18 +81,14 @@ class Memory:
         if not len(example.at):
             return False
         self.num_seen += 1
-        if self.num_seen % HELD == 0:
-            self._hold(example.whole())
-            return False
-        self.trained.append(example)
-        del self.trained[: -self._capacity]
-        return True
-
-    def _hold(self, example: Example) -> None:
-        """Keeps a sequence to judge by, if it has a position."""
-        if len(example.at):
-            self.held.append(example)
+        if self.num_seen % HELD:
+            self.trained.append(example)
+            del self.trained[: -self._capacity]
+            return True
+        if len((whole := example.whole()).at):
+            self.held.append(whole)
             del self.held[: -self._most_held]
+        return False
 
     def batch(self, size: int, newest: int = 1) -> list[Example]:
         """Returns up to `size` sequences: the `newest` last ones, and others drawn at random."""
@@ -109,8 +101,8 @@ class Memory:
 class _Growing:
     """A sequence that is still answered."""
 
+    prompt: int
     tokens: list[int] = field(default_factory=list)
-    prompt: int = 0
     at: list[int] = field(default_factory=list)
     ids: list[Ints] = field(default_factory=list)
     logs: list[Floats] = field(default_factory=list)
@@ -129,29 +121,25 @@ class Collector:
         """Takes a round's lessons; returns the sequences that are not in it any more."""
         names = {one.name for one in lessons}
         ended = [self._example(self._live.pop(n)) for n in [*self._live] if n not in names]
-        for one in lessons:
-            self._take(one)
+        for lesson in lessons:
+            growing = self._live.setdefault(lesson.name, _Growing(lesson.prompt))
+            if lesson.start != len(growing.tokens):
+                self.dropped += lesson.start > 0
+                growing = self._live[lesson.name] = _Growing(lesson.prompt)
+                if lesson.start:
+                    continue
+            growing.tokens += lesson.tokens.tolist()
+            if len(lesson.at):
+                ids, logs = compressed(lesson.logits, self._kept)
+                growing.at += lesson.at.tolist()
+                growing.ids += list(ids)
+                growing.logs += list(logs)
         return ended
-
-    def _take(self, lesson: Lesson) -> None:
-        growing = self._live.setdefault(lesson.name, _Growing(prompt=lesson.prompt))
-        if lesson.start != len(growing.tokens):
-            self.dropped += lesson.start > 0
-            growing = self._live[lesson.name] = _Growing(prompt=lesson.prompt)
-            if lesson.start:
-                return
-        growing.tokens += lesson.tokens.tolist()
-        if len(lesson.at):
-            ids, logs = compressed(lesson.logits, self._kept)
-            growing.at += lesson.at.tolist()
-            growing.ids += list(ids)
-            growing.logs += list(logs)
 
     def rest(self) -> list[Example]:
         """Returns the sequences that have not ended."""
-        found = [self._example(growing) for growing in self._live.values()]
-        self._live = {}
-        return found
+        live, self._live = self._live, {}
+        return [self._example(growing) for growing in live.values()]
 
     def _example(self, growing: _Growing) -> Example:
         tokens, answer = growing.tokens, growing.tokens[growing.prompt :]

@@ -59,18 +59,18 @@ class TrainerProcess:
         self._waiting: queue.Queue[Example | None] = queue.Queue(_MOST)
         self._newest: deque[tuple[int, bytes]] = deque(maxlen=1)
         self.report: dict[str, Any] = {"state": "starting"}
-        self._heard_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self.dropped = 0
-        told = json.dumps({**task, "started_at": time.time()})
+        path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        env = {**without_ranks(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        settings = json.dumps({**task, "started_at": time.time()})
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mpissd.online.trainer", told],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(),
+            [sys.executable, "-m", "mpissd.online.trainer", settings],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
         )  # fmt: skip
-        self._threads = [
-            threading.Thread(target=part, daemon=True) for part in (self._write, self._read)
-        ]
-        for thread in self._threads:
-            thread.start()
+        threading.Thread(target=self._write, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def post(self, example: Example) -> None:
         """Hands an example over, or drops it if too many wait."""
@@ -98,23 +98,21 @@ class TrainerProcess:
         that hangs or is in a long step does not; then `last_state` is the one that it reported
         last, `unheard_s` seconds before.
         """
-        was_alive, unheard_s = self.is_alive, round(time.monotonic() - self._heard_at, 1)
+        was_alive, unheard_s = self.is_alive, round(time.monotonic() - self._reported_at, 1)
         self._waiting.put(None) if not self._waiting.full() else self._process.kill()
-        has_answered = True
+        more: dict[str, Any] = {}
         try:
             self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            has_answered = False
-        self._threads[1].join(_PATIENCE_S)
-        found = {**self.report, "dropped_examples": self.dropped}
+            more = {"state": "silent", "unheard_s": unheard_s}
+        self._reader.join(_PATIENCE_S)
+        if more:
+            more["last_state"] = self.report["state"]
         if not was_alive:
-            return {**found, "state": "lost"}
-        if not has_answered:
-            told = {"last_state": found["state"], "unheard_s": unheard_s}
-            return {**found, "state": "silent", **told}
-        return found
+            more = {"state": "lost"}
+        return {**self.report, "dropped_examples": self.dropped, **more}
 
     def _write(self) -> None:
         pipe: Any = self._process.stdin
@@ -132,10 +130,4 @@ class TrainerProcess:
                 self.report = message
             else:
                 self._newest.append(message)
-            self._heard_at = time.monotonic()
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of a trainer, which imports this mpissd."""
-    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {**without_ranks(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+            self._reported_at = time.monotonic()

@@ -15,12 +15,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+import torch
+
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.versions import packed
 from mpissd.online.examples import Example
-from mpissd.online.learner import Learner, LearnerPlan
+from mpissd.online.learner import Learner, Step, Student
 from mpissd.online.process import receive, send
-from mpissd.online.student import Student
 
 _IDLE_S = 0.05
 _REPORT_S = 0.5  # between two reports
@@ -48,81 +49,65 @@ class Task:
     started_at: float = 0.0
 
 
-class Trainer:
-    """One learner between two pipes."""
+def train(task: Task, inbox: queue.SimpleQueue[Example | None], out: BinaryIO) -> None:
+    """Learns from arriving examples, until None arrives; writes versions and reports to `out`."""
+    device = device_of(task)
+    student = Student(
+        task.draft, task.target, seed=task.seed, device=device, rate=task.rate,
+        longest=task.longest, exact=task.exact,
+    )  # fmt: skip
+    learner = Learner(student, task.batch, task.steps)
+    counts = learner.counts
+    published_at = reported_at = time.monotonic()
+    published_steps = 0
 
-    def __init__(self, task: Task, out: BinaryIO) -> None:
-        self.task, self._out = task, out
-        device = _device(task)
-        student = Student(
-            task.draft, task.target, seed=task.seed, device=device, rate=task.rate,
-            longest=task.longest, exact=task.exact,
-        )  # fmt: skip
-        self.learner = Learner(student, LearnerPlan(task.batch, task.steps))
-        self._published_at = self._reported_at = time.monotonic()
-        self._published_steps = 0
-        self._since_start: dict[str, Any] = {"gpu": _gpu(device), "ready_s": self._age()}
-
-    def run(self, inbox: queue.SimpleQueue[Example | None]) -> None:
-        """Learns from arriving examples, until None arrives."""
-        self.report()
-        while self._drain(inbox):
-            if self.learner.is_due:
-                self.learner.learn()
-                self._since_start.setdefault("first_step_s", self._age())
-            self._publish_if_due()
-            if time.monotonic() - self._reported_at > _REPORT_S:
-                self.report()
-        self.report()
-
-    def _drain(self, inbox: queue.SimpleQueue[Example | None]) -> bool:
-        """Takes all examples that have arrived; waits for one if no step is due."""
-        wait = 0.0 if self.learner.is_due else _IDLE_S
-        while True:
-            try:
-                example = inbox.get(timeout=wait) if wait else inbox.get_nowait()
-            except queue.Empty:
-                return True
-            if example is None:
-                return False
-            self.learner.add(example)
-            wait = 0.0
-
-    def _publish_if_due(self) -> None:
-        counts, now = self.learner.counts, time.monotonic()
-        has_learned = counts.steps > self._published_steps
-        if not has_learned or now - self._published_at < self.task.publish_s:
-            return
-        self._published_at, self._published_steps = now, counts.steps
-        if self.learner.publish():
-            send(self._out, (counts.published, packed(self.learner.student.arrays())))
-        self.report()
-
-    def report(self) -> None:
-        """Writes a report of the learner's work so far."""
-        self._reported_at = time.monotonic()
-        learner = self.learner
-        counts = asdict(learner.counts)
-        losses = counts.pop("losses")
-        last = {} if not losses else {name: _mean(losses, name) for name in losses[0]}
-        told: dict[str, Any] = {"state": learner.state.value, **counts, "last_losses": last}
-        told |= {"held_out_agreement": learner.agreement, **self._since_start}
-        send(self._out, told)
-
-    def _age(self) -> float | None:
+    def age() -> float | None:
         """Returns the seconds since this process was started."""
-        return round(time.time() - self.task.started_at, 2) if self.task.started_at else None
+        return round(time.time() - task.started_at, 2) if task.started_at else None
+
+    def report() -> None:
+        nonlocal reported_at
+        reported_at = time.monotonic()
+        means = zip(*learner.losses, strict=True)
+        losses = dict(zip(Step._fields, map(_mean, means), strict=False))
+        work = {"state": learner.state.value, **asdict(counts), "last_losses": losses}
+        send(out, {**work, "held_out_agreement": learner.agreement, **since_start})
+
+    gpu = None  # as DeviceInfo.uuid
+    if device != "cpu":
+        gpu = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
+    since_start: dict[str, Any] = {"gpu": gpu, "ready_s": age()}
+    report()
+    while True:
+        try:  # waits if no step is due
+            example = inbox.get(timeout=_IDLE_S) if not learner.is_due else inbox.get_nowait()
+            while example is not None:
+                learner.add(example)
+                example = inbox.get_nowait()
+            break
+        except queue.Empty:
+            pass
+        if learner.is_due:
+            learner.learn()
+            since_start.setdefault("first_step_s", age())
+        now = time.monotonic()
+        if counts.steps > published_steps and now - published_at >= task.publish_s:
+            published_at, published_steps = now, counts.steps
+            if learner.publish():
+                send(out, (counts.published, packed(student.arrays())))
+            report()
+        if time.monotonic() - reported_at > _REPORT_S:
+            report()
+    report()
 
 
-def _mean(losses: list[dict[str, float]], name: str) -> float | None:
-    found = sum(one[name] for one in losses) / len(losses)
-    return round(found, 5) if found == found else None
+def _mean(losses: tuple[float, ...]) -> float | None:
+    mean = sum(losses) / len(losses)
+    return round(mean, 5) if mean == mean else None
 
 
-def _device(task: Task) -> str:
+def device_of(task: Task) -> str:
     """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
-    import torch
-
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if task.device == "cpu" or not gpus:
         if task.device == "cuda":
@@ -131,33 +116,22 @@ def _device(task: Task) -> str:
     return f"cuda:{min(task.local_rank, gpus - 1)}"
 
 
-def _gpu(device: str) -> str | None:
-    """Returns the GPU's unique name, as `DeviceInfo.uuid`; None on a CPU."""
-    import torch
-
-    if device == "cpu":
-        return None
-    return f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
-
-
-def _read(pipe: BinaryIO, inbox: queue.SimpleQueue[Example | None]) -> None:
-    while (example := receive(pipe)) is not None:
-        inbox.put(example)
-    inbox.put(None)
-
-
-def main(told: str) -> int:
+def main(settings: str) -> int:
     """Trains until stdin ends; returns 0."""
-    import torch
-
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps prints of libraries out of the frames
-    task = Task(**json.loads(told))
+    os.dup2(2, 1)  # keeps prints of libraries out of the messages
+    task = Task(**json.loads(settings))
     torch.set_num_threads(task.threads)
     torch.set_float32_matmul_precision("high")
     inbox: queue.SimpleQueue[Example | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
-    Trainer(task, out).run(inbox)
+
+    def read() -> None:
+        while (example := receive(sys.stdin.buffer)) is not None:
+            inbox.put(example)
+        inbox.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    train(task, inbox, out)
     return 0
 
 

@@ -17,7 +17,6 @@ from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, Stats, Submit, Tokens
 
 _STATS_S = 0.1
-_ALL = 1 << 30  # tokens: more than any draft lacks
 _KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
 _NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
 
@@ -36,10 +35,9 @@ class Rounds(Protocol):
     """The lead's loop: a TargetLoop, or one in virtual time.
 
     live_ids: the sequences that the next round verifies. is_storing: whether prompts are being
-    stored; unstored: their tokens that are left. lacking: tokens of live sequences that a draft on
-    the lead's own device has not stored. most_rows: rows of the largest forward. draft_lost_round:
-    the first round without the draft, or None. open: starts to store prompts, whose sequences join
-    once that is done. finish: releases sequences. step: decodes one round.
+    stored; unstored: their tokens that are left. most_rows: rows of the largest forward.
+    draft_lost_round: the first round without the draft, or None. open: starts to store prompts,
+    whose sequences join once that is done. finish: releases sequences. step: decodes one round.
     """
 
     control: Control
@@ -52,8 +50,6 @@ class Rounds(Protocol):
     def is_storing(self) -> bool: ...
     @property
     def unstored(self) -> int: ...
-    @property
-    def lacking(self) -> int: ...
     @property
     def most_rows(self) -> int: ...
     @property
@@ -173,23 +169,14 @@ class Driver:
         fill, rows = 0, len(live) * (way.lookahead + 1)
         if loop.is_storing:
             fill = times.prefill_rows(rows, loop.most_rows, way.lookahead)
-        if self.goodput is None:
-            loop.control = Control(prefill_rows=fill)
-        else:
-            catch_up = 0
-            if way.lookahead:
-                catch_up = _ALL  # a single sequence delays only itself
-                if rows != way.lookahead + 1:
-                    catch_up = times.catch_up(rows, way.lookahead, fill, loop.lacking)
-            loop.control = Control(*way, fill, catch_up)
+        is_fixed = self.goodput is None
+        loop.control = Control(prefill_rows=fill) if is_fixed else Control(*way, fill)
         start = self._clock()
         result = loop.step()
         if live:
             times.add(result.num_rows, result.t_target_s)
-            if result.stored:
-                apart = loop.control.catch_up is not None
-                note = times.caught_up if apart else times.stored
-                note(result.stored, result.stored_s, way.lookahead, result.wait_s)
+            if result.stored_s:
+                times.drafted(way.lookahead, result.wait_s)
         if self.goodput is not None and not self.draft_lost:
             self._unseen = way, result, self._clock() - start
         return result
@@ -219,18 +206,18 @@ class Driver:
         """Chooses the next round's way for the live sequences; the others that run wait for it.
 
         If the target computes on the lead's own core, choosing lengthens the round. A choice
-        therefore holds for a few rounds, unless it was a trial or an inline draft catches up.
+        therefore holds for a few rounds, unless it was a trial.
         """
         tasks, loop = self.scheduler.tasks(self._live), self._loop
         assert loop is not None, "chosen before a round"
         storing = len(self.scheduler.running) - len(tasks)
-        lacking, chosen = loop.lacking, (len(tasks), storing)
-        if chosen == self._chosen and self._kept < _KEPT and not (lacking or goodput.is_trying):
+        chosen = len(tasks), storing
+        if chosen == self._chosen and self._kept < _KEPT and not goodput.is_trying:
             self._kept += 1
             return
         self._chosen, self._kept = chosen, 0
         waiting = Backlog(storing, loop.unstored, loop.most_rows) if storing else NOTHING
-        goodput.choose(tasks, waiting, lacking)
+        goodput.choose(tasks, waiting)
 
     def _meanwhile(self) -> None:
         """Does the work that can overlap with the target's verification."""
@@ -254,8 +241,6 @@ class Driver:
                 )
             if reason is not None:
                 self._modes.pop(task.request_id, None)
-                if self.goodput is not None:
-                    self.goodput.stored.ended(len(task.prompt), len(task.tokens))
                 counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
                 self._mail.put(End(task.request_id, reason, *counts))
         self._unsent = []

@@ -176,9 +176,7 @@ def test_a_dry_run_knows_the_memory_that_ranks_of_one_host_share(
 ) -> None:
     """launch/local.sh refuses it in one line; mpirun would print a box too."""
     monkeypatch.setenv("MPISSD_ONE_HOST", one_host)
-    monkeypatch.setattr(
-        "mpissd.engine.job.resolving.available_memory_bytes", lambda: memory_gb * 10**9
-    )
+    monkeypatch.setattr("mpissd.engine.job.available_memory_bytes", lambda: memory_gb * 10**9)
     words = ["--backend=numpy", "--pair=8b/1b", "--dry_run=2"]
     assert main(["run", *words]) == code
     told = capfd.readouterr().err

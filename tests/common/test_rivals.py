@@ -1,4 +1,4 @@
-"""The uses of G GPUs that a method must beat: known ones, missing ones, and copies."""
+"""The uses of G GPUs that a method must beat: known ones and missing ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mpissd.common.rivals import Family, copies, other_uses, tps_of, widest
+from mpissd.common.rivals import Family, other_uses, tps_of, widest
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,6 @@ def test_one_that_was_not_measured_is_named_and_nothing_is_best() -> None:
     found = other_uses("ssd", 2, [row for row in ALL if row is not LOOKUP], widest(2, TPS))
     assert found.missing == (Family("lookup", 2, 0),) and found.not_known == "lookup T=2"
     assert found.best is None and found.fastest is INLINE2
-
-
-def test_independent_copies_are_two_or_more_of_one_use() -> None:
-    assert copies(2, ALL) == (2, INLINE1)
-    assert copies(5, ALL) == (5, INLINE1)
-    assert copies(3, [AR2, INLINE2]) is None  # one GPU would be left over, for no second copy
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode import goodput as module
 from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import Backlog, CatchUpCost, Goodput, Way
+from mpissd.engine.decode.goodput import Backlog, Goodput, Way
 from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.decode.target import RoundResult
 
@@ -154,7 +154,7 @@ class Inline(World):
         stored = self.lacking if way.lookahead else 0
         self.lacking -= stored
         stored_s = 0.002 * stored
-        return replace(result, stored=stored, stored_s=stored_s), round_s + stored_s
+        return replace(result, stored_s=stored_s), round_s + stored_s
 
 
 def test_catching_up_is_no_reason_not_to_draft_and_is_counted_as_a_try() -> None:
@@ -210,18 +210,3 @@ def test_waiting_prompts_get_the_rows_that_cost_nothing(on_a_cpu: Goodput, count
     few, many = (on_a_cpu.choose(tasks, Backlog(n, 200 * n, 512)) for n in (1, 50))
     assert alone.lookahead >= few.lookahead >= many.lookahead < alone.lookahead
     assert on_a_cpu.choose(tasks, Backlog(50, 0, 512)) == on_a_cpu.choose(tasks) == alone
-
-
-def test_catching_up_is_spread_over_the_tokens_that_it_serves() -> None:
-    times = ForwardTimes()
-    times.add(1, 0.01)
-    times.caught_up(16, 0.016, 1, 0.002)  # 1 ms a token
-    price = CatchUpCost(times)
-    assert price.seconds(4, 0) == 0  # no request has ended: nothing is known
-    price.ended(60, 20)
-    price.ended(10_000, 0)  # cancelled in the queue: it stored nothing, however long its prompt
-    assert price.seconds(4, 100) == pytest.approx(0.003)
-    # An answer of 20 tokens, met at any time, has 10 to come.
-    assert price.seconds(4, 400) == pytest.approx(0.010)
-    assert price.ready(1, 400) == price.ready(4, 0) == 1
-    assert 0 < price.ready(4, 400) < price.ready(4, 100) < 1

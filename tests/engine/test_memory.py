@@ -9,8 +9,7 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.engine.job import resolve
-from mpissd.engine.job.memory import Room
+from mpissd.engine.job import Room, resolve
 
 GB = 10**9
 INLINE = {"mode": "sd", "num_drafts": 0, "pair": "8b/1b", "forward": "transformer"}

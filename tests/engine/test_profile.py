@@ -1,51 +1,91 @@
-"""Device profiles: the time of a forward, computed by hand, and refused profiles."""
+"""Device profiles: forwards by rates and by measured tables, and profiles that are refused."""
 
 from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.engine.backend.base import Cost
-from mpissd.engine.backend.profile import known_profiles, load_profile
-
-COST = Cost(
-    rows=8,
-    weight_bytes=900,
-    kv_bytes=100,
-    flops=16_000,
-    num_products=7,
-    num_all_reduces=4,
-    all_reduce_bytes=64,
-    tp=2,
+from mpissd.common.presets import resolve_model
+from mpissd.engine.backend.base import Cost, ForwardKey
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.profile import (
+    Curve,
+    Profile,
+    Tables,
+    known_profiles,
+    load_profile,
 )
+from mpissd.engine.job import resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.costs import DeviceCosts
+from tests.datasheet import DATASHEET
+
+SHARD, OPTIONS = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True)
+SECONDS = {"1": 1e-3, "8": 1.1e-3, "64": 1.5e-3}
+
+
+def forward(shard: Shard = SHARD, options: ForwardOptions = OPTIONS, **changes: Any) -> Any:
+    identity = vars(shard.key(1, options)) | {"params": shard.num_params(options)}
+    return {**identity, "from": "measured: here", "seconds": SECONDS, **changes}
+
+
 GOOD: dict[str, Any] = {
     "schema": 1,
+    "kind": "device",
     "name": "box",
     "device_name": "A box",
     "numbers": {
-        "read_bytes_per_s": {"value": 10.0, "from": "assumed"},
-        "peak_flops_per_s": {"value": 100.0, "from": "assumed"},
-        "product_overhead_s": {"value": 2.0, "from": "assumed"},
-        "launch_s": {"value": 3.0, "from": "assumed"},
-        "memory_bytes": {"value": 1000, "from": "assumed"},
+        "read_bytes_per_s": {"value": 1e12, "from": "measured"},
+        "peak_flops_per_s": {"value": 1e14, "from": "measured"},
+        "product_overhead_s": {"value": 5e-6, "from": "measured"},
+        "launch_s": {"value": 1e-6, "from": "measured"},
+        "memory_bytes": {"value": None, "from": "measured"},
     },
-    "all_reduce": {
-        "from": "assumed",
-        "latency_s": {"2": 5.0, "4": 6.0},
-        "bytes_per_s": {"2": 32.0, "4": 16.0},
+    "all_reduce": {"from": "not known", "latency_s": None, "bytes_per_s": None},
+    "tables": {
+        "bandwidths": [{"rank": 0, "bytes": 8, "from": "m", "read_bytes_per_s": 1e12}],
+        "forwards": [forward()],
+        "read_outs": [
+            {"columns": 500, "forward": "gemm", "candidates": k, "from": "m", "seconds": seconds}
+            for k, seconds in (
+                (1, {"1": 4e-6, "5": 8e-6}),
+                (4, {"1": 7e-6, "5": 1.1e-5}),
+                (8, {"1": 9e-6, "5": 2.1e-5}),
+            )
+        ],
     },
 }
 
 
-def write(path: Path, data: Any) -> str:
-    file = path / "profile.json"
-    file.write_text(data if isinstance(data, str) else json.dumps(data))
-    return str(file)
+DELETED = object()
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Any:
+    """Loads GOOD with values replaced: box({"tables/forwards/0/params": 3})."""
+
+    def load(changes: dict[str, Any] | None = None) -> Profile:
+        data = copy.deepcopy(GOOD)
+        for path, value in (changes or {}).items():
+            at, keys = data, [int(k) if k.isdigit() else k for k in path.split("/")]
+            for key in keys[:-1]:
+                at = at[key]  # type: ignore[index]
+            if value is DELETED:
+                del at[keys[-1]]  # type: ignore[arg-type]
+            else:
+                at[keys[-1]] = value  # type: ignore[index]
+        file = tmp_path / "box.json"
+        file.write_text(json.dumps(data))
+        return load_profile(str(file))
+
+    return load
 
 
 def test_the_profiles_that_come_along() -> None:
@@ -53,61 +93,159 @@ def test_the_profiles_that_come_along() -> None:
     for name in known_profiles():
         profile = load_profile(name)
         assert profile.name == name
-        said = ("measured", "datasheet", "assumed", "defined")
-        assert all(source.startswith(said) for source in profile.sources.values())
-        assert {"read_bytes_per_s", "memory_bytes", "all_reduce"} <= set(profile.sources)
+        origins = ("measured", "datasheet", "assumed", "defined")
+        assert all(source.startswith(origins) for source in profile.sources.values())
 
 
-def test_a_forward_is_its_roofline_products_all_reduces_and_launch(tmp_path: Path) -> None:
-    profile = load_profile(write(tmp_path, GOOD))
-    assert profile.floor_s(COST) == 16_000 / 100  # the products bound it
-    assert profile.forward_s(COST) == 160 + 7 * 2 + 4 * (5 + 64 / 32) + 3
-    slow = copy.deepcopy(GOOD)
-    slow["numbers"]["read_bytes_per_s"]["value"] = 4.0
-    assert load_profile(write(tmp_path, slow)).floor_s(COST) == 1000 / 4  # so do the bytes, KV too
+def test_a_forward_is_its_roofline_products_all_reduces_and_launch(box: Any) -> None:
+    cost = Cost(
+        rows=8,
+        weight_bytes=900,
+        kv_bytes=100,
+        flops=16_000,
+        num_products=7,
+        num_all_reduces=4,
+        all_reduce_bytes=64,
+        tp=2,
+    )
+    numbers = {"read_bytes_per_s": 10.0, "peak_flops_per_s": 100.0, "product_overhead_s": 2.0}
+    changes: dict[str, Any] = {f"numbers/{n}/value": v for n, v in numbers.items()}
+    changes |= {"numbers/launch_s/value": 3.0, "all_reduce/latency_s": {"2": 5.0}}
+    changes["all_reduce/bytes_per_s"] = {"2": 32.0}
+    assert box(changes).floor_s(cost) == 16_000 / 100  # the products bound it
+    assert box(changes).forward_s(cost) == 160 + 7 * 2 + 4 * (5 + 64 / 32) + 3
+    changes["numbers/read_bytes_per_s/value"] = 4.0
+    assert box(changes).floor_s(cost) == 1000 / 4  # the bytes do, those of the KV cache too
 
 
-def change(path: str, value: Any) -> Any:
-    data = copy.deepcopy(GOOD)
-    at, keys = data, path.split("/")
-    for key in keys[:-1]:
-        at = at[key]
-    if value is None:
-        del at[keys[-1]]
-    else:
-        at[keys[-1]] = value
-    return data
+def test_a_curve_is_exact_at_its_points_straight_between_and_goes_on_behind() -> None:
+    curve = Curve((2, 4, 8), (1.0, 2.0, 3.0))
+    found = [curve(n) for n in (1, 2, 3, 4, 6, 8, 10)]
+    assert found == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    assert [Curve((4,), (2.0,))(n) for n in (1, 4, 99)] == [2.0, 2.0, 2.0]
+    assert Curve((2, 4), (2.0, 1.0))(8) == 1.0  # noise doesn't become a negative time
+
+
+def test_all_tables_are_read(box: Any) -> None:
+    tables = box().tables
+    key = ForwardKey("llama-3.1-8b", 2, True, False, 0)
+    (known,) = tables.forwards[key]
+    assert (known.kernel, known.most_rows, tables.few_rows) == ("", None, 0)  # an old profile
+    assert known.params == SHARD.num_params(OPTIONS)
+    assert load_profile(DATASHEET).tables == Tables()
+
+
+def uncovered() -> dict[str, tuple[Shard, ForwardOptions, int]]:
+    model = resolve_model("8b")
+    return {
+        "tp": (Shard(model), OPTIONS, 1),
+        "options": (Shard(model), ForwardOptions(), 1),
+        "head": (Shard(model), ForwardOptions(fuse=True, lm_head=True), 1),
+        "context": (Shard(model), ForwardOptions(fuse=True, context=8), 1),
+        "depth": (Shard(model.scaled(31)), OPTIONS, 1),
+        "model": (Shard(resolve_model("3b")), OPTIONS, 1),
+    }
+
+
+@pytest.mark.parametrize("what", uncovered())
+def test_what_no_table_covers_is_modelled(box: Any, what: str) -> None:
+    shard, options, sequences = uncovered()[what]
+    cost = shard.cost(8, sequences, 2, options)
+    profile = box({"tables/forwards": [forward(Shard(SHARD.shape, 4))]})
+    rates = replace(profile, tables=Tables())
+    assert profile.forward_s(cost) == rates.forward_s(cost) != SECONDS["8"]
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("", "Expecting value"),
-        ("{", "Expecting property name"),
-        ("[]", "schema None"),
-        ("null", "schema None"),
-        (change("schema", 2), "schema 2, this version reads 1"),
-        (change("schema", None), "schema None"),
-        (change("name", None), "'name'"),
-        (change("numbers", None), "'numbers'"),
-        (change("numbers", [1]), "malformed"),
-        (change("numbers/launch_s", None), "'launch_s'"),
-        (change("numbers/launch_s/from", None), "'from'"),
-        (change("numbers/launch_s/value", "soon"), "malformed"),
-        (change("numbers/launch_s", 3.0), "malformed"),
-        (change("numbers/read_bytes_per_s/value", 0), "must be positive"),
-        (change("numbers/read_bytes_per_s/value", -1), "must be positive"),
-        (change("numbers/peak_flops_per_s/value", float("nan")), "must be positive"),
-        (change("all_reduce/latency_s/two", 1.0), "malformed"),
-        (change("all_reduce/bytes_per_s/2", None), r"latency_s of \[2, 4\], bytes_per_s of \[4\]"),
-        (change("all_reduce/bytes_per_s/2", 0), "must be positive"),
-        (change("all_reduce/latency_s", None), "'latency_s'"),
-    ],
+    ("rows", "candidates", "more"),
+    [(1, 1, 0), (1, 4, 3e-6), (1, 6, 4e-6), (5, 8, 13e-6), (3, 8, 9e-6), (5, 12, 23e-6)],
 )
-def test_a_file_that_does_not_fit_is_refused_by_name(
-    tmp_path: Path, data: Any, message: str
+def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, more: float) -> None:
+    """In straight lines over both, beyond the last with its slope, on top of the forward."""
+    profile, cost = box(), SHARD.cost(rows, 1, 2, OPTIONS)
+    single = profile.forward_s(cost)
+    listed = replace(cost, candidates=candidates, columns=500)
+    assert profile.forward_s(listed) == pytest.approx(single + more, abs=1e-12)
+    assert profile.forward_s(replace(listed, columns=499)) == single  # of another head: not known
+    key = replace(cost.key, sequences=1)  # a transformer's logits are wider
+    unknown = profile.tables.lists_s(replace(listed, key=key))
+    assert unknown == 0 and sorted(profile.tables.candidates(listed)) == [1, 4, 8]
+
+
+@pytest.mark.parametrize("fuse", [True, False])  # covered, and not
+def test_the_predictor_and_the_emulated_backend_agree_to_the_last_bit(box: Any, fuse: bool) -> None:
+    config = RunConfig(mode="ssd", pair="8b/1b", fuse=fuse, batch_size=3, lookahead=6)
+    job = resolve(config, 1, backend="emulated", memory_bytes=None)
+    assert job.draft is not None
+    options = replace(OPTIONS, fuse=True)
+    tables = [forward(Shard(job.target), options), forward(Shard(job.draft), options)]
+    profile = box({"tables/forwards": tables})
+    backend, costs = EmulatedBackend(profile), DeviceCosts.from_profile(profile, job)
+    for rows in job.target_buckets():
+        cost = Shard(job.target).cost(rows, 3, 2, job.options)
+        assert float(costs.verify_s(rows)) == backend.program(print, cost).elapsed_s()
+    for rows in job.draft_buckets():
+        cost = Shard(job.draft).cost(rows, 3, 2, job.draft_options)
+        assert float(costs.draft_s(rows)) == backend.program(print, cost).elapsed_s()
+    assert (float(costs.verify_s(1)) == 1e-3) is fuse
+
+
+FEW = {"1": 0.8e-3, "32": 1.2e-3}
+KERNELS = [
+    forward(kernel="cublas", most_rows=None),
+    forward(kernel="chain", most_rows=32, seconds=FEW),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "seconds"),
+    [(1, None, 0.8e-3), (1, 32, 0.8e-3), (1, 33, 1e-3), (8, 64, 1.1e-3), (64, None, 1.5e-3)],
+)
+def test_the_largest_forward_of_a_job_chooses_the_kernel(
+    box: Any, rows: int, most: int | None, seconds: float
 ) -> None:
-    text = write(tmp_path, data)
+    profile = box({"tables/forwards": KERNELS})
+    assert profile.forward_s(SHARD.cost(rows, 1, 2, OPTIONS, most)) == seconds
+    assert profile.few_rows == EmulatedBackend(profile).few_rows == 32
+    profile.require(SHARD.key(1, OPTIONS), SHARD.num_params(OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("kind", "job", r"kind 'job'; allowed: a device's"),
+        ("schema", 2, "schema 2, this version reads 1"),
+        ("schema", DELETED, "schema None"),
+        ("name", DELETED, "'name'"),
+        ("numbers", [1], "malformed"),
+        ("numbers/launch_s/from", DELETED, "'from'"),
+        ("numbers/launch_s/value", "soon", "malformed"),
+        ("numbers/launch_s/value", float("nan"), "at least 0"),
+        ("numbers/read_bytes_per_s/value", 0, "must be positive"),
+        ("all_reduce", {"from": "m", "latency_s": {"2": 1}, "bytes_per_s": {}},
+         r"latency_s of \[2\], bytes_per_s of \[\]"),
+        ("all_reduce/latency_s", {"2": 1e-6}, "malformed"),
+        ("tables/forwards", [{}], "missing or malformed"),
+        ("tables/forwards/0/fuse", "yes", "fuse='yes'"),
+        ("tables/forwards/0/tp", 2.0, "2.0: allowed: whole numbers"),
+        ("tables/forwards/0/seconds", {}, "0 points"),
+        ("tables/forwards/0/seconds", {"1": float("nan")}, "at least 0"),
+        ("tables/forwards/0/seconds", {"0": 1}, "rising whole numbers from 1"),
+        ("tables/forwards/0/most_rows", 0, "most_rows=0: allowed: a whole number >= 1, or null"),
+        ("host", [{}], "malformed 'tp'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_refused_in_one_line(
+    box: Any, path: str, value: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        load_profile(text)
-    assert text in str(caught.value)
+        box({path: value})
+    assert "box.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "Expecting property"), ("[]", "schema None")])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "box.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_profile(str(file))

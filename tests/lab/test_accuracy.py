@@ -28,7 +28,7 @@ from mpissd.lab.predict.accuracy import (
     table,
 )
 from mpissd.lab.predict.from_row import Forecast, forecast_row
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 STUDY = RESULTS / "emulated-predictions"

@@ -10,9 +10,10 @@ import pytest
 from mpissd.common.compare import DRIFT
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.tables import Pair, load_rows
 from mpissd.lab.tables.best import setting_of
 from mpissd.lab.tables.claims import Claim, claims, judged, render
+from mpissd.lab.tables.load import load_rows
+from mpissd.lab.tables.pair import Pair
 from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]

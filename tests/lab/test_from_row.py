@@ -12,7 +12,7 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.from_row import forecast_row, job_of_row
 from mpissd.lab.predict.simulation import expected
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.lab.tables import load_profiles, load_rows
+from mpissd.lab.tables.load import load_profiles, load_rows
 from tests.common.tables_model import ar, everything
 
 

@@ -14,7 +14,7 @@ from mpissd.__main__ import main
 from mpissd.common.compare import How, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.tables import load_rounds, load_rows
+from mpissd.lab.tables.load import load_rounds, load_rows
 from mpissd.lab.tables.pair import Pair, check_alike
 from tests.common.tables_model import ar, sd
 

@@ -13,8 +13,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
-from mpissd.engine.job import resolve
-from mpissd.engine.job.resolving import resolve_unopened
+from mpissd.engine.job import resolve, resolve_unopened
 from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure import run
@@ -134,7 +133,7 @@ def test_ar_leaves_a_pair_s_draft_alone(
         "mpissd.common.model_files.PAIRS", {"tiny": (str(pair.target), "smollm2-draft")}
     )
     fetched: list[Any] = []
-    monkeypatch.setattr("mpissd.engine.job.resolving.fetch_missing", lambda *w: fetched.append(w))
+    monkeypatch.setattr("mpissd.engine.job.fetch_missing", lambda *w: fetched.append(w))
     text = {"workload": "text", "forward": "transformer", "prompt_ids": TWO, "backend": "numpy"}
     given = {**text, "pair": name.format(target=pair.target)}
     job = resolve_unopened(RunConfig(mode="ar", **given), 1)

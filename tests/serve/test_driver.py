@@ -210,7 +210,7 @@ class Wild(Goodput):
         super().__init__(K, [None, 1], ForwardTimes())
         self.dice, self.ways = random.Random(seed), set[Way]()
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
         if self.dice.random() < 0.4:
             ks = (0, 0, 0, 1, K)
             self.way = Way(self.dice.choice(ks), self.dice.choice((0, None, 1)))

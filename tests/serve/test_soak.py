@@ -68,7 +68,7 @@ class Crowd:
 class Dice(Goodput):
     """Chooses any way, whatever it promises."""
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
         self.way = Way(random.choice([0, 1, K, K]), random.choice([None, 0, 1]))
         return self.way
 

@@ -18,7 +18,7 @@ from mpissd.engine.backend.cupy_device import device_info
 
 
 def facts(local_rank: int) -> dict[str, Any]:
-    """Returns the fields of ops.doctor.facts.CudaView; `error`: why this local rank has no
+    """Returns the fields of ops.doctor.read_cuda; `error`: why this local rank has no
     GPU."""
     view: dict[str, Any] = {"cupy": cupy.__version__, "runtime": int(runtime.runtimeGetVersion())}
     try:
@@ -31,12 +31,6 @@ def facts(local_rank: int) -> dict[str, Any]:
         view |= {"name": info.name, "uuid": info.uuid or "", "bus_id": info.bus_id or ""}
     except runtime.CUDARuntimeError as error:
         return {**view, "error": str(error)}
-    try:
-        from nvmath.bindings import cublas
-
-        cublas.destroy(cublas.create())  # loads the library
-    except (ImportError, AttributeError, RuntimeError) as error:
-        view["nvmath_error"] = str(error)
     return view
 
 

@@ -3,10 +3,10 @@
 A profile is a JSON file {"schema": 1, "name", "device_name", "numbers": {key: {"value", "from"}},
 "all_reduce": {"from", "latency_s": {ranks: s}, "bytes_per_s": {ranks: B/s}}, "tables": {…}}; "from"
 is measured, modelled, datasheet, assumed or defined. Every table is a list of entries {identity…,
-"from", "seconds": {rows or bytes: s}}; other fields of an entry, such as its spread, are for human
-readers only. The emulated backend takes its durations from a profile, and `probe` makes profiles
-(docs/profile.md). Where a measured table covers a forward, the table is used; otherwise the forward
-is modelled from the rates.
+"from", "seconds": {rows or bytes: s}}. The tables "forwards", "shards" and "read_outs" are read;
+the others, and the spread of each entry, are for human readers. The emulated backend takes its
+durations from a profile, and `probe` makes profiles (docs/profile.md). Where a measured table
+covers a forward, the table is used; otherwise the forward is modelled from the rates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import bisect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -29,15 +29,6 @@ _FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # H100, GH200, A1
 _FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
 _USUAL_FORM = {"H200": "SXM"}  # of devices whose names give a form only if it is another
 _SIZES = ("A100", "V100")  # devices of one form that come with two sizes of memory
-
-# The fields that distinguish the entries of each table.
-IDENTITY: dict[str, tuple[str, ...]] = {
-    "products": ("k", "n"),
-    "all_reduces": ("name", "ranks", "graph"),
-    "links": ("name", "idle_s"),
-    "copies": ("direction",),
-    "read_outs": ("columns", "forward", "candidates"),
-}
 
 
 @dataclass(frozen=True)
@@ -98,14 +89,6 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Seconds of one launch: the host's part, and the device's from event to event."""
-
-    host_s: float
-    device_s: float
-
-
-@dataclass(frozen=True)
 class HostEntry:
     """Seconds of host work and link time for one configuration, by the field names of HostCosts."""
 
@@ -128,37 +111,27 @@ class HostEntry:
         Raises KeyError, TypeError or ValueError if it is malformed.
         """
         names = ("tp", "num_drafts", "batch_size", "lookahead")
-        seconds = {str(name): _seconds(s) for name, s in entry["seconds"].items()}
         counts = {name: _whole(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
         # Profiles older than the field have a context for transformers only.
         forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
+        seconds = {str(name): _number(s) for name, s in entry["seconds"].items()}
         source = str(entry["from"])
         return cls(str(entry["mode"]), **counts, seconds=seconds, source=source, forward=forward)
 
 
-Series = Mapping[tuple[Any, ...], Curve]
-
-
 @dataclass(frozen=True)
 class Tables:
-    """All measured tables of a profile; all empty if the profile has only rates.
+    """The measured tables of a profile; all empty if the profile has only rates.
 
     forwards: for each key its kernels, for jobs with the fewest rows first. shards: likewise,
-    of one rank's share of a model, without all-reduces. products: by (k, n), then rows.
-    all_reduces: by (name, ranks, graph), then bytes. links (round trips): by (name, idle_s), then
-    bytes. copies: by (direction,), then bytes. launches: by name. read_outs: by (logits
-    of a row, kind of forward, candidates), then rows.
+    of one rank's share of a model, without all-reduces. read_outs: by (logits of a row, kind of
+    forward, candidates), then rows.
     """
 
     forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
     shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
-    products: Series = field(default_factory=dict)
-    all_reduces: Series = field(default_factory=dict)
-    links: Series = field(default_factory=dict)
-    copies: Series = field(default_factory=dict)
-    read_outs: Series = field(default_factory=dict)
-    launches: Mapping[str, Launch] = field(default_factory=dict)
+    read_outs: Mapping[tuple[int, str, int], Curve] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Tables:
@@ -166,18 +139,11 @@ class Tables:
 
         Raises KeyError, TypeError or ValueError if it is malformed.
         """
-        if unknown := set(data) - {*IDENTITY, "forwards", "shards", "launches", "bandwidths"}:
-            raise ValueError(f"table {min(unknown)!r}")
-        series = {
-            name: {tuple(e[i] for i in identity): Curve.parse(e) for e in data.get(name, ())}
-            for name, identity in IDENTITY.items()
-        }
-        forwards, shards = (_forwards(data.get(name, ())) for name in ("forwards", "shards"))
-        launches = {
-            str(e["what"]): Launch(_seconds(e["host_s"]), _seconds(e["device_s"]))
-            for e in data.get("launches", ())
-        }
-        return cls(forwards=forwards, shards=shards, launches=launches, **series)
+        every = {name: _forwards(data.get(name, ())) for name in ("forwards", "shards")}
+        entries = data.get("read_outs", ())
+        identity = ("columns", "forward", "candidates")
+        lists = {tuple(e[name] for name in identity): Curve.parse(e) for e in entries}
+        return cls(**every, read_outs=lists)
 
     def forward(self, cost: Cost) -> Curve | None:
         """Returns the measured curve of a cost's forward with the kernel that its job would run, or
@@ -195,11 +161,10 @@ class Tables:
         """
         if cost.key is None or cost.candidates == 1:
             return 0.0
-        known = self.candidates(cost)
+        known = sorted(self.candidates(cost).items())
         if not known:
             return 0.0
-        taken = tuple(known[k](cost.rows) for k in sorted(known))
-        by_candidates = Curve(tuple(sorted(known)), taken)
+        by_candidates = Curve(tuple(k for k, _ in known), tuple(at(cost.rows) for _, at in known))
         return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
 
     def candidates(self, cost: Cost) -> dict[int, Curve]:
@@ -258,26 +223,20 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
 
 
 def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Groups forwards by key, with the fewest rows first; of duplicates the last entry
-    counts."""
+    """Groups forwards by key, with the fewest rows first; of duplicates the last entry counts."""
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
-        key, forward = _forward(entry)
-        every.setdefault(key, {})[forward.most_rows or math.inf] = forward
+        tp, kv_tokens, params = (_whole(entry[name]) for name in ("tp", "kv_tokens", "params"))
+        fuse, lm_head, most = entry["fuse"], entry["lm_head"], entry.get("most_rows")
+        if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
+            raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
+        if most is not None and _whole(most) < 1:
+            raise ValueError(f"most_rows={most!r}: allowed: a whole number >= 1, or null")
+        sequences = _whole(entry.get("sequences", 0))
+        key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens, sequences)
+        forward = Forward(params, Curve.parse(entry), str(entry.get("kernel", "")), most)
+        every.setdefault(key, {})[most or math.inf] = forward
     return {key: tuple(forward[most] for most in sorted(forward)) for key, forward in every.items()}
-
-
-def _forward(entry: Mapping[str, Any]) -> tuple[ForwardKey, Forward]:
-    tp, kv_tokens = _whole(entry["tp"]), _whole(entry["kv_tokens"])
-    fuse, lm_head = entry["fuse"], entry["lm_head"]
-    if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
-        raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
-    sequences = _whole(entry.get("sequences", 0))
-    key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens, sequences)
-    most = entry.get("most_rows")
-    limit = None if most is None else _most_rows(most)
-    kernel = str(entry.get("kernel", ""))
-    return key, Forward(_whole(entry["params"]), Curve.parse(entry), kernel, limit)
 
 
 def _whole(value: Any) -> int:
@@ -286,23 +245,12 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _most_rows(value: Any) -> int:
-    if _whole(value) < 1:
-        raise ValueError(f"most_rows={value!r}: allowed: a whole number >= 1, or null")
-    return _whole(value)
-
-
-def _seconds(value: Any) -> float:
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{value!r}: allowed: seconds, at least 0")
+def _number(value: Any, *, is_rate: bool = False) -> float:
+    """Returns seconds, at least 0, or a positive rate."""
+    if not 0 <= float(value) < math.inf or (is_rate and not float(value)):
+        allowed = "rates must be positive" if is_rate else "seconds, at least 0"
+        raise ValueError(f"{value!r}: allowed: {allowed}")
     return float(value)
-
-
-def _rate(value: Any) -> float | None:
-    """Returns a rate; None if it is unknown."""
-    if value is not None and not 0 < float(value) < math.inf:
-        raise ValueError(f"rate {value!r}, must be positive")
-    return None if value is None else float(value)
 
 
 @dataclass(frozen=True)
@@ -468,23 +416,28 @@ def _read(path: Path) -> Profile:
 
 
 def _profile(data: dict[str, Any]) -> Profile:
-    kinds: dict[str, Callable[[Any], Any]] = {
-        "read_bytes_per_s": _rate,
-        "peak_flops_per_s": _rate,
-        "product_overhead_s": _seconds,
-        "launch_s": _seconds,
-        "memory_bytes": lambda value: None if value is None else int(value),
-    }
-    numbers = data["numbers"]
-    values: dict[str, Any] = {key: read(numbers[key]["value"]) for key, read in kinds.items()}
+    """Reads a profile's JSON; raises KeyError, TypeError, ValueError or AttributeError."""
+    numbers, values = data["numbers"], dict[str, Any]()
+    for name in ("product_overhead_s", "launch_s"):
+        values[name] = _number(numbers[name]["value"])
+    for name in ("read_bytes_per_s", "peak_flops_per_s", "memory_bytes"):
+        value = numbers[name]["value"]
+        values[name] = None if value is None else _number(value, is_rate=True)
+    if values["memory_bytes"] is not None:
+        values["memory_bytes"] = int(values["memory_bytes"])
     reduce = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
-    latencies, rates = _all_reduce(reduce)
+    latencies, rates = reduce["latency_s"], reduce["bytes_per_s"]
+    if (latencies, rates) != (None, None):
+        latencies = {int(n): _number(s) for n, s in latencies.items()}
+        rates = {int(n): _number(rate, is_rate=True) for n, rate in rates.items()}
+        if latencies.keys() != rates.keys():
+            raise ValueError(f"all_reduce: latency_s of {[*latencies]}, bytes_per_s of {[*rates]}")
     return Profile(
         name=str(data["name"]),
         device_name=str(data["device_name"]),
         all_reduce_latency_s=latencies,
         all_reduce_bytes_per_s=rates,
-        sources={key: str(numbers[key]["from"]) for key in kinds} | {"all_reduce": reduce["from"]},
+        sources={n: str(numbers[n]["from"]) for n in values} | {"all_reduce": reduce["from"]},
         tables=Tables.parse(data.get("tables") or {}),
         models_others="others" in data,
         other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
@@ -492,15 +445,3 @@ def _profile(data: dict[str, Any]) -> Profile:
         hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
         **values,
     )
-
-
-def _all_reduce(
-    entry: Mapping[str, Any],
-) -> tuple[Mapping[int, float] | None, Mapping[int, float] | None]:
-    if entry["latency_s"] is None and entry["bytes_per_s"] is None:
-        return None, None
-    latencies = {int(n): _seconds(s) for n, s in entry["latency_s"].items()}
-    rates = {int(n): _rate(float(s)) or 0.0 for n, s in entry["bytes_per_s"].items()}
-    if latencies.keys() != rates.keys():
-        raise ValueError(f"all_reduce: latency_s of {[*latencies]}, bytes_per_s of {[*rates]}")
-    return latencies, rates

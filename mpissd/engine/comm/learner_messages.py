@@ -1,8 +1,5 @@
 """Messages of online learning: lessons from the lead to a learner, new weights to the draft.
 
-A lesson message is int32 numbers: [sequences, columns], then for each sequence a head of six, its
-new tokens and the positions of its rows, and after all sequences their logits, float32 bit for bit.
-
 A version of weights is sent in pieces, so that none of them holds up a round for long. A piece is a
 header and up to PIECE bytes. The last piece completes the version, whose checksum decides whether
 it is taken. A message without bytes ends the stream.
@@ -10,8 +7,10 @@ it is taken. A message without bytes ends the stream.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from struct import Struct
 from typing import Protocol
 from zlib import crc32
@@ -25,7 +24,6 @@ from mpissd.common.rounds import Ints
 Bytes = NDArray[np.uint8]
 Logits = NDArray[np.float32]
 Sent = Mapping[tuple[int, int], int]  # tokens that the learner has, by (request id, epoch)
-_HEAD = 6  # id, epoch, start, tokens, prompt, rows
 PIECE = 1 << 20  # bytes: some .3 ms to take over on one host
 _PIECE_HEADER = Struct("=5q")  # version, its bytes, start of the piece, bytes of it, checksum
 HEADER = _PIECE_HEADER.size
@@ -61,39 +59,36 @@ class Outlet(Protocol):
     def has_room(self) -> bool:
         """Returns whether another message may be sent."""
 
-    def send(self, numbers: Ints) -> None:
+    def send(self, message: Bytes) -> None:
         """Starts to send a message, which the caller must not change; for it there is room."""
 
 
-def write_lessons(lessons: Sequence[Lesson], logits: Sequence[Logits]) -> Ints:
+class VersionInbox(Protocol):
+    """Receives pieces for a draft."""
+
+    def take(self) -> Bytes | None:
+        """Returns the next message, valid until the next call; None if none has arrived."""
+
+
+def write_lessons(lessons: Sequence[Lesson], logits: Sequence[Logits]) -> Bytes:
     """Returns a message; logits: of each lesson's rows in order, float32 [V] each."""
-    columns = len(logits[0]) if logits else 0
-    parts: list[Ints] = [np.array([len(lessons), columns], np.int32)]
+    rows, parts = iter(logits), []
     for one in lessons:
-        sizes = len(one.tokens), one.prompt, len(one.at)
-        head = [one.request_id, one.epoch, one.start, *sizes]
-        parts += [np.array(head, np.int32), one.tokens, one.at]
-    return np.concatenate([*parts, *(row.view(np.int32) for row in logits)])
+        own = b"".join(row.tobytes() for row in islice(rows, len(one.at)))
+        arrays = one.tokens.tobytes(), one.at.tobytes(), own
+        parts.append((one.request_id, one.epoch, one.start, one.prompt, *arrays))
+    return np.frombuffer(pickle.dumps(parts), np.uint8)
 
 
-def read_lessons(message: Ints) -> list[Lesson]:
-    """Returns the lessons of a message; raises ProtocolError for one of another size."""
-    count, columns = message[:2].tolist()
-    texts, at = list[tuple[list[int], Ints, Ints]](), 2
-    for _ in range(count):
-        head = message[at : at + _HEAD].tolist()
-        end = at + _HEAD + head[3]
-        texts.append((head, message[at + _HEAD : end], message[end : end + head[5]]))
-        at = end + head[5]
-    rows = sum(head[5] for head, _, _ in texts)
-    if len(message) != at + rows * columns:
-        raise ProtocolError(f"lessons of {len(message)} numbers, expected {at + rows * columns}")
-    logits = message[at:].view(np.float32).reshape(rows, columns)
-    parts = np.split(logits, np.cumsum([head[5] for head, _, _ in texts])[:-1])
-    return [
-        Lesson(head[0], head[1], head[2], tokens, head[4], places, (), part)
-        for (head, tokens, places), part in zip(texts, parts, strict=False)
-    ]
+def read_lessons(message: Bytes) -> list[Lesson]:
+    """Returns the lessons of a message."""
+    lessons = []
+    for request_id, epoch, start, prompt, *arrays in pickle.loads(message.data):
+        tokens, at = (np.frombuffer(data, np.int32) for data in arrays[:2])
+        logits = np.frombuffer(arrays[2], np.float32)
+        logits = logits.reshape(len(at), len(logits) // max(1, len(at)))
+        lessons.append(Lesson(request_id, epoch, start, tokens, prompt, at, (), logits))
+    return lessons
 
 
 @dataclass(frozen=True)
@@ -102,13 +97,6 @@ class Complete:
 
     version: int
     data: memoryview
-
-
-class VersionInbox(Protocol):
-    """Receives pieces for a draft."""
-
-    def take(self) -> Bytes | None:
-        """Returns the next message, valid until the next call; None if none has arrived."""
 
 
 def pieces(version: int, data: bytes) -> Iterator[Bytes]:

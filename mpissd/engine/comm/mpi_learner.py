@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.common.rounds import Ints
 from mpissd.engine.comm.learner_messages import HEADER, PIECE, Bytes
 from mpissd.engine.comm.mpi_patient import PatientComm
 
@@ -30,23 +29,24 @@ class LearnerComms:
     leads and the one before the learner drafts. local_rank: among the ranks of its host.
     """
 
-    def __init__(self, world: MPI.Comm) -> None:
-        """Splits the learner off; collective over `world`."""
-        self._all, last = world.Dup(), world.size - 1
-        self.local_rank = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank).rank
-        self.is_learner, self.is_lead = world.rank == last, world.rank == 0
-        self.is_draft = world.rank == last - 1
-        self.world = world.Split(int(self.is_learner), world.rank)
-        self.learner, self._draft, self.world_size = last, last - 1, world.size
-        self.outlet = LessonOutlet(self._all, last) if self.is_lead else None
-        self.inbox = PieceInbox(self._all, last) if self.is_draft else None
+    def __init__(self) -> None:
+        """Starts MPI and splits the learner off; collective over MPI's world."""
+        self._all = PatientComm(MPI.COMM_WORLD).Dup()
+        rank, self.world_size = self._all.rank, self._all.size
+        self._learner = self.world_size - 1
+        self.local_rank = self._all.Split_type(MPI.COMM_TYPE_SHARED, rank).rank
+        self.is_learner, self.is_lead = rank == self._learner, rank == 0
+        self.is_draft = rank == self._learner - 1
+        self.world = self._all.Split(int(self.is_learner), rank)
+        self.outlet = LessonOutlet(self._all, self._learner) if self.is_lead else None
+        self.inbox = PieceInbox(self._all, self._learner) if self.is_draft else None
         self._stop: MPI.Request | None = None  # of `stop`; holds its message until it is received
 
     def stop(self) -> dict[str, Any] | None:
         """Ends the learner, on the lead; returns its report, None if it does not answer in time."""
-        self._stop = self._all.Isend(np.zeros(1, np.int32), self.learner, _STOP)
+        self._stop = self._all.Isend(np.zeros(1, np.int32), self._learner, _STOP)
         until = time.monotonic() + _REPORT_S
-        while (data := self._probed(self.learner, _REPORT)) is None:
+        while (data := self._probed(self._learner, _REPORT)) is None:
             if time.monotonic() > until:
                 return None
             time.sleep(_NAP_S)
@@ -60,18 +60,17 @@ class LearnerComms:
         if self.inbox is not None:
             self.inbox.close()
 
-    def lesson(self) -> Ints | None:
-        """Returns the next lesson's numbers, on the learner; None if none has arrived."""
-        data = self._probed(0, _LESSON)
-        return None if data is None else data.view(np.int32)
+    def lesson(self) -> Bytes | None:
+        """Returns the next lesson, on the learner; None if none has arrived."""
+        return self._probed(0, _LESSON)
 
-    def is_told_to_stop(self) -> bool:
+    def must_stop(self) -> bool:
         """Returns whether the lead ends the learner; lessons before it have been received."""
         return self._probed(0, _STOP) is not None
 
     def send_piece(self, message: Bytes) -> MPI.Request:
         """Starts to send the draft a piece of a version."""
-        return self._all.Isend(message, self._draft, _VERSION)
+        return self._all.Isend(message, self._learner - 1, _VERSION)
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
         """Ends the learner's messages: the end to the draft, its report to the lead.
@@ -80,7 +79,7 @@ class LearnerComms:
         """
         if last is not None:
             last.Wait()
-        self._all.Send(np.zeros(0, np.uint8), self._draft, _VERSION)
+        self._all.Send(np.zeros(0, np.uint8), self._learner - 1, _VERSION)
         self._all.Send(np.frombuffer(json.dumps(report).encode(), np.uint8), 0, _REPORT)
 
     def _probed(self, source: int, tag: int) -> Bytes | None:
@@ -98,20 +97,19 @@ class LessonOutlet:
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._comm, self._learner = comm, learner
-        self._sending: list[tuple[MPI.Request, Ints]] = []
+        self._sending: list[tuple[MPI.Request, Bytes]] = []
 
     def has_room(self) -> bool:
         """Returns whether few enough lessons are on their way."""
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
         return len(self._sending) < _MOST
 
-    def send(self, numbers: Ints) -> None:
+    def send(self, message: Bytes) -> None:
         """Starts to send a lesson, which is on its way until the learner takes it.
 
         A plain send of a short message would complete before it is received.
         """
-        data = numbers.view(np.uint8)
-        self._sending.append((self._comm.Issend(data, self._learner, _LESSON), numbers))
+        self._sending.append((self._comm.Issend(message, self._learner, _LESSON), message))
 
 
 class PieceInbox:
@@ -146,8 +144,3 @@ class PieceInbox:
         if self._request is not None:
             self._request.Cancel()
             self._request.Wait()
-
-
-def open_learner_comms() -> LearnerComms:
-    """Starts MPI and returns this rank's place in a job with a learner. Collective."""
-    return LearnerComms(PatientComm(MPI.COMM_WORLD))

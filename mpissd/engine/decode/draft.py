@@ -52,9 +52,9 @@ class Drafter:
 
     chained: the programs of rounds that the device decides (None: never); in such a round the
     target's worker launches this drafter's forwards. rows: by batch row, the distributions [V] of
-    the last answer's uncertain tokens. caught_up: tokens that the misses of the last answer lacked
-    and that were stored first, and the seconds of that. version: of the weights that draft; 0: as
-    they were loaded. divergence: why weights that replaced those are to be left.
+    the last answer's uncertain tokens. caught_up_s: seconds in which the tokens were stored that
+    the misses of the last answer lacked. version: of the weights that draft; 0: as they were
+    loaded. divergence: why weights that replaced those are to be left.
     """
 
     # By round. t_draft_s: seconds in which a whole speculation was drafted, NaN if hits gave a part
@@ -81,17 +81,12 @@ class Drafter:
         self._due = 0  # rows of opened prompts that the target stored, and this draft did not
         self._fan_outs = policy.fan_outs  # of the branches that grow
         self.rows: dict[int, list[NDArray[np.float32]]] = {}
-        self.caught_up = 0, 0.0
+        self.caught_up_s = 0.0
         self.version = 0
         self.divergence: str | None = None
         self._tape = Tape("d")
         self.draft_s = self._growth_s = _UNKNOWN
         self._num_jit = self._steps_ready = 0
-
-    @property
-    def lacking(self) -> int:
-        """Number of committed tokens not stored yet, not counting the next first step's."""
-        return self.worker.lacking(self.batch)
 
     def finish(self, steps: Steps[R]) -> R:
         """Runs all forwards of this drafter's `steps`; returns their result."""
@@ -114,8 +109,7 @@ class Drafter:
         """Makes the speculation that an outcome asks for: hits from the cache, misses by the
         backup.
 
-        A miss ends the growth; a hit prunes it to the branch of the outcome. A sequence of which
-        the draft lacks too much has source NONE.
+        A miss ends the growth; a hit prunes it to the branch of the outcome.
         """
         mark, cache = self.ledger.mark, self.cache
         self.worker.enter(self.batch, self.batch.apply(outcome))
@@ -128,7 +122,7 @@ class Drafter:
             self._steps_ready = hits.steps
             rollouts.append(hits)
         misses = [row for row, lane in enumerate(lanes) if lane is None]
-        self.caught_up, self._num_jit = (0, 0.0), 0
+        self.caught_up_s, self._num_jit = 0.0, 0
         if misses and self._most:
             rollouts += yield from self._backup(misses)
         yield from self._finish(rollouts)
@@ -154,23 +148,16 @@ class Drafter:
         """Begins the tokens of these misses; FAST tokens cost no draft step."""
         policy = self.policy
         if policy.backup == Source.JIT:
-            rows = yield from self._catch_up(rows)
-            if not rows:
-                return []
+            start = perf_counter()
+            # The first step stores one token itself.
+            if (yield from self.worker.filling(self.batch, rows, 1)):
+                self.ledger.mark(DraftPhase.PREFILL)
+                self.caught_up_s = perf_counter() - start
             self._num_jit = len(rows)
         backup = self.worker.restart(self.batch, rows, policy.backup)
         if policy.backup == Source.FAST:
             backup.steps = min(policy.backup_lookahead, self._most)
         return [backup]
-
-    def _catch_up(self, rows: list[int]) -> Steps[list[int]]:
-        """Stores the tokens that misses need before their first draft step, as many as the lead
-        allows; a step stores one token itself. Returns the rows that lack no more."""
-        start, most = perf_counter(), self._control.catch_up
-        if stored := (yield from self.worker.filling(self.batch, rows, 1, most)):
-            self.ledger.mark(DraftPhase.PREFILL)
-            self.caught_up = stored, perf_counter() - start
-        return rows if most is None else self.worker.ready(self.batch, rows, 1)
 
     def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
         """Grows hits to K and misses to K_b, in shared forwards."""

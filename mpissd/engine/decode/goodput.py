@@ -16,7 +16,8 @@ running means measured on the lead. Acceptance rates come from each sequence's o
 the rates of all sequences. The choice reads counts and clocks, never the proposed tokens, so
 decoding stays lossless (docs/ssd.md, "Sampling").
 
-A draft on the lead's own device first stores the tokens that it lacks (CatchUpCost).
+A draft on the lead's own device stores nothing while K = 0, and all tokens that it lacks before it
+drafts again. Their mean seconds a round are a cost of drafting.
 
 An untried load is assumed to cost as much as the nearest larger load, in proportion: the controller
 is optimistic and tries it. A way not tried for _STALE_ROUNDS rounds of a load is tried again, at a
@@ -25,7 +26,6 @@ cost of at most EXPLORE of the time.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,6 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
 _HITS = 1 / 256  # the same for hits
-_FORGOTTEN = 1 / 256  # of earlier requests with each that ends
 _SAMPLE = 1 / 8  # weight of a new duration
 _STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
@@ -151,56 +150,6 @@ class _Growth:
         return max(0.0, known + more * step_s)
 
 
-class CatchUpCost:
-    """Cost of the tokens that a draft on the lead's own device stores before it drafts.
-
-    Such a draft stores nothing while K = 0. Storing the lacking tokens later takes seconds in which
-    it does not draft. They are spread over the tokens that the sequence emits.
-    """
-
-    def __init__(self, times: ForwardTimes) -> None:
-        """Takes the target's times, which have the draft's as well."""
-        self._times = times
-        # Of the requests that are over: tokens of prompts, of answers, and the squares of these.
-        self._ended = np.zeros(3)
-
-    def ended(self, prompt: int, answer: int) -> None:
-        """Takes the numbers of tokens of a request that is over.
-
-        One without an answer does not count: the draft stored nothing for it.
-        """
-        if answer:
-            self._ended = (1 - _FORGOTTEN) * self._ended + [prompt, answer, answer**2]
-
-    def seconds(self, count: int, lacking: int) -> float:
-        """Returns the seconds of storing per emitted token.
-
-        The larger of two ratios counts: the `lacking` tokens of `count` sequences over the tokens
-        that these are expected to emit yet, and the prompts of future requests over their answers.
-        """
-        prompts, answers, _ = self._ended.tolist()
-        each = max(prompts / answers, lacking / count / self._left) if answers else 0.0
-        return each * self._times.caught_up_s
-
-    def ready(self, count: int, lacking: int) -> float:
-        """Returns the share of the time to come in which the draft has a whole sequence stored.
-
-        It catches up with one sequence after the other: a mean one waits for half of the lacking
-        tokens, a single one does not wait.
-        """
-        if not lacking or count == 1:
-            return 1.0
-        rounds = lacking / 2 / self._times.caught_up_a_round(2 * count)
-        return 1 / (1 + rounds / self._left)
-
-    @property
-    def _left(self) -> float:
-        """Tokens that a live sequence is expected to emit yet: one that is met at any time is
-        likelier a long one."""
-        _, answers, squares = self._ended.tolist()
-        return squares / (2 * answers) if answers else math.inf
-
-
 class Goodput:
     """The controller of one server. Call `choose` before a round and `observe` after it."""
 
@@ -217,7 +166,8 @@ class Goodput:
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
-        self.stored = CatchUpCost(times)
+        # By load: mean seconds of a round with drafts in which an inline draft stores tokens.
+        self._stored_s: defaultdict[int, float] = defaultdict(float)
         self.way = self._best = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
@@ -233,6 +183,9 @@ class Goodput:
         drafts = way.lookahead > 0
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
+        elif drafts:  # what a long time without drafting left to store comes only once
+            stored_s = min(result.stored_s, result.t_target_s)
+            self._stored_s[load] += _STRETCH * (stored_s - self._stored_s[load])
         host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
         self._host[drafts].add(count, max(0.0, host_s))
         if not drafts or result.speculation.num_draft.any():  # nothing learned without drafts
@@ -284,15 +237,12 @@ class Goodput:
     def _kind(way: Way) -> int | None:
         return way.width if way.lookahead else -1
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING, lacking: int = 0) -> Way:
-        """Returns the way of the next round, of these live sequences, given this backlog.
-
-        lacking: their tokens that a draft on the lead's own device has not stored.
-        """
+    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
+        """Returns the way of the next round, of these live sequences, given this backlog."""
         count = len(tasks)
         if not count:
             return self.way
-        promises = dict(self._promises(count, self._tokens(tasks), backlog, lacking))
+        promises = dict(self._promises(count, self._tokens(tasks), backlog))
         rates = _rates(promises, backlog.sequences / count)
         best = max(rates, key=rates.__getitem__)
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
@@ -314,26 +264,25 @@ class Goodput:
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
     def _promises(
-        self, count: int, tokens: Floats, backlog: Backlog, lacking: int
+        self, count: int, tokens: Floats, backlog: Backlog
     ) -> Iterator[tuple[Way, Promise]]:
         """Yields every way with the promise of its round."""
         host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
-        store_s, ready = self.stored.seconds(count, lacking), self.stored.ready(count, lacking)
         drafting = self._drafting_s(count)
+        store_s = self._stored_s[count.bit_length()]
         for lookahead, expected in enumerate(tokens.tolist()):
-            rows = count + round(ready * count * lookahead)
-            expected = count + ready * (expected - count)
+            rows = count * (1 + lookahead)
             stored = backlog.rows
             if stored:
                 stored = min(stored, self._times.room(rows, backlog.most_rows, lookahead))
-            forward_s = self._times.grown_s(rows, rows + stored)
+            forward_s = self._times.seconds(rows + stored)
             for width, growth in self._growths.items():
                 if not lookahead and width != 0:
                     continue
                 stretch = self._stretch[width if lookahead else -1]
                 base = stretch * forward_s + host[lookahead > 0]
                 wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
-                wait += store_s * expected if lookahead else 0.0
+                wait += store_s if lookahead else 0.0
                 yield Way(lookahead, width), Promise(expected, max(base + wait, 1e-9), stored)
 
     def _drafting_s(self, count: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +26,12 @@ class Speculator(ABC):
     """The source of draft tokens: asked once a round, it answers once a round.
 
     lost_round: the first round after the draft was lost, with K = 0 from there on; None while it is
-    present. stored, stored_s: of the last answer, the committed tokens that a draft on the lead's
-    own device stored (opened prompts included), and the seconds of that.
+    present. stored_s: of the last answer, the seconds in which a draft on the lead's own device
+    stored the committed tokens that it lacked.
     """
 
     lost_round: int | None = None
-    stored, stored_s = 0, 0.0
-    lacking = 0  # tokens of live sequences that a draft on the lead's own device has not stored
+    stored_s = 0.0
 
     @abstractmethod
     def ask(self, outcome: Outcome) -> None:
@@ -80,15 +78,15 @@ class NoSpeculator(Speculator):
 
 class InlineSpeculator(Speculator):
     """The speculator of SD on the lead's own device: it drafts before the target verifies, in one
-    stream."""
+    stream.
+
+    It stores committed tokens only before it drafts, all that it lacks, so that rounds without
+    drafting cost nothing.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._outcome: Outcome
-
-    @property
-    def lacking(self) -> int:  # type: ignore[override]
-        return self._drafter.lacking
 
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -97,14 +95,10 @@ class InlineSpeculator(Speculator):
         drafter = self._drafter
         drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
         speculation = drafter.answer(self._outcome)
-        self.stored, self.stored_s = drafter.caught_up
+        self.stored_s = drafter.caught_up_s
         if drafter.chained is not None and drafter.chained.is_on:
             return speculation  # its tokens come with the verdict (chained.ChainedTarget)
         drafter.verification_started(speculation)
-        if drafter.is_storing and self._outcome.control.catch_up is None:
-            start = perf_counter()
-            self.stored += drafter.finish(drafter.store_opened())
-            self.stored_s += perf_counter() - start
         drafter.close_round(speculation)
         return speculation
 

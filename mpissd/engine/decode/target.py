@@ -47,8 +47,8 @@ class RoundResult:
 
     logprobs: by batch row, the target's log-probability of each emitted token, if the sequence
     asked for it. num_rows: rows of the forward, prompts included. wait_s: wait for the draft after
-    the outcome was applied. stored: tokens that a draft on the lead's own device stored before it
-    drafted or during the verification; stored_s: the seconds of that, not counted in wait_s.
+    the outcome was applied. stored_s: seconds in which a draft on the lead's own device stored the
+    tokens that it lacked, not counted in wait_s.
     adopted: for each sequence id placed in this round, the tokens of its prompt that other
     sequences had stored.
     """
@@ -59,7 +59,6 @@ class RoundResult:
     logprobs: Mapping[int, list[float]] = field(default_factory=dict)
     num_rows: int = 0
     wait_s: float = 0.0
-    stored: int = 0
     stored_s: float = 0.0
     adopted: Mapping[int, int] = field(default_factory=dict)
 
@@ -118,7 +117,7 @@ class TargetLoop:
             mark(LeadPhase.PREFILL)
         asked = perf_counter()
         speculation = speculator.answer(self.round, len(self.batch))
-        stored, stored_s = speculator.stored, speculator.stored_s
+        stored_s = speculator.stored_s
         wait_s = perf_counter() - asked - stored_s
         mark(LeadPhase.DRAFT_WAIT)
         self._plans.publish(outcome, speculation)
@@ -144,7 +143,7 @@ class TargetLoop:
         self.round += 1
         seconds, num_rows, adopted = worker.elapsed_s(), worker.num_rows, worker.adopted
         return RoundResult(
-            speculation, decided, seconds, logprobs, num_rows, wait_s, stored, stored_s, adopted
+            speculation, decided, seconds, logprobs, num_rows, wait_s, stored_s, adopted
         )
 
     def _outcome(self) -> Outcome:
@@ -198,11 +197,6 @@ class TargetLoop:
         """The tokens of opened prompts that are still to be stored."""
         coming = sum(len(request.prompt) - 1 for _, request in self._new if request.prompt)
         return coming + sum(gap.size for gap in self.batch.opened_gaps())
-
-    @property
-    def lacking(self) -> int:
-        """The tokens of live sequences that a draft on the lead's own device has not stored."""
-        return self._speculator.lacking
 
     @property
     def most_rows(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from mpissd.engine.job.job import Job
+from mpissd.engine.job import Job
 from mpissd.engine.model.transformer.sources import doubt
 
 

@@ -118,16 +118,13 @@ class Worker(Generic[AnyOracle]):
         """Like `filling`, forward by forward."""
         return bool(finish(self.filling(batch, rows, spare), lambda: self.stepper.wait(waiter)))
 
-    def filling(
-        self, batch: Batch, rows: Sequence[int], spare: int = 0, most: int | None = None
-    ) -> Steps[int]:
+    def filling(self, batch: Batch, rows: Sequence[int], spare: int = 0) -> Steps[int]:
         """Stores the committed tokens that the cache of batch rows `rows` lacks, prompts first.
 
-        Rows that lack at most `spare` tokens are left out; of the others, `most` tokens are stored
-        (None: all of them). Returns how many were; collective over the target ranks, which all see
-        the same batch.
+        Rows that lack at most `spare` tokens are left out. Returns how many tokens were stored;
+        collective over the target ranks, which all see the same batch.
         """
-        gaps = _first(self.gaps(batch, rows, spare), most)
+        gaps = self.gaps(batch, rows, spare)
         if not gaps:
             return 0
         batch.fill(gaps)
@@ -150,16 +147,6 @@ class Worker(Generic[AnyOracle]):
     def gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
         """Returns the tokens that `filling` stores (Batch.gaps)."""
         return batch.gaps(rows, spare)
-
-    def lacking(self, batch: Batch) -> int:
-        """Returns how many committed tokens the cache lacks, but for those that a forward over the
-        last ones stores."""
-        return sum(gap.size for gap in self.gaps(batch, range(len(batch)), 1))
-
-    def ready(self, batch: Batch, rows: list[int], spare: int) -> list[int]:
-        """Returns the batch rows among `rows` that lack at most `spare` tokens."""
-        short = {gap.slot for gap in self.gaps(batch, rows, spare)}
-        return [row for row in rows if int(batch.slots[row]) not in short] if short else rows
 
     def _fill_rows(self, batch: Batch, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
@@ -331,19 +318,6 @@ class DraftWorker(Worker[DraftOracle]):
         """
         batch.filled[:] = 0
         self.oracle.forget()
-
-
-def _first(gaps: list[Gap], most: int | None) -> list[Gap]:
-    """Returns `most` tokens of these gaps, short gaps first (None: all)."""
-    if most is None:
-        return gaps
-    chosen = []
-    for gap in sorted(gaps, key=lambda gap: gap.size):
-        if not most:
-            break
-        chosen.append(gap._replace(stop=min(gap.stop, gap.start + most)))
-        most -= chosen[-1].size
-    return chosen
 
 
 def _cut(gaps: Sequence[Gap], rows: int) -> Iterator[tuple[Gap, bool]]:

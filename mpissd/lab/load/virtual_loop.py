@@ -76,7 +76,7 @@ class _Sequence:
     left: int  # tokens of the prompt that are not stored
     emitted: int  # before a preemption, too
     hit: bool = False
-    behind: int = 0  # tokens that an inline draft lacks, without the one that its next step stores
+    behind: int = 0  # tokens that an inline draft lacks
 
 
 class VirtualLoop:
@@ -134,11 +134,6 @@ class VirtualLoop:
         """The tokens of opened prompts that are still to be stored."""
         return sum(one.left for one in self._opened.values())
 
-    @property
-    def lacking(self) -> int:
-        """The tokens of live sequences that a draft inline has not stored."""
-        return sum(one.behind for one in self._live.values())
-
     def open(self, requests: Sequence[Request]) -> None:
         """Lets these sequences join once their prompts are stored."""
         for request in requests:
@@ -157,55 +152,36 @@ class VirtualLoop:
         """Lets one round pass; returns its outcome."""
         joining = [n for n, one in self._opened.items() if not one.left]
         for name in joining:
-            self._live[name] = one = self._opened.pop(name)
-            if self._catches_up:
-                one.behind = max(0, len(one.request.prompt) - 2)
+            self._live[name] = self._opened.pop(name)
         self._begins = bool(joining)
         start, control = self.now, self.control
         most = self._job.lookahead
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
-        stored = self._store(control.prefill_rows)
-        by_draft = self._stored_inline(stored, lookahead)
-        wait_s, stored_s = self._answer_s(lookahead), self._draft_s(by_draft)
-        self._unstored += stored  # by a draft of its own rank
-        rows = len(self._live) + lookahead * self._num_ready + stored
+        stored, stored_s = self._store(control.prefill_rows, drafts=lookahead > 0)
+        wait_s = self._answer_s(lookahead)
+        rows = len(self._live) * (1 + lookahead) + stored
         forward_s = self.forward_s(rows)
         self.now = start + self._host.ask_s + wait_s + stored_s + self._host.lead_s
         if self.meanwhile is not None:
             self.meanwhile()
         self.now += forward_s
         speculation, outcome = self._outcome(lookahead)
-        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, by_draft, stored_s)
+        return RoundResult(speculation, outcome, forward_s, {}, rows, wait_s, stored_s)
 
-    @property
-    def _catches_up(self) -> bool:
-        """Whether the draft stores its lacking tokens when it drafts."""
-        return self._job.inline and self.control.catch_up is not None
-
-    @property
-    def _num_ready(self) -> int:
-        """The sequences for which the next round drafts."""
-        return sum(not one.behind for one in self._live.values())
-
-    def _store(self, most: int) -> int:
-        stored = 0
+    def _store(self, most: int, *, drafts: bool) -> tuple[int, float]:
+        """Stores up to `most` rows of prompts; returns (those, the seconds in which an inline draft
+        stores the tokens that it lacks, before it drafts)."""
+        inline, stored, missed = self._job.inline, 0, 0
         for one in self._opened.values():
             part = min(one.left, most - stored)
             one.left -= part
             stored += part
-        return stored
-
-    def _stored_inline(self, rows: int, lookahead: int) -> int:
-        """Returns how many tokens an inline draft stores: as many rows of prompts, or, before it
-        drafts, its lacking tokens."""
-        most = self.control.catch_up
-        if not self._job.inline or most is None:
-            return rows if self._job.inline else 0
-        left = most if lookahead else 0
-        for one in sorted(self._live.values(), key=lambda one: one.behind):
-            part = min(one.behind, left)
-            one.behind, left = one.behind - part, left - part
-        return most - left if lookahead else 0
+            one.behind += part * inline
+        self._unstored += stored  # by a draft of its own rank
+        if drafts:
+            for one in self._live.values():
+                missed, one.behind = missed + one.behind, 0
+        return stored, self._draft_s(missed)
 
     def _answer_s(self, lookahead: int) -> float:
         """Returns the lead's wait for the draft in seconds, and begins the draft's next work."""
@@ -214,8 +190,7 @@ class VirtualLoop:
         if job.draft is None:
             return 0.0
         if job.inline:
-            ready = self._num_ready
-            return lookahead * self._draft_s(ready) + host.draft_s if lookahead else 0.0
+            return lookahead * self._draft_s(count) + host.draft_s if lookahead else 0.0
         asked = self.now + host.lead_send + host.link
         free, steps = self._grown(asked)
         seen = max(asked, free)
@@ -274,11 +249,10 @@ class VirtualLoop:
         rows = np.zeros((count, Outcome.WIDTH), np.int32)
         for n, (name, one) in enumerate(self._live.items()):
             source = Source.CACHE if one.hit else Source.JIT
-            drafted = 0 if one.behind else lookahead
-            if drafted:
-                served.rows[n, :3] = source, one.hit, drafted
-            k = one.outcomes.accepted(one.emitted, drafted, one.hit) if drafted else 0
-            one.behind += self._catches_up and not drafted
+            if lookahead:
+                served.rows[n, :3] = source, one.hit, lookahead
+            k = one.outcomes.accepted(one.emitted, lookahead, one.hit) if lookahead else 0
+            one.behind += self._job.inline and not lookahead
             rows[n] = name, one.request.epoch, Event.COMMIT, k, 0
             one.hit = False
             if grows:

@@ -67,9 +67,7 @@ def execute(config: RunConfig) -> int:
 
 def _beside_a_learner(config: RunConfig) -> int:
     """Runs one configuration with a learner, which is the last rank; returns the exit code."""
-    from mpissd.engine.comm.mpi_learner import open_learner_comms
-
-    with closing(open_learner_comms()) as comms:
+    with closing(LearnerComms()) as comms:
         if comms.is_learner:
             from mpissd.online.rank import learn
 

@@ -27,7 +27,7 @@ from mpissd.lab.pair.measures import (
     rank_tables,
 )
 from mpissd.lab.pair.outcomes import Outcomes, looked_up_counts, of_recording, of_row
-from mpissd.lab.tables import load_rows
+from mpissd.lab.tables.load import load_rows
 
 Lines = Iterator[str]
 _SEED = 17  # of the resamples

@@ -7,8 +7,7 @@ from collections.abc import Set as AbstractSet
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
-from mpissd.engine.job import resolve_unopened
-from mpissd.engine.job.checks import check_draft_device
+from mpissd.engine.job import check_draft_device, resolve_unopened
 from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.lab.sweep.grid import read_grid

@@ -8,8 +8,3 @@ milestone  the milestone report's tables next to ours (docs/milestone-tables.md 
 
 This needs neither MPI nor a GPU.
 """
-
-from mpissd.lab.tables.load import load_profiles, load_rounds, load_rows, of_one_group
-from mpissd.lab.tables.pair import Pair
-
-__all__ = ["Pair", "load_profiles", "load_rounds", "load_rows", "of_one_group"]

@@ -29,7 +29,7 @@ _SETTING = (
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
     "prompts draft acceptance divergence"
 ).split()
-DRAFTED = ("draft", "acceptance", "divergence")  # keys that AR rows leave empty
+_DRAFTED = ("draft", "acceptance", "divergence")  # keys that do not bind rows of AR and lookups
 _ASKED = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")  # flags of text
 _MODES = ("ar", "sd", "ssd")
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
@@ -47,64 +47,48 @@ x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval
 
 @dataclass(frozen=True)
 class Use:
-    """The rows of one method at one K in one setting: its repeats and seeds."""
+    """The rows of one method at one K in one setting: its repeats and seeds.
+
+    tok_per_s: their median. predicted: the mean of their predicted tok/s, from their own jobs'
+    profiles; None if a row has no prediction.
+    """
 
     rows: tuple[Row, ...]
+    method: str
+    family: Family
+    lookahead: int
+    tok_per_s: float
+    predicted: float | None
 
-    @property
-    def lookahead(self) -> int:
-        return int(self.rows[0].lookahead)
-
-    @property
-    def mode(self) -> str:
-        """The mode of its family (mode_of)."""
-        return mode_of(self.rows[0])
-
-    @property
-    def tp(self) -> int:
-        return int(self.rows[0].tp)
-
-    @property
-    def num_drafts(self) -> int:
-        return int(self.rows[0].world_size) - self.tp
-
-    @property
-    def family(self) -> Family:
-        return Family.of(self)
-
-    @property
-    def method(self) -> str:
-        return method_of(self.rows[0])
-
-    @property
-    def seeds(self) -> set[object]:
-        return {row.seed for row in self.rows}
-
-    @property
-    def rates(self) -> list[float]:
-        """The tok/s of each row."""
-        return [float(row.tok_per_s) for row in self.rows]
-
-    @property
-    def tok_per_s(self) -> float:
-        """The median tok/s."""
-        return median(self.rates)
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Use:
+        """Makes the use of one or more rows."""
+        first, means = rows[0], [row.expected_tok_per_s for row in rows]
+        known = [float(mean) for mean in means if mean]
+        return cls(
+            rows=tuple(rows),
+            method=method_of(first),
+            family=Family(mode_of(first), int(first.tp), int(first.world_size - first.tp)),
+            lookahead=int(first.lookahead),
+            tok_per_s=float(median(row.tok_per_s for row in rows)),
+            predicted=fmean(known) if len(known) == len(means) else None,
+        )
 
     @property
     def per_gpu(self) -> float:
+        """The median tok/s a GPU."""
         return self.tok_per_s / self.family.gpus
 
     @property
     def spread(self) -> float:
         """The range of tok/s (largest minus smallest) as a share of the median; 0 for one row."""
-        return (max(self.rates) - min(self.rates)) / self.tok_per_s
+        rates = [row.tok_per_s for row in self.rows]
+        return (max(rates) - min(rates)) / self.tok_per_s
 
     @property
-    def predicted(self) -> float | None:
-        """The mean of the rows' predicted tok/s, from their own jobs' profiles; None if a row has
-        no prediction."""
-        known = [float(row.expected_tok_per_s) for row in self.rows if row.expected_tok_per_s]
-        return fmean(known) if len(known) == len(self.rows) else None
+    def seeds(self) -> set[object]:
+        """The seeds of the rows."""
+        return {row.seed for row in self.rows}
 
     def over(self, base: Use) -> Comparison | None:
         """Returns the gain over another use; None if the rows lack the data to compare them."""
@@ -116,11 +100,6 @@ class Use:
     def __str__(self) -> str:
         """Returns the use as text: its mode, T, D and K."""
         return str(self.family) + f" K={self.lookahead}" * bool(self.lookahead)
-
-
-def missed(uses: Iterable[Use]) -> float:
-    """Returns the median error of the replays of the uses' rows, as a share; 0 if unknown."""
-    return choice.missed(row.prediction_error for use in uses for row in use.rows)
 
 
 def best_use(uses: Sequence[Use]) -> Use:
@@ -136,37 +115,16 @@ def best_use(uses: Sequence[Use]) -> Use:
 
 
 @dataclass(frozen=True)
-class Method:
-    """One method in one setting, with a use for each K, by increasing K."""
-
-    name: str
-    uses: tuple[Use, ...]
-
-    @property
-    def best(self) -> Use:
-        """The use at this method's best K (best_use)."""
-        return best_use(self.uses)
-
-    def at(self, lookahead: int) -> Use | None:
-        """Returns the use at this K or None; AR has one for every K."""
-        return next((use for use in self.uses if use.lookahead in (lookahead, 0)), None)
-
-
-@dataclass(frozen=True)
 class Comparisons:
-    """All methods that were measured in one setting, AR first."""
+    """All methods that were measured in one setting, AR first: {name: uses by increasing K}."""
 
     setting: dict[str, Any]
-    methods: tuple[Method, ...]
-
-    @property
-    def lookaheads(self) -> list[int]:
-        return sorted({u.lookahead for m in self.methods for u in m.uses if u.lookahead})
+    methods: dict[str, list[Use]]
 
     @property
     def baseline(self) -> Use | None:
         """AR; None if it was not measured."""
-        return next((m.best for m in self.methods if m.name.startswith("AR")), None)
+        return next((best_use(u) for name, u in self.methods.items() if name[:2] == "AR"), None)
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
@@ -174,38 +132,43 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
     kept = [row for row in rows if is_row(row)]
     settings: list[dict[str, Any]] = []
     # A row that binds fewer keys names a setting only if no row that binds more covers it.
-    for row in sorted(kept, key=lambda row: (row.mode == "ar", len(free_keys(row)))):
+    for row in sorted(kept, key=lambda row: (row.mode == "ar", row.mode == "ar" or is_lookup(row))):
         if not (row.mode == "ar" and settings) and not any(is_in(row, one) for one in settings):
             settings.append(setting_of(row))
-    found = []
+    comparisons = []
     for setting in settings:
-        here = [row for row in kept if is_in(row, setting)]
-        at: dict[tuple[str, int], list[Row]] = {}
-        for row in here:
-            at.setdefault((method_of(row), row.lookahead), []).append(row)
-        uses: dict[str, list[Use]] = {}
-        for (name, _), of in sorted(at.items(), key=lambda item: item[0]):
-            uses.setdefault(name, []).append(Use(tuple(of)))
-        methods = [Method(name, tuple(of)) for name, of in uses.items()]
-        methods.sort(key=lambda m: (_MODES.index(m.name.split()[0].lower()), m.name))
-        found.append(Comparisons(setting, tuple(methods)))
-    return found
+        cells: dict[tuple[int, str, int], list[Row]] = {}
+        for row in (row for row in kept if is_in(row, setting)):
+            name = method_of(row)
+            place = _MODES.index(name.split()[0].lower())
+            cells.setdefault((place, name, row.lookahead), []).append(row)
+        methods: dict[str, list[Use]] = {}
+        for (_, name, _), of in sorted(cells.items(), key=lambda cell: cell[0]):
+            methods.setdefault(name, []).append(Use.of(of))
+        comparisons.append(Comparisons(setting, methods))
+    return comparisons
 
 
 def setting_of(row: Row) -> dict[str, Any]:
     """Returns the values that two comparable rows share: machine, kind of forward, token models."""
-    return {name: value_of(row, name) for name in _SETTING}
+    return {name: _value_of(row, name) for name in _SETTING}
 
 
 def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> bool:
     """Returns whether a row belongs to a setting; free: further keys that do not bind it."""
-    names = set(setting).difference(free_keys(row), free)
-    return all(value_of(row, name) == setting[name] for name in names)
+    if row.mode == "ar" or is_lookup(row):
+        free = (*free, *_DRAFTED)
+    return all(_value_of(row, name) == setting[name] for name in setting if name not in free)
 
 
-def free_keys(row: Row) -> tuple[str, ...]:
-    """Returns the keys of a setting that do not bind a row: a draft's, for AR and lookups."""
-    return DRAFTED if row.mode == "ar" or is_lookup(row) else ()
+def _value_of(row: Row, name: str) -> Any:
+    """Returns the value of one name of a setting; "prompts" covers all flags about them."""
+    if name == "forward":
+        return row.get(name) or "gemm"  # older rows, from before transformers
+    if name != "prompts" or row.workload != "text":
+        return row.get(name)
+    flags = flags_of(row)
+    return " ".join(f"{flag}={flags[flag]}" for flag in _ASKED if flag in flags)
 
 
 def is_lookup(row: Row) -> bool:
@@ -231,22 +194,9 @@ def is_row(row: Row) -> bool:
     return measured and row.mode in _MODES and all(type(n) is int for n in counts)
 
 
-def value_of(row: Row, name: str) -> Any:
-    """Returns the value of one name of a setting; "prompts" covers all flags about them."""
-    if name == "forward":
-        return row.get(name) or "gemm"  # older rows, from before transformers
-    if name != "prompts":
-        return row.get(name)
-    if row.workload != "text":
-        return None
-    flags = flags_of(row)
-    return " ".join(f"{flag}={flags[flag]}" for flag in _ASKED if flag in flags)
-
-
 def method_of(row: Row) -> str:
     """Returns the name of a row's method, which contains all of its options except K."""
-    words = [str(row.mode).upper()]
-    words += [str(row.schedule)] * bool(row.schedule)
+    words = [str(row.mode).upper(), *[str(row.schedule)] * bool(row.schedule)]
     words += ["inline"] * bool(row.mode == "sd" and row.inline_draft)
     words += [f"D={row.num_drafts}"] * ((row.num_drafts or 0) > 1)
     if (device := row.other_draft_device) is not None:
@@ -291,42 +241,38 @@ def flags_of(row: Row) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def render(comparisons: Iterable[Comparisons], lines: Mapping[int, Sequence[object]] = {}) -> str:
+def render(comparisons: Iterable[Comparisons], below: Mapping[int, Sequence[object]] = {}) -> str:
     """Renders a table for each setting: tok/s by method and K, each method's best K, and its gain.
 
-    lines: by a table's number, lines to print below it (claims.py).
+    below: by a table's number, lines to print below it (claims.py).
     """
-    tables = (_table(one, lines.get(n, ())) for n, one in enumerate(comparisons))
+    tables = []
+    for number, comparison in enumerate(comparisons):
+        known, methods = comparison.setting, comparison.methods
+        drafts = f"/{known['draft']}" if known.get("draft") else ""
+        about = ", ".join(f"{name} {known[name]}" for name in _SHOWN if known.get(name))
+        width = max(map(len, methods))
+        lookaheads = sorted({u.lookahead for uses in methods.values() for u in uses} - {0})
+        columns = "".join(f"{f'K={k}':>9}" for k in lookaheads)
+        lines = [
+            f"{known['target']}{drafts}, T={known['tp']}, {known['device_name']}: {about}",
+            f"{'tok/s':{width}}{columns}     best   at  spread   n"
+            f"{'x AR':>{_WIDE}}{'a GPU':>{_WIDE}}",
+        ]
+        far = []
+        for name, uses in methods.items():
+            best, rates = best_use(uses), {use.lookahead: use.tok_per_s for use in uses}
+            line = "".join(_number(rates[k]) if k in rates else " " * 9 for k in lookaheads)
+            at = f"K={best.lookahead}" if best.lookahead else ""
+            line += f"{_number(best.tok_per_s)}{at:>5}{best.spread:>8.1%}{len(best.rows):>4}"
+            gains = _gains(best, comparison.baseline)
+            line += "".join(f"{'–' if gain is None else gain.brief:>{_WIDE}}" for gain in gains)
+            lines.append(f"{name:{width}}{line}".rstrip())
+            missed = choice.missed(row.prediction_error for use in uses for row in use.rows)
+            far += [f"{name} {missed:.0%}"] * (missed > choice.MOST_MISSED)
+        lines += [_WARNING.format(", ".join(far))] * bool(far)
+        tables.append("\n".join([*lines, *map(str, below.get(number, ()))]))
     return "\n\n".join([*tables, _LEGEND])
-
-
-def _table(comparison: Comparisons, below: Sequence[object]) -> str:
-    known = comparison.setting
-    drafts = f"/{known['draft']}" if known.get("draft") else ""
-    about = ", ".join(f"{name} {known[name]}" for name in _SHOWN if known.get(name))
-    width = max(len(method.name) for method in comparison.methods)
-    columns = "".join(f"{f'K={k}':>9}" for k in comparison.lookaheads)
-    gains = f"{'x AR':>{_WIDE}}{'a GPU':>{_WIDE}}"
-    lines = [
-        f"{known['target']}{drafts}, T={known['tp']}, {known['device_name']}: {about}",
-        f"{'tok/s':{width}}{columns}     best   at  spread   n{gains}",
-        *(f"{method.name:{width}}{_line(method, comparison)}" for method in comparison.methods),
-    ]
-    errors = {method.name: missed(method.uses) for method in comparison.methods}
-    far = [f"{name} {error:.0%}" for name, error in errors.items() if error > choice.MOST_MISSED]
-    lines += [_WARNING.format(", ".join(far))] * bool(far)
-    return "\n".join([*lines, *map(str, below)])
-
-
-def _line(method: Method, comparison: Comparisons) -> str:
-    best, base = method.best, comparison.baseline
-    uses = [None if best.lookahead == 0 else method.at(k) for k in comparison.lookaheads]
-    line = "".join(f"{'' if use is None else _number(use.tok_per_s):>9}" for use in uses)
-    at = f"K={best.lookahead}" if best.lookahead else ""
-    line += f"{_number(best.tok_per_s):>9}{at:>5}{best.spread:>8.1%}{len(best.rows):>4}"
-    for gain in _gains(best, base):
-        line += f"{'–' if gain is None else gain.brief:>{_WIDE}}"
-    return line.rstrip()
 
 
 def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison | None]:
@@ -338,30 +284,35 @@ def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison |
 
 
 def _number(rate: float) -> str:
-    return f"{rate:.1f}" if rate < 1e5 else f"{rate:.0f}"
+    return f"{rate:>9.1f}" if rate < 1e5 else f"{rate:>9.0f}"
 
 
 def to_dict(comparison: Comparisons) -> dict[str, Any]:
     """Returns a comparison as JSON: the setting, and the uses and best K of each method."""
-    methods = []
-    for method in comparison.methods:
-        best, base = method.best, comparison.baseline
+    methods, base = [], comparison.baseline
+    for name, uses in comparison.methods.items():
+        best = best_use(uses)
         gain, per_gpu = _gains(best, base)
         real = [g.speedup if g is not None and g.is_real else None for g in (gain, per_gpu)]
+        if base is not None and best is base:
+            real = [1.0, 1.0]
         methods.append(
             {
-                "method": method.name,
+                "method": name,
                 "best_lookahead": best.lookahead,
                 "tok_per_s": best.tok_per_s,
                 "tok_per_s_per_gpu": best.per_gpu,
                 "spread": best.spread,
-                "speedup": 1.0 if best is base else real[0],
-                "speedup_per_gpu": 1.0 if best is base else real[1],
+                "speedup": real[0],
+                "speedup_per_gpu": real[1],
                 "over_ar": None if gain is None else gain.to_dict(),
                 "over_ar_per_gpu": None if per_gpu is None else per_gpu.to_dict(),
                 "by_lookahead": {
-                    str(use.lookahead): {"tok_per_s": use.tok_per_s, "repeats": use.rates}
-                    for use in method.uses
+                    str(use.lookahead): {
+                        "tok_per_s": use.tok_per_s,
+                        "repeats": [float(row.tok_per_s) for row in use.rows],
+                    }
+                    for use in uses
                 },
             }
         )

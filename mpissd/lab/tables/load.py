@@ -27,12 +27,13 @@ def load_rows(paths: Paths) -> list[Row]:
     one run id on two different rows.
     """
     rows: dict[str, Row] = {}
-    for where, line in (found for path in _run_files(paths) for found in read_lines(path)):
-        if isinstance(line, ConfigError):
-            raise line
-        row = Row.from_dict(line)
-        if rows.setdefault(str(row.get("run_id", where)), row) != row:
-            raise ConfigError(f"{where}: run_id {row.run_id!r} is that of another row, too")
+    for path in _run_files(paths):
+        for where, line in read_lines(path):
+            if isinstance(line, ConfigError):
+                raise line
+            row = Row.from_dict(line)
+            if rows.setdefault(str(row.get("run_id", where)), row) != row:
+                raise ConfigError(f"{where}: run_id {row.run_id!r} is that of another row, too")
     return list(rows.values())
 
 
@@ -154,23 +155,18 @@ def find_pair(a: str, b: str | None, out: str) -> tuple[Row, Row, list[Path]] | 
     Without b, a must hold two configurations; if not, None is returned.
     """
     rows, path = find_rows(a, out)
+    paths, sides = [path], list[list[Row]]()
     if b is None:
-        kinds: list[list[Row]] = []
-        while rows and len(kinds) < 3:
-            kinds.append(_alike(rows[0], rows))
-            rows = [row for row in rows if row not in kinds[-1]]
-        return (*_of_one_seed(*kinds), [path]) if len(kinds) == 2 else None
-    others, other_path = find_rows(b, out)
-    sides = _alike(rows[-1], rows), _alike(others[-1], others)
-    return (*_of_one_seed(*sides), [path, other_path])
-
-
-def _alike(row: Row, rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows that have one row's configuration, in order."""
-    alike = siblings(row, rows)
-    return [one for one in rows if one in alike]
-
-
-def _of_one_seed(a: Sequence[Row], b: Sequence[Row]) -> tuple[Row, Row]:
-    pairs = ((x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed)
-    return next(pairs, (a[-1], b[-1]))
+        while rows and len(sides) < 3:
+            sides.append(siblings(rows[0], rows))
+            rows = [row for row in rows if row not in sides[-1]]
+        if len(sides) != 2:
+            return None
+    else:
+        others, other_path = find_rows(b, out)
+        paths.append(other_path)
+        for of in (rows, others):
+            alike = siblings(of[-1], of)
+            sides.append([row for row in of if row in alike])
+    pairs = ((x, y) for x in reversed(sides[0]) for y in reversed(sides[1]) if x.seed == y.seed)
+    return (*next(pairs, (sides[0][-1], sides[1][-1])), paths)

@@ -12,7 +12,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rates import Rounds
 from mpissd.common.row import Row
 
-_WIDTH = 100
 _HOW = {
     How.SEEDS: "by pairs: {} seeds",
     How.BLOCKS: "by pairs: blocks of the tokens that both emitted, one seed",
@@ -36,16 +35,11 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Pair:
-    """The comparison of row b with row a, in tokens/s and in tokens/s per rank.
-
-    differ: the settings that differ, as {key: (a's value, b's value)}.
-    """
+    """The comparison of row b with row a in tokens/s, and whose rows they are."""
 
     a: Row
     b: Row
     comparison: Comparison
-    per_gpu: Comparison
-    differ: dict[str, tuple[Any, Any]]
 
     @classmethod
     def of(
@@ -73,30 +67,45 @@ class Pair:
         comparison = compare_rows(sides[0], sides[1], rounds)
         if comparison.how is not How.SEEDS:  # compare only the two rows that were named
             comparison = compare_rows([a], [b], rounds)
-        share = a.world_size / b.world_size
-        return cls(
-            a=a, b=b, comparison=comparison, per_gpu=comparison.scaled(share), differ=_differ(a, b)
-        )
+        return cls(a, b, comparison)
+
+    @property
+    def per_gpu(self) -> Comparison:
+        """The comparison in tokens/s per rank."""
+        return self.comparison.scaled(self.a.world_size / self.b.world_size)
+
+    @property
+    def differ(self) -> dict[str, list[Any]]:
+        """The settings that differ, as {key: [a's value, b's value]}."""
+        both = {key: [self.a.get(key), self.b.get(key)] for key in _CHOSEN}
+        both["draft_device_name"] = [self.a.draft_device, self.b.draft_device]
+        return {key: values for key, values in both.items() if values[0] != values[1]}
 
     def __str__(self) -> str:
         """Returns the comparison as a few lines for a terminal."""
-        lines = [f"{name} = {_side(row)}" for name, row in (("a", self.a), ("b", self.b))]
-        differences = "; ".join(
-            f"{key} {_short(x)} → {_short(y)}" for key, (x, y) in self.differ.items()
-        )
-        lines.append(f"differ in: {differences or 'nothing'}")
-        lines.append(f"b over a: {self.comparison}")
+
+        def short(value: Any) -> str:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            return "–" if value is None else text
+
+        sides, gain, lines = {"a": self.a, "b": self.b}, self.comparison, []
+        for name, row in sides.items():
+            ranks = f"{row.world_size} rank{'s' * (row.world_size > 1)}"
+            rate = f"{row.tok_per_s:.1f} tok/s"
+            lines.append(f"{name} = {row.run_id}: {rate}, {ranks}, {row.num_rounds} rounds")
+        differ = "; ".join(f"{key} {short(x)} → {short(y)}" for key, (x, y) in self.differ.items())
+        lines += [f"differ in: {differ or 'nothing'}", f"b over a: {gain}"]
         if self.a.world_size != self.b.world_size:
             lines.append(f"per GPU: {self.per_gpu}")
-        lines.append(f"({_HOW[self.comparison.how].format(self.comparison.num_seeds)})")
-        if not self.comparison.one_visit:
+        lines.append(f"({_HOW[gain.how].format(gain.num_seeds)})")
+        if not gain.one_visit:
             lines.append(f"({FEW_VISITS})")
-        elif self.comparison.is_real and not self.comparison.is_headline:
+        elif gain.is_real and not gain.is_headline:
             lines.append(f"({FEW_SEEDS})")
-        for name, row in (("a", self.a), ("b", self.b)):
+        for name, row in sides.items():
             if row.stable is False:
                 lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
-        wrap = textwrap.TextWrapper(_WIDTH, initial_indent="   ", subsequent_indent="      ")
+        wrap = textwrap.TextWrapper(100, initial_indent="   ", subsequent_indent="      ")
         return "\n".join(wrap.fill(line) for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,20 +116,19 @@ class Pair:
             **self.comparison.to_dict(),
             "per_gpu": self.per_gpu.to_dict(),
             "from_rounds": self.comparison.how in (How.BLOCKS, How.ROUNDS),
-            "differ": {key: list(values) for key, values in self.differ.items()},
+            "differ": self.differ,
         }
 
 
 def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
     """Returns the row, and the others of the same configuration and length under any seed."""
-    own = _configuration(row)
-    return [row, *(o for o in others if o is not row and o != row and _configuration(o) == own)]
 
+    def configuration(one: Row) -> list[Any]:
+        names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
+        return [*(one.get(name) for name in names if name != "seed"), one.draft_device]
 
-def _configuration(row: Row) -> tuple[Any, ...]:
-    """Returns all settings of a run except its seed, and the machine that it ran on."""
-    names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
-    return (*(row.get(name) for name in names if name != "seed"), row.draft_device)
+    own = configuration(row)
+    return [row, *(o for o in others if o is not row and o != row and configuration(o) == own)]
 
 
 def check_alike(a: Row, b: Row) -> None:
@@ -129,14 +137,15 @@ def check_alike(a: Row, b: Row) -> None:
     Both must have decoded the same tokens of the same model on the same kind of machine. Emulated
     forwards are modelled, so they cannot be compared with measured ones.
     """
-    for key in (*_SAME, "world_size", "num_rounds", "token_digest", "backend"):
+    for key in ("world_size", "num_rounds", "token_digest", "backend"):
         for row in (a, b):
-            if key not in row and key not in _SAME:
+            if key not in row:
                 raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
+    for key in _SAME:
         is_unknown = key in _LATER and not (key in a and key in b)
-        if key in _SAME and not is_unknown and a.get(key) != b.get(key):
-            if key == "lm_head" and a.forward == b.forward == "transformer":
-                continue  # each has its head, even if older rows lack the key
+        # Transformers have their heads, even if older rows lack the key.
+        has_head = key == "lm_head" and a.forward == b.forward == "transformer"
+        if not is_unknown and not has_head and a.get(key) != b.get(key):
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
             raise ConfigError(f"{values}: allowed: two runs of one {key}")
     if (a.groups or 1) != (b.groups or 1):
@@ -144,33 +153,10 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
-    # Above temperature 0, equal models may give different tokens.
-    if not a.temperature and _cover_alike(a, b) and a.token_digest != b.token_digest:
+    # A digest covers num_tokens a sequence, or one token a round without such a limit. Above
+    # temperature 0, equal models may give different tokens.
+    limit = a.token_limit
+    covers = limit == b.token_limit and (limit is not None or a.num_rounds == b.num_rounds)
+    if not a.temperature and covers and a.token_digest != b.token_digest:
         values = f"token_digest={a.token_digest!r} and {b.token_digest!r}"
         raise ConfigError(f"{values}: allowed: two runs that decoded the same tokens")
-
-
-def _cover_alike(a: Row, b: Row) -> bool:
-    """Returns whether both digests cover the same number of tokens.
-
-    A digest covers num_tokens a sequence, or one token a round without such a limit.
-    """
-    limits = a.token_limit, b.token_limit
-    return limits[0] == limits[1] and (limits[0] is not None or a.num_rounds == b.num_rounds)
-
-
-def _side(row: Row) -> str:
-    ranks = f"{row.world_size} rank{'s' * (row.world_size > 1)}"
-    return f"{row.run_id}: {row.tok_per_s:.1f} tok/s, {ranks}, {row.num_rounds} rounds"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "–" if value is None else str(value)
-
-
-def _differ(a: Row, b: Row) -> dict[str, tuple[Any, Any]]:
-    both = {key: (a.get(key), b.get(key)) for key in _CHOSEN}
-    both["draft_device_name"] = a.draft_device, b.draft_device
-    return {key: values for key, values in both.items() if values[0] != values[1]}

@@ -1,0 +1,583 @@
+"""The command `doctor`: prints a table of possible faults; exit code 0 if a run works, 2 if not.
+
+    mpissd doctor --tp=2 --mode=ssd …
+
+It examines the machine, then starts the ranks itself, each as `mpissd doctor --json`, with a
+deadline. The ranks compare what they see, and open and close a session as a run would. Their rank 0
+prints a report as one line of JSON after each step, so that the last line shows how far a job came
+that hangs or ends early. Drivers are asked in child processes with a time limit.
+"""
+
+from __future__ import annotations
+
+import csv
+import faulthandler
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mpissd
+from mpissd.common.config import RunConfig
+from mpissd.common.default_flags import PROMPTS, with_text
+from mpissd.common.errors import ConfigError
+from mpissd.common.flags import Checked, contained, flag, integer, number, said, switch
+from mpissd.common.ranks import launcher, ranks_command
+from mpissd.common.wait import sharpen_sleep
+from mpissd.engine.comm.topology import (
+    Refused,
+    launcher_rank,
+    launcher_size,
+    open_topology,
+    usable_cores,
+)
+
+if TYPE_CHECKING:
+    from mpissd.engine.session.session import Session  # importing it starts MPI
+
+OK, WARN, BAD = "ok", "warn", "BAD"
+Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses before MPI
+Facts = dict[str, Any]  # what one rank sees, or the report of all ranks, as JSON
+MARK = "mpissd-doctor "  # begins rank 0's reports on stdout
+NOT_PASSED = ("dry_run", "progress")  # flags that the ranks of the trial do not get
+_ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
+_GRACE_S = 2.0  # time for a child to end after a signal
+_MORE_S = 10.0  # time beyond the deadline for mpirun to start and to end
+_SHM_A_RANK = 32 << 20  # shared memory of MPI and NCCL for each rank
+_DRIVER_13, _TURING = 580, 7.5
+_RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
+_INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
+# Prints which library mpi4py loads, without starting MPI.
+_LIBRARY = """
+import json, mpi4py, pathlib
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+maps = pathlib.Path("/proc/self/maps")
+print(json.dumps([MPI.Get_library_version(), maps.read_text() if maps.exists() else ""]))
+"""
+_WHY = {  # this all-reduce was chosen
+    "mpi": "host arrays",
+    "oneshot": "the target's GPUs map each other's memory",
+    "device": "--all_reduce=mpi",
+}
+# (pattern of an error of mpirun, MPI or a session, how to fix it); the first match is used.
+_FIXES = (
+    (
+        "slots",
+        "start by launch/local.sh, or export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe "
+        "OMPI_MCA_rmaps_base_oversubscribe=1",
+    ),
+    (
+        "as root",
+        "start by launch/local.sh, or export OMPI_ALLOW_RUN_AS_ROOT=1 "
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    ),
+    ("plm_rsh", "export OMPI_MCA_plm_rsh_agent='' (one host), or install an ssh client"),
+    ("No module named '?mpissd", "install mpissd into this Python: pip install ."),
+    ("No module named 'mpi4py'", "pip install mpi4py (or: make venv)"),
+    ("MPI library|libmpi", f"unset MPI4PY_LIBMPI, or point it at mpirun's libmpi; or {_INSTALL}"),
+    ("no answer within", "try mpirun -np 2 hostname; --deadline_s=300 if the machine is slow"),
+    ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
+    ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
+    ("do not divide into", "G·T + D ranks: make … GROUPS=G TP=T DRAFTS=D starts as many"),
+    ("needs", "a larger TP, fewer layers (70b@8L), or a smaller PAIR (PAIR=toy always fits)"),
+    ("out=", "another folder: OUT=~/mpissd-out"),
+    ("CuPy is not installed", "make venv on a GPU node, or pip install 'mpissd[cuda12]'"),
+    ("no usable GPU", "BACKEND=numpy or emulated, or run on a GPU node (srun --gpus=…)"),
+    ("visible GPU", "fewer ranks on this node, more GPUs, or BACKEND=emulated"),
+    ("share GPU", "one rank a GPU (CUDA_VISIBLE_DEVICES, fewer ranks), or --all_reduce=auto"),
+    ("all-reduce", "--all_reduce=auto"),
+    ("unknown (pair|model)", "make … PAIR=toy|8b/1b|70b/1b, or --target and --draft"),
+    ("on_draft_loss=ar", "MPIRUN='mpirun --enable-recovery' (Open MPI 5), or abort"),
+    ("backends by rank", "say which: BACKEND=cupy or BACKEND=numpy"),
+    ("CuPy on rank", "reinstall it: pip uninstall -y cupy-cuda12x cupy-cuda13x; make venv"),
+    ("Error: ", "a defect of mpissd or of what it imports: the run itself shows the traceback"),
+)
+
+
+@dataclass(frozen=True)
+class DoctorConfig(Checked):
+    """The configuration of `doctor`: the examined run's flags, and flags of the examination."""
+
+    run: RunConfig = contained(
+        RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
+    )
+    tp: int | None = flag(None, integer(1), "target ranks to start (default 1)")
+    json: bool = flag(False, switch, "under mpirun: print what the ranks see as lines of JSON")
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds the flags implied by a prompt or a pair, and a prompt if none is given."""
+        given = with_text(super().completed(flags))
+        if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
+            given["prompt"] = "Hello"
+        return given
+
+
+class Finding(NamedTuple):
+    """One line of the table.
+
+    what: the thing that was examined. detail: its state. verdict: ok; warn for a run that works but
+    is slower or less trustworthy; BAD for a run that fails. fix: the repair, "" if it is ok.
+    """
+
+    what: str
+    detail: str
+    verdict: str = OK
+    fix: str = ""
+
+
+class Gpu(NamedTuple):
+    """One GPU, from nvidia-smi. driver: the first number of its version, 0 if unknown."""
+
+    name: str
+    driver: int = 0
+    capability: float | None = None
+
+
+def doctor(config: DoctorConfig, check: Check) -> int:
+    """Prints the table; returns 0 if a run with these flags works, 2 if not.
+
+    With --dry_run the ranks are not started. check: raises ConfigError for flags that `run` refuses
+    before MPI starts.
+    """
+    run = replace(config.run, learners=0)  # a learner opens no part of the session
+    if config.json:
+        return examine_rank(run, check)
+    if config.tp is None and launcher_size() is not None:
+        raise ConfigError("doctor under a launcher: allowed: without one, it starts the ranks")
+
+    def checked(run: RunConfig) -> None:
+        if config.run.learners:
+            from mpissd.online.process import check_trainer
+
+            check_trainer()
+        check(run)
+
+    num_ranks = run.world_size or run.groups * (config.tp or 1) + run.drafts
+    gpus, gpu_error = read_gpus()
+    findings = [*_of_machine(run, num_ranks, checked), *_of_gpus(run, gpus, gpu_error)]
+    if not run.dry_run and all(finding.verdict != BAD for finding in findings):
+        given = [f"--{name}={text}" for name, text in said(run).items() if name not in NOT_PASSED]
+        command = ranks_command(["doctor", "--json", *given], num_ranks)
+        report = last_report(*ask(command, run.deadline_s + _MORE_S, signal.SIGTERM))
+        findings += judge(report, run, num_ranks, gpus)
+    sys.stdout.write(render(findings))
+    sys.stdout.flush()
+    return 2 if any(finding.verdict == BAD for finding in findings) else 0
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """Returns a line for each finding, a line with its fix if it has one, and the verdict."""
+    width = max((len(finding.what) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        detail, fix = (" ".join(text.split()) for text in (finding.detail, finding.fix))
+        lines.append(f"{finding.verdict:4}  {finding.what:{width}}  {detail}")
+        if fix:
+            lines.append(f"{'':4}  {'':{width}}  → {fix}")
+    faults = [finding for finding in findings if finding.verdict == BAD]
+    warnings = sum(finding.verdict == WARN for finding in findings)
+    noted = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
+    verdict = f"doctor: this run works{noted}"
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        fix = " ".join(faults[0].fix.split())
+        verdict = f"doctor: this run fails: {faults[0].what}{more}{noted}. To fix: {fix}"
+    return "\n".join([*lines, "", verdict, ""])
+
+
+def _fault(what: str, error: str) -> Finding:
+    """Returns a BAD finding of an error message, with the fix of its cause."""
+    fixes = (fix for pattern, fix in _FIXES if re.search(pattern, error))
+    return Finding(what, error, BAD, next(fixes, "see docs/troubleshooting.md"))
+
+
+def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Finding]:
+    """Yields the findings about this host's installation, launcher and flags, before MPI starts."""
+    library, library_error = ask_json([sys.executable, "-c", _LIBRARY])
+    for what, (version, place) in versions(*(library or ("", ""))).items():
+        if what == "MPI library" and library_error:
+            yield _fault(what, library_error)
+        else:
+            yield Finding(what, f"{version} {place}")
+    try:
+        program = launcher()[0]
+        printed = re.match(
+            r".{0,100}?\d+(\.\w+)+", " ".join(ask([program, "--version"])[0].split())
+        )
+        path = shutil.which(program) or program
+        yield Finding("mpirun", f"{path} ({printed[0]})" if printed else path)
+    except ConfigError as error:
+        yield Finding("mpirun", str(error), BAD, _INSTALL)
+    groups = f"G={run.groups}, " * (run.groups > 1)
+    tp = (num_ranks - run.drafts) // run.groups
+    detail = f"MODE={run.mode}, {groups}T={tp}, D={run.drafts}, world size {num_ranks}"
+    try:
+        check(replace(run, dry_run=num_ranks))
+        yield Finding("run", detail)
+    except ConfigError as error:
+        yield _fault("run", f"{detail}: {error}")
+
+
+def _of_gpus(run: RunConfig, gpus: Sequence[Gpu], error: str) -> Iterator[Finding]:
+    """Yields a driver that does not answer, and GPUs without CuPy."""
+    if run.backend not in ("auto", "cupy"):
+        return
+    if error:
+        fix = "nvidia-smi has to answer: driver >= 525; reload it, reboot, or ask your site"
+        yield Finding("driver", error, WARN, fix)
+    if gpus and importlib.util.find_spec("cupy") is None:
+        detail = f"not installed, and there are {len(gpus)} × {gpus[0].name}"
+        yield Finding("CuPy", detail, WARN, wanted(gpus))
+
+
+def judge(report: Facts, run: RunConfig, num_ranks: int, gpus: Sequence[Gpu] = ()) -> list[Finding]:
+    """Returns the findings about the ranks and their session, in the order of the table."""
+    findings, ranks, error = list[Finding](), report["ranks"], report["error"]
+    first = ranks[0] if ranks else None
+    if first is None:
+        return [_fault("ranks", error)]
+    sees = f"MPI sees {first['world_size']} rank{'s' * (first['world_size'] != 1)}"
+    if first["world_size"] == num_ranks:
+        findings.append(Finding("launcher", sees))
+    else:  # under an mpirun of another MPI each rank believes to be the only one
+        error = ""
+        fix = f"use the mpirun that belongs to {' '.join(first['versions']['MPI library'])}, set "
+        fix += "MPIRUN to it, or MPI4PY_LIBMPI to the other's libmpi.so"
+        started = f"it started {first['launcher_size'] or num_ranks} processes, but {sees}"
+        findings.append(Finding("launcher", started, BAD, fix))
+    for what, verdict, fix in (
+        ("python", WARN, "let every host see one Python: a .venv on a shared file system"),
+        ("mpissd", BAD, "install the same version there, or share one .venv between the hosts"),
+        ("MPI library", BAD, "load one MPI on every host"),
+    ):
+        (own, _), *others = (rank["versions"][what] for rank in ranks)
+        for rank, (version, place) in zip(ranks[1:], others, strict=True):
+            if version != own:
+                detail = f"{version} {place} on {_place(rank)}, but {own} on {_place(first)}"
+                findings.append(Finding(what, detail, verdict, fix))
+                break
+    for rank in ranks:
+        device = " ".join(str((rank["cuda"] or {}).get(n, "")) for n in ("name", "uuid", "bus_id"))
+        device = f"{device}  " if device.strip() else ""
+        where = f"{rank['role']:6}  {rank['host']}  {device}{len(rank['cores'])} cores"
+        findings.append(Finding(f"rank {rank['rank']}", where))
+    for host in dict.fromkeys(rank["host"] for rank in ranks):
+        local = [rank["cores"] for rank in ranks if rank["host"] == host]
+        if (cores := len(set().union(*local))) < len(local):
+            fix = "shared cores make times noisy: more cores (--cpus-per-task), or a smaller TP"
+            detail = f"{cores} for {len(local)} ranks on {host}"
+            findings.append(Finding("cores", detail, WARN, fix))
+    shm = first["shm_free"]
+    if len(ranks) > 1 and shm is not None and shm < _SHM_A_RANK * len(ranks):
+        detail = f"{shm / 1e6:.0f} MB free for {len(ranks)} ranks"
+        fix = "docker run --shm-size=1g, or remove old files"
+        findings.append(Finding("/dev/shm", detail, WARN, fix))
+    findings += _of_cuda(ranks, run, gpus)
+    if error:
+        findings.append(_fault("session", error))
+    for finding in (Finding(*choice) for choice in report["choices"]):
+        if gpus and finding.detail.endswith(("CuPy finds no GPU", "CuPy is not installed")):
+            detail = f"{finding.detail}, though there are {len(gpus)} × {gpus[0].name}"
+            fix = "fix CUDA as above, or: make venv on this node installs CuPy"
+            finding = Finding("backend", detail, WARN, fix)
+        findings.append(finding)
+    return findings
+
+
+def _of_cuda(ranks: Sequence[Facts], run: RunConfig, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Yields the first fault of a rank's CuPy, or the versions that CuPy sees."""
+    if run.backend not in ("auto", "cupy"):
+        return
+    fault = next(filter(None, (_cupy_fault(rank, gpus) for rank in ranks)), None)
+    if fault is not None:
+        yield fault  # other ranks would repeat it
+    elif (view := ranks[0]["cuda"] or {}).get("count"):
+        runtime, driver = _cuda_version(view["runtime"]), _cuda_version(view["driver"])
+        yield Finding("CUDA", f"CuPy {view['cupy']}, runtime {runtime}, driver serves {driver}")
+
+
+def _cupy_fault(rank: Facts, gpus: Sequence[Gpu]) -> Finding | None:
+    """Returns a fault of one rank's CuPy; None for none."""
+    view, place, visible = rank["cuda"], _place(rank), rank["visible"]
+    if view is None:  # not installed
+        return None
+    reinstall = f"pip uninstall -y cupy-cuda12x cupy-cuda13x; then {wanted(gpus)}"
+    error = view.get("error", "")
+    if error and "cupy" not in view:  # `run` would import CuPy as well, and fail
+        return Finding("CuPy", f"cannot be imported on {place}: {error}", BAD, reinstall)
+    if error or not view["count"]:
+        detail = f"{error or 'no GPU is visible'} on {place}"
+        detail += "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        unset = "unset CUDA_VISIBLE_DEVICES"
+        fix = f"{reinstall}; else: nvidia-smi -q" if visible is None else unset
+        return Finding("CUDA", detail, WARN, fix) if gpus else None
+    if view["runtime"] // 1000 > view["driver"] // 1000:
+        runtime, driver = _cuda_version(view["runtime"]), _cuda_version(view["driver"])
+        detail = f"runtime {runtime}, driver serves {driver} on {place}"
+        return Finding("CUDA", detail, WARN, reinstall)
+    return None
+
+
+def _place(rank: Facts) -> str:
+    return f"rank {rank['rank']} ({rank['host']})"
+
+
+def _cuda_version(number: int) -> str:
+    """Returns CUDA's version number as text: 13020 is "13.2"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def wanted(gpus: Sequence[Gpu]) -> str:
+    """Returns the command that installs the CuPy for the oldest driver and GPU."""
+    is_new = all(
+        gpu.driver >= _DRIVER_13 and (gpu.capability or _TURING) >= _TURING for gpu in gpus
+    )
+    return f"pip install 'mpissd[{'cuda13' if gpus and is_new else 'cuda12'}]'"
+
+
+def ask(
+    command: Sequence[str], timeout_s: float = _ASK_S, first: signal.Signals = signal.SIGKILL
+) -> tuple[str, str]:
+    """Runs a command in a session of its own; returns its stdout, and in one line why it failed.
+
+    Never raises; "" for no failure. Takes timeout_s + 4 s at most: a child that hangs in a driver
+    and survives SIGKILL is left running. first: the signal that it gets when its time is over;
+    SIGKILL follows.
+    """
+    pipe = subprocess.PIPE
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return "", f"{command[0]}: {error.strerror}"
+    out = err = ""
+    for signum, limit_s in ((None, timeout_s), (first, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            if signum is not None:
+                os.killpg(child.pid, signum)
+            out, err = child.communicate(timeout=limit_s)
+            break
+    if signum is not None:
+        return out, f"no answer within {timeout_s:.0f} s"
+    if child.returncode < 0:
+        return out, f"ended by signal {-child.returncode}"
+    if child.returncode == 0:
+        return out, ""
+    lines = [line.strip() for line in f"{err}\n{out}".splitlines()]
+    printed = [line for line in lines if not set(line) <= set("-=*") and MARK not in line]
+    raised = [line for line in printed if _RAISED.match(line)]
+    complaint = raised[-1] if raised else " ".join(printed[:4])
+    return out, complaint[:300] or f"printed nothing and ended with code {child.returncode}"
+
+
+def ask_json(command: Sequence[str], timeout_s: float = _ASK_S) -> tuple[Any, str]:
+    """Returns (the JSON of the last line that a command printed, why there is none)."""
+    out, problem = ask(command, timeout_s)
+    try:
+        return (None, problem) if problem else (json.loads(out.splitlines()[-1]), "")
+    except (ValueError, IndexError):
+        return None, f"no answer: {out[-200:]!r}"
+
+
+def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
+    """Returns (version, place) of Python, mpissd and the MPI library.
+
+    library: the library's own version text. maps: the text of /proc/PID/maps, which has its path.
+    """
+    try:
+        mpi4py = f"(mpi4py {metadata.version('mpi4py')})"
+    except metadata.PackageNotFoundError:
+        mpi4py = "(no mpi4py)"
+    path = re.search(r"(/\S*libmpi(?:ch)?\.so\S*)$", maps, re.M)
+    name = library.strip("\x00").strip().partition("\n")[0].partition(",")[0]
+    return {
+        "python": (platform.python_version(), sys.executable),
+        "mpissd": (mpissd.__version__, str(Path(mpissd.__file__).parent)),
+        "MPI library": (" ".join(name.split()), f"{path[1] if path else ''} {mpi4py}"),
+    }
+
+
+def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
+    """Returns (this host's GPUs, why there are none); ([], "") where there is no nvidia-smi."""
+    if shutil.which(command) is None:
+        return [], ""
+    query = "--query-gpu=name,driver_version,compute_cap"
+    out, problem = ask([command, query, "--format=csv,noheader,nounits"])
+    gpus = [] if problem else parse_gpus(out)
+    why = problem or out.strip()[:200] or "no answer"
+    return gpus, "" if gpus else f"{command}: {why}"
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Returns the GPUs in the output of nvidia-smi, whose numbers may be "[N/A]"."""
+    gpus = []
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        if len(row) == len(Gpu._fields):
+            major = row[1].partition(".")[0]
+            capability = float(row[2]) if re.fullmatch(r"\d+\.\d+", row[2]) else None
+            gpus.append(Gpu(row[0], int(major) if major.isdecimal() else 0, capability))
+    return gpus
+
+
+def read_cuda(local_rank: int, timeout_s: float = 3 * _ASK_S) -> Facts:
+    """Returns CuPy's facts (cupy_facts); `error`: why there are none or no GPU.
+
+    A child asks it, because an import may crash and a driver hang.
+    """
+    program = [sys.executable, "-m", "mpissd.engine.backend.cupy_facts", str(local_rank)]
+    view, problem = ask_json(program, timeout_s)
+    return {"error": problem} if problem else dict(view)
+
+
+def last_report(out: str, problem: str) -> Facts:
+    """Returns the ranks' last report in mpirun's output; without one, it has only an error."""
+    for line in reversed(out.splitlines()):
+        with suppress(ValueError):  # another print, or a line that was cut off
+            report: Facts = json.loads(line.partition(MARK)[2])
+            if report["step"]:
+                report["error"] = f"{report['step']}: {problem or 'the ranks ended early'}"
+            return report
+    return {"ranks": [], "choices": [], "error": problem or "mpirun printed no report"}
+
+
+def examine_rank(config: RunConfig, check: Check) -> int:
+    """Examines the machine as one of the ranks; rank 0 prints its report after each step.
+
+    check: raises ConfigError for flags that a rank of `run` refuses before MPI starts. An error of
+    the examined code ends the job with its traceback, of which the command reads the last line.
+    Collective.
+    """
+    from mpissd.engine.comm import mpi_patient
+
+    report: Facts = {"ranks": [], "choices": [], "error": ""}
+
+    def reach(step: str) -> None:
+        if launcher_rank() == 0:
+            sys.stdout.write(f"{MARK}{json.dumps({**report, 'step': step})}\n")
+            sys.stdout.flush()
+
+    # A library that hangs while it holds Python's lock stops every Python thread, so C ends it.
+    faulthandler.dump_traceback_later(config.deadline_s + 2 * _MORE_S, exit=True)
+    reach("MPI_Init")
+    rank, size, library = mpi_patient.identity()
+    maps, shm = Path("/proc/self/maps"), Path("/dev/shm")
+    mine: Facts = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "versions": versions(library, maps.read_text() if maps.exists() else ""),
+        "role": "?",
+        "world_size": size,
+        "launcher_size": launcher_size(),
+        "cores": sorted(usable_cores()),
+        "shm_free": shutil.disk_usage(shm).free if shm.is_dir() else None,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cuda": None,
+    }
+    report["ranks"] = [mine]
+    reach("meeting the other ranks")
+    try:
+        topology = open_topology(config.drafts, config.groups)
+        role = "draft" if topology.is_draft else "lead" if topology.leads_group else "target"
+        mine |= {"role": role, "local_rank": topology.local_rank}
+        if importlib.util.find_spec("cupy") is not None:
+            mine["cuda"] = read_cuda(topology.local_rank, min(_ASK_S, config.deadline_s / 2))
+        report["ranks"] = topology.world.allgather(mine)
+        reach("opening a session")
+        refused = ""
+        try:
+            check(config)
+        except ConfigError as error:
+            refused = str(error)
+        for reason in filter(None, topology.world.allgather(refused)):
+            raise ConfigError(reason)
+        report["choices"] = _try_session(config)
+    except (ConfigError, Refused) as error:  # on every rank
+        report["error"] = str(error)
+    reach("")
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+def _try_session(config: RunConfig) -> list[Finding]:
+    """Opens and closes a session as a run would; returns the lead's findings about its choices.
+
+    Removes the empty folders that it made. Raises ConfigError or Refused on every rank. Collective.
+    """
+    from mpissd.engine.session.session import opened
+
+    sharpen_sleep()
+    out = Path(config.out)
+    made = [p for p in (out / "rounds", out / "profiles", out, *out.parents) if not p.exists()]
+    try:
+        with opened(config) as session:
+            return _choices(session)
+    finally:
+        for folder in made:
+            with suppress(OSError):  # another rank removed it
+                folder.rmdir()
+
+
+def _choices(session: Session) -> list[Finding]:
+    """Returns the findings about a session's backend, all-reduce, pair and drafts. Collective."""
+    from mpissd.engine.comm.mpi_group import open_group
+    from mpissd.engine.session.doubts import doubts
+    from mpissd.engine.session.session import memory_shares
+
+    job, topology, infos, group = session.job, session.topology, session.infos, session.group
+    run, backend = job.config, session.backend.name
+    device, draft = infos[0].name, infos[topology.first_draft :]
+    if draft and draft[0].name != device:
+        device = f"{device}, drafts on {draft[0].name}"
+    why = "asked for"
+    if run.backend == "auto":
+        has_cupy = importlib.util.find_spec("cupy") is not None
+        why = "CuPy finds no GPU" if has_cupy else "CuPy is not installed"
+        why = "CuPy finds a GPU" if backend == "cupy" else why
+    findings = [Finding("backend", f"{backend} on {device}: {why}")]
+
+    why = "asked for" if run.all_reduce == group.name else _WHY.get(group.name, "")
+    if topology.tp == 1 or backend == "emulated":
+        why = "one target rank" if topology.tp == 1 else "modelled"
+    elif not topology.is_draft and group.name in ("nccl", "staged") and run.all_reduce == "auto":
+        try:
+            open_group(session.backend, topology.group, "oneshot", session.waiter).close()
+            why = "oneshot opens now, but did not a moment ago"
+        except ConfigError as error:  # all target ranks raise the same error here
+            why = str(error).partition("; allowed")[0]
+    findings.append(Finding("all-reduce", f"{group.name}: {why}"))
+    if "failed on rank" in why:
+        fix = "in containers: docker run --ipc=host; else: one CUDA_VISIBLE_DEVICES for all ranks"
+        findings.append(Finding("CUDA IPC", why, WARN, fix))
+
+    why = "asked for"
+    if not (run.pair or run.target):
+        why = "the default here: the largest default pair that fits"
+        if backend == "numpy":
+            why = "the default here (NumPy on the CPU can hold no more than a toy)"
+    pair = job.target.name if job.draft is None else f"{job.target.name} / {job.draft.name}"
+    needed = max(job.rank_bytes(4 if backend == "numpy" else 2))
+    detail = f"{pair}: {why}; {needed / 1e9:.2f} GB of weights a rank"
+    shares = memory_shares(infos, topology.hosts)
+    if memory := [have for have in shares if have is not None]:
+        detail += f", {min(memory) / 1e9:.1f} GB a rank at least"
+    findings.append(Finding("pair", detail))
+    if topology.is_lead:
+        fix = "a draft of this target: python -m mpissd distill --target=…"
+        findings += [Finding("draft", doubt, WARN, fix) for doubt in doubts(job)]
+    return findings
