@@ -22,15 +22,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-try:
-    from mpissd.cli import arguments as cli
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] == "mpissd":
-        raise
-    venv = Path(__file__).resolve().parents[1] / ".venv/bin/python"
-    use = f"use {venv}" if venv.exists() else "pip install . there, or make venv"
-    print(f"mpissd: {sys.executable} has no {missing.name}: {use}", file=sys.stderr)
-    sys.exit(2)
+from mpissd.cli import arguments as cli  # noqa: E402
 from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
@@ -73,29 +65,30 @@ ALONE = {  # without MPI
 
 
 def call(where: str, *arguments: Any) -> Any:
-    """Imports a function, named as "module:function", and calls it.
-
-    Raises ConfigError if a library of the extra `serve` is missing.
-    """
+    """Imports a function, named as "module:function", and calls it."""
     module, _, name = where.partition(":")
-    try:
-        function = getattr(import_module(module), name)
-    except ModuleNotFoundError as missing:
-        if missing.name not in HTTP:
-            raise
-        command = name.removeprefix("execute_")
-        raise ConfigError(f"{command} needs {missing.name}: pip install 'mpissd[serve]'") from None
-    return function(*arguments)
+    return getattr(import_module(module), name)(*arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
-    if launcher_size() is None:
-        try:
-            return unless_unread(lambda: execute(arguments))
-        except KeyboardInterrupt:  # Ctrl-C, if the command does not handle it
-            return 130
-    return execute(arguments)  # mpi4py aborts the other ranks if this one raises
+    """Runs a command; returns its exit code, and 141 if stdout's reader is gone (`| head`)."""
+    is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
+    try:
+        return execute(arguments) if is_rank else unless_unread(lambda: execute(arguments))
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "mpissd").partition(".")[0]
+        if package == "mpissd":
+            raise
+        venv = Path(__file__).resolve().parents[1] / ".venv/bin/python"
+        use = f"use {venv}" if venv.exists() else "pip install . there, or make venv"
+        if package in HTTP:
+            use = "pip install 'mpissd[serve]'"
+        print(f"mpissd: {sys.executable} has no {package}: {use}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # Ctrl-C, if the command does not handle it
+        if is_rank:
+            raise
+        return 130
 
 
 def execute(arguments: list[str] | None) -> int:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from mpissd.cli.configs import PLANNED, PlanConfig
+from mpissd.cli.arguments import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import said

@@ -52,7 +52,7 @@ def refusal(kind: type, flags: dict[str, str]) -> str:
 def test_every_flag_refuses_what_its_declaration_excludes(command: str) -> None:
     """A missing value, numbers outside its bounds, and values of another type.
 
-    fire gives True for a flag without a value.
+    A flag without a value is read as True.
     """
     kind = SPECS[command].config
     for name, known in flags_of(kind).items():
