@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mpissd.common.config import RunConfig
-from mpissd.common.default_flags import with_measured, with_text
+from mpissd.common.config import RunConfig, with_measured, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import (
     MODES,

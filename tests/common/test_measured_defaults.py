@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.common import default_flags
+from mpissd.common import config
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import parse_into
 from mpissd.serve.config import ChatConfig
@@ -16,12 +16,12 @@ MEASURED = 3, "uniform:2"
 
 @pytest.fixture(autouse=True)
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_flags, "find_spec", lambda name: None)
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
 
 
 def chosen(flags: dict[str, str]) -> tuple[int, str]:
-    config = parse_into(RunConfig, flags)
-    return config.lookahead, config.fan_out
+    run = parse_into(RunConfig, flags)
+    return run.lookahead, run.fan_out
 
 
 def test_a_shipped_pair_takes_what_was_fastest_on_two_cores() -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.common.atomic_file import whole_file
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file, tool
+from mpissd.common.output import check_file, tool, whole_file
 from mpissd.engine.spec.lawfile import SCHEMA
 from mpissd.engine.spec.lookup import LOOKUPS
 from mpissd.engine.workload.replay.recording import Recording, load

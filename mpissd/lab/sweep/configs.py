@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpissd.common.config import RunConfig
-from mpissd.common.default_flags import with_text
+from mpissd.common.config import RunConfig, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, switch, words
 

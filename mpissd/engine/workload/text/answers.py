@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpissd.common.atomic_file import whole_file
+from mpissd.common.output import whole_file
 from mpissd.common.rounds import Source
 from mpissd.engine.workload.text.prompts import Prompt
 from mpissd.engine.workload.text.stops import AnswerText
