@@ -32,55 +32,44 @@ _ANSWER_S = 5.0  # longest wait for the warden to print its line, which it may h
 _MOST = 1000  # characters of a rank's report that are kept
 
 
-class Guard:
+class _Guard:
     """One rank's connection to the warden of its host."""
 
     def __init__(self, link: socket.socket) -> None:
         """Starts the thread that receives the warden's messages."""
         self._link = link
-        self._printed = threading.Event()
+        self.printed = threading.Event()  # the warden has printed this rank's report
         self.has_spoken = False  # whether this rank has reported a fault or its end
         self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
-    def tell(self, kind: str, **said: Any) -> bool:
+    def tell(self, kind: str, **fields: Any) -> bool:
         """Sends a message to the warden; returns whether it was sent."""
         self.has_spoken = True
         try:
-            self._link.send(json.dumps({"kind": kind, **said}).encode())
+            self._link.send(json.dumps({"kind": kind, **fields}).encode())
         except OSError:
             return False
         return True
 
-    def tell_and_wait(self, kind: str, text: str) -> bool:
-        """Reports a fault and waits up to 5 s until the warden has printed it.
-
-        Returns False if the warden is gone or did not answer: then the rank has to print it.
-        """
-        return self.tell(kind, text=text[:_MOST]) and self._printed.wait(_ANSWER_S)
-
     def _listen(self) -> None:
-        """Receives the warden's messages until the connection is closed.
-
-        "said": the warden printed this rank's report. "lost R …": the job goes on without these
-        ranks. "end": this process ends at once with exit code 5.
-        """
+        """Receives "said", "lost R …" and "end", which ends this process with exit code 5."""
         while True:
             try:
                 words = self._link.recv(64).decode().split()
             except OSError:
                 return
-            if not words:
+            if not words:  # the warden is gone
                 return
             if words[0] == "said":
-                self._printed.set()
+                self.printed.set()
             elif words[0] == "lost":
                 self.lost = frozenset(map(int, words[1:]))
             elif words[0] == "end":
                 os._exit(FaultError.exit_code)
 
 
-_guard: Guard | None = None
+_guard: _Guard | None = None
 
 
 def join(
@@ -114,9 +103,45 @@ def join(
         socket.send_fds(link, [json.dumps(about).encode()], [OWN.share(), _report_signals()])
     except OSError:
         return
-    _guard = Guard(link)
+    _guard = _Guard(link)
     sys.excepthook = _at_exception
     atexit.register(_at_exit)
+
+
+def _connect() -> socket.socket | None:
+    """Returns a connection to this job's warden on this host, which is started if needed.
+
+    Its socket is abstract: it has no file and ends with its users. None if 50 attempts failed.
+    Raises OSError if sockets are refused.
+    """
+    job = [os.environ.get(name, "") for name in _JOB_NAMES]
+    job = job if any(job) else [str(os.getppid())]
+    digest = sha256("\n".join([*job, str(os.getuid())]).encode()).hexdigest()
+    name, root = f"\0mpissd-{digest[:24]}", str(Path(__file__).resolve().parents[2])
+    for _ in range(_ATTEMPTS):
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            link.connect(name)
+            return link
+        except ConnectionRefusedError:
+            link.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(name)
+            except OSError:
+                continue  # another rank bound it first: connect to its warden
+            listener.listen(1024)
+            # A session of its own: a signal to the ranks does not end the warden.
+            subprocess.Popen(
+                [sys.executable, "-S", "-m", "mpissd.ops.warden", str(listener.fileno())],
+                env={**without_ranks(os.environ), "PYTHONPATH": root},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+    return None
 
 
 def _report_signals() -> int:
@@ -154,58 +179,6 @@ def _at_exit() -> None:
         os._exit(FaultError.exit_code)
 
 
-def _connect() -> socket.socket | None:
-    """Returns a connection to this job's warden on this host, which is started if needed.
-
-    None if 50 attempts failed. Raises OSError if sockets are refused.
-    """
-    name = _address()
-    for _ in range(_ATTEMPTS):
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            link.connect(name)
-        except ConnectionRefusedError:
-            link.close()
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-                try:
-                    listener.bind(name)
-                except OSError:
-                    continue  # another rank bound it first: connect to its warden
-                listener.listen(1024)
-                _start_warden(listener)
-        else:
-            return link
-    return None
-
-
-def _address() -> str:
-    """Returns the name of this job's abstract socket, which has no file and ends with its users."""
-    job = [os.environ.get(name, "") for name in _JOB_NAMES]
-    if not any(job):
-        job = [str(os.getppid())]
-    text = "\n".join([*job, str(os.getuid())])
-    return f"\0mpissd-{sha256(text.encode()).hexdigest()[:24]}"
-
-
-def _start_warden(listener: socket.socket) -> None:
-    """Starts the warden, which takes over the listening socket.
-
-    It gets a session of its own, so that a signal to the ranks does not end it. The MPI variables
-    are removed from its environment, or MPI and Slurm would count it as a rank.
-    """
-    kept = without_ranks(os.environ)
-    kept["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    subprocess.Popen(
-        [sys.executable, "-S", "-m", "mpissd.ops.warden", str(listener.fileno())],
-        env=kept,
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[listener.fileno()],
-        start_new_session=True,
-    )
-
-
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment without launchers' variables: MPI would take the child for a rank."""
     return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
@@ -216,12 +189,14 @@ def stage(now: Stage) -> None:
     OWN.bytes[STAGE] = now
 
 
-def failed(text: str) -> bool:
-    """Reports a fault of this rank; returns whether the warden has printed it.
+def failed(text: str, kind: str = "failed") -> bool:
+    """Reports a fault of this rank; returns whether the warden has printed it, within 5 s.
 
     Where it returns False, the rank has to print the line.
     """
-    return _guard is not None and _guard.tell_and_wait("failed", text)
+    if _guard is None or not _guard.tell(kind, text=text[:_MOST]):
+        return False
+    return _guard.printed.wait(_ANSWER_S)
 
 
 def waited(text: str) -> bool:
@@ -229,7 +204,7 @@ def waited(text: str) -> bool:
 
     Returns whether it has printed a line.
     """
-    return _guard is not None and _guard.tell_and_wait("waited", text)
+    return failed(text, "waited")
 
 
 def leave(code: int) -> None:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import signal
 import struct
 from pathlib import Path
 
 # From linux/pidfd.h: struct pidfd_info and PIDFD_GET_INFO. Linux 6.15 added the exit status.
 _INFO_SIZE, _INFO_EXIT, _EXIT_AT = 64, 1 << 3, 60
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
-_PIDFD_GETFD = 438  # the system call's number, the same on every architecture since 2019
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, from glibc's malloc.h
 _KEPT, _LARGEST = 256 << 20, 32 << 20  # bytes
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Returns a descriptor that becomes readable when the process ends.
-
-    None before Linux 5.3, and where there is no such process.
-    """
+    """Returns a descriptor of the process; None before Linux 5.3, or if there is no process."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -66,23 +61,8 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
     return fields[2] if fields is not None and fields[0] == "Z" else None
 
 
-def send(pid: int, pidfd: int | None, signum: int) -> None:
-    """Sends a signal to the process; does nothing if it has ended."""
-    try:
-        if pidfd is not None:
-            signal.pidfd_send_signal(pidfd, signum)
-        else:
-            os.kill(pid, signum)
-    except ProcessLookupError:
-        return
-
-
-def borrow_stderr(pid: int, pidfd: int | None) -> int | None:
+def borrow_stderr(pid: int) -> int | None:
     """Returns a descriptor of another process's stderr; None if that is not permitted."""
-    if pidfd is not None:
-        descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, 2, 0)
-        if descriptor >= 0:
-            return int(descriptor)
     try:
         return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
     except OSError:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpissd.common.config import RunConfig
     from mpissd.common.workloads import register
-    from mpissd.engine.decode.generate import generate
-    from mpissd.engine.decode.in_process import Decoder
+    from mpissd.engine.decode.in_process import Decoder, generate
     from mpissd.engine.workload.base import Workload
     from mpissd.engine.workload.oracle import DraftOracle, TargetOracle
 
@@ -34,7 +33,7 @@ _HOMES = {
     "RunConfig": "mpissd.common.config",
     "TargetOracle": "mpissd.engine.workload.oracle",
     "Workload": "mpissd.engine.workload.base",
-    "generate": "mpissd.engine.decode.generate",
+    "generate": "mpissd.engine.decode.in_process",
     "register": "mpissd.common.workloads",
 }
 

@@ -25,9 +25,8 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.transformer.files import fetch_missing
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of
-from mpissd.engine.spec.acceptance import resolve_acceptance
+from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
-from mpissd.engine.spec.hits import hit_law_of
 from mpissd.engine.workload.base import Workload, workload_kind
 from mpissd.engine.workload.resolved import Resolved, Serving
 

@@ -19,7 +19,7 @@ from unicodedata import category, combining, east_asian_width
 import numpy as np
 
 from mpissd.engine.comm.topology import launcher_size
-from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.text.answers import sources_of
 from mpissd.engine.workload.text.stops import AnswerText

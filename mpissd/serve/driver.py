@@ -9,10 +9,9 @@ from typing import Protocol
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
+from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
-from mpissd.engine.decode.target import RoundResult
 from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, Stats, Submit, Tokens
 
@@ -34,10 +33,10 @@ class Mail(Protocol):
 class Rounds(Protocol):
     """The lead's loop: a TargetLoop, or one in virtual time.
 
-    live_ids: the sequences that the next round verifies. is_storing: whether prompts are being
-    stored; unstored: their tokens that are left. most_rows: rows of the largest forward.
-    draft_lost_round: the first round without the draft, or None. open: starts to store prompts,
-    whose sequences join once that is done. finish: releases sequences. step: decodes one round.
+    live_ids: the sequences that the next round verifies. unstored: tokens of opened prompts that
+    are still to be stored. most_rows: rows of the largest forward. draft_lost_round: the first
+    round without the draft, or None. open: starts to store prompts, whose sequences join once that
+    is done. finish: releases sequences. step: decodes one round.
     """
 
     control: Control
@@ -46,8 +45,6 @@ class Rounds(Protocol):
 
     @property
     def live_ids(self) -> list[int]: ...
-    @property
-    def is_storing(self) -> bool: ...
     @property
     def unstored(self) -> int: ...
     @property
@@ -167,7 +164,7 @@ class Driver:
         live, times = loop.live_ids, self.times
         way = self._way(live)
         fill, rows = 0, len(live) * (way.lookahead + 1)
-        if loop.is_storing:
+        if loop.unstored:
             fill = times.prefill_rows(rows, loop.most_rows, way.lookahead)
         is_fixed = self.goodput is None
         loop.control = Control(prefill_rows=fill) if is_fixed else Control(*way, fill)

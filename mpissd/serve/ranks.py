@@ -17,10 +17,9 @@ from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
 from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import Goodput, warm_sizes, widths_of
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widths_of
+from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.doubts import tell_doubts

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import REAL_PAIRS
 from mpissd.engine.spec.acceptance import (
+    NEVER,
     AcceptanceLaw,
+    HitLaw,
+    Power,
     count_accepted,
     hazards_of_counts,
+    named_hit_law,
     resolve_acceptance,
 )
-from mpissd.engine.spec.hits import NEVER, HitLaw, named_hit_law
 
 SEED = 20260302
 
@@ -30,7 +33,6 @@ def test_alpha_in_both_spellings() -> None:
     assert short == long == AcceptanceLaw((0.8, 0.8, 0.8), "alpha:0.8")
     assert long.probabilities() == pytest.approx((0.2, 0.16, 0.128, 0.512))
     assert long.mean_accepted == pytest.approx(0.8 + 0.64 + 0.512)
-    assert long.acceptance_length == pytest.approx((1 - 0.8**4) / 0.2)
     assert resolve_acceptance("1", 2).mean_accepted == 2
     assert resolve_acceptance("0", 2).mean_accepted == 0
 
@@ -48,7 +50,6 @@ def test_without_drafts_every_law_accepts_nothing() -> None:
     for text in ("0.8", "rates:.9,.8", "marginal:.9,.8"):
         law = resolve_acceptance(text, 0)
         assert law.hazards == () and law.probabilities() == (1.0,)
-        assert law.acceptance_length == 1
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=12).filter(any), st.integers(0, 14))
@@ -94,11 +95,11 @@ def test_count_accepted_against_a_loop(batch: int, lookahead: int, seed: int) ->
 
 def test_imposed_hits() -> None:
     law = named_hit_law("p_hit:0.7")
-    assert (law.rank(0.0), law.rank(0.699), law.rank(0.7)) == (1, 1, NEVER)
+    assert law.ranks(np.array([0.0, 0.699, 0.7])).tolist() == [1, 1, NEVER]
     assert (law.hit_probability(0), law.hit_probability(1), law.hit_probability(9)) == (0, 0.7, 0.7)
     assert law.label == "p_hit:0.7"
-    assert named_hit_law("p_hit:0.0").rank(0.0) == NEVER
-    assert named_hit_law("p_hit:1.0").rank(1 - 2**-53) == 1
+    assert named_hit_law("p_hit:0.0").ranks(np.zeros(1)) == NEVER
+    assert named_hit_law("p_hit:1.0").ranks(np.array([1 - 2**-53])) == 1
 
 
 def test_the_default_law_is_what_was_measured() -> None:
@@ -113,13 +114,14 @@ def test_a_law_with_floors() -> None:
     assert named_hit_law(law.label) == law
     hits = law.hit_probability(5), law.hit_probability(10, end=True)
     assert hits == pytest.approx((0.8, 0.96))
-    assert law.rank(0.05) == NEVER and law.rank(0.01, end=True) == NEVER and law.rank(0.36) == 2
+    assert law.ranks(np.array([0.05, 0.36])).tolist() == [NEVER, 2]
+    assert law.ranks(np.array([0.01]), end=True) == NEVER
     assert law.powers(1, 1) == ((0.5, 0.2), (1.0, 1.0), (0.1, 0.02))
 
 
 @pytest.mark.parametrize(("a", "r"), [(0.75, 1.0), (2.5, 2.0)])
 def test_ranks_follow_the_power_law(a: float, r: float) -> None:
-    law = HitLaw("", None, a, r)
+    law = HitLaw("", None, (Power(a, r),))
     ranks = law.ranks(np.random.default_rng(SEED).random(100_000))
     for fan_out in (1, 2, 3, 8, 40):
         expected = law.hit_probability(fan_out)
@@ -151,9 +153,12 @@ def test_a_law_of_two_ends() -> None:
     assert law.hit_probabilities(2).tolist() == [
         [0, pytest.approx(0.2), 0.6], [0, 0.6, 0.8]
     ]  # fmt: skip
-    assert law.rank(0.5) == 2 and law.rank(0.5, end=True) == 1
+    half = np.array([0.5])
+    assert law.ranks(half) == 2 and law.ranks(half, end=True) == 1
     single = named_hit_law("power:A=.8,r=1")
-    assert single == HitLaw("power:A=0.8,r=1.0", None, 0.8, 1.0) and single.ends == (False,)
+    assert single == HitLaw("power:A=0.8,r=1.0", None, (Power(0.8, 1.0),)) and single.ends == (
+        False,
+    )
 
 
 # Measured miss rates, F = 1, 2, 4, 8, 16: after a rejection, after full acceptance.

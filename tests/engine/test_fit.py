@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.theory import power_law_miss
+from mpissd.engine.spec.acceptance import HitLaw, Power
 from mpissd.engine.spec.fit import LEAST_COUNT, most_likely
-from mpissd.engine.spec.hits import HitLaw
 
 SEED = 20260302
 Outcomes = st.lists(
@@ -39,7 +39,7 @@ def drawn(a: float, r: float, count: int, seed: int) -> tuple[np.ndarray, np.nda
     """(ranks, limits) drawn from a hit model, with limits of several sizes."""
     rng = np.random.default_rng([SEED, seed])
     limits = rng.choice([0, 1, 2, 3, 4, 8], count).astype(np.int32)
-    ranks = HitLaw("", None, a, r).ranks(rng.random(count))
+    ranks = HitLaw("", None, (Power(a, r),)).ranks(rng.random(count))
     return np.where(ranks <= limits, ranks, 0), limits
 
 

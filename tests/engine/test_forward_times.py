@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mpissd.engine.decode.forward_times import ForwardTimes
+from mpissd.engine.decode.goodput import ForwardTimes
 from mpissd.engine.job import fine_buckets
 
 

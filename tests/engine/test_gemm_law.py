@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.rounds import Outcome, Request, Source
-from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.spec.hits import named_hit_law
+from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.workload.gemm import DraftStream, TokenStream
 from mpissd.engine.workload.sequence import Batch
 from tests.oracle import Law

@@ -9,10 +9,9 @@ import pytest
 
 from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode import goodput as module
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import Backlog, Goodput, Way
+from mpissd.engine.decode.goodput import Backlog, ForwardTimes, Goodput, Way
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.decode.scheduler import Task
-from mpissd.engine.decode.target import RoundResult
 
 K = 5
 

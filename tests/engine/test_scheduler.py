@@ -11,8 +11,8 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Outcome, Request, Speculation
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
-from mpissd.engine.decode.target import RoundResult
 
 K = 3
 ROOM = Room(sequences=4, context=100, ahead=K + 1, page=10, pages=12)

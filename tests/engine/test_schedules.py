@@ -17,18 +17,16 @@ from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
+from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.speculator import InlineSpeculator
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.acceptance import AcceptanceLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import (
     WAITER,
     CountingForwards,
-    NoPlans,
     Scenario,
     SteppedSpeculator,
     drive,
@@ -121,7 +119,7 @@ def inline(backup: Source, num_tokens: int, lookahead: int = 4) -> tuple[Rows, C
     policy = DraftPolicy(lookahead, FanOuts(), backup, lookahead)
     target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, lookahead)))
     speculator = InlineSpeculator(Drafter(worker, policy, 1, WAITER))
-    loop = TargetLoop(target, speculator, NoPlans(), 1, WAITER)
+    loop = TargetLoop(target, speculator, None, 1, WAITER)
     return drive(loop, Scenario(lookahead=lookahead, rounds=30)).sequences(), forwards
 
 
@@ -147,7 +145,7 @@ def test_parallel_heads_grow_in_one_forward() -> None:
     rig: Any = SimpleNamespace(draft_forwards=forwards, drafter=drafter)
     target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, 4)))
     speculator = SteppedSpeculator(rig, lambda round_: 9)
-    loop = TargetLoop(target, speculator, NoPlans(), 1, WAITER)
+    loop = TargetLoop(target, speculator, None, 1, WAITER)
     rows = drive(loop, Scenario(lookahead=4, rounds=40)).sequences()
     assert rows[:, 6].any() and set(rows[:, 7]) == {4}
     assert all([rows for rows, _ in grown] == [5, 10] for grown in speculator.grown)  # glue, growth

@@ -10,8 +10,7 @@ import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
-from mpissd.engine.decode.sequences import Sequences
-from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.model.transformer.chained import ChainedForwards, ends_of
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.stages import BEFORE, SLOT, Ends, Sheet, Stage, run_stage

@@ -15,8 +15,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.session.models import Models
 from mpissd.lab.probe.command import kinds
-from mpissd.lab.probe.group import FORWARD_ROWS, GroupProbe
-from mpissd.lab.probe.sample import Checks
+from mpissd.lab.probe.measure import FORWARD_ROWS, GroupProbe
 
 pytestmark = pytest.mark.gpu
 WAITER = Waiter(60.0, spin=True)
@@ -46,14 +45,14 @@ def probed(backend: Any, found: Job) -> dict[int | None, dict[str, Any]]:
     """ "forwards" entries of the job's target by most_rows."""
     from mpi4py import MPI
 
-    checks = Checks()
-    group = GroupProbe(backend, MPI.COMM_SELF, WAITER, checks, "measured: here")
+    faults: list[str] = []
+    group = GroupProbe(backend, MPI.COMM_SELF, WAITER, faults, "measured: here")
     entries = {}
     for most in kinds(backend):
         rows = [n for n in FORWARD_ROWS if most is None or n <= most]
         shard = Shard(found.target)
         entries[most] = group.forwards(SoloGroup(), shard, found.options, rows, 1, most)
-    assert checks.error() is None
+    assert faults == []
     return entries
 
 

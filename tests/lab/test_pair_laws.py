@@ -14,8 +14,7 @@ from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.hits import HitLaw, named_hit_law
-from mpissd.engine.spec.lawfile import load_laws
+from mpissd.engine.spec.acceptance import HitLaw, Power, load_laws, named_hit_law
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, save
 from mpissd.lab.pair.laws import Source, measured, read
@@ -200,7 +199,7 @@ def test_plan_takes_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(("a", "r", "floor"), [(0.5, 0.5, 0.1), (0.7, 0.3, 0.0)])
 def test_a_law_with_a_floor_is_found_again(a: float, r: float, floor: float) -> None:
     rng, count, limit = np.random.default_rng(SEED), 20_000, 16
-    ranks = HitLaw("", None, a, r, floor=floor).ranks(rng.random(count)).astype(np.int64)
+    ranks = HitLaw("", None, (Power(a, r, floor),)).ranks(rng.random(count)).astype(np.int64)
     below = rng.random(count) < (floor + a * 16.0**-r - floor) / (floor + a * 16.0**-r)
     ranks = np.where(ranks <= limit, ranks, np.where(below, BEYOND, OUTSIDE))
     table = RankTable.of(np.arange(count) // 50, ranks, limit, True)

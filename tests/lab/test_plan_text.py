@@ -15,7 +15,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.spec.hits import named_hit_law
+from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.lab.predict.advice import ERROR, gain_text, heading, pays, render
 from mpissd.lab.predict.advisor import Advice, plan
 from mpissd.lab.predict.costs import HostCosts

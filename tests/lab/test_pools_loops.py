@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.round import TargetLoop, serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.lab.predict.costs import HostCosts
@@ -94,7 +92,7 @@ class PoolRun:
             loops.VirtualForwards(clock, self.pool.device.verify), ImposedTarget(stream)
         )
         worker.clock = clock
-        nobody: Any = SimpleNamespace(publish=loops.nothing, num_followers=0)
+        nobody = None
         loop = TargetLoop(worker, RemoteSpeculator(end), nobody, batch, clock)
         loop.admit([Request(n) for n in range(group * batch, (group + 1) * batch)])
         for _ in range(self.rounds):

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,13 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.round import TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload import workers
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
@@ -218,7 +216,7 @@ class VirtualRun:
     def __call__(self) -> tuple[RoundRecords, list[float]]:
         job, batch = self.job, self.job.config.batch_size
         speculator, thread = self._speculator()
-        nobody = SimpleNamespace(publish=nothing, num_followers=0)
+        nobody = None
         loop = TargetLoop(self._target(), speculator, nobody, batch, self.lead)
         if thread is not None:
             thread.start()

@@ -14,7 +14,7 @@ from mpissd.common.real_pairs import DEFAULT, hit_rate, least_uniform
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
-from mpissd.engine.spec.hits import named_hit_law
+from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.lab.measure.card import print_summary
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.row import predict_row

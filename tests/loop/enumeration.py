@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Control, Ints, Outcome, Source, Speculation
 from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.speculator import RemoteSpeculator
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload import markov, sampled
@@ -26,7 +26,7 @@ from mpissd.engine.workload.sampled import SampledDraft, SampledTarget
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.choices import Choices, Name, Path
-from tests.loop.harness import CountingForwards, NoPlans
+from tests.loop.harness import CountingForwards
 from tests.loop.markov_rig import WAITER, Pair, joint_law
 
 Law = dict[tuple[int, ...], float]
@@ -139,7 +139,7 @@ class Decoding(RemoteSpeculator):
         assert isinstance(self.worker, Watching) and isinstance(judge, Judging)
         self.worker.decoding, self.worker.lost, judge.decoding = self, [], self
         self.drafter = Drafter(drafts, pair.policy, pair.batch, WAITER)
-        self.loop = TargetLoop(target, self, NoPlans(), pair.batch, WAITER)
+        self.loop = TargetLoop(target, self, None, pair.batch, WAITER)
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
         self.accepted: list[int] = []  # k of the first watched sequence, round by round
         self._previous: Speculation | None = None

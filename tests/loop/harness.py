@@ -25,18 +25,15 @@ from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.draft_loop import serve
-from mpissd.engine.decode.in_process import NoPlans
+from mpissd.engine.decode.round import TargetLoop, follow, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.decode.target import TargetLoop, follow
-from mpissd.engine.spec.acceptance import AcceptanceLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.hits import named_hit_law
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.oracle import Law
@@ -131,7 +128,6 @@ class QueuePlans:
     def __init__(self, shape: LinkShape, followers: int) -> None:
         self.shape = shape
         self.queues: list[queue.SimpleQueue[Ints]] = [queue.SimpleQueue() for _ in range(followers)]
-        self.num_followers = followers
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         buffer = self.shape.message(wire.Kind.PLAN)
@@ -172,9 +168,9 @@ class Rig:
         stream = TokenStream(s.seed, s.vocab, s.batch, s.K)
         return TargetWorker(forwards, ImposedTarget(stream))
 
-    def loop(self, speculator: Speculator, plans: Any = None) -> TargetLoop:
+    def loop(self, speculator: Speculator, publish: Any = None) -> TargetLoop:
         worker = self.target_worker(self.target_forwards)
-        return TargetLoop(worker, speculator, plans or NoPlans(), self.scenario.batch, WAITER)
+        return TargetLoop(worker, speculator, publish, self.scenario.batch, WAITER)
 
 
 @dataclass
@@ -261,7 +257,7 @@ def run(scenario: Scenario) -> Result:
     threads = [
         Guarded(
             lambda f=f, q=q: follow(  # type: ignore[misc]
-                rig.target_worker(f), QueuePlanSource(rig.shape, q), scenario.batch, WAITER
+                rig.target_worker(f), QueuePlanSource(rig.shape, q).plan, scenario.batch, WAITER
             )
         )
         for f, q in zip(forwards, plans.queues, strict=True)
@@ -273,7 +269,7 @@ def run(scenario: Scenario) -> Result:
         lead, draft = queue_link(rig.shape, WAITER)
         threads.append(Guarded(lambda: serve((draft, rig.drafter))))
         speculator = RemoteSpeculator(lead)
-    loop = rig.loop(speculator, plans)
+    loop = rig.loop(speculator, plans.publish if plans.queues else None)
     records = drive(loop, scenario)
     loop.stop()
     for thread in threads:

@@ -21,18 +21,17 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.round import TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
-from tests.loop.harness import CountingForwards, Guarded, NoPlans
+from tests.loop.harness import CountingForwards, Guarded
 
 WAITER = Waiter(30.0, spin=False)
 
@@ -183,7 +182,7 @@ def decode(
         threads.append(Guarded(lambda: serve((draft, pair.drafter()))))
         speculator = RemoteSpeculator(lead)
     worker = TargetWorker(CountingForwards(), MarkovTarget(pair.laws))
-    loop = TargetLoop(worker, speculator, NoPlans(), pair.batch, WAITER)
+    loop = TargetLoop(worker, speculator, None, pair.batch, WAITER)
     records = RoundRecords(pair.K)
     try:
         loop.admit(pair.laws.requests(0, pair.batch))

@@ -15,12 +15,9 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import queue_link
-from mpissd.engine.decode.draft_loop import serve
-from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
-from mpissd.engine.decode.in_process import NoPlans
-from mpissd.engine.decode.sequences import Sequences
+from mpissd.engine.decode.draft import draft_workers, link_shape, make_drafter
+from mpissd.engine.decode.round import Sequences, TargetLoop, serve
 from mpissd.engine.decode.speculator import RemoteSpeculator
-from mpissd.engine.decode.target import TargetLoop
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
 from tests.loop.harness import Guarded
@@ -35,7 +32,7 @@ class Group:
         workload = job.workload
         worker = workload.target_worker(stepper_of(job, drafts=False))
         batch = job.config.batch_size
-        self.loop = TargetLoop(worker, speculator, NoPlans(), batch, WAITER)
+        self.loop = TargetLoop(worker, speculator, None, batch, WAITER)
         self.sequences = Sequences(workload, number)
         self.records = RoundRecords(job.lookahead)
         self.records.ends = self.sequences.ends

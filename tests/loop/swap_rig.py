@@ -12,7 +12,7 @@ from mpissd.common.config import RunConfig
 from mpissd.engine.comm.learner_messages import Bytes
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.updates import Updates
+from mpissd.engine.decode.learning import Updates
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, tensors
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.versions import Arrays

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Event, Outcome, Source, Speculation
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.decode.cache import Key, SpeculationCache
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.draft_loop import serve
+from mpissd.engine.decode.draft import Drafter, Key, SpeculationCache
+from mpissd.engine.decode.round import serve
 from mpissd.engine.workload.oracle import Branches
 from mpissd.engine.workload.sequence import Batch
 from tests.loop.harness import (

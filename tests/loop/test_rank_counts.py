@@ -9,8 +9,8 @@ import pytest
 
 from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
-from mpissd.engine.decode import drafting
-from mpissd.engine.decode.rank_counts import RankCounts
+from mpissd.engine.decode import draft as drafting
+from mpissd.engine.decode.draft import RankCounts
 
 MODEL = {"workload": "markov", "vocab": 9, "order": 1, "divergence": 0.4, "temperature": 1.0}
 

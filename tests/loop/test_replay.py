@@ -16,7 +16,7 @@ from mpissd.common.records import RoundRecords, outcome_digest
 from mpissd.common.rounds import Request, Source
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import PromptLookup
 from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget
@@ -28,7 +28,7 @@ from mpissd.engine.workload.markov import (
 from mpissd.engine.workload.replay.recording import Recording, save
 from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
-from tests.loop.harness import WAITER, CountingForwards, NoPlans, SteppedSpeculator
+from tests.loop.harness import WAITER, CountingForwards, SteppedSpeculator
 from tests.loop.recorded import greedy, ranked, recording_of
 
 NULL = {"pair": "toy", "backend": "emulated", "device": "null"}
@@ -96,7 +96,7 @@ def stepped(
     drafter = Drafter(draft, policy, len(requests), WAITER)
     rig = SimpleNamespace(drafter=drafter, draft_forwards=CountingForwards())
     speculator = SteppedSpeculator(rig, script)  # type: ignore[arg-type]
-    loop = TargetLoop(target, speculator, NoPlans(), len(requests), WAITER)
+    loop = TargetLoop(target, speculator, None, len(requests), WAITER)
     loop.admit(requests)
     records = RoundRecords(policy.lookahead)
     for _ in range(rounds):

@@ -9,8 +9,8 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import queue_link
+from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.speculator import NoSpeculator, RemoteSpeculator
-from mpissd.engine.decode.target import RoundResult, TargetLoop
 from tests.loop.harness import (
     Result,
     Rig,

@@ -13,7 +13,7 @@ from mpissd.common.rounds import Ints, Outcome, Request
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Lesson
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.teaching import Teaching
+from mpissd.engine.decode.learning import Teaching
 from mpissd.engine.workload.sequence import Batch
 from tests.loop.harness import Scenario
 from tests.loop.test_target import Server

@@ -56,12 +56,6 @@ def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> No
     assert np.array_equal(alone.arrays["tokens"], arrays["tokens"][:800])
 
 
-def test_a_draft_lost_before_anything_is_measured_ends_the_job(tmp_path: Path) -> None:
-    done = struck(tmp_path, "2 kill warm-up 1", "--on_draft_loss=ar")
-    assert done.code not in (0, 2, 3) and "{" not in done.out
-    assert len(done.lines) == 1 and "in warm-up" in done.lines[0]
-
-
 def test_a_launcher_that_keeps_nobody_is_refused_at_start(tmp_path: Path) -> None:
     done = launch(3, *JOB, "--on_draft_loss=ar", folder=tmp_path, direct=True)
     assert done.code == 2 and len(done.lines) == 1 and done.lines[0].endswith(NEEDED)

@@ -23,8 +23,6 @@ STRIKES = [
     Strike(LEAD, "raise", "verify", 700),
     Strike(FOLLOWER, "exit", "warm-up", 1),
     Strike(FOLLOWER, "hang", "verify", 300),
-    Strike(FOLLOWER, "kill", "teardown", 1),
-    Strike(DRAFT, "kill", "growth", 900),
     Strike(DRAFT, "stop", "growth", 300),
 ]
 
@@ -67,16 +65,6 @@ def test_who_ends_the_launcher_reads_one_line(tmp_path: Path) -> None:
     assert "mpissd: ended by signal " in err and err.count("mpissd:") == 1, said
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "runs.jsonl").exists()
-
-
-def test_a_follower_that_stops_is_a_fault_after_the_deadline(tmp_path: Path) -> None:
-    """The lead detects it in the all-reduce; the line names the stopped rank."""
-    with endless(2, tmp_path, "--backend=numpy", "--mode=ar", "--deadline_s=1") as job:
-        follower = job.rank(1)
-        os.kill(follower, signal.SIGSTOP)
-        code, _, err = job.finish()
-        assert code == 5 and f"pid {follower}) stopped in " in err
-        assert job.is_gone()
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.row import flat
-from mpissd.engine.spec.hits import named_hit_law
+from mpissd.engine.spec.acceptance import named_hit_law
 from tests.mpi.harness import Job, Started, launch, needs_mpi, start
 
 pytestmark = needs_mpi

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Stage
-from mpissd.ops.warden import Host, Peer, Warden
+from mpissd.ops.warden import Peer, Warden
 from tests.needs import needs_linux
 
 pytestmark = needs_linux
@@ -26,7 +26,7 @@ class Job:
     """Three sleeping ranks as a warden would hold them; `pages` are the ranks' own ends."""
 
     def __init__(self) -> None:
-        self.host, self.pages, self.pipes = Host(), [], []
+        self.host, self.pages, self.pipes = Warden(), [], []
         self.processes = [subprocess.Popen(SLEEP) for _ in range(3)]
         told = {"size": 3, "local_size": 3, "host": "h", "deadline_s": DEADLINE_S}
         for rank, process in enumerate(self.processes):
@@ -76,12 +76,8 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
         job.end(rank, signal.SIGTERM)
     found = job.host.dead()
     assert found is not None and found.culprit is None and "signal 15 to all ranks" in found.line
-
-
-def test_on_one_of_several_hosts_the_fault_may_be_elsewhere(job: Job) -> None:
-    for rank in range(3):
-        job.host.peers[rank].about["size"] = 5
-        job.end(rank, signal.SIGTERM)
+    for peer in job.host.peers.values():  # on one of several hosts the fault may be elsewhere
+        peer.about["size"] = 5
     found = job.host.dead()
     assert found is not None and "to the ranks of this host" in found.line
 
@@ -167,7 +163,6 @@ RESUMES = "; the same command resumes"
     [
         (0, RESUMES, ""),
         (3, "", ""),
-        (128 + 15, "", TERMINATED),
         (128 + 15, RESUMES, TERMINATED.replace("\n", f"{RESUMES}\n")),
     ],
 )
@@ -197,7 +192,7 @@ def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
                 return super().look()
 
         monkeypatch.setattr("mpissd.ops.warden.Peer", Late)
-        Warden(listener).run()
+        Warden().run(listener)
     assert rank.wait() == code
     assert capfd.readouterr().err == said
 

@@ -10,8 +10,7 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
+from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Room, Scheduler, Task
 from mpissd.engine.job import Serving

@@ -14,7 +14,7 @@ import pytest
 from mpissd.common.config import parse_flags
 from mpissd.common.rounds import Control
 from mpissd.engine.decode.goodput import Goodput, Way
-from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.decode.round import RoundResult
 from mpissd.lab.load import simulated as server
 from mpissd.lab.load.simulated import Asked as Arrival
 from mpissd.lab.load.simulated import simulate

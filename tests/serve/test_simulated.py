@@ -15,7 +15,7 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.engine import Decoder
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.decode.goodput import Goodput, Way
-from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.job import resolve
 from mpissd.lab.load import simulated as server
 from mpissd.lab.load.simulated import Asked as Arrival
@@ -146,7 +146,7 @@ def test_prompts_make_nine_rounds_in_ten_at_most_30_percent_longer(
         """Notes by how much the prompts stored with running sequences lengthen a round."""
 
         def step(self) -> RoundResult:
-            is_storing, rows = self.is_storing, len(self.live_ids) * (lookahead + 1)
+            is_storing, rows = self.unstored > 0, len(self.live_ids) * (lookahead + 1)
             result = super().step()
             if is_storing and rows:
                 waited_s = 0.0 if drafts == "1" else result.wait_s

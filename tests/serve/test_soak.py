@@ -7,8 +7,7 @@ import random
 from collections.abc import Sequence
 
 from mpissd.common.config import parse_flags
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import NOTHING, Backlog, Goodput, Way
+from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Scheduler, Task
 from mpissd.engine.job import Serving

@@ -1,6 +1,6 @@
 """AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
 
-The loop is that of target.py. Its target launches a whole round, drafting included, and the next
+The loop is that of round.py. Its target launches a whole round, drafting included, and the next
 round before this one is over (ChainedForwards). The host reads the outcome after the device has
 acted on it. A round begins on the host if it admits sequences, if it has fewer than the job, or
 shortly before a sequence or the cache ends.

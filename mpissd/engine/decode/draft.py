@@ -1,13 +1,15 @@
 """The draft's part of a round: answers an outcome, then pre-speculates while the target verifies.
 
 SD runs the same loop without growth: its cache is always empty, so every outcome is a miss. The
-order of these steps is in draft_loop.py.
+order of these steps is in round.py (draft_rounds).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
@@ -15,17 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import DivergedError
-from mpissd.common.rounds import Control, Outcome, Source, Speculation
+from mpissd.common.rounds import LIVE, Control, Event, Outcome, Source, Speculation
 from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
 from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
 from mpissd.common.wait import Waiter
-from mpissd.engine.decode.cache import SpeculationCache
-from mpissd.engine.decode.rank_counts import RankCounts
+from mpissd.engine.comm.wire import LinkShape
+from mpissd.engine.job import Job
+from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.oracle import Rollout
+from mpissd.engine.workload.oracle import Branches, Rollout
+from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.workers import DraftWorker, R, Steps, finish
 
+Key = tuple[int, int, int, int, int]
 _UNKNOWN = float("nan")
 # While rounds draft nothing, tokens to store wait until they are worth a forward: a sequence's
 # tokens until they are more than LAG, opened prompts until PART rows are due.
@@ -45,6 +51,100 @@ class DraftPolicy:
     backup: Source = Source.JIT
     backup_lookahead: int = 0
     sampled: bool = False
+
+
+class SpeculationCache:
+    """The branches that were grown for predicted verification outcomes; a lane is one branch.
+
+    A key is (round, request id, epoch, k, t*): the outcome v = (k, t*) of verifying round `round`
+    (Kumar, Dao, May 2026, §3). The cache holds the branches of one round only; a key of an older
+    round never matches. branches: None if nothing was grown.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Key, int] = {}
+        self.branches: Branches | None = None
+
+    @property
+    def growth(self) -> Rollout | None:
+        """The tokens of the branches so far."""
+        return None if self.branches is None else self.branches.rollout
+
+    def clear(self) -> None:
+        """Drops all branches: every outcome misses."""
+        self._lanes, self.branches = {}, None
+
+    def fill(self, batch: Batch, speculation: Speculation, branches: Branches) -> None:
+        """Replaces the contents: each lane answers one outcome of this speculation."""
+        self.branches, round_ = branches, repeat(speculation.round)
+        (rows, k), first = branches.lanes.lists, branches.rollout.first.tolist()
+        names = batch.identity[:, :2].tolist()
+        if len(names) == 1:
+            keys = zip(round_, repeat(names[0][0]), repeat(names[0][1]), k, first)
+        else:
+            ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
+            keys = zip(round_, ids, epochs, k, first, strict=False)
+        self._lanes = {key: lane for lane, key in enumerate(keys)}
+
+    def lookup(self, batch: Batch, outcome: Outcome) -> list[int | None]:
+        """Returns the lane that answers each live sequence, or None for a miss."""
+        if not self._lanes:
+            return [None] * len(batch)
+        get, round_ = self._lanes.get, outcome.round
+        return [
+            None if event else get((round_, name, epoch, k, token))
+            for name, epoch, event, k, token in outcome.rows.tolist()
+            if LIVE[event]
+        ]
+
+    def prune(self, lanes: Sequence[int | None]) -> Rollout | None:
+        """Keeps only the lanes that hit, as `lookup` returns them; None: nothing hit."""
+        rows = [row for row, lane in enumerate(lanes) if lane is not None]
+        if not rows or self.growth is None:
+            return None
+        self.growth.keep([lane for lane in lanes if lane is not None], rows)
+        return self.growth
+
+
+class RankCounts:
+    """Counts (candidates kept, rank) of the bonus tokens that follow the draft model's tokens.
+
+    A rank is counted from 1; 0: the token was none of the candidates. A bonus token that replaces a
+    rejected one is counted apart from one after a whole accepted speculation.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[bool, int, int]] = Counter()
+        self._served: Speculation | None = None
+        self.lookup: tuple[Outcome, Sequence[int | None], Branches | None, FanOuts] | None = None
+
+    def count(self, speculation: Speculation) -> None:
+        """Counts the outcomes of `lookup`, the last answer's (outcome, lane of each live sequence,
+        branches, their fan-outs). Called when that answer has been sent."""
+        served, self._served = self._served, speculation
+        if served is None or self.lookup is None:
+            return
+        outcome, lanes, branches, fan_outs = self.lookup
+        if branches is None:
+            return
+        # Committed sequences come first among the live ones.
+        rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
+        columns = served.source[rows], served.num_draft[rows], outcome.num_accepted[rows]
+        for lane, source, drafted, k in zip(lanes, *(c.tolist() for c in columns), strict=False):
+            limit = fan_outs.behind(source)[k]
+            if limit and source != Source.FAST:
+                rank = 0 if lane is None else int(branches.lanes.place[lane]) + 1
+                self._counts[k == drafted, limit, rank] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row's key `learned`: the number of outcomes, and lists of [candidates kept,
+        rank, count]."""
+        counts = sorted(self._counts.items())
+        return {
+            "outcomes": self._counts.total(),
+            "ranks_rejected": [[*at, n] for (end, *at), n in counts if not end],
+            "ranks_all_accepted": [[*at, n] for (end, *at), n in counts if end],
+        }
 
 
 class Drafter:
@@ -71,13 +171,14 @@ class Drafter:
         rank_counts: RankCounts | None = None,
     ) -> None:
         """Takes the counter of the bonus tokens' ranks; None: they are not counted."""
-        self.worker, self.policy, self._waiter = worker, policy, waiter
+        self.worker, self.policy, self.waiter = worker, policy, waiter
         self.rank_counts = rank_counts
         self.batch = worker.open_batch(capacity)
         self.cache = SpeculationCache()
         self.chained: ChainedForwards | None = None
         self.ledger: Ledger = DraftLedger()
         self._control = Control()  # of the round that is answered now
+        self._most = policy.lookahead  # tokens of its speculation
         self._due = 0  # rows of opened prompts that the target stored, and this draft did not
         self._fan_outs = policy.fan_outs  # of the branches that grow
         self.rows: dict[int, list[NDArray[np.float32]]] = {}
@@ -90,16 +191,7 @@ class Drafter:
 
     def finish(self, steps: Steps[R]) -> R:
         """Runs all forwards of this drafter's `steps`; returns their result."""
-        return finish(steps, self.wait)
-
-    def wait(self) -> None:
-        """Waits until the launched forward is over."""
-        self.worker.wait(self._waiter)
-
-    @property
-    def waiter(self) -> Waiter:
-        """How this rank waits for others."""
-        return self._waiter
+        return finish(steps, lambda: self.worker.wait(self.waiter))
 
     def answer(self, outcome: Outcome) -> Speculation:
         """Returns the speculation that an outcome asks for (`answering`)."""
@@ -114,7 +206,9 @@ class Drafter:
         mark, cache = self.ledger.mark, self.cache
         self.worker.enter(self.batch, self.batch.apply(outcome))
         mark(DraftPhase.COMMIT)
-        self._control = outcome.control
+        self._control, most = outcome.control, self.policy.lookahead
+        limit = self._control.lookahead
+        self._most = most if limit is None else min(limit, most)
         lanes = cache.lookup(self.batch, outcome)
         mark(DraftPhase.LOOKUP)
         rollouts = []
@@ -128,21 +222,15 @@ class Drafter:
         yield from self._finish(rollouts)
         speculation = self._assembled(outcome.round + 1, len(lanes), rollouts)
         if self.rank_counts is not None:
-            self.rank_counts.note_lookup(outcome, lanes, cache.branches, self._fan_outs)
+            self.rank_counts.lookup = outcome, lanes, cache.branches, self._fan_outs
         cache.clear()
         mark(DraftPhase.SPECULATE)
         return speculation
 
     @property
-    def _most(self) -> int:
-        """Most tokens that the next speculation may have."""
-        limit = self._control.lookahead
-        return self.policy.lookahead if limit is None else min(limit, self.policy.lookahead)
-
-    @property
     def is_asked(self) -> bool:
         """Whether the lead waits for the answer: one without a token it knows."""
-        return self._control.lookahead != 0
+        return self._most > 0
 
     def _backup(self, rows: list[int]) -> Steps[list[Rollout]]:
         """Begins the tokens of these misses; FAST tokens cost no draft step."""
@@ -166,8 +254,9 @@ class Drafter:
             rollout.steps = self.policy.lookahead  # the target's worker launches these forwards
             self.rollout = rollout
             return
-        start = perf_counter()
-        wanted = [(rollout, self._wanted(rollout)) for rollout in rollouts]
+        start, backup = perf_counter(), min(self.policy.backup_lookahead, self._most)
+        growth = self.cache.growth
+        wanted = [(one, self._most if one is growth else backup) for one in rollouts]
         while short := [rollout for rollout, want in wanted if rollout.steps < want]:
             self.worker.launch_step(self.batch, short)
             yield
@@ -176,13 +265,8 @@ class Drafter:
                     rollout.fill(want)
         drafting_s = perf_counter() - start
         only_jit = self._num_jit == len(self.batch) > 0
-        drafted = min(self.policy.backup_lookahead, self._most)
-        is_whole = only_jit and drafted == self.policy.lookahead
+        is_whole = only_jit and backup == self.policy.lookahead
         self.draft_s = drafting_s if is_whole else _UNKNOWN
-
-    def _wanted(self, rollout: Rollout) -> int:
-        is_hit = rollout is self.cache.growth
-        return self._most if is_hit else min(self.policy.backup_lookahead, self._most)
 
     def _collect(self, rollouts: Sequence[Rollout]) -> bool:
         """Stores a step's tokens; returns False if newer weights give logits that are not finite.
@@ -302,10 +386,6 @@ class Drafter:
         self.worker.forget(self.batch)
         self.version, self.divergence = version, None
 
-    def leave(self) -> None:
-        """Ends the pass after the last outcome."""
-        self.worker.leave(self.batch)
-
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
         round_, add = speculation.round, self._tape.tail.append
@@ -324,3 +404,41 @@ class Drafter:
         """Returns the rows of COLUMNS for rounds first … last-1, [rounds, columns]."""
         table: NDArray[Any] = select(self._tape.read(), len(self.COLUMNS), first_round, last_round)
         return table
+
+
+def link_shape(job: Job, group: int = 0) -> LinkShape:
+    """Returns the sizes of the messages of this job, between a target group and its draft."""
+    workload = job.workload
+    sampled = workload.samples and job.lookahead > 0
+    return LinkShape(
+        group,
+        job.config.batch_size,
+        job.lookahead,
+        # Greedy tokens are certain, so no distributions are sent.
+        vocab=workload.proposal_width if sampled else 0,
+        num_tokens=workload.vocab,
+        prompt_tokens=workload.prompt_tokens,
+    )
+
+
+def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
+    """Returns a worker for each target group, which share the draft model's forwards."""
+    config = job.config
+    if config.groups == 1:
+        return [job.workload.draft_worker(stepper)]
+    lanes = job.draft_options.lanes // config.groups
+    shared = SharedForwards(stepper, config.groups, slots=config.batch_size, lanes=lanes)
+    return [job.workload.draft_worker(seat) for seat in shared.seats]
+
+
+def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
+    """Returns the drafter over `worker`."""
+    policy = DraftPolicy(
+        lookahead=job.lookahead,
+        fan_outs=job.fan_outs,
+        backup=Source.FAST if job.config.backup == "fast" else Source.JIT,
+        backup_lookahead=job.backup_lookahead,
+        sampled=link_shape(job).sampled,
+    )
+    counts = RankCounts() if job.workload.reports_outcomes else None
+    return Drafter(worker, policy, job.config.batch_size, waiter, counts)

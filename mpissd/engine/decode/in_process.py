@@ -1,58 +1,52 @@
 """Runs a whole job in one process: the loops of `mpissd run` with threads and queues instead of
 MPI.
 
-It is for tests, notebooks and first steps. The draft's thread shares Python's lock with the target,
-so its times mean little; tokens and outcomes equal the same job's under mpirun.
+It is for tests, notebooks and first steps: `for token in generate("Why is the sky blue?"): …`. The
+draft's thread shares Python's lock with the target, so its times mean little; tokens and outcomes
+equal the same job's under mpirun.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from threading import Thread
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.records import RoundRecords
-from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
+from mpissd.engine.comm.link import DraftEnd, queue_link
 from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.draft_loop import serve
-from mpissd.engine.decode.drafting import link_shape, make_drafter
-from mpissd.engine.decode.sequences import Sequences
+from mpissd.engine.decode.draft import Drafter, link_shape, make_drafter
+from mpissd.engine.decode.learning import Updates
+from mpissd.engine.decode.round import RoundResult, Sequences, TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
     NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.decode.target import RoundResult, TargetLoop
-from mpissd.engine.decode.updates import Updates
-from mpissd.engine.job import Job, Serving, resolve
+from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.workload.text.answers import sources_of
+from mpissd.engine.workload.text.prompts import read_prompts
+from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.tokenizer import Message, load_tokenizer
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")
 _JOIN_S = 10.0  # The longest wait, in seconds, for a draft's thread to end its last forward.
-
-
-class NoPlans:
-    """The plans of a target group of one rank, which has no followers."""
-
-    num_followers = 0
-
-    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Does nothing."""
 
 
 class Loops:
@@ -75,10 +69,9 @@ class Loops:
         self.target_stepper = self._stepper(
             job.target_shard, job.options, job.target_buckets(), drafts=False
         )
-        self.worker = self.workload.target_worker(self.target_stepper)
-        self.worker, speculator = self._sides(self.worker)
+        self.worker, speculator = self._sides(self.workload.target_worker(self.target_stepper))
         batch = job.config.batch_size
-        self.loop = TargetLoop(self.worker, speculator, NoPlans(), batch, self._waiter)
+        self.loop = TargetLoop(self.worker, speculator, None, batch, self._waiter)
 
     def _stepper(
         self, shard: AnyShard, options: ForwardOptions, buckets: list[int], *, drafts: bool
@@ -106,7 +99,12 @@ class Loops:
         """Returns the target worker and the speculator of the loop."""
         job, waiter = self.job, self._waiter
         if job.config.drafts:
-            return target, RemoteSpeculator(self._start())
+            patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
+            lead, end = queue_link(link_shape(job), waiter, patient)
+            remote = make_drafter(job, self._draft_worker(), patient)
+            self._threads.append(Thread(target=self._serve, args=(end, remote), daemon=True))
+            self._threads[-1].start()
+            return target, RemoteSpeculator(lead)
         draft = self._draft_worker() if job.inline else None
         drafter = None if draft is None else make_drafter(job, draft, waiter)
         if (chained := chained_forwards(job, target, draft)) is not None:
@@ -125,15 +123,6 @@ class Loops:
         worker = self.workload.draft_worker(stepper)
         worker.oracle.prepare(self.workload.tabulated())
         return worker
-
-    def _start(self) -> LeadEnd:
-        """Starts the draft's thread; returns the lead's end of the link to it."""
-        patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
-        lead, draft = queue_link(link_shape(self.job), self._waiter, patient)
-        drafter = make_drafter(self.job, self._draft_worker(), patient)
-        self._threads.append(Thread(target=self._serve, args=(draft, drafter), daemon=True))
-        self._threads[-1].start()
-        return lead
 
     def _serve(self, link: DraftEnd, drafter: Drafter) -> None:
         try:
@@ -215,3 +204,61 @@ def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[J
     if config.groups > 1:
         raise ConfigError(f"groups={config.groups} in one process: allowed: 1")
     return resolve(config, 1, backend=backend, memory_bytes=None, serving=serving), backend
+
+
+class Token(NamedTuple):
+    """One token of an answer. text: its addition to the answer; "" for a part of a character or of
+    a possible stop string. source: "cache", "jit" or "fast", or "bonus" for the target's own.
+    round: from 0."""
+
+    text: str
+    id: int
+    source: str
+    round: int
+
+
+def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token]:
+    """Yields the tokens of the answer to a prompt, or to a conversation, as they are decided.
+
+    flags: the flags of `mpissd run`, for example mode="sd", pair="smollm2", num_tokens=64,
+    temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError as
+    `mpissd run` does.
+    """
+    for name in {"prompts", "prompt_ids"} & flags.keys():
+        raise ConfigError(f"{name} with generate: allowed: its first argument, the prompt")
+    config = parse_flags({"workload": "text", **{k: str(v) for k, v in flags.items()}})
+    tokenizer = load_tokenizer(resolve_unopened(config, 1).target_where)
+    if isinstance(prompt, str):
+        tokens: Sequence[int] = read_prompts(replace(config, prompt=prompt), tokenizer)[0].tokens
+    elif prompt:
+        tokens = tokenizer.chat(prompt)
+    else:
+        raise ConfigError("prompt: is empty")
+    own = set() if config.stop_token is None else {config.stop_token}
+    text = AnswerText(tokenizer, config.stop_strings, tokenizer.stop_ids | own)
+    ids = ",".join(str(token) for token in tokens)
+    # Without a tokenizer the decoder knows no stops: they end the answer here.
+    plain = replace(config, prompt=None, prompt_ids=ids, stop=None, stop_token=None)
+    return _answer(plain, text)
+
+
+def _answer(config: RunConfig, text: AnswerText) -> Iterator[Token]:
+    """Yields tokens up to the one that ends the answer; the last one also has the text that was
+    held back."""
+    last: Token | None = None
+    left, number = config.token_limit, 0
+    with closing(Decoder(config)) as decoder:  # a caller that stops early frees the models
+        while text.ended is None and not decoder.is_over:
+            result = decoder.step()
+            ((_, tokens),) = result.emitted()
+            sources = sources_of(len(tokens) - 1, int(result.speculation.source[0]))
+            for token, source in list(zip(tokens, sources, strict=True))[:left]:
+                if last is not None:
+                    yield last
+                last = Token(text.push(token), token, source, number)
+                if text.ended is not None:
+                    break
+                left = None if left is None else left - 1
+            number += 1
+    if last is not None:
+        yield last._replace(text=last.text + text.flush())

@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request, Source
-from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.decode.round import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
 

@@ -106,7 +106,7 @@ class InlineSpeculator(Speculator):
         return self._drafter.rows[row][index]
 
     def stop(self, outcome: Outcome) -> None:
-        self._drafter.leave()
+        self._drafter.worker.leave(self._drafter.batch)
 
 
 class RemoteSpeculator(Speculator):

@@ -19,9 +19,9 @@ from mpissd.common.trace import FollowPhase, Ledger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
 from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.draft_loop import serve
-from mpissd.engine.decode.drafting import draft_workers, link_shape, make_drafter
+from mpissd.engine.decode.draft import Drafter, draft_workers, link_shape, make_drafter
+from mpissd.engine.decode.learning import Updates
+from mpissd.engine.decode.round import TargetLoop, follow, serve
 from mpissd.engine.decode.speculator import (
     ARFallback,
     InlineSpeculator,
@@ -30,8 +30,6 @@ from mpissd.engine.decode.speculator import (
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.decode.target import TargetLoop, follow
-from mpissd.engine.decode.updates import Updates
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -126,7 +124,7 @@ class Rank:
         return "device" if on_device else "host"
 
     def drafter(self, worker: DraftWorker) -> Drafter:
-        """Returns this rank's drafter over `worker` (decode.drafting)."""
+        """Returns this rank's drafter over `worker` (decode.draft)."""
         return make_drafter(self.session.job, worker, self.session.waiter)
 
     def run_pass(
@@ -154,14 +152,16 @@ class Rank:
             assert target is not None, "a target rank without a worker"
             if self.receiver is not None:
                 self.ledger = Ledger(FollowPhase)
-                self.digest = follow(target, self.receiver, batch, waiter, self.ledger)
+                plan = self.receiver.plan
+                self.digest = follow(target, plan, batch, waiter, self.ledger)
                 return None
             assert self.sender is not None, "a lead without a plan channel"
             speculator = self._speculator(drafter)
             if self.chained is not None:
                 limit = self.session.workload.longest_answer
                 target = ChainedTarget(target, drafter, self.chained, limit, waiter)
-            loop = TargetLoop(target, speculator, self.sender, batch, waiter)
+            publish = self.sender.publish if self.sender.num_followers else None
+            loop = TargetLoop(target, speculator, publish, batch, waiter)
             result = drive(loop)
             loop.stop()
             if loop.draft_lost_round is not None:

@@ -1,32 +1,57 @@
-"""The acceptance model of a synthetic workload: how many drafted tokens are accepted.
+"""Imposed outcomes: how many drafted tokens are accepted, and which outcomes are in the cache.
 
+How many are accepted (the acceptance model):
 alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
 rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted, also in the formats of
-                   vLLM and SGLang (spec/histogram.py)
-laws:FILE          of a real pair's draft, measured (spec/lawfile.py)
+histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted (read_histogram)
+laws:FILE          of a real pair's draft, measured (load_laws)
 prompt:FILE, suffix:FILE    the same for looked-up tokens
+
+Which outcomes are keys of the speculation cache (the hit model):
+p_hit:.9                imposed: every outcome hits with probability .9 if F_k ≥ 1
+power:A=.75,r=1         miss(F) = min(1, A·F^{−r})
+power:A=.64/.23,r=.4/.5       after a rejection / after a round that accepted every
+                        served token
+power:…,floor=.03/.02   floor + A·F^{−r}: the share of tokens that the draft does not know
+laws:FILE               measured on a real pair
+smollm2, …              measured on a real pair (mpissd/common/real_pairs.py)
+
+`python -m mpissd pair` measures a real pair and writes a file of laws: counts of its rounds, and
+fits to them (docs/laws.md). `--laws=FILE` imposes one: its counts at the run's own K give the
+acceptance rates, its fitted (A, r) and floors the hit model, and its counts of looked-up tokens the
+acceptance of a fast backup.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.theory import accept_probabilities
-from mpissd.engine.spec.histogram import read_histogram
-from mpissd.engine.spec.lawfile import load_laws
+from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
+from mpissd.common.theory import accept_probabilities, power_law_miss
 
 Ints = NDArray[np.int32]
 DEFAULT_FAST = "alpha:0.3"  # assumed of looked-up tokens that were not measured
+NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
+SCHEMA = 1  # of a file of laws
 _LAW_FILES = ("laws", "prompt", "suffix")
+_BROKEN = (ValueError, KeyError, TypeError, RecursionError, AttributeError)
+_PAIR = r"([^/,]+)(?:/([^/,]+))?"
+_POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 
 
 @dataclass(frozen=True)
@@ -52,49 +77,47 @@ class AcceptanceLaw:
         """The mean number of accepted tokens, 0..K."""
         return math.fsum(k * p for k, p in enumerate(self.probabilities()))
 
-    @property
-    def acceptance_length(self) -> float:
-        """The mean number of tokens a round, including the bonus token."""
-        return 1.0 + self.mean_accepted
-
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
     """Returns the acceptance model that `text` names, for K = lookahead.
 
-    The model's label is `text` in its long form. With K = 0 nothing is drafted, and a list of any
-    length is allowed. Raises ConfigError, naming the value and what is allowed.
+    The model's label is `text` in its long form; the numbers of a file of laws have four digits.
+    With K = 0 nothing is drafted, and a list of any length is allowed. Raises ConfigError, naming
+    the value and what is allowed.
     """
     kind, colon, values = text.strip().partition(":")
     if not colon:
-        kind, values = ("alpha", kind) if _is_number(kind) else (kind, "")
+        try:
+            kind, values = "alpha", str(float(kind))
+        except ValueError:
+            values = ""
     label = f"{kind}:{values}"
+    what = f"acceptance {label!r}"
     if kind == "alpha":
-        alpha = _probability(f"acceptance {label!r}", _number(label, values))
+        alpha = _probability(what, _number(what, values))
         return AcceptanceLaw((alpha,) * lookahead, f"alpha:{alpha}")
-    if kind == "rates":
-        return AcceptanceLaw(_rates(label, values, lookahead), label)
-    if kind == "marginal":
-        return AcceptanceLaw(_conditional(label, _rates(label, values, lookahead)), label)
+    if kind in ("rates", "marginal"):
+        rates = [_number(what, value) for value in values.split(",")]
+        if lookahead and len(rates) != lookahead:
+            raise ConfigError(f"{what} has {len(rates)} values: allowed: lookahead = {lookahead}")
+        rates = [_probability(what, rate) for rate in rates][:lookahead]
+        if kind == "marginal":  # a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a 0
+            if any(rate > before for before, rate in pairwise(rates)):
+                raise ConfigError(f"{what}: allowed: rates that never rise")
+            rates = [m / p if p else 0.0 for p, m in pairwise([1.0, *rates])]
+        return AcceptanceLaw(tuple(rates), label)
     if kind == "histogram":
         counts = read_histogram(Path(values).expanduser())
         return AcceptanceLaw(hazards_of_counts(counts, lookahead), label)
     if kind in _LAW_FILES:
-        return _measured(kind, values, lookahead)
+        measured = load_laws(values).behind(lookahead)
+        found = measured.accepted if kind == "laws" else measured.fast.get(kind)
+        if found is None:
+            return resolve_acceptance(DEFAULT_FAST, lookahead)
+        hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(found), lookahead))
+        return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
     known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram", *_LAW_FILES))
     raise ConfigError(f"{known}, as in 0.8, rates:.9,.8,.7 or histogram:FILE")
-
-
-def _measured(kind: str, path: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the acceptance model of a file; its label holds the numbers, to four digits.
-
-    Looked-up tokens that the file has no counts of follow DEFAULT_FAST.
-    """
-    measured = load_laws(path).behind(lookahead)
-    counts = measured.accepted if kind == "laws" else measured.fast.get(kind)
-    if counts is None:
-        return resolve_acceptance(DEFAULT_FAST, lookahead)
-    hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(counts), lookahead))
-    return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
@@ -123,39 +146,324 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     return np.minimum(run, num_draft)
 
 
-def _rates(label: str, values: str, lookahead: int) -> tuple[float, ...]:
-    rates = tuple(_number(label, value) for value in values.split(","))
-    if lookahead and len(rates) != lookahead:
-        raise ConfigError(
-            f"acceptance {label!r} has {len(rates)} values: allowed: lookahead = {lookahead}"
-        )
-    return tuple(_probability(f"acceptance {label!r}", rate) for rate in rates)[:lookahead]
+class Power(NamedTuple):
+    """The hit model miss(F) = min(1, floor + A·F^−r) of a bonus token's rank."""
+
+    hit_a: float = ASSUMED.hit_a[0]
+    hit_r: float = ASSUMED.hit_r[0]
+    floor: float = 0.0
 
 
-def _conditional(label: str, marginal: tuple[float, ...]) -> tuple[float, ...]:
-    """Converts unconditional rates m_i into conditional ones a_i = m_i / m_{i−1}, with m_0 = 1; 0
-    after a 0."""
-    before = (1.0, *marginal[:-1]) if marginal else ()
-    if any(rate > previous for previous, rate in zip(before, marginal, strict=True)):
-        raise ConfigError(f"acceptance {label!r}: allowed: rates that never rise")
-    return tuple(m / p if p else 0.0 for p, m in zip(before, marginal, strict=True))
+@dataclass(frozen=True)
+class HitLaw:
+    """The hit model: draws the true bonus token's rank among the draft's candidates, from 1.
+
+    With p_hit set, the rank is 1 with that probability, and NEVER if not. Without p_hit, P(rank ≤
+    F) = 1 − min(1, floor + A·F^{−r}). by_end: the values after a rejection, and, if they differ,
+    after a round that accepted every served token. Raises ConfigError for impossible values.
+    """
+
+    label: str
+    p_hit: float | None = None
+    by_end: tuple[Power, ...] = (Power(),)
+
+    def __post_init__(self) -> None:
+        if self.p_hit is not None:
+            _probability("p_hit", self.p_hit)
+        for a, r, floor in self.by_end:
+            _probability("floor", floor)
+            if not 0 <= a < math.inf:
+                raise ConfigError(f"hit_a={a}: allowed: at least 0 and finite")
+            if not 0 < r < math.inf:
+                raise ConfigError(f"hit_r={r}: allowed: above 0 and finite")
+
+    @property
+    def ends(self) -> tuple[bool, ...]:
+        """The values of `end` (every served token accepted) for which this model differs."""
+        return (False, True)[: len(self.by_end)]
+
+    def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:
+        """Returns A_k, r_k and floor_k for k = 0..K accepted of `served` tokens, in the form the
+        fan-out takes."""
+        each = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
+        return tuple(zip(*each, strict=True))
+
+    def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
+        """Returns the ranks for an array u in [0, 1), in the same shape; each is from 1 to
+        NEVER."""
+        if self.p_hit is not None:
+            return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
+        a, r, floor = self.by_end[-end]
+        above = u - floor
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            ranks = np.ceil((a / above) ** (1 / r))
+        return np.where(above > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
+
+    def hit_probability(self, fan_out: float, end: bool = False) -> float:
+        """Returns P(the bonus token is among the first F candidates)."""
+        if self.p_hit is None:
+            return 1.0 - power_law_miss(fan_out, *self.by_end[-end])
+        return self.p_hit if fan_out >= 1 else 0.0
+
+    def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
+        """Returns hit_probability for F = 0..widest [2, widest + 1]; row 1: all were accepted."""
+        counts = range(widest + 1)
+        return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
+
+    def check_fan_out(self, fan_out: tuple[int, ...]) -> None:
+        """Raises ConfigError if hits are imposed (p_hit) on an outcome that keeps no candidate."""
+        if self.p_hit and not all(fan_out):
+            raise ConfigError(
+                f"p_hit={self.p_hit} with fan_out {fan_out}: allowed: every F_k from 1"
+            )
 
 
-def _number(label: str, value: str) -> float:
-    if not _is_number(value):
-        raise ConfigError(f"acceptance {label!r}: {value!r}: allowed: numbers from 0 to 1")
-    return float(value)
+def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
+    """Returns the hit model of a configuration's flags at K = lookahead; raises ConfigError."""
+    if flags.hit_law is not None:
+        return named_hit_law(flags.hit_law, lookahead)
+    if flags.p_hit is not None:
+        return named_hit_law(f"p_hit:{flags.p_hit}")
+    if flags.laws is not None:
+        return named_hit_law(f"laws:{flags.laws}", lookahead)
+    return _power_law(*DEFAULT.laws)
 
 
-def _is_number(value: str) -> bool:
+def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
+    """Returns the hit model that `text` names; its label holds the numbers.
+
+    `text` may also be the hit_law of a result row. lookahead: K, which selects the entry of a file;
+    a file's numbers have four digits.
+    """
+    what = f"hit_law {text!r}"
+    kind, _, values = text.strip().partition(":")
+    if text.strip() in NAMED:
+        return _power_law(*NAMED[text.strip()].laws)
+    if kind == "p_hit":
+        p_hit = _number(what, values)
+        return HitLaw(f"p_hit:{p_hit}", p_hit)
+    if kind == "laws":
+        laws = load_laws(values).behind(lookahead)
+        if laws.rejected is None or laws.complete is None:
+            which = "a rejection" if laws.rejected is None else "K accepted tokens"
+            few = f"laws={values}: too few outcomes behind {which} for a hit law"
+            raise ConfigError(f"{few}: allowed: hit_law=… beside it")
+        fits = laws.rejected, laws.complete
+        return _power_law(*([round(value, 4) for value in fit] for fit in fits))
+    match = _POWER.fullmatch(values)
+    if kind != "power" or match is None:
+        known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", "laws:FILE", *NAMED))
+        raise ConfigError(f"{known}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
+    rejected = match[1], match[3], match[5] or "0"
+    complete = [own or same for own, same in zip(match.group(2, 4, 6), rejected, strict=True)]
+    numbers = [[_number(what, value) for value in each] for each in (rejected, complete)]
+    return _power_law(*numbers[: 1 + any(match.group(2, 4, 6))])
+
+
+def _power_law(*by_end: Sequence[float]) -> HitLaw:
+    """Returns the power model of one or two (A, r, floor), as in HitLaw.by_end."""
+    parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
+    floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
+    powers = tuple(Power(*each) for each in by_end)
+    return HitLaw(f"power:A={parts[0]},r={parts[1]}{floors}", None, powers)
+
+
+def _number(what: str, value: str) -> float:
     try:
-        float(value)
+        return float(value)
     except ValueError:
-        return False
-    return True
+        raise ConfigError(f"{what}: {value!r}: allowed: a number") from None
 
 
 def _probability(what: str, value: float) -> float:
     if not 0 <= value <= 1:  # This comparison refuses NaN as well.
         raise ConfigError(f"{what}: {value}: allowed: 0 to 1")
     return value
+
+
+@dataclass(frozen=True)
+class LawsAt:
+    """Acceptance counts and hit models of rounds of K = `lookahead` drafted tokens.
+
+    accepted: number of rounds with k = 0 … K. fast: the same for looked-up tokens, by kind of
+    lookup. rejected, complete: the hit model after a rejection and after K accepted tokens; None if
+    too few outcomes determine it.
+    """
+
+    lookahead: int
+    accepted: tuple[int, ...]
+    fast: Mapping[str, tuple[int, ...]]
+    rejected: Power | None
+    complete: Power | None
+
+
+@dataclass(frozen=True)
+class LawFile:
+    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes."""
+
+    name: str
+    sha256: str
+    about: Mapping[str, Any]
+    at: tuple[LawsAt, ...]
+
+    @property
+    def label(self) -> str:
+        """Names the file and its contents, as a result row does."""
+        return f"{self.name} sha256:{self.sha256[:16]}"
+
+    @property
+    def longest_fitted(self) -> int:
+        """The largest K whose hit models are determined; if none is, the largest K."""
+        fitted = [laws.lookahead for laws in self.at if laws.rejected and laws.complete]
+        return max(fitted, default=self.at[-1].lookahead)
+
+    def behind(self, lookahead: int) -> LawsAt:
+        """Returns the models at the smallest measured K that is not below this one."""
+        for laws in self.at:
+            if laws.lookahead >= lookahead:
+                return laws
+        longest = self.at[-1].lookahead
+        raise ConfigError(
+            f"lookahead={lookahead} with laws={self.name}: allowed: at most {longest}, as measured"
+        )
+
+
+def load_laws(path: str) -> LawFile:
+    """Reads a file of measured models, once as long as it stays the same; raises ConfigError for
+    another kind of file."""
+    try:
+        stat = Path(path).stat()
+        return _load(path, stat.st_mtime_ns, stat.st_size)
+    except (OSError, *_BROKEN) as error:
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        reason = " ".join(reason.split())
+        raise ConfigError(
+            f"laws={path}: {reason}: allowed: a whole file of `mpissd pair`"
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _load(path: str, changed: int, size: int) -> LawFile:
+    data = Path(path).read_bytes()
+    read = json.loads(data)
+    if read["kind"] != "laws" or read["schema"] != SCHEMA:
+        raise ValueError(f"schema {read['schema']} of {read['kind']}: allowed: {SCHEMA}")
+    at = tuple(sorted(map(_laws_at, read["laws"]), key=lambda laws: laws.lookahead))
+    if not at:
+        raise ValueError("it holds no laws")
+    return LawFile(Path(path).name, hashlib.sha256(data).hexdigest(), dict(read["about"]), at)
+
+
+def _laws_at(read: Mapping[str, Any]) -> LawsAt:
+    lookahead = int(read["lookahead"])
+
+    def checked(counts: list[int]) -> tuple[int, ...]:
+        if len(counts) != lookahead + 1 or not all(type(n) is int and n >= 0 for n in counts):
+            raise ValueError(f"counts {tuple(counts)} with K = {lookahead}")
+        if not any(counts):
+            raise ValueError(f"no round with K = {lookahead}")
+        return tuple(counts)
+
+    fast = {name: checked(counts) for name, counts in read["fast"].items()}
+    fits = [read[end]["fit"] for end in ("rejected", "complete")]
+    rejected, complete = (
+        None if fit is None else Power(*(float(fit[name]) for name in ("A", "r", "floor")))
+        for fit in fits
+    )
+    return LawsAt(lookahead, checked(read["accepted"]), fast, rejected, complete)
+
+
+_KEYS = (  # of a row, of vLLM's, TensorRT-LLM's and SGLang's responses
+    "counts",
+    "accept_histogram",
+    "acceptance_histogram",
+    "spec_accept_histogram",
+    "spec_correct_drafts_histogram",
+)
+_VLLM = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)(?:_total)?(?:\{([^}]*)\})?\s+(\S+)",
+    re.MULTILINE,
+)
+
+
+def read_histogram(path: Path) -> list[int]:
+    """Reads counts of rounds with k = 0, 1, 2, … accepted tokens, as engines report them.
+
+    That is a JSON list, an object with a list under one of _KEYS (a result row, or a response of
+    vLLM, SGLang or TensorRT-LLM), one object or whole number a line, one line with commas, or the
+    text of vLLM's /metrics. The counts of several objects are added. Raises ConfigError naming the
+    file.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
+    # Each model has its own acceptance rates, so counts of several must not be added.
+    models = set(re.findall(r"^vllm:spec_decode_.*\bmodel_name=\"([^\"]*)\"", text, re.MULTILINE))
+    if len(models) > 1:
+        names = ", ".join(sorted(models))
+        raise ConfigError(f"{str(path)!r}: of models {names}: allowed: one model")
+    try:
+        counts = _of_metrics(text) if "vllm:spec_decode" in text else _of_json(text)
+        if min(counts, default=-1) < 0 or sum(counts) == 0:
+            raise ValueError("no counts")
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"{str(path)!r}: allowed: counts of rounds with 0, 1, 2, … tokens accepted, not all 0: "
+            'a JSON list, {"counts": […]}, one whole number a line, one line with commas, vLLM\'s '
+            "/metrics, or responses of vLLM or SGLang with an acceptance histogram"
+        ) from error
+    return counts
+
+
+def _of_metrics(text: str) -> list[int]:
+    """Reads Prometheus text: c_k = n_k − n_{k+1}, with n_0 drafts and n_i tokens accepted at
+    position i; the counts of several engines (labels) are added."""
+    at_least: dict[int, float] = {}
+    for name, labels, value in _VLLM.findall(text):
+        place = 0
+        if name != "drafts":
+            match = re.search(r'position="(\d+)"', labels)
+            place = int(match[1]) + 1 if match else -1
+        at_least[place] = at_least.get(place, 0.0) + float(value)
+    if len(at_least) < 2 or set(at_least) != set(range(len(at_least))):
+        raise ValueError("a position is missing")
+    values = [at_least[place] for place in range(len(at_least))]
+    return [round(a - b) for a, b in pairwise([*values, 0.0])]  # round(NaN) raises
+
+
+def _of_json(text: str) -> list[int]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        data = json.loads(text)
+    except ValueError:  # one value a line, or one line with commas
+        data = json.loads(f"[{text}]") if len(lines) == 1 else [*map(json.loads, lines)]
+    histograms = [[data]] if type(data) is int else list(_histograms(data))
+    if not all(type(n) is int for counts in histograms for n in counts):
+        raise TypeError("not whole numbers")
+    return [sum(each) for each in zip_longest(*histograms, fillvalue=0)]
+
+
+def _histograms(data: Any) -> Iterator[list[Any]]:
+    """Yields every histogram inside a document, as counts by k; of one object only the first key in
+    _KEYS counts."""
+    if isinstance(data, list):
+        if any(isinstance(item, (dict, list)) for item in data):
+            for item in data:
+                yield from _histograms(item)
+        else:
+            yield data
+    elif isinstance(data, dict):
+        named = [data[key] for key in _KEYS if data.get(key) is not None]
+        if named and not isinstance(named[0], list):
+            raise TypeError("a histogram is a list")
+        if named:
+            yield named[0]
+        else:
+            nested = [item for item in data.values() if isinstance(item, dict)]
+            lists = [item for item in data.values() if isinstance(item, list)]
+            for item in [*nested, *(one for one in lists if any(isinstance(x, dict) for x in one))]:
+                yield from _histograms(item)

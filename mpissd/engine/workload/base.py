@@ -15,7 +15,7 @@ from mpissd.common.workloads import known
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.model.transformer.shard import StateShard
-from mpissd.engine.spec.lawfile import load_laws
+from mpissd.engine.spec.acceptance import load_laws
 from mpissd.engine.workload.oracle import DraftOracle, OpenGather, TargetOracle
 from mpissd.engine.workload.resolved import Resolved
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker

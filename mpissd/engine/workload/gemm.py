@@ -19,9 +19,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.spec.acceptance import AcceptanceLaw, count_accepted
+from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.base import RowFields, Workload, laws_label
 from mpissd.engine.workload.oracle import (
     Branches,

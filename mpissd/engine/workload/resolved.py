@@ -13,9 +13,8 @@ from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.spec.acceptance import AcceptanceLaw
+from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.hits import HitLaw
 from mpissd.engine.workload.sequence import Placement
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again

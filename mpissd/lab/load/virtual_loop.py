@@ -12,9 +12,8 @@ import numpy as np
 from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.decode.forward_times import ForwardTimes
-from mpissd.engine.decode.goodput import warm_sizes
-from mpissd.engine.decode.target import RoundResult
+from mpissd.engine.decode.goodput import ForwardTimes, warm_sizes
+from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.job import Job, fine_buckets
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
@@ -123,11 +122,6 @@ class VirtualLoop:
     def live_ids(self) -> list[int]:
         """The sequences that the next round verifies."""
         return [*self._live, *(n for n, one in self._opened.items() if not one.left)]
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether prompts are being stored."""
-        return any(one.left for one in self._opened.values())
 
     @property
     def unstored(self) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.target import TargetLoop
+from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.session.rank import Rank
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable

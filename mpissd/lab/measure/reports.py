@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.records import RoundRecords, is_first_round
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.updates import Report as UpdateReport
+from mpissd.engine.decode.learning import Report as UpdateReport
 from mpissd.engine.model.shared import GroupView
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.host_costs import WarmUp

@@ -25,10 +25,8 @@ from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.sequences import Sequences
-from mpissd.engine.decode.target import TargetLoop
-from mpissd.engine.decode.teaching import Teaching
-from mpissd.engine.decode.updates import Updates
+from mpissd.engine.decode.learning import Teaching, Updates
+from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import check_file, tool, whole_file
-from mpissd.engine.spec.lawfile import SCHEMA
+from mpissd.engine.spec.acceptance import SCHEMA
 from mpissd.engine.spec.lookup import LOOKUPS
 from mpissd.engine.workload.replay.recording import Recording, load
 from mpissd.lab.pair.config import PairConfig

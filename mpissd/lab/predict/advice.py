@@ -17,7 +17,7 @@ from mpissd.common.flags import DRAFTING
 from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.spec.hits import hit_law_of
+from mpissd.engine.spec.acceptance import hit_law_of
 from mpissd.lab.predict.advisor import Advice
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.places import Survey, job_of

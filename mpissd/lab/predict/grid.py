@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
-from mpissd.engine.spec.hits import HitLaw
+from mpissd.engine.spec.acceptance import HitLaw
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 
 Ints = NDArray[np.int64]

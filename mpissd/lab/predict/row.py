@@ -17,8 +17,8 @@ from mpissd.common.records import outcome_digest, percentiles_us
 from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job
+from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.engine.spec.fanout import MAX_BRANCHES
-from mpissd.engine.spec.hits import named_hit_law
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.pool import Pool
 from mpissd.lab.predict.pool import replay as replay_pool

@@ -16,10 +16,8 @@ import numpy as np
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
-from mpissd.engine.spec.acceptance import resolve_acceptance
+from mpissd.engine.spec.acceptance import HitLaw, hit_law_of, load_laws, resolve_acceptance
 from mpissd.engine.spec.fanout import MAX_BRANCHES, resolve_fan_out
-from mpissd.engine.spec.hits import HitLaw, hit_law_of
-from mpissd.engine.spec.lawfile import load_laws
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.grid import Config, Grid
 from mpissd.lab.predict.simulation import expect

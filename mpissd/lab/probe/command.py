@@ -22,7 +22,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.errors import ConfigError, GateError, MpissdError
 from mpissd.common.output import json_line
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
@@ -30,22 +30,29 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.probe.group import (
+from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
+from mpissd.lab.probe.measure import (
     FORWARD_ROWS,
-    GPU_ROWS,
-    SHARDS,
     TRANSFORMER_ROWS,
+    Entry,
     GroupProbe,
+    links,
     open_groups,
 )
-from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
-from mpissd.lab.probe.link import link_curves
-from mpissd.lab.probe.printed import print_probe_card, print_table
-from mpissd.lab.probe.profile import TABLES, check_name, fit, profile_name, save_profile
-from mpissd.lab.probe.sample import Checks, Entry
+from mpissd.lab.probe.report import (
+    TABLES,
+    check_name,
+    fit,
+    print_probe_card,
+    print_table,
+    profile_name,
+    save_profile,
+)
+
+_GPU_ROWS = (40, 128, 256)  # of transformers: a GPU's kernel for more than 32 rows is another one
+_SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without all-reduces
 
 
 def execute_probe(config: RunConfig, name: str | None = None) -> int:
@@ -67,35 +74,41 @@ def execute_probe(config: RunConfig, name: str | None = None) -> int:
     return 0
 
 
+def kinds(backend: Backend) -> list[int | None]:
+    """Returns the row limit (most_rows) of each kernel that jobs may run, smallest first."""
+    return [backend.few_rows, None] if backend.few_rows else [None]
+
+
 class Prober:
     """One rank's part in every stage, and its measurements."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._topology, self._job = session, session.topology, session.job
-        self.checks = Checks()
-        self.tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
-        self.peak: float | None = None
-        self.notes: list[str] = []
-        self.host: list[Entry] = []
+        self._kind = session.backend.info.kind
+        self._faults: list[str] = []  # in this rank's data
+        self._tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
+        self._peak: float | None = None
+        self._notes: list[str] = []
+        self._host: list[Entry] = []
         self._source = f"measured: {session.backend.info.name}, {session.backend.name}"
-        if session.backend.info.kind == "emulated":
+        if self._kind == "emulated":
             self._source = f"modelled: profile {session.job.config.device}"
-        # The lead if the draft is inline, or the first draft rank.
-        self._draft_rank = self._topology.tp if self._topology.num_drafts else 0
 
     def run(self, name: str | None) -> None:
         """Runs all stages, then writes the profile on the lead; collective over the world."""
         seconds: dict[str, float] = {}
-        stages = self.rates, self.forwards, self.all_reduces, self.links, self.hosts
-        for stage in stages:
+        for stage in (self.rates, self.forwards, self.all_reduces, self.links, self.hosts):
             begun = perf_counter()
             stage()
             # The barrier naps; a blocking collective would occupy cores that others measure on.
             self._session.barrier()
-            self._session.agree(self.checks.error())
+            others = len(self._faults) - 1
+            more = f" (and {others} more)" if others > 0 else ""
+            wrong = GateError(f"probe: {self._faults[0]}{more}") if self._faults else None
+            self._session.agree(wrong)
             seconds[stage.__name__] = perf_counter() - begun
         place = self._topology.place(self._session.backend.info)
-        every = self._topology.world.gather((self.tables, self.notes, place))
+        every = self._topology.world.gather((self._tables, self._notes, place))
         error: MpissdError | None = None
         if every is not None:
             try:
@@ -110,18 +123,20 @@ class Prober:
         tables: dict[str, list[Entry]] = {
             table: [entry for own, *_ in every for entry in own[table]] for table in TABLES
         }
-        notes = [note for _, own, _ in every for note in own]
-        places = [place for *_, place in every]
+        notes, places = (
+            [note for _, own, _ in every for note in own],
+            [place for *_, place in every],
+        )
         memory = [info.memory_bytes for info in session.infos]
-        fitted = fit(job, backend.itemsize, tables, self.peak, memory, self._source)
-        print_table(tables, notes, self.host, places)
+        fitted = fit(job, backend.itemsize, tables, self._peak, memory, self._source)
+        print_table(tables, notes, self._host, places)
         name = name or profile_name(job, backend.info)
         data = {
             "name": name,
             "device_name": backend.info.name.removesuffix(" (emulated)"),
             **fitted,
             "tables": tables,
-            "host": self.host,
+            "host": self._host,
             "backend": backend.name,
             "dtype": backend.dtype_name,
             "topology": places,
@@ -133,119 +148,100 @@ class Prober:
         covers = list(dict.fromkeys(f"{e['model']} T={e['tp']}" for e in tables["forwards"]))
         values = {key: number["value"] for key, number in fitted["numbers"].items()}
         summary = {"profile": str(path), "name": name, "covers": covers, **values}
-        summary["seconds"] = sum(seconds.values())
-        print(json_line(summary), flush=True)
+        print(json_line({**summary, "seconds": sum(seconds.values())}), flush=True)
 
     def rates(self) -> None:
         """Measures every rank's read bandwidth over as many bytes as its weights have, and on the
         lead the peak of a large product and an empty launch."""
-        backend, alone = self._session.backend, self._group(MPI.COMM_SELF)
-        sizes = self._job.rank_bytes(backend.itemsize)
+        backend, rank = self._session.backend, self._topology.world.rank
+        size = self._job.rank_bytes(backend.itemsize)[self._topology.is_draft]
 
         def read() -> None:
-            rank, size = self._topology.world.rank, sizes[self._topology.is_draft]
             rate = {"bytes": size, "read_bytes_per_s": backend.read_bandwidth(size)}
-            self.tables["bandwidths"].append({"rank": rank, "from": self._source, **rate})
+            self._tables["bandwidths"].append({"rank": rank, "from": self._source, **rate})
+            if rank == 0:
+                self._peak = backend.peak_flops()
+                self._tables["launches"].append(self._probe(MPI.COMM_SELF).empty())
 
-        def of_lead() -> None:
-            self.peak = backend.peak_flops()
-            self.tables["launches"].append(alone.empty())
-
-        for rank in range(self._topology.world.size):
-            self._turn(rank, read)
-        self._turn(0, of_lead)
+        for turn in range(self._topology.world.size):
+            self._turn(turn, read)
 
     def forwards(self) -> None:
         """Measures the target's forwards on all its ranks, then the draft's, with each possible
         kernel."""
-        job, group = self._job, self._session.group
-        if not self._topology.is_draft:
-            here, shard = self._group(self._topology.group), self._target
-            self._forwards(here, group, shard, job.options, job.target_buckets(), "target_model")
+        job, topology = self._job, self._topology
+        if not topology.is_draft:
+            parts = replace(job.target_shard, rank=topology.world.rank), job.options
+            probe = self._probe(topology.group)
+            self._model(probe, self._session.group, *parts, job.target_buckets(), "target_model")
         if (draft := job.draft_shard) is not None:
-            alone, options = self._group(MPI.COMM_SELF), job.draft_options
-            parts = draft, options, job.draft_buckets(), "draft_model"
-            self._turn(self._draft_rank, lambda: self._forwards(alone, SoloGroup(), *parts))
+            rest = SoloGroup(), draft, job.draft_options, job.draft_buckets(), "draft_model"
+            # It is measured on the lead if the draft is inline, or on the first draft rank.
+            where = topology.tp if topology.num_drafts else 0
+            self._turn(where, lambda: self._model(self._probe(MPI.COMM_SELF), *rest))
 
-    def _forwards(
+    def _model(
         self,
-        ranks: GroupProbe,
+        probe: GroupProbe,
         group: Group,
         shard: AnyShard,
         options: ForwardOptions,
         buckets: Sequence[int],
         which: str,
     ) -> None:
-        """Measures one model's forwards, with the kernel of small jobs if it differs, and the
-        common one.
+        """Measures one model's forwards; which: the workload's attribute that has its weights.
 
-        The weights are made anew for each kernel, because their order differs.
+        Products are measured with the kernel of small jobs if it differs, and with the common one;
+        the weights are made anew for each, because their order differs. A transformer is measured
+        at the probe's batch size and at that of its second host costs. A probe with one target rank
+        also measures the share of the target that rank 0 of T > 1 would hold, without all-reduces:
+        derive.py adds them, so that `plan` knows these T.
         """
-        config, entries = self._job.config, list[Entry]()
-        if config.is_transformer:
-            model: ModelSource = getattr(self._session.workload, which)
-            entries = self._transformer(ranks, group, shard, options, buckets, model)
-        else:
+        config, entries, shares = self._job.config, list[Entry](), list[Entry]()
+        if not config.is_transformer:
             every = sorted({*FORWARD_ROWS, *buckets})
             for most in kinds(self._session.backend):
                 rows = [n for n in every if most is None or n <= most]
                 parts = shard, options, rows, config.batch_size, most
-                entries.append(ranks.forwards(group, *parts))
+                entries.append(probe.forwards(group, *parts))
+        else:
+            options = replace(options, context=config.context)
+            on_gpu = self._kind == "gpu"
+            factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES)[: 3 if on_gpu else 2]
+            rows = sorted({*TRANSFORMER_ROWS, *(_GPU_ROWS if on_gpu else ()), *buckets})
+            model = getattr(self._session.workload, which)
+            rest = options, rows, [factor * config.batch_size for factor in factors], model
+            entries = probe.transformer(group, shard, *rest)
+            is_alone = self._topology.tp == 1 and which == "target_model"
+            for tp in _SHARDS if is_alone and self._kind != "emulated" else ():
+                try:
+                    share = replace(shard, tp=tp)
+                except ConfigError as error:  # more ranks than KV heads
+                    self._notes.append(f"a share of T={tp}: {error}")
+                    continue
+                shares += probe.transformer(SoloGroup(), share, *rest, ends=True)
         if self._topology.group.rank == 0:
-            self.tables["forwards"] += entries
-        self.tables["read_outs"] += ranks.read_outs
-
-    def _transformer(
-        self,
-        ranks: GroupProbe,
-        group: Group,
-        shard: AnyShard,
-        options: ForwardOptions,
-        buckets: Sequence[int],
-        model: ModelSource,
-    ) -> list[Entry]:
-        """Measures a transformer at the probe's batch size and at that of its second host costs.
-
-        A probe with one target rank also measures the share of the target that rank 0 of T > 1
-        would hold, without all-reduces: derive.py adds them, so that `plan` knows these T.
-        """
-        config = self._job.config
-        options = replace(options, context=config.context)
-        on_gpu = self._session.backend.info.kind == "gpu"
-        factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES) if on_gpu else (1, MORE_SEQUENCES)
-        batches = [factor * config.batch_size for factor in factors]
-        rows = sorted({*TRANSFORMER_ROWS, *(GPU_ROWS if on_gpu else ()), *buckets})
-        entries = ranks.transformer(group, shard, options, rows, batches, model)
-        is_measured = self._session.backend.info.kind != "emulated"
-        is_alone = self._topology.tp == 1 and shard == self._target
-        for tp in SHARDS if is_measured and is_alone else ():
-            try:
-                share = replace(shard, tp=tp)
-            except ConfigError as error:  # more ranks than KV heads
-                self.notes.append(f"a share of T={tp}: {error}")
-                continue
-            parts = share, options, rows, batches, model
-            self.tables["shards"] += ranks.transformer(SoloGroup(), *parts, ends=True)
-        return entries
+            self._tables["forwards"] += entries
+        self._tables["shards"] += shares
+        self._tables["read_outs"] += probe.read_outs
 
     def all_reduces(self) -> None:
         """Measures every all-reduce that can be opened over the target ranks; none with one
         rank."""
-        session, config = self._session, self._job.config
+        session, comm = self._session, self._topology.group
         if self._topology.is_draft or self._topology.tp == 1:
             return
-        comm, aware = self._topology.group, config.all_reduce == "mpi"
-        with ExitStack() as opened:
-            groups, refused = open_groups(
-                session.group, session.backend, comm, session.waiter, cuda_aware=aware
-            )
+        with ExitStack() as stack:
+            aware = self._job.config.all_reduce == "mpi"
+            parts = session.group, session.backend, comm, session.waiter
+            groups, refused = open_groups(*parts, cuda_aware=aware)
             for group in groups.values():
                 if group is not session.group:
-                    opened.callback(group.close)
-            entries = self._group(comm).all_reduces(groups, self._job.target.hidden)
+                    stack.callback(group.close)
+            entries = self._probe(comm).all_reduces(groups, self._job.target.hidden)
         if self._topology.is_lead:
-            self.tables["all_reduces"] += entries
-            self.notes += refused
+            self._tables["all_reduces"] += entries
+            self._notes += refused
 
     def links(self) -> None:
         """Measures between the lead and the first draft rank, while the others nap."""
@@ -254,33 +250,22 @@ class Prober:
             return
         pair = world.Split(0 if world.rank in (0, draft) else MPI.UNDEFINED, world.rank)
         if pair != MPI.COMM_NULL:
-            curves = link_curves(pair, self._session.waiter, self.checks, "measured: MPI")
-            if self._topology.is_lead:
-                self.tables["links"] += curves
+            entries = links(pair, self._session.waiter, self._faults)
+            self._tables["links"] += entries if self._topology.is_lead else []
 
     def hosts(self) -> None:
         """Measures host work and link for every configuration that these ranks allow, on all of
         them."""
         source = f"measured: ledgers of the decoding loops, {self._session.backend.name}"
-        self.host, notes = host_entries(self._session, source)
-        self.notes += notes if self._topology.is_lead else []
+        self._host, notes = host_entries(self._session, source)
+        self._notes += notes if self._topology.is_lead else []
 
-    @property
-    def _target(self) -> AnyShard:
-        rank = 0 if self._topology.is_draft else self._topology.world.rank
-        return replace(self._job.target_shard, rank=rank)
-
-    def _group(self, comm: MPI.Comm) -> GroupProbe:
+    def _probe(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session
-        return GroupProbe(session.backend, comm, session.waiter, self.checks, self._source)
+        return GroupProbe(session.backend, comm, session.waiter, self._faults, self._source)
 
     def _turn(self, rank: int, work: Callable[[], Any]) -> None:
         """Runs `work` on one rank, while the others nap."""
         self._session.barrier()
         if self._topology.world.rank == rank:
             work()
-
-
-def kinds(backend: Backend) -> list[int | None]:
-    """Returns the row limit (most_rows) of each kernel that jobs may run, smallest first."""
-    return [backend.few_rows, None] if backend.few_rows else [None]

@@ -15,13 +15,12 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.comm.topology import Refused
-from mpissd.engine.job import Job, resolve
+from mpissd.engine.job import resolve
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.calibrate import JobProfile, calibrate
+from mpissd.lab.measure.calibrate import calibrate
 from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
-from mpissd.lab.probe.group import NEAR
-from mpissd.lab.probe.sample import Entry
+from mpissd.lab.probe.measure import NEAR, Entry
 
 MORE_SEQUENCES = 8  # Factor from the first batch size to the second; host work grows with it.
 _FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
@@ -34,16 +33,18 @@ def host_entries(session: Session, source: str) -> tuple[list[Entry], list[str]]
     """
     entries: list[Entry] = []
     notes: list[str] = []
-    on_host = session.backend.info.kind == "cpu"
-    for config in ways(session.job.config, on_host=on_host):
+    probed = session.job
+    for config in ways(probed.config, on_host=session.backend.info.kind == "cpu"):
+        if config.pair is None and config.target is None:  # another pair would be its default
+            draft = None if probed.draft is None else probed.draft.name
+            config = replace(config, target=probed.target.name, draft=draft)
         try:
-            job = _resolved(session, config)
-            profile = _measured(replace(session, job=job, resources=ExitStack()))
+            job = resolve(config, probed.tp, backend=session.backend.name, memory_bytes=None)
+            entry = _measured(replace(session, job=job, resources=ExitStack()), source)
         except (ConfigError, Refused) as error:  # All ranks raise the same error here.
             notes.append(f"host costs of {config.mode}, b={config.batch_size}: {error}")
             continue
-        if profile is not None:
-            entries.append(_entry(job, profile, source))
+        entries += [] if entry is None else [entry]
     return entries, notes
 
 
@@ -60,57 +61,41 @@ def ways(config: RunConfig, *, on_host: bool = False) -> Iterator[RunConfig]:
         contexts = [NEAR, config.context]
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):
-        drafts = config.drafts if mode != "ar" else None
+        way = replace(config, mode=mode, num_drafts=config.drafts if mode != "ar" else None)
         for batch in (config.batch_size, MORE_SEQUENCES * config.batch_size):
             for context in contexts:
-                yield replace(
-                    config, mode=mode, num_drafts=drafts, batch_size=batch, context=context
-                )
+                yield replace(way, batch_size=batch, context=context)
 
 
-def _resolved(session: Session, config: RunConfig) -> Job:
-    """Resolves a configuration with the probe's pair, even if another pair would be the default."""
-    probed = session.job
-    if config.pair is None and config.target is None:
-        draft = None if probed.draft is None else probed.draft.name
-        config = replace(config, target=probed.target.name, draft=draft)
-    return resolve(config, probed.tp, backend=session.backend.name, memory_bytes=None)
-
-
-def _measured(session: Session) -> JobProfile | None:
-    """Times one configuration's forwards and runs its rounds; returns its profile on the lead.
+def _measured(session: Session, source: str) -> Entry | None:
+    """Times one configuration's forwards and runs its rounds; returns its entry on the lead.
 
     Raises Refused on every rank if its models do not fit in memory.
     """
+    job, world, count = session.job, session.topology.world, 0
     try:
         rank = Rank(session)
-        profile, world = calibrate(rank), session.topology.world
-        # The forwards' times limit the rounds: a large model takes seconds a round on a CPU.
-        count = world.bcast(None if profile is None else _num_rounds(session.job, profile))
+        profile = calibrate(rank)
+        if profile is not None:
+            # The forwards' times limit the rounds: a large model takes seconds a round on a CPU.
+            round_s = float(profile.device.verify_s(job.verify_rows))
+            if profile.device.draft is not None:
+                step_s = float(profile.device.draft_s(job.config.batch_size))
+                round_s += job.num_forwards(job.lookahead) * step_s
+            count = int(min(max(_ROUNDS_S / max(round_s, 1e-6), _FEWEST), _MOST))
+        count = world.bcast(count)
         drafter = rank.drafter(rank.draft) if rank.draft is not None else None
         lead = rank.run_pass(rank.target, drafter, partial(warm_up, rank=rank, count=count))
         own = None if drafter is None else WarmUp.of_draft(drafter, count)
         drafts = [draft for draft in world.gather(own) or () if draft is not None]
         if profile is not None and lead is not None and rank.chained is None:
-            draft = drafts[0] if drafts else None
-            costs = host_costs(session.job, profile.device, lead, draft)
+            costs = host_costs(job, profile.device, lead, drafts[0] if drafts else None)
             profile = replace(profile, host=costs)
         rank.close()
     finally:
         session.resources.close()
-    return profile
-
-
-def _num_rounds(job: Job, profile: JobProfile) -> int:
-    """Returns the number of rounds that take at most _ROUNDS_S, within _FEWEST and _MOST."""
-    round_s = float(profile.device.verify_s(job.verify_rows))
-    if profile.device.draft is not None:
-        step_s = float(profile.device.draft_s(job.config.batch_size))
-        round_s += job.num_forwards(job.lookahead) * step_s
-    return int(min(max(_ROUNDS_S / max(round_s, 1e-6), _FEWEST), _MOST))
-
-
-def _entry(job: Job, profile: JobProfile, source: str) -> Entry:
+    if profile is None:
+        return None
     about: dict[str, Any] = {
         "mode": job.config.mode,
         "tp": job.tp,

@@ -1,44 +1,45 @@
-"""The target's round: ask, plan, verify, judge. Modes differ only in the speculator.
+"""The target's round and the draft's round, in the order of Saguaro's algorithm.
 
-`TargetLoop.step` is the lead's round of Saguaro's algorithm; `follow` runs the same forwards on the
-other target ranks. The draft's round is in draft_loop.py.
+`TargetLoop.step` is the lead's round: ask, plan, verify, judge. `follow` runs the same forwards on
+the other target ranks. Modes differ only in the speculator. `draft_rounds` is the draft's round:
+answer the outcome, then speculate on the outcome of that answer while the target verifies it.
+
+The draft's round is a generator that pauses at each forward and while it waits for a message.
+Between two forwards `serve` takes what has arrived from all target groups, and its next forward
+carries the next work of each of them: answers, glues (scoring forwards) and growth. So an outcome
+waits for at most the one forward that runs when it arrives, whatever the draft does for other
+groups. Only chunks of their long prompts, which are forwards of their own, come on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter
-from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
-from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
+from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.learning import Updates
 from mpissd.engine.decode.speculator import Speculator
+from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.workers import TargetWorker
 
 _VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
-
-
-class Plans(Protocol):
-    """The lead's sending end of the plans to its followers; a group of one rank has no
-    followers."""
-
-    num_followers: int
-
-    def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Sends the plan of the round to every follower, whole."""
-
-
-class PlanSource(Protocol):
-    """A follower's receiving end of Plans."""
-
-    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        """Waits for the plan of a round and returns (outcome r-1, speculation r, stop)."""
+# (outcome r-1, speculation r, whether this is the last one): what the lead sends its followers.
+Publish = Callable[[Outcome, Speculation, bool], None]
+R = TypeVar("R")
+Ready = Callable[[], bool]
+# Yields None when a forward was launched, or a test of whether the awaited message has arrived.
+Turns = Generator["Ready | None", None, R]
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,12 @@ class TargetLoop:
         self,
         worker: TargetWorker,
         speculator: Speculator,
-        plans: Plans,
+        publish: Publish | None,
         capacity: int,
         waiter: Waiter,
     ) -> None:
-        self._worker, self._speculator, self._plans = worker, speculator, plans
+        """publish: sends a round's plan to every follower; None: there are no followers."""
+        self._worker, self._speculator, self._publish = worker, speculator, publish
         self._waiter = waiter
         self.batch = worker.open_batch(capacity)
         self.round, self.prefill_s, self.control = 0, 0.0, Control()
@@ -104,26 +106,25 @@ class TargetLoop:
         """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
         r."""
         mark, worker, speculator = self.ledger.mark, self._worker, self._speculator
-        outcome = self._outcome()
+        publish, outcome = self._publish, self._outcome()
         speculator.ask(outcome)
         mark(LeadPhase.SEND)
         self.tell()
         change = self.batch.apply(outcome)
         worker.enter(self.batch, change)
         mark(LeadPhase.COMMIT)
-        # Without followers, prompts are stored while the draft does the same.
-        is_single = self._plans.num_followers == 0
-        if change.started and is_single and self._prefill():
-            mark(LeadPhase.PREFILL)
+        if change.started and publish is None:  # while the draft stores the same prompts
+            self._prefill()
         asked = perf_counter()
         speculation = speculator.answer(self.round, len(self.batch))
         stored_s = speculator.stored_s
         wait_s = perf_counter() - asked - stored_s
         mark(LeadPhase.DRAFT_WAIT)
-        self._plans.publish(outcome, speculation)
+        if publish is not None:
+            publish(outcome, speculation, False)
         mark(LeadPhase.BROADCAST)
-        if change.started and not is_single and self._prefill():  # the followers do, too
-            mark(LeadPhase.PREFILL)
+        if change.started and publish is not None:  # the followers do so, too
+            self._prefill()
         worker.upload(self.batch, speculation, outcome.control.prefill_rows)
         mark(LeadPhase.UPLOAD)
         worker.launch()
@@ -187,12 +188,6 @@ class TargetLoop:
         return [*live, *(one.request_id for one in self._joining), *new]
 
     @property
-    def is_storing(self) -> bool:
-        """Whether prompts of opened sequences are still being stored in the next round."""
-        storing = len(self.batch.opened) > len(self._joining)
-        return storing or any(event == Event.PREFILL for event, _ in self._new)
-
-    @property
     def unstored(self) -> int:
         """The tokens of opened prompts that are still to be stored."""
         coming = sum(len(request.prompt) - 1 for _, request in self._new if request.prompt)
@@ -231,12 +226,12 @@ class TargetLoop:
         if self.teach is not None and judged is not None:
             self.teach(self.batch, *judged)
 
-    def _prefill(self) -> bool:
+    def _prefill(self) -> None:
         """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""
         start = perf_counter()
-        done = self._worker.fill(self.batch, range(len(self.batch)), self._waiter)
-        self.prefill_s += (perf_counter() - start) * done
-        return done
+        if self._worker.fill(self.batch, range(len(self.batch)), self._waiter):
+            self.prefill_s += perf_counter() - start
+            self.ledger.mark(LeadPhase.PREFILL)
 
     def stop(self) -> None:
         """Ends the loops of the followers and of the draft."""
@@ -244,20 +239,22 @@ class TargetLoop:
         rows[:, 2] = Event.RELEASE
         last, nothing = Outcome(self.round - 1, rows), Speculation.empty(self.round, 0, 0)
         self._speculator.stop(last)
-        self._plans.publish(last, nothing, stop=True)
+        if self._publish is not None:
+            self._publish(last, nothing, True)
         self._worker.leave(self.batch)
 
 
 def follow(
     worker: TargetWorker,
-    plans: PlanSource,
+    plan: Callable[[int], tuple[Outcome, Speculation, bool]],
     capacity: int,
     waiter: Waiter,
     ledger: Ledger | None = None,
 ) -> int:
     """Runs a follower's loop: the same forwards in the same order, until a plan stops it.
 
-    Returns the digest of the outcomes it received (Batch.digest).
+    plan: waits for the plan of a round, as the lead published it. Returns the digest of the
+    outcomes that it received (Batch.digest).
     """
     batch, page = worker.open_batch(capacity), OWN.bytes
     ledger = ledger or NullLedger(FollowPhase)
@@ -265,7 +262,7 @@ def follow(
     round_ = 0
     while True:
         page[DOING] = _PLAN_WAIT
-        outcome, speculation, stop = plans.plan(round_)
+        outcome, speculation, stop = plan(round_)
         if stop:
             worker.leave(batch)
             return batch.digest
@@ -283,3 +280,133 @@ def follow(
         worker.wait(waiter)
         ledger.close_round(round_, FollowPhase.DEVICE_WAIT)
         round_ += 1
+
+
+class Sequences:
+    """Follows the sequences of one pass on the lead, and decides which of them join and leave.
+
+    batch_size of them are decoded at a time. One ends when the workload ends it (Workload.endings),
+    or with num_tokens tokens. ends: of those that ended by themselves, how many tokens count.
+    """
+
+    def __init__(self, workload: Workload, group: int = 0) -> None:
+        """Takes the sequences of one target group."""
+        self._workload, self._limit = workload, workload.job.config.token_limit
+        self._endings = workload.endings()
+        self._left = workload.share(group)
+        self._emitted: dict[int, int] = {}  # emitted tokens of each live sequence, by request id
+        self.ends: dict[int, int] = {}
+
+    @property
+    def are_live(self) -> bool:
+        """Whether a sequence is left to decode."""
+        return bool(self._emitted)
+
+    def first(self) -> list[Request]:
+        """Returns the sequences that begin: at most batch_size."""
+        return self._next(self._workload.job.config.batch_size)
+
+    def _next(self, count: int) -> list[Request]:
+        count = min(count, len(self._left))
+        requests = self._workload.requests(self._left.start, count)
+        self._left = self._left[count:]
+        self._emitted |= {request.request_id: 0 for request in requests}
+        return requests
+
+    def take(self, result: RoundResult, loop: TargetLoop) -> None:
+        """Counts a round's tokens, releases sequences that ended, and admits as many new ones."""
+        if self._limit is None and self._endings is None:
+            return
+        gone = []
+        for name, tokens in result.emitted():
+            before, kept = self._emitted[name], None
+            if self._endings is not None:
+                kept = self._endings.kept(name, before, tokens)
+            if kept is not None:
+                self.ends[name] = before + kept
+            self._emitted[name] = count = before + len(tokens)
+            if kept is not None or (self._limit is not None and count >= self._limit):
+                del self._emitted[name]
+                gone.append(name)
+        if gone:
+            loop.finish(gone)
+            loop.admit(self._next(len(gone)))
+
+
+def draft_rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None = None) -> Turns[None]:
+    """Serves one group, round by round, until an outcome carries the stop flag.
+
+    The link is polled between growth steps, so an outcome waits for at most one of them.
+    """
+    for round_ in count(-1):  # The first outcome, of round -1, only admits sequences.
+        if not link.outcome_arrived():
+            yield link.outcome_arrived
+        outcome, stop = link.outcome(round_)
+        mark = drafter.ledger.mark
+        mark(DraftPhase.WAIT)
+        if stop:
+            drafter.worker.leave(drafter.batch)  # ends the pass
+            return
+        # Answers v = (k, t*): branches of the cache for hits, the backup for misses.
+        answer = yield from drafter.answering(outcome)
+        if drafter.is_asked:
+            link.send_speculation(answer)
+            if drafter.policy.sampled and (rows := drafter.proposals()):
+                link.send_proposals(answer.round, rows)
+        mark(DraftPhase.SEND)
+        # Speculates on the outcome of the answer, while the target verifies it.
+        drafter.verification_started(answer)
+        if (yield from drafter.begin_growth(answer)):
+            while drafter.growing and not link.outcome_arrived():
+                yield from drafter.grow_step()
+        if drafter.is_storing and not link.outcome_arrived():
+            yield from drafter.store_opened()
+        drafter.close_round(answer)
+        if updates is not None:
+            while updates.work() and not link.outcome_arrived():
+                continue
+
+
+@dataclass
+class _Group:
+    """One target group: its rounds on the draft, and a test of whether the message has arrived for
+    which they wait; None: they wait for the launched forward."""
+
+    drafter: Drafter
+    turns: Turns[None]
+    awaited: Ready | None = None
+
+
+def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> None:
+    """Runs the draft's loop over a link and a drafter for each target group.
+
+    Returns when every group has stopped. Each works until it has launched a forward or waits for a
+    message. Drafters of several groups must run their forwards on one shared model (model.shared),
+    so that the wait for one ends the forwards of all. updates: source of newer weights for a single
+    drafter, one unit a round and more while no message arrives.
+    """
+    groups = [_Group(drafter, draft_rounds(link, drafter, updates)) for link, drafter in ends]
+    for group in groups:
+        group.drafter.ledger.restart()
+
+    def has_come() -> bool:
+        return any(group.awaited is None or group.awaited() for group in groups)
+
+    while groups:
+        running = None
+        for group in groups[:]:
+            if group.awaited is not None and not group.awaited():
+                continue
+            try:
+                group.awaited = next(group.turns)
+            except StopIteration:
+                groups.remove(group)
+                continue
+            if group.awaited is None:
+                running = group
+        if running is not None:
+            running.drafter.worker.wait(running.drafter.waiter)
+        elif groups:
+            groups[0].drafter.waiter.until(has_come, "target: outcome")
+        if len(groups) > 1:
+            groups.append(groups.pop(0))  # rotates, so that each group comes first in turn

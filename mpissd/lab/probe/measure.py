@@ -1,0 +1,422 @@
+"""Measures forwards by rows, all-reduces by bytes and round trips by bytes, and checks their data.
+
+Launches are sampled within a time budget. A rank that finds wrong data continues, so that the
+others are not left waiting in a collective: it adds a line to `faults`, and all ranks stop together
+at the end of the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Ints
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend, Cost, Program
+from mpissd.engine.comm import wire
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.comm.mpi_link import MpiInbox, MpiOutbox
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard, ReadOut
+from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
+from mpissd.engine.workload.sequence import timed_places
+
+Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+FORWARD_ROWS = (*ROWS, 24, 128, 256)
+TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, because each is measured after several contexts
+LARGE_BYTES = 1 << 20
+NEAR, FAR = 64, 1024  # contexts of transformers; --context may be longer than FAR
+_LISTS = (1, 4, 16, 32, 64)  # candidates a row
+_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # operations of one program, one after the other
+# (seconds of warm-up, seconds of timed launches, the fewest and the most of these): GPUs are warmed
+# up, as an H200 reads slowly for some ms after an allocation, and modelled durations never vary.
+_PACE = {"gpu": (0.03, 0.05, 5, 25), "cpu": (0.0, 0.06, 5, 25), "emulated": (0.0, 0.0, 1, 1)}
+_LINK_SIZES = tuple(1 << n for n in (6, 8, 10, 12, 14, 16, 18, 20))
+_NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
+
+
+def contexts(longest: int, *, ends: bool = False) -> list[int]:
+    """Returns the contexts after which transformers are measured: near, far and two between.
+
+    Time grows in straight lines while all sequences' KV caches fit in one level of memory. ends:
+    near and far only.
+    """
+    far = max(longest, FAR)
+    return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
+
+
+def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) -> Entry:
+    """Makes one entry of a profile's table from the seconds of each launch, by rows or bytes.
+
+    It has their median, their interquartile range over the median (None if that is 0), and their
+    number.
+    """
+    seconds, spread = dict[str, float](), dict[str, float | None]()
+    for at, taken in times.items():
+        low, seconds[str(at)], high = (float(q) for q in np.percentile(taken, [25, 50, 75]))
+        spread[str(at)] = (high - low) / seconds[str(at)] if seconds[str(at)] else None
+    counts = {str(at): len(taken) for at, taken in times.items()}
+    about = {**identity, "from": source}
+    return {**about, "seconds": seconds, "spread": spread, "num_launches": counts}
+
+
+def different(computed: Any, wanted: Any, tolerance: float, what: str) -> list[str]:
+    """Returns a line if an element is off by more than `tolerance`, or NaN, or the shapes differ;
+    else []."""
+    computed, wanted = np.asarray(computed, np.float64), np.asarray(wanted, np.float64)
+    if computed.shape != wanted.shape:
+        return [f"{what}: shape {computed.shape}, expected {wanted.shape}"]
+    wrong = ~(np.abs(computed - wanted) <= tolerance)  # NaN counts as wrong.
+    if not wrong.any():
+        return []
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    where = f"at {list(at)} {computed[at]:g}, expected {wanted[at]:g} ± {tolerance:.1g}"
+    return [f"{what}: {int(wrong.sum())} of {wrong.size} values are wrong, {where}"]
+
+
+def addend(rank: int, rows: int, width: int) -> NDArray[np.float32]:
+    """Returns a rank's test values [rows, width] for an all-reduce.
+
+    They are multiples of 1/64 within ±1/4: sums over up to 32 ranks are exact in float16, in any
+    order. Their order differs from rank to rank.
+    """
+    place = np.arange(rows * width).reshape(rows, width)
+    return np.asarray(((place * 7 + rank * 13) % 33 - 16) / 64, np.float32)
+
+
+class GroupProbe:
+    """Measures on all ranks of `comm`; every method is collective.
+
+    faults: receives a line for each error in this rank's data.
+    """
+
+    def __init__(
+        self, backend: Backend, comm: MPI.Comm, waiter: Waiter, faults: list[str], source: str
+    ) -> None:
+        self._backend, self._comm, self._waiter = backend, comm, waiter
+        self._faults, self._source = faults, source
+        self._kind = backend.info.kind
+        self._real = self._kind != "emulated"
+        self.read_outs: list[Entry] = []  # of the first model measured that reads out lists
+
+    def times(
+        self, onces: Mapping[int, Callable[[], float]], per: int = 1
+    ) -> dict[int, NDArray[np.float64]]:
+        """Returns the seconds of each launch; once() launches `per` operations and returns its
+        seconds.
+
+        They take turns, so that a disturbance hits all of them and no median. The ranks launch
+        equally often, and each launch counts with the time of the rank that began last, because the
+        others' times include waiting for it.
+        """
+        warm_s, budget_s, least, most = _PACE[self._kind]
+        counts, seconds = {}, dict[int, list[float]]()
+        for at, once in onces.items():
+            once()  # The first launch also loads libraries, so its time is dropped.
+            first = max(self._comm.allreduce(once(), op=MPI.MAX), 1e-6)
+            counts[at] = int(min(max(budget_s / first, least), most))
+            for _ in range(int(min(warm_s / first, 200))):
+                once()
+        for turn in range(max(counts.values())):
+            for at in (at for at, count in counts.items() if turn < count):
+                seconds.setdefault(at, []).append(onces[at]())
+        by_point = {at: np.array(taken) / per for at, taken in seconds.items()}
+        for taken in by_point.values():
+            self._comm.Allreduce(MPI.IN_PLACE, taken, op=MPI.MIN)
+        return by_point
+
+    def _launched(self, launch: Callable[[], None], program: Program | Stepper) -> Any:
+        """Returns a function that launches, waits and returns the device's seconds."""
+
+        def once() -> float:
+            launch()
+            program.wait(self._waiter)
+            return program.elapsed_s()
+
+        return once
+
+    def forwards(
+        self,
+        group: Group,
+        shard: AnyShard,
+        options: ForwardOptions,
+        rows: Sequence[int],
+        sequences: int,
+        most_rows: int | None = None,
+        model: tuple[ModelSource, Weights | None] = (ModelSource(), None),
+    ) -> Entry:
+        """Measures one model; returns its "forwards" entry by rows.
+
+        most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
+        use, and what they were made from (default: bare products, made here).
+        """
+        stepper = Stepper(
+            self._backend,
+            group,
+            shard,
+            options,
+            buckets=rows,
+            num_sequences=sequences,
+            seed=1,
+            model=model[0],
+            weights=model[1],
+        )
+
+        def forward(rows: int) -> Any:
+            tokens = np.arange(rows, dtype=np.int32)
+            places = timed_places(rows, sequences, options)
+
+            # Uploaded each time, because forwards of other row counts run in between.
+            def launch() -> None:
+                stepper.upload(rows, tokens, places)
+                stepper.launch()
+
+            return self._launched(launch, stepper)
+
+        try:
+            taken = self.times({rows: forward(rows) for rows in stepper.buckets})
+            if self._real:
+                self._check_forward(stepper)
+            if self._real and options.top_k > 1 and not self.read_outs:
+                self.read_outs = self._lists(stepper)
+        finally:
+            stepper.close()
+        which = vars(shard.key(sequences, options)) | {"params": shard.num_params(options)}
+        which |= {"kernel": stepper.kernel, "most_rows": most_rows}
+        return entry(which, self._source, taken)
+
+    def _check_forward(self, stepper: Stepper) -> None:
+        """Checks that the hidden vectors are finite, not all equal, and the same on every rank."""
+        rows = stepper.buckets[-1]
+        places = timed_places(rows, 1, replace(stepper.options, context=0))
+        stepper.upload(rows, np.arange(rows, dtype=np.int32), places)
+        stepper.launch()
+        stepper.wait(self._waiter)
+        hidden = self._backend.to_host(stepper.stack.buffers.hidden)[:rows]
+        what = f"{stepper.shard.shape.name}: hidden vectors of {rows} rows"
+        spread = float(hidden.std())
+        if not np.isfinite(hidden).all():
+            self._faults.append(f"{what}: not finite")
+        elif not spread:
+            self._faults.append(f"{what}: all equal")
+        leads = self._comm.bcast(hidden[:, :64])
+        what = f"{what}: unlike the lead's"
+        self._faults += different(hidden[:, :64], leads, 0.01 * spread, what)
+
+    def _lists(self, stepper: Stepper) -> list[Entry]:
+        """Measures the choice and copy of 1 … 64 candidates a row, of the last forward's logits.
+
+        They run in a chain, one after the other in one program, so that its launch does not matter.
+        """
+        kind = stepper.shard.key(1, stepper.options).forward
+        length, columns, entries = _CHAIN[self._kind], stepper.cost(1).columns, list[Entry]()
+        for k in (k for k in _LISTS if k <= columns):
+            taken = dict[int, Any]()
+            for rows in (n for n in ROWS if n <= stepper.most_rows):
+                values = stepper.options.values
+                read_out = ReadOut(self._backend, SoloGroup(), rows, k, values=values)
+                find = stepper.stack.best(rows)
+
+                def body(
+                    out: ReadOut = read_out, find: Any = find, n: int = rows, k: int = k
+                ) -> None:
+                    for _ in range(length):
+                        out.issue(find, n, k)
+
+                program = self._backend.program(body, _NOTHING)
+                taken |= self.times({rows: self._launched(program.launch, program)}, length)
+                program.close()
+            identity = {"columns": columns, "forward": kind, "candidates": k}
+            entries.append(entry(identity, self._source, taken))
+        return entries
+
+    def empty(self) -> Entry:
+        """Measures an empty program: the host's part of its launch, and the device's time."""
+        program, host = self._backend.program(lambda: None, _NOTHING), list[float]()
+
+        def launch() -> None:
+            start = perf_counter()
+            program.launch()
+            host.append(perf_counter() - start)
+
+        device_s = float(np.median(self.times({1: self._launched(launch, program)})[1]))
+        program.close()
+        seconds = {"host_s": float(np.median(host)), "device_s": device_s}
+        return {"what": "empty", "from": self._source, **seconds}
+
+    def transformer(
+        self,
+        group: Group,
+        shard: AnyShard,
+        options: ForwardOptions,
+        rows: Sequence[int],
+        batches: Iterable[int],
+        source: ModelSource,
+        *,
+        ends: bool = False,
+    ) -> list[Entry]:
+        """Measures a transformer for each number of sequences after each of `contexts`.
+
+        ends: as `contexts` takes it. Returns the "forwards" entries. What does not fit in memory
+        with the weights is left out.
+        """
+        most, itemsize = rows[-1], self._backend.itemsize
+        weights = source.weights(self._backend, shard, options, max_rows=most, seed=1)
+        forwards = []
+        for batch in batches:
+            for context in contexts(options.context, ends=ends):
+                past = replace(options, context=context, capacity=context + most)
+                needed = shard.weight_bytes(past, itemsize)
+                needed += shard.cache_bytes(most, batch, past, itemsize)
+                room = self._backend.info.memory_bytes
+                fits = self._comm.allreduce(room is None or needed <= room, op=MPI.LAND)
+                if fits:
+                    model = source, weights
+                    forwards.append(self.forwards(group, shard, past, rows, batch, model=model))
+        return forwards
+
+    def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
+        """Measures every group's all-reduce of ROWS hidden vectors and of 1 MB, in a graph and
+        eagerly."""
+        itemsize = self._backend.itemsize
+        widths = [(rows, hidden) for rows in ROWS] + [(1, LARGE_BYTES // itemsize)]
+        widths.sort(key=lambda shape: shape[0] * shape[1])
+        entries = []
+        for name, group in groups.items():
+            ways = [True, False] if group.capturable and self._backend.capture else [False]
+            for graph in ways if self._real else [True]:
+                taken = dict[int, Any]()
+                for rows, width in widths:
+                    taken[rows * width * itemsize] = self._all_reduce(group, rows, width, graph)
+                identity = {"name": name, "ranks": self._comm.size, "graph": graph}
+                entries.append(entry(identity, self._source, taken))
+        return entries
+
+    def _all_reduce(self, group: Group, rows: int, width: int, graph: bool) -> Any:
+        """Returns the seconds of all-reduces, launched in a chain over separate buffers.
+
+        The buffers are filled anew before every launch: repeated sums would exceed float16.
+        """
+        count, backend = _CHAIN[self._kind], self._backend
+        buffers = [backend.activation(rows, width) for _ in range(count)]
+
+        def body() -> None:
+            for buffer in buffers:
+                group.all_reduce(buffer)
+
+        size = rows * width * backend.itemsize
+        cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
+        program = backend.program(body, cost, capturable=graph)
+        parts = [addend(rank, rows, width) for rank in range(self._comm.size)]
+        mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)
+        timed = self._launched(program.launch, program)
+
+        def check(what: str) -> None:
+            for buffer in buffers if self._real else ():
+                self._faults += different(backend.to_host(buffer), sum(parts), 0.0, what)
+
+        def once() -> float:
+            if self._real:
+                for buffer in buffers:
+                    backend.from_host(mine, buffer)
+                self._waiter.until(self._comm.Ibarrier().Test, "the ranks of an all-reduce")
+            return float(timed())
+
+        what = f"all-reduce {group.name} of {size} B"
+        once()
+        check(what)
+        taken = self.times({1: once}, count)[1]
+        check(f"{what}, repeated")
+        program.close()
+        return taken
+
+
+def open_groups(
+    own: Group, backend: Backend, comm: MPI.Comm, waiter: Waiter, *, cuda_aware: bool
+) -> tuple[dict[str, Group], list[str]]:
+    """Opens every all-reduce that is possible here; collective.
+
+    Returns ({name: group}, reasons why others are not possible). `own`, the job's group, is among
+    them; the caller closes the others after their programs.
+    """
+    if backend.info.kind == "emulated":
+        return {"modelled": own}, []
+    groups, refused = {own.name: own}, list[str]()
+    for choice in ("oneshot", "nccl", "staged") + ("device",) * cuda_aware:
+        if backend.info.kind == "gpu" and choice not in groups:
+            try:
+                groups[choice] = open_group(backend, comm, choice, waiter)
+            except ConfigError as error:  # All ranks raise the same error here.
+                refused.append(str(error))
+    return groups, refused
+
+
+def links(pair: MPI.Comm, waiter: Waiter, faults: list[str]) -> list[Entry]:
+    """Measures round trips by message size, back to back and with 5 ms between two trips.
+
+    Collective over the lead (rank 0 of `pair`) and a draft. The messages go through the decoding
+    loops' own channels: OUTCOME one way, SPECULATION the other. Returns the "links" entries.
+    """
+    entries = []
+    for idle_s in (0.0, 5e-3):
+        taken = {size: _round_trips(pair, waiter, faults, size, idle_s) for size in _LINK_SIZES}
+        entries.append(entry({"name": "mpi", "idle_s": idle_s}, "measured: MPI", taken))
+    return entries
+
+
+def _round_trips(
+    pair: MPI.Comm, waiter: Waiter, faults: list[str], size: int, idle_s: float
+) -> list[float]:
+    """Returns the seconds of trips whose messages have exactly `size` bytes; checks the first."""
+    kinds = [wire.Kind.OUTCOME, wire.Kind.SPECULATION]
+    length, peer, is_lead = size // 4 - wire.HEADER, 1 - pair.rank, pair.rank == 0
+    shape = wire.LinkShape(0, 1, 0)
+    mine, theirs = (
+        wire.Message(kind, shape, length) for kind in (kinds if is_lead else kinds[::-1])
+    )
+    outbox, inbox = MpiOutbox(pair, [peer], mine, waiter), MpiInbox(pair, peer, theirs)
+
+    def pattern(rank: int) -> Ints:
+        return (np.arange(length) * 7 + 3 + 311 * rank).astype(np.int32)
+
+    mine.write(0, 0, [pattern(pair.rank)])
+    what, wanted = "draft: probe" if is_lead else "lead: probe", pattern(peer)
+
+    def once(*, is_checked: bool = False) -> float:
+        """Runs this end's half of a trip; returns its seconds."""
+        start = perf_counter()
+        for is_sending in (is_lead, not is_lead):
+            if is_sending:
+                outbox.ready()
+                outbox.send()
+            else:
+                waiter.until(inbox.arrived, what)
+                theirs.header()
+                if is_checked and not np.array_equal(theirs.array[wire.HEADER :], wanted):
+                    faults.append(f"link mpi: {size} B arrived changed")
+                inbox.release()
+        return perf_counter() - start
+
+    warm = [once(is_checked=True) for _ in range(5)]
+    count = max(5, min(300, int(0.1 / max(min(warm), 1e-6))))
+    count = pair.bcast(min(count, 15) if idle_s else count)
+    times = []
+    for _ in range(count):
+        if idle_s and is_lead:
+            waiter.sleep_until(perf_counter() + idle_s)
+        times.append(once())
+    outbox.close()
+    inbox.close()
+    # Without this wait, the next trip's first message could match this receive.
+    pair.Barrier()
+    return times

@@ -1,0 +1,238 @@
+"""Reports a probe's measurements: a table in µs on stdout, and a device profile, saved atomically.
+
+The profile's numbers are fitted to its tables:
+
+    read_bytes_per_s    the lead's read-only bandwidth at its own weights' bytes
+    peak_flops_per_s    of a large square product
+    launch_s            the device time of an empty program
+    product_overhead_s  (forward of 1 row − floor − all-reduces − launch) / products, of the target
+    all_reduce          a straight line through the smallest and the 1 MB all-reduce of the job's
+                        own implementation; null with one target rank: unknown, not 0
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.backend.profile import SCHEMA, load_profile
+from mpissd.engine.job import Job
+from mpissd.engine.session.session import Session
+from mpissd.lab.predict.costs import HostCosts
+from mpissd.lab.probe.measure import Entry
+
+TABLES = ("bandwidths", "forwards", "shards", "read_outs", "all_reduces", "links", "launches")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
+_SHOWN_ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
+Tables = Mapping[str, Sequence[Entry]]
+Lines = Iterator[tuple[str, str]]
+
+
+def profile_name(job: Job, info: DeviceInfo) -> str:
+    """Returns DEVICE-TARGET-DRAFT-T#D#[-fuse][-head][-ctx#x#], which distinguishes profiles."""
+    config = job.config
+    parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
+    parts.append(f"T{job.tp}D{config.drafts}")
+    parts += ["transformer"] * config.is_transformer
+    parts += ["fuse"] * config.fuse + ["head"] * config.lm_head
+    if config.context:
+        parts.append(f"ctx{config.context}x{config.batch_size}")
+    plain = []
+    for part in parts:
+        word = re.sub(r"[^A-Za-z0-9._@+]+", "-", part.removesuffix(" (emulated)")).strip("-.")
+        if len(word) > 40:
+            word = f"{word[:31]}-{hashlib.sha256(part.encode()).hexdigest()[:8]}"
+        plain.append(word)
+    return "-".join(plain)
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError if a profile's name is not a plain file name."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name={name!r}: allowed: letters, digits and ._@+- (at most 120), a letter or digit "
+            "first"
+        )
+
+
+def fit(
+    job: Job,
+    itemsize: int,
+    tables: Tables,
+    peak: float | None,
+    memory: Sequence[int | None],
+    source: str,
+) -> dict[str, Any]:
+    """Fits the "numbers" and the "all_reduce" of a profile to its tables.
+
+    peak: flop/s of a large product. memory: free bytes of each rank.
+    """
+    read, empty = tables["bandwidths"][0]["read_bytes_per_s"], tables["launches"][0]["device_s"]
+    reduce = _all_reduce(tables["all_reduces"], job.tp, source)
+
+    forward = tables["forwards"][0]
+    rows = min(int(n) for n in forward["seconds"])
+    options = replace(job.options, context=forward["kv_tokens"] // job.config.batch_size)
+    cost = job.target_shard.cost(rows, job.config.batch_size, itemsize, options)
+    beyond_s = float(forward["seconds"][str(rows)]) - empty
+    if read and peak:
+        beyond_s -= max((cost.weight_bytes + cost.kv_bytes) / read, cost.flops / peak)
+    if reduce["latency_s"]:
+        latency, rate = (float(reduce[n][str(job.tp)]) for n in ("latency_s", "bytes_per_s"))
+        beyond_s -= cost.num_all_reduces * (latency + cost.all_reduce_bytes / rate)
+
+    known = [size for size in memory if size is not None]
+    of_product = f"(forward of 1 row - floor - all-reduces - launch) / products, {job.target.name}"
+    numbers = {
+        "read_bytes_per_s": (read, "read-only stream"),
+        "peak_flops_per_s": (peak, "a large product"),
+        "product_overhead_s": (
+            max(0.0, beyond_s / cost.num_products),
+            f"{of_product} T={job.tp}",
+        ),
+        "launch_s": (empty, "device time of an empty program"),
+        "memory_bytes": (
+            min(known) if len(known) == len(memory) else None,
+            "free at start-up, the smallest rank's",
+        ),
+    }
+    fitted = {n: {"value": v, "from": f"{source}: {how}"} for n, (v, how) in numbers.items()}
+    return {"numbers": fitted, "all_reduce": reduce}
+
+
+def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
+    """Fits latency and rate to the first entry, which is of the job's own implementation."""
+    if not entries:
+        unknown = f"{source}: not known, there was one target rank"
+        return {"from": unknown, "latency_s": None, "bytes_per_s": None}
+    own = entries[0]
+    seconds_at = {int(size): seconds for size, seconds in own["seconds"].items()}
+    least, most = min(seconds_at), max(seconds_at)
+    how = "in a graph" if own["graph"] else "eagerly"
+    origin = f"{source}: {own['name']} {how}, {least} B and {most} B"
+    if not seconds_at[most]:
+        return {"from": origin, "latency_s": {}, "bytes_per_s": {}}
+    # Noise may make a small all-reduce slower than a large one; then the large one sets the rate.
+    slope = (seconds_at[most] - seconds_at[least]) / (most - least)
+    rate = 1 / slope if slope > 0 else most / seconds_at[most]
+    latency = max(0.0, seconds_at[least] - least / rate)
+    return {"from": origin, "latency_s": {str(ranks): latency}, "bytes_per_s": {str(ranks): rate}}
+
+
+def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
+    """Writes OUT/profiles/NAME.json atomically, replacing an older one of that name.
+
+    Raises ConfigError if the folder cannot be written, or the profile could not be read back.
+    """
+    path = Path(out) / "profiles" / f"{name}.json"
+    half = path.with_name(f".{name}.{os.getpid()}.part")
+    try:
+        half.write_text(json.dumps({"schema": SCHEMA, "kind": "device", **data}, indent=1) + "\n")
+        load_profile(str(half))
+        os.replace(half, path)
+    except OSError as error:
+        raise ConfigError(f"out={out!r}: {str(path)!r} cannot be written: {error}") from error
+    finally:
+        half.unlink(missing_ok=True)
+    return path
+
+
+def print_probe_card(session: Session) -> None:
+    """Prints the probe's plan (stdout)."""
+    job, backend = session.job, session.backend
+    draft = f" + {job.draft.name}" if job.draft else ""
+    lines = [
+        ("probe", f"{job.target.name}, T={job.tp}{draft}, D={job.config.drafts}"),
+        ("backend", f"{backend.name} ({backend.dtype_name})"),
+    ]
+    if backend.info.kind == "emulated":
+        lines.append(("", "EMULATED: forwards are modelled; only the link over MPI is measured"))
+    _print(lines)
+
+
+def print_table(
+    tables: Tables,
+    notes: Sequence[str],
+    host: Sequence[Entry],
+    places: Sequence[Mapping[str, Any]],
+) -> None:
+    """Prints all measurements; `places`: of the ranks, from Topology.place."""
+    _print(_lines(tables))
+    _print(("" if n else "not known", note) for n, note in enumerate(notes))
+    lines = list[tuple[str, str]]()
+    for each in host:  # the lead's part of a round, one way of the link, the target's full forward
+        costs = HostCosts.from_dict(each["seconds"])
+        rows, seconds = max(each["job_forwards"]["verify"].items(), key=lambda point: int(point[0]))
+        way = f"{each['mode']} T={each['tp']} D={each['num_drafts']} b={each['batch_size']}"
+        lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
+        lines.append(("" if lines else "host", f"{way}: {lead}; M={rows} {_us(seconds)} µs"))
+    for place in places:
+        where = f"{place['host']}  {place['device']}"
+        where += f"  {place['bus_id']}" if place["bus_id"] else f"  {place['cores']} cores"
+        lines.append((f"rank {place['rank']}", f"{place['role']:6} {where}"))
+    _print(lines)
+
+
+def _lines(tables: Tables) -> Lines:
+    for each in tables["bandwidths"]:
+        rate = each["read_bytes_per_s"]
+        text = "unknown" if rate is None else f"{rate / 1e9:.1f} GB/s"
+        yield f"rank {each['rank']}", f"read {text}   over {each['bytes'] / 1e6:.1f} MB"
+    for each in tables["forwards"]:
+        seconds = each["seconds"]
+        rows = [str(n) for n in _SHOWN_ROWS if str(n) in seconds]
+        limit = "" if each["most_rows"] is None else f", jobs of at most {each['most_rows']} rows"
+        if batch := each["sequences"]:
+            limit = f", context={each['kv_tokens'] // batch} b={batch}"
+        yield "forward", f"{each['model']} T={each['tp']} by {each['kernel']}{limit}"
+        yield "M", "".join(f"{n:>9}" for n in rows)
+        yield "µs", _times(each, rows)
+        if one := seconds[rows[0]]:
+            yield "r(M)", "".join(f"{seconds[n] / one:>9.3f}" for n in rows)
+    names = {
+        "read_outs": "of {columns} logits, {candidates} a row",
+        "all_reduces": "{name}, {ranks} ranks, graph {graph}",
+        "links": "{name} after {idle_s:g} s",
+    }
+    for table, name in names.items():
+        heads: list[str] = []
+        for each in tables[table]:
+            if heads != (heads := list(each["seconds"])):
+                points = heads if table == "read_outs" else [_size(int(n)) for n in heads]
+                yield table[:-1].replace("_", "-"), f"{'':30}" + "".join(f"{p:>9}" for p in points)
+            yield "", f"{name.format(**each):30}{_times(each, heads)}"
+    for each in tables["launches"]:
+        times = f"host {_us(each['host_s'])} µs, device {_us(each['device_s'])} µs"
+        yield "launch", f"{each['what']}: {times}"
+
+
+def _print(lines: Iterable[tuple[str, str]]) -> None:
+    text = "\n".join(f"{name:>10}  {text_of}" for name, text_of in lines)
+    if text:
+        print(text, flush=True)
+
+
+def _times(each: Entry, points: Iterable[str]) -> str:
+    """Returns the times in µs; ~ marks an interquartile range above a tenth of the median."""
+    marks = {n: "~" if (each["spread"][n] or 0) > 0.1 else "" for n in points}
+    return "".join(f"{mark + _us(each['seconds'][n]):>9}" for n, mark in marks.items())
+
+
+def _us(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1e4 else f"{us:.0f}"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:g} {name}"
+    return f"{num_bytes} B"

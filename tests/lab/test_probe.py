@@ -1,0 +1,288 @@
+"""A probe on one rank: what it measures and refuses, and the profile that it saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.presets import ModelShape, resolve_model
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.mpi_group import MpiGroup
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.probe.measure import (
+    FORWARD_ROWS,
+    LARGE_BYTES,
+    GroupProbe,
+    addend,
+    different,
+    entry,
+)
+from mpissd.lab.probe.report import (
+    TABLES,
+    check_name,
+    fit,
+    print_table,
+    profile_name,
+    save_profile,
+)
+from tests.datasheet import DATASHEET
+
+WAITER = Waiter(30.0, spin=False)
+TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, True, 128)
+
+
+H200 = DeviceInfo("NVIDIA H200 (emulated)", "emulated")
+
+
+def probe(backend: Any) -> tuple[GroupProbe, list[str]]:
+    faults: list[str] = []
+    return GroupProbe(backend, MPI.COMM_SELF, WAITER, faults, "measured: here"), faults
+
+
+class Doubling(SoloGroup):
+    """An all-reduce that adds one rank too many."""
+
+    def all_reduce(self, array: Any) -> None:
+        array *= 2
+
+
+class Lazy(SoloGroup):
+    """An all-reduce that forgets the last element."""
+
+    def all_reduce(self, array: Any) -> None:
+        array[-1, -1] = 0
+
+
+class Poisonous(NumpyBackend):
+    """Products that end in NaN."""
+
+    def matmul(self, x: Any, weight: Any, out: Any) -> None:
+        out[...] = np.nan
+
+
+class Constant(NumpyBackend):
+    """Products that are all one."""
+
+    def matmul(self, x: Any, weight: Any, out: Any) -> None:
+        out[...] = 1
+
+
+def test_forwards_by_rows_and_their_launch() -> None:
+    group, faults = probe(NumpyBackend())
+    options = ForwardOptions(fuse=True, context=8)
+    known = group.forwards(SoloGroup(), Shard(TINY), options, [3, *FORWARD_ROWS], 2)
+    assert list(known["seconds"]) == [str(n) for n in sorted([3, *FORWARD_ROWS])]
+    identity = {"model": "tiny", "tp": 1, "fuse": True, "lm_head": False, "kv_tokens": 16}
+    assert identity.items() <= known.items() and known["params"] == TINY.gemm_params
+    assert all(s > 0 for s in known["seconds"].values())
+    assert (known["kernel"], known["most_rows"]) == ("numpy", None)
+    empty = group.empty()
+    assert empty["host_s"] > 0 and empty["device_s"] >= 0
+    assert faults == []
+
+
+@pytest.mark.parametrize(("backend", "said"), [(Poisonous, "not finite"), (Constant, "all equal")])
+def test_a_forward_that_is_wrong_is_found(backend: type[NumpyBackend], said: str) -> None:
+    group, faults = probe(backend())
+    group.forwards(SoloGroup(), Shard(TINY), ForwardOptions(), [1], 1)
+    assert said in faults[0]
+
+
+def test_an_emulated_forward_lasts_what_its_profile_says() -> None:
+    profile, shard = load_profile("h200"), Shard(resolve_model("8b"))
+    group, faults = probe(EmulatedBackend(profile))
+    known = group.forwards(SoloGroup(), shard, ForwardOptions(), FORWARD_ROWS, 1)
+    for rows in FORWARD_ROWS:
+        cost = shard.cost(rows, 1, 2, ForwardOptions(), max(FORWARD_ROWS))
+        assert known["seconds"][str(rows)] == profile.forward_s(cost)
+    assert faults == []
+
+
+def test_all_reduces_by_bytes() -> None:
+    group, faults = probe(NumpyBackend())
+    (known,) = group.all_reduces({"mpi": MpiGroup(MPI.COMM_SELF, WAITER)}, 64)
+    assert {"name": "mpi", "ranks": 1, "graph": False}.items() <= known.items()
+    sizes = [int(size) for size in known["seconds"]]
+    assert sizes == sorted({rows * 64 * 4 for rows in (1, 2, 4, 8, 16, 32, 64)} | {LARGE_BYTES})
+    assert faults == []
+
+
+@pytest.mark.parametrize("wrong", [Doubling, Lazy])
+def test_a_wrong_sum_is_found(wrong: type[Group]) -> None:
+    group, faults = probe(NumpyBackend())
+    group.all_reduces({"wrong": wrong(1, 0)}, 64)
+    assert "all-reduce solo of 256 B" in faults[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_addends_are_exact_in_any_order(ranks: int) -> None:
+    parts = [addend(rank, 3, 64) for rank in range(ranks)]
+    assert not np.array_equal(parts[0], parts[1]) and np.count_nonzero(parts[0]) > 180
+    for order in (1, -1):
+        total = np.zeros((3, 64), np.float16)
+        for part in parts[::order]:
+            total += part.astype(np.float16)
+        assert np.array_equal(total, sum(parts))
+
+
+def test_launches_take_turns_and_the_first_ones_do_not_count() -> None:
+    calls: list[int] = []
+
+    def once(at: int) -> Callable[[], float]:
+        def launch() -> float:
+            calls.append(at)
+            return at * (100.0 if calls.count(at) == 1 else 1.0 + 0.1 * (calls.count(at) % 2))
+
+        return launch
+
+    group, _ = probe(NumpyBackend())
+    taken = group.times({1: once(1), 2: once(2)}, per=2)
+    assert calls == [1, 1, 2, 2, *[1, 2] * 5]
+    known = entry({"k": 1}, "here", taken)
+    assert known["k"] == 1 and known["from"] == "here" and known["num_launches"] == {"1": 5, "2": 5}
+    assert known["seconds"]["2"] == pytest.approx(1.1)
+    assert known["spread"]["1"] == pytest.approx(0.1 / 1.1)
+
+
+def test_wrong_values_are_reported_with_place_and_numbers() -> None:
+    assert different(np.zeros(3), np.zeros(3), 0.0, "zeros") == []
+    (line,) = different([[1.0, 2.5, np.nan]], [[1.0, 2.0, 3.0]], 0.1, "sum")
+    assert line == "sum: 2 of 3 values are wrong, at [0, 1] 2.5, expected 2 ± 0.1"
+    assert different(np.zeros(2), np.zeros(3), 1.0, "s") == ["s: shape (2,), expected (3,)"]
+
+
+def job(tp: int = 1, **flags: Any) -> Job:
+    config = RunConfig(**{"mode": "ar", "pair": "8b/1b", "fuse": True, **flags})
+    return resolve(config, tp, backend="emulated", memory_bytes=None)
+
+
+def tables_of(device: str, found: Job) -> dict[str, Any]:
+    """The result of a probe of an emulated device."""
+    backend = EmulatedBackend(load_profile(device))
+    group = GroupProbe(backend, MPI.COMM_SELF, WAITER, [], "modelled")
+    shard, own = Shard(found.target, found.tp), SoloGroup(found.tp)
+    tables: dict[str, Any] = {name: [] for name in TABLES}
+    rate = {"bytes": 1 << 30, "read_bytes_per_s": backend.read_bandwidth(1 << 30)}
+    tables["bandwidths"] = [{"rank": 0, **rate}]
+    tables["forwards"] = [group.forwards(own, shard, found.options, FORWARD_ROWS, 1)]
+    return tables | {"launches": [group.empty()]}
+
+
+def all_reduces(seconds: dict[str, float], ranks: int = 2) -> list[dict[str, Any]]:
+    spread = dict.fromkeys(seconds, 0.0)
+    identity = {"name": "nccl", "ranks": ranks, "graph": True, "from": "measured"}
+    return [{**identity, "seconds": seconds, "spread": spread}]
+
+
+def test_the_rates_of_an_emulated_device_come_out_again() -> None:
+    """All-reduces are a straight line through the smallest and the largest."""
+    found, profile = job(2), load_profile(DATASHEET)
+    tables, peak = tables_of(DATASHEET, found), profile.peak_flops_per_s
+    alone = fit(found, 2, tables, peak, [10, None, 9], "modelled")
+    assert alone["all_reduce"]["latency_s"] is None
+    assert alone["numbers"]["memory_bytes"]["value"] is None
+    known = {str(n): profile.all_reduce_s(2, n) for n in (8192, 1 << 19, 1 << 20)}
+    fitted = fit(found, 2, tables | {"all_reduces": all_reduces(known)}, peak, [10, 7], "modelled")
+    values = {key: number["value"] for key, number in fitted["numbers"].items()}
+    assert values["read_bytes_per_s"] == profile.read_bytes_per_s
+    assert values["launch_s"] == profile.launch_s and values["memory_bytes"] == 7
+    assert values["product_overhead_s"] == pytest.approx(profile.product_overhead_s, rel=1e-6)
+    assert all(n["from"].startswith("modelled") for n in fitted["numbers"].values())
+    assert fitted["all_reduce"]["latency_s"]["2"] == pytest.approx(6.5e-6, rel=1e-6)
+    assert fitted["all_reduce"]["bytes_per_s"]["2"] == pytest.approx(145e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "latency", "rate"),
+    [
+        ({"8192": 0.0, "1048576": 0.0}, {}, {}),  # a null device: defined as free
+        ({"8192": 4.0, "1048576": 2.0}, {"2": 4.0 - 8192 * 2 / 2**20}, {"2": 2**20 / 2}),
+    ],
+)
+def test_odd_all_reduces_make_no_odd_rates(
+    seconds: dict[str, float], latency: dict[str, float], rate: dict[str, float]
+) -> None:
+    tables = tables_of("null", job(2)) | {"all_reduces": all_reduces(seconds)}
+    reduce = fit(job(2), 2, tables, None, [None], "m")["all_reduce"]
+    assert (reduce["latency_s"], reduce["bytes_per_s"]) == (latency, rate)
+
+
+def saved(folder: Path, name: str = "box") -> tuple[Path, dict[str, Any]]:
+    (folder / "profiles").mkdir(exist_ok=True)
+    found = job()
+    tables = tables_of(DATASHEET, found)
+    fitted = fit(found, 2, tables, load_profile(DATASHEET).peak_flops_per_s, [1], "modelled")
+    data = {"name": name, "device_name": "NVIDIA H200", **fitted, "tables": tables}
+    return save_profile(str(folder), name, data), data
+
+
+def test_a_saved_profile_replays_what_was_measured(tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    assert path == tmp_path / "profiles" / "box.json"
+    profile, truth = load_profile(str(path)), load_profile(DATASHEET)
+    shard = Shard(job().target)
+    profile.require(shard.key(1, job().options), shard.num_params(job().options))
+    for rows in FORWARD_ROWS:
+        cost = shard.cost(rows, 1, 2, job().options)
+        assert profile.forward_s(cost) == truth.forward_s(cost)
+    uncovered = shard.cost(8, 1, 2, ForwardOptions(lm_head=True))
+    assert profile.forward_s(uncovered) == pytest.approx(truth.forward_s(uncovered), rel=1e-6)
+    assert json.loads(path.read_text())["kind"] == "device"
+    assert data["tables"]["bandwidths"]  # kept for the reader, not read
+
+
+def test_a_profile_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    before = path.read_text()
+    data["numbers"]["launch_s"]["value"] = float("nan")
+    with pytest.raises(ConfigError, match="at least 0"):
+        save_profile(str(tmp_path), "box", data)
+    assert path.read_text() == before and [*path.parent.iterdir()] == [path]
+    again, _ = saved(tmp_path)  # in the place of the old one
+    assert again == path and [*path.parent.iterdir()] == [path]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_profile(str(tmp_path / "nowhere"), "box", data)
+
+
+def test_a_name_tells_what_a_profile_covers() -> None:
+    headed = job(lm_head=True, context=512, batch_size=3, pair="8b@4L/1b")
+    names = {
+        "NVIDIA-H200-llama-3.1-8b-T1D0-fuse": job(),
+        "NVIDIA-H200-llama-3.1-8b-llama-3.2-1b-T2D1": job(2, mode="sd", fuse=False),
+        "NVIDIA-H200-llama-3.1-8b@4L-T1D0-fuse-head-ctx512x3": headed,
+    }
+    for name, found in names.items():
+        assert profile_name(found, H200) == name
+        check_name(name)
+    for name in ("", "a/b", "..", "x" * 121):
+        with pytest.raises(ConfigError, match="name="):
+            check_name(name)
+
+
+def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = tables_of(DATASHEET, job())
+    known = {str(n): 1e-6 * n for n in (64, 4096)}
+    links = {"name": "mpi", "idle_s": 5e-3, "seconds": known, "spread": {"64": 0.5, "4096": None}}
+    seat = {"rank": 0, "role": "lead", "host": "node1", "device": "H200", "bus_id": "0000:17:00.0",
+            "cores": 4}  # fmt: skip
+    shown = tables | {"links": [links], "all_reduces": all_reduces(known)}
+    print_table(shown, ["nccl: no"], [], [seat])
+    said = capsys.readouterr().out
+    for part in ("r(M)", "mpi after 0.005 s", "~64.0", "nccl, 2 ranks, graph",
+                 "nccl: no", "0000:17:00.0", "3135.6 GB/s", "launch  empty"):  # fmt: skip
+        assert part in said
+    assert all(len(line) < 130 for line in said.splitlines())
