@@ -16,6 +16,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.serve import replicas
+from mpissd.serve.config import ReplicasConfig
 from mpissd.serve.replicas import Entry, Member
 from tests.needs import missing, needs, needs_linux
 from tests.serve.rig import answered, until
@@ -26,7 +27,6 @@ __all__ = ["pair"]  # a fixture
 needs_haproxy = needs("haproxy", not missing("haproxy"))
 ONE = Entry("r-one", "node1", 8001)
 TWO = Entry("r-two", "::1", 8002)
-BIND = "127.0.0.1:8000"
 
 
 def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
@@ -34,9 +34,6 @@ def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
         replicas.write(tmp_path, each)
     assert replicas.read(tmp_path) == [replace(ONE, port=8003), TWO]
     assert sorted(os.listdir(tmp_path)) == ["r-one.json", "r-two.json"]
-    replicas.remove(tmp_path, "r-one")
-    replicas.remove(tmp_path, "r-one")  # again is no fault
-    assert replicas.read(tmp_path) == [TWO]
     with pytest.raises(FileNotFoundError):
         replicas.read(tmp_path / "none")
     assert (ONE.address, TWO.address) == ("node1:8001", "[::1]:8002")
@@ -127,7 +124,7 @@ def test_what_haproxy_refuses_does_not_take_the_files_place(tmp_path: Path) -> N
     file = tmp_path / "haproxy.cfg"
     file.write_text("before")
     with pytest.raises(ConfigError, match="haproxy -c refuses"):
-        replicas.install(replicas.text_of("out", [ONE], "300.1.1.1.:70000"), file)
+        replicas.install(ReplicasConfig("out", str(file), "300.1.1.1.:70000"), [ONE])
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["haproxy.cfg"]
 
 
@@ -194,7 +191,7 @@ def test_a_watch_follows_the_folder_and_tells_haproxy(tmp_path: Path) -> None:
         folder.mkdir()
         replicas.write(folder, ONE)
         until(holds("r-one"))
-        replicas.remove(folder, "r-one")
+        (folder / "r-one.json").unlink()
         until(holds())
         replicas.write(folder, TWO)
         until(holds("r-two"))
