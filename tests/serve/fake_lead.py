@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mpissd.serve.protocol import (
@@ -23,7 +23,8 @@ from mpissd.serve.protocol import (
 @dataclass
 class Script:
     """The lead sends `answer` (token ids) to every request, `burst` of them a round, a round
-    lasting pace_s. refuses: it refuses instead. dies_after: rounds after which it is gone."""
+    lasting pace_s, from when the gate is open. refuses: it refuses instead. dies_after: rounds
+    after which it is gone."""
 
     answer: Sequence[int]
     pace_s: float = 0.0
@@ -32,6 +33,7 @@ class Script:
     context: int = 400
     stop_ids: Sequence[int] = (1,)
     refuses: bool = False
+    gate: Callable[[], bool] = lambda: True
     dies_after: int | None = None
     logprob: float = -0.25
     draft: str = "present"
@@ -78,6 +80,8 @@ class FakeLead:
     async def _decode(self, asked: Submit) -> None:
         tokens = list(self.script.answer)[: asked.max_tokens]
         async with self._room:
+            while not self.script.gate():
+                await asyncio.sleep(0.01)
             for start in range(0, len(tokens), self.script.burst):
                 await asyncio.sleep(self.script.pace_s)
                 self._round(asked, tokens[start : start + self.script.burst])

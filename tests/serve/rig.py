@@ -64,7 +64,7 @@ class Rig:
 
 
 def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
-    """Reads a response with a length: its status, its JSON and its headers."""
+    """Reads a response with a length: its status, its JSON (or text) and its headers."""
     with connection.makefile("rb") as file:
         status = int(file.readline().split()[1])
         headers = {}
@@ -72,7 +72,8 @@ def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
             name, _, value = line.decode().partition(":")
             headers[name.lower()] = value.strip()
         text = file.read(int(headers["content-length"]))
-    return status, json.loads(text) if text else None, headers
+    is_json = "json" in headers.get("content-type", "")
+    return status, json.loads(text) if is_json else text.decode(), headers
 
 
 def until(true: Callable[[], object], wait_s: float = WAIT_S) -> None:
