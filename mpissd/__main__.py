@@ -37,7 +37,7 @@ from mpissd.engine.comm.topology import (  # noqa: E402
     launcher_rank,
     launcher_size,
 )
-from mpissd.lab.sweep.configs import SweepConfig  # noqa: E402
+from mpissd.lab.sweep.plan import SweepConfig  # noqa: E402
 
 HEAD_START_S = 5.0
 HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
@@ -56,7 +56,7 @@ RANKS = {  # on every rank
 ALONE = {  # without MPI
     "compare": "mpissd.cli.compare:compare",
     "plan": "mpissd.cli.commands:plan",
-    "pair": "mpissd.lab.pair.command:pair",
+    "pair": "mpissd.lab.pair.record:pair",
     "replicas": "mpissd.serve.replicas:replicas",
     "load": "mpissd.lab.load.command:load",
     "distill": "mpissd.learn.command:distill",

@@ -59,7 +59,6 @@ NUMPY_ALONE = (
     "mpissd.engine.spec",
     "mpissd.lab.gates",
     "mpissd.lab.tables",
-    "mpissd.lab.sweep.grid",
     "mpissd.lab.sweep.plan",
     "mpissd.ops.slurm",
     "mpissd.ops.warden",
@@ -78,7 +77,6 @@ MAY_NAME_MPI = (*STARTS_MPI, "mpissd.engine.comm", "mpissd.__main__")
 # CuPy anywhere in the file. The registry asks it whether there is a GPU, inside a function.
 MAY_NAME_CUPY = (
     "mpissd.engine.backend.cupy_",
-    "mpissd.engine.backend.cublas",
     "mpissd.engine.backend.kernels",
     "mpissd.engine.backend.registry",
     "mpissd.engine.comm.device_",

@@ -22,7 +22,7 @@ from mpissd.common.flags import (
 )
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
-from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.plan import SweepConfig
 from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor import DoctorConfig
 from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig

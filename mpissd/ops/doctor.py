@@ -435,11 +435,11 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def read_cuda(local_rank: int, timeout_s: float = 3 * _ASK_S) -> Facts:
-    """Returns CuPy's facts (cupy_facts); `error`: why there are none or no GPU.
+    """Returns CuPy's facts (cupy_device); `error`: why there are none or no GPU.
 
     A child asks it, because an import may crash and a driver hang.
     """
-    program = [sys.executable, "-m", "mpissd.engine.backend.cupy_facts", str(local_rank)]
+    program = [sys.executable, "-m", "mpissd.engine.backend.cupy_device", str(local_rank)]
     view, problem = ask_json(program, timeout_s)
     return {"error": problem} if problem else dict(view)
 

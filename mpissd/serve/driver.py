@@ -11,7 +11,7 @@ from mpissd.common.rounds import Control, Request, Source
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.decode.scheduler import Emitted, Ended, Scheduler, Task, Turn
+from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.workload.text.answers import BONUS
 from mpissd.serve.protocol import Cancel, End, Message, Stats, Submit, Tokens
 
@@ -89,7 +89,7 @@ class Driver:
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # changes before the next round
         # Handled while the next round verifies: messages to send, results for the controller.
-        self._unsent: list[Emitted | Ended] = []
+        self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
@@ -230,16 +230,16 @@ class Driver:
     def _send(self) -> None:
         """Sends new tokens and ends, in order, and ten times a second the scheduler's state."""
         for one in self._unsent:
-            task, reason = one.task, one.ended if isinstance(one, Emitted) else one.reason
-            if isinstance(one, Emitted):
+            task = one.task
+            if one.tokens:
                 sources = [_NAMES[source] for source in one.sources]
                 self._mail.put(
                     Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
                 )
-            if reason is not None:
+            if one.ended is not None:
                 self._modes.pop(task.request_id, None)
                 counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
-                self._mail.put(End(task.request_id, reason, *counts))
+                self._mail.put(End(task.request_id, one.ended, *counts))
         self._unsent = []
         now, scheduler, chosen = self._clock(), self.scheduler, self.goodput
         if now - self._stats_sent_s >= _STATS_S:

@@ -18,9 +18,7 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Need, flags_of, parse_into, switch, words
 from mpissd.lab.sweep.commands import check_sweep
-from mpissd.lab.sweep.configs import SweepConfig
-from mpissd.lab.sweep.grid import read_grid
-from mpissd.lab.sweep.plan import make_plan
+from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.fuzz.configs import arguments, valid
 
 FLAGS = flags_of(RunConfig)
@@ -179,7 +177,7 @@ def test_a_command_hands_its_flags_to_the_run_that_it_contains() -> None:
 def test_a_grid_may_resolve_what_flags_contradict(flags: dict[str, Any], grid: str) -> None:
     text = {name: str(value) for name, value in flags.items()}
     config = parse_into(SweepConfig, {"grid": grid, **text})
-    plan = make_plan(read_grid(grid), config.run, 1, (1, 1))
+    plan = planned(config)
     assert plan.points and all(point.config is not None for point in plan.points)
 
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm.device_group import GpuPlace, choose, claims_cuda, shared_gpu
+from mpissd.engine.comm.device_group import GpuPlace, choose, claims_cuda
 
 APART = [GpuPlace("n1", "0000:01:00.0", True), GpuPlace("n1", "0000:02:00.0", True)]
 OTHER_NODE = [GpuPlace("n1", "0000:01:00.0", True), GpuPlace("n2", "0000:01:00.0", True)]
 TOGETHER = [*APART, GpuPlace("n1", "0000:01:00.0", True)]
 MANY = [GpuPlace("n1", f"0000:0{n}:00.0", True) for n in range(9)]
 NO_NCCL = [APART[0], GpuPlace("n1", "0000:02:00.0", False)]
-
-
-def test_a_shared_gpu_is_named_with_its_ranks() -> None:
-    assert shared_gpu(TOGETHER) == "ranks 0 and 2 share GPU 0000:01:00.0 of n1"
-    assert shared_gpu(APART) is None
-    assert shared_gpu(OTHER_NODE) is None  # one bus id on two hosts is two GPUs
 
 
 @pytest.mark.parametrize(

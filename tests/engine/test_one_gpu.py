@@ -1,4 +1,4 @@
-"""More ranks than GPUs: text of a small model runs on the CPU, all other runs are refused."""
+"""Ranks of one host: how they share its memory, and which backend they take on too few GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.config import RunConfig
+from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.session import session as module
 
 SMALL = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
@@ -52,3 +53,13 @@ def test_everything_else_stays_on_the_gpu_and_is_refused_there(
     flags: dict[str, Any], one_gpu: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert backend(2, **flags) == "cupy" and not capsys.readouterr().err
+
+
+def test_ranks_of_a_host_share_its_memory_and_a_gpu_is_its_rank_s_own() -> None:
+    def cpu(size: int | None) -> DeviceInfo:
+        return DeviceInfo("CPU", "cpu", memory_bytes=size)
+
+    infos = [cpu(900), cpu(900), cpu(400)]
+    assert module.memory_shares(infos, ["a", "a", "b"]) == [450, 450, 400]
+    infos = [DeviceInfo("GPU", "gpu", memory_bytes=80), cpu(None), cpu(90)]
+    assert module.memory_shares(infos, ["a", "a", "a"]) == [80, None, 30]

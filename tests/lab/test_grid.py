@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import parse_into
-from mpissd.lab.sweep.configs import SweepConfig
-from mpissd.lab.sweep.grid import read_grid
-from mpissd.lab.sweep.plan import Plan, Task, make_plan
+from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned, read_grid
 
 FILE = """
 # what holds everywhere
@@ -38,11 +36,12 @@ lookahead = 2
 
 def axes(text: str) -> dict[str, tuple[str, ...]]:
     (block,) = read_grid(text)
-    return dict(block.axes)
+    return block
 
 
-def plan(grid: str, shard: tuple[int, int] = (1, 1), repeats: int = 1, **flags: object) -> Plan:
-    return make_plan(read_grid(grid), RunConfig(**flags), repeats, shard)  # type: ignore[arg-type]
+def plan(grid: str, shard: str = "1/1", repeats: int = 1, **flags: object) -> Plan:
+    run = RunConfig(**flags)  # type: ignore[arg-type]
+    return planned(SweepConfig(run=run, grid=grid, shard=shard, repeats=repeats))
 
 
 def flags(found: Plan) -> list[dict[str, str]]:
@@ -84,16 +83,15 @@ def test_a_file_has_blocks_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "a=b.grid"  # a file's name may look like an inline grid
     path.write_text(FILE)
     first, second = read_grid(str(path))
-    assert (first.name, second.name) == ("acceptance", "lists")
-    assert dict(first.axes) == {
+    assert first == {
         "mode": ("ar", "sd", "ssd"),
         "lookahead": ("2", "3", "4"),
         "alpha": (".6", ".8", ".9"),
         "pair": ("8b/1b",),
         "rounds": ("60",),
     }
-    assert dict(second.axes)["rounds"] == ("100",)
-    assert dict(second.axes)["fan_out"] == ("uniform:3", "list:4,4,3", "geometric:12")
+    assert second["rounds"] == ("100",)
+    assert second["fan_out"] == ("uniform:3", "list:4,4,3", "geometric:12")
 
 
 @pytest.mark.parametrize(
@@ -173,13 +171,10 @@ def test_the_job_has_as_many_drafts_as_a_configuration_at_most() -> None:
     assert found.num_drafts == 1 and found.drafts == [0, 1]
     assert [p.config.drafts for p in found.points if p.config] == [0, 0, 1]
     grid = "mode=ar,sd; lookahead=2,4"
-    base = parse_into(
-        SweepConfig, {"grid": grid, "num_drafts": "0"}
-    ).run  # the job has no draft rank
-    inline = make_plan(read_grid(grid), base, 1, (1, 1))
+    inline = planned(parse_into(SweepConfig, {"grid": grid, "num_drafts": "0"}))
     assert inline.num_drafts == 0 and inline.drafts == [0] and len(inline.points) == 3
     with pytest.raises(ConfigError, match="num_drafts=1 in the grid: allowed: at most 0"):
-        make_plan(read_grid("mode=sd; num_drafts=1"), base, 1, (1, 1))
+        planned(parse_into(SweepConfig, {"grid": "mode=sd; num_drafts=1", "num_drafts": "0"}))
 
 
 def test_repeats_interleave_in_orders_of_their_own() -> None:
@@ -198,13 +193,13 @@ def test_shards_are_the_whole_and_overlap_nowhere(num_shards: int, count: int) -
     grid = f"mode=sd; lookahead=1..{count}"
     whole = [point.digest for point in plan(grid).points]
     parts = [
-        [point.digest for point in plan(grid, (i, num_shards)).points]
+        [point.digest for point in plan(grid, f"{i}/{num_shards}").points]
         for i in range(1, min(num_shards, count) + 1)
     ]
     assert sorted(itertools.chain(*parts)) == sorted(whole)
     if num_shards > count:
         with pytest.raises(ConfigError, match="leave it none"):
-            plan(grid, (num_shards, num_shards))
+            plan(grid, f"{num_shards}/{num_shards}")
 
 
 def test_the_digest_of_a_task_names_all_that_is_measured() -> None:

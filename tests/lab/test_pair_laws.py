@@ -17,9 +17,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.acceptance import HitLaw, Power, load_laws, named_hit_law
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, save
-from mpissd.lab.pair.laws import Source, measured, read
-from mpissd.lab.pair.measures import RankTable
-from mpissd.lab.pair.outcomes import BEYOND, NO_LOOKUP, OUTSIDE, of_recording
+from mpissd.lab.pair.laws import BEYOND, OUTSIDE, Ranks, Source, hits_of, measured, read
 from tests.loop.recorded import recording_of
 
 SEED = 4  # every interval below is of 95%, and holds for this seed
@@ -64,26 +62,17 @@ def rounds_of(recording: Recording, lookahead: int) -> list[tuple[int, int, int 
     return found
 
 
-@pytest.mark.parametrize("lookahead", [1, 6])
-def test_the_rounds_of_a_recording_are_the_definition_s(
-    recording: Recording, lookahead: int
+@pytest.mark.parametrize("lookahead", [1, K, 6])
+def test_the_file_holds_the_rounds_of_the_definition(
+    lookahead: int, recording: Recording, file: Path
 ) -> None:
-    found, wanted = of_recording(recording, lookahead), rounds_of(recording, lookahead)
-    assert found.sequence.tolist() == [n for n, _, _ in wanted]
-    assert found.accepted.tolist() == [k for _, k, _ in wanted]
-    assert found.rank is not None
-    assert found.rank.tolist() == [NO_LOOKUP if rank is None else rank for *_, rank in wanted]
-    assert {OUTSIDE, BEYOND, 1} <= set(found.rank.tolist())
-
-
-def test_the_file_holds_those_counts(recording: Recording, file: Path) -> None:
-    laws, wanted = load_laws(str(file)), rounds_of(recording, K)
+    laws, wanted = load_laws(str(file)), rounds_of(recording, lookahead)
     assert [at.lookahead for at in laws.at] == [1, 2, 3, 4, 5, 6]
-    at = laws.behind(K)
-    assert at.accepted == tuple(sum(k == n for _, k, _ in wanted) for n in range(K + 1))
+    at = laws.behind(lookahead)
+    assert at.accepted == tuple(sum(k == n for _, k, _ in wanted) for n in range(lookahead + 1))
     document = json.loads(file.read_text())
-    stored = next(one for one in document["laws"] if one["lookahead"] == K)
-    for name, ends in (("rejected", range(K)), ("complete", [K])):
+    stored = next(one for one in document["laws"] if one["lookahead"] == lookahead)
+    for name, ends in (("rejected", range(lookahead)), ("complete", [lookahead])):
         ranks = [rank for _, k, rank in wanted if k in ends and rank is not None]
         counts = [ranks.count(n) for n in range(1, F + 1)]
         assert stored[name]["ranks"] == counts
@@ -202,8 +191,8 @@ def test_a_law_with_a_floor_is_found_again(a: float, r: float, floor: float) -> 
     ranks = HitLaw("", None, (Power(a, r, floor),)).ranks(rng.random(count)).astype(np.int64)
     below = rng.random(count) < (floor + a * 16.0**-r - floor) / (floor + a * 16.0**-r)
     ranks = np.where(ranks <= limit, ranks, np.where(below, BEYOND, OUTSIDE))
-    table = RankTable.of(np.arange(count) // 50, ranks, limit, True)
-    fit = table.to_dict(rng)["fit"]
+    table = Ranks.of(np.arange(count) // 50, ranks, count // 50, limit, True)
+    fit = hits_of([table], rng)["fit"]
     assert fit["A"] == pytest.approx(a, rel=0.05) and fit["r"] == pytest.approx(r, rel=0.08)
     assert fit["floor"] == pytest.approx(floor, abs=0.01) and fit["fails_at"] == []
     assert fit["A_95"][0] < fit["A"] < fit["A_95"][1]
@@ -232,9 +221,8 @@ def test_a_row_of_text_is_a_source(tmp_path: Path) -> None:
     np.savez(tmp_path / "rounds" / "r.npz", sequences=np.array(lines, np.int64))
     (source,) = read(str(tmp_path))
     of = source.outcomes[2]
-    assert list(source.outcomes) == [2] and of.temperature == 0.7
-    assert of.sequence.tolist() == [0, 0, 0, 1, 1, 1]
-    assert of.accepted.tolist() == [2, 1, 0, 0, 1, 2]
+    assert list(source.outcomes) == [2] and source.about["temperature"] == 0.7
+    assert of.accepted.tolist() == [[1, 1, 1], [1, 1, 1]]
     (at,) = measured([source], 2)["laws"]
     assert at["accepted"] == [2, 2, 2] and at["fast"] == {}
     assert at["rejected"]["ranks"] == [7, 0, 0] and at["rejected"]["beyond"] == 5

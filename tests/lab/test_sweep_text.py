@@ -9,8 +9,8 @@ import pytest
 from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.engine.job import resolve
-from mpissd.lab.sweep.commands import check_sweep, planned, why_not
-from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.commands import check_sweep, why_not
+from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.tiny_pair import tiny_pair
 
 

@@ -21,8 +21,9 @@ from mpissd.common.rounds import Event, Outcome, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_group import open_group
-from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
+from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
 from mpissd.engine.comm.topology import Refused, agree, open_topology
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
@@ -130,7 +131,7 @@ def link(world: MPI.Intracomm) -> None:
     """Lead 0, draft 1: messages survive reuse of their buffers; polls never block."""
     shape = LinkShape(0, 2, 3)
     if world.rank == 0:
-        lead = lead_end(world, 1, shape, WAITER)
+        lead = LeadEnd(shape, WAITER, *mpi_boxes(world, 1, WAITER))
         for round_ in range(5):
             requests = [Request(round_, 7), Request(round_ + 100, 8)]
             lead.send_outcome(Outcome.admission(round_ - 1, requests), stop=round_ == 4)
@@ -141,7 +142,7 @@ def link(world: MPI.Intracomm) -> None:
         world.Barrier()
         lead.close()
     elif world.rank == 1:
-        draft = draft_end(world, 0, shape, WAITER)
+        draft = DraftEnd(shape, WAITER, *mpi_boxes(world, 0, WAITER))
         for round_ in range(5):
             while not draft.outcome_arrived():
                 time.sleep(1e-4)
@@ -189,8 +190,10 @@ def memory(world: MPI.Intracomm) -> None:
     shape, rounds = LinkShape(0, 1, 2, vocab=50, prompt_tokens=40), 4000
     request = Request(0, 7, 0, (3,) * 39 + (7,))
     row, used = np.full(50, 0.02, np.float32), []
-    lead = lead_end(world, world.size - 1, shape, WAITER) if world.rank == 0 else None
-    draft = draft_end(world, 0, shape, WAITER) if world.rank == world.size - 1 else None
+    is_lead, last = world.rank == 0, world.size - 1
+    boxes = mpi_boxes(world, last if is_lead else 0, WAITER)
+    lead = LeadEnd(shape, WAITER, *boxes) if is_lead else None
+    draft = DraftEnd(shape, WAITER, *boxes) if world.rank == last else None
     for round_ in range(rounds):
         if lead is not None:
             lead.send_outcome(Outcome.admission(round_ - 1, [request]))

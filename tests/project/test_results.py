@@ -13,8 +13,7 @@ from mpissd.common.row import Row
 from mpissd.lab.gates import violations
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.why import gaps
-from mpissd.lab.sweep.commands import planned
-from mpissd.lab.sweep.configs import SweepConfig
+from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.scripts import ROOT
 
 RESULTS = ROOT / "results"

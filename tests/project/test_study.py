@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.flags import parse_into
-from mpissd.lab.sweep.configs import SweepConfig
-from mpissd.lab.sweep.grid import read_grid
-from mpissd.lab.sweep.plan import make_plan
+from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.scripts import ROOT, load
 
 STUDIES = sorted(path.parent for path in ROOT.glob("results/*/study.ini"))
@@ -54,7 +52,7 @@ def test_every_grid_of_a_study_makes_configurations(monkeypatch: pytest.MonkeyPa
             ]
             given = {name.lstrip("-"): (*value, "true")[0] for name, *value in flags}
             sweep = parse_into(SweepConfig, {"grid": str(grid), **given})
-            plan = make_plan(read_grid(str(grid)), sweep.run, 1, (1, 1))
+            plan = planned(sweep)
             assert [point.error for point in plan.points if point.config is None] == [], grid
 
 

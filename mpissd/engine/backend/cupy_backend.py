@@ -1,6 +1,7 @@
 """The cupy backend: float16 on one NVIDIA GPU, with forwards as captured CUDA graphs.
 
-Products are cuBLAS's. From compute capability 9.0 on, products of up to 32 rows are chained into
+Products are cuBLAS's, by the bindings of nvmath-python: CuPy refuses cuBLAS while its stream is
+captured (cupy#6290). From compute capability 9.0 on, products of up to 32 rows are chained into
 one persistent kernel (cupy_chain), whose weights are stored in a special order.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cupy
@@ -23,30 +26,48 @@ from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.backend import cupy_rates, kernels
+from mpissd.engine.backend import kernels
 from mpissd.engine.backend.base import Backend, Cost, WeightPart
-from mpissd.engine.backend.chain_plan import MAX_ROWS, aligned
-from mpissd.engine.backend.cublas import WORKSPACE_BYTES, open_gemm
+from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, TILE, aligned, pack, suits, unpack
 from mpissd.engine.backend.cupy_chain import ChainRunner, Inboxes, operand, why_not
 from mpissd.engine.backend.cupy_device import (
     HALF,
     CupyProgram,
-    Weight,
-    check_devices,
+    Launcher,
     device_empty,
     device_info,
-    fill,
-    made,
     reached,
     step,
 )
-from mpissd.engine.backend.cupy_launch import Launcher
 from mpissd.engine.backend.kernels import ceil_div
 
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.
 _FILL_COLUMNS = 4096  # The row length of a buffer that is only read.
 _READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
+_WORKSPACE_BYTES = 64 << 20
+# The values of CUDA_R_16F, CUDA_R_32F, CUBLAS_COMPUTE_32F and CUBLAS_GEMM_DEFAULT.
+_HALF, _SINGLE, _COMPUTE_FLOAT, _DEFAULT_ALGORITHM = 2, 0, 68, -1
+# Without this, cuBLAS may add the parts of a split product in float16. It costs at most 1% (H200,
+# 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
+# Measured rates: bytes of one timed sample, and of its buffer at most; seconds.
+_MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
+_WARM_UP_S, _PEAK_S = 0.05, 0.03
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight: row-major [in, out], or packed in the chain's order in an array of that shape."""
+
+    values: Any
+    packed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(in, out), for either order."""
+        rows, columns = self.values.shape
+        return rows, columns
 
 
 class CupyBackend(Backend):
@@ -58,19 +79,27 @@ class CupyBackend(Backend):
 
     def __init__(self, local_rank: int, *, graph: bool = True, chain: bool = True) -> None:
         """With chain=False all products use cuBLAS."""
-        check_devices(local_rank)
+        try:
+            count = int(runtime.getDeviceCount())
+        except runtime.CUDARuntimeError as error:
+            raise ConfigError(f"backend 'cupy': no usable GPU ({error}); allowed: numpy") from error
+        if local_rank >= count:
+            raise ConfigError(
+                f"backend 'cupy': {local_rank + 1} ranks on this node (local rank {local_rank}), "
+                f"{count} visible GPU(s); allowed: one rank a GPU (--mode=sd --num_drafts=0 drafts "
+                "on the target's), or --backend=numpy"
+            )
         self.device_id = local_rank
         cupy.cuda.Device(local_rank).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._launcher = self.launcher(early=False)
-        self._workspace = device_empty((WORKSPACE_BYTES,), np.uint8)
-        self._gemm = open_gemm(self.stream.ptr, self._workspace.data.ptr)
+        self._open_cublas()
         self._graph = self.chains = graph
         self._read_blocks = _READ_BLOCKS_PER_SM * self._launcher.multiprocessors
         self._sums = device_empty((self._read_blocks,), np.uint32)
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
-        self.info = device_info(local_rank, runtime.getDeviceProperties(local_rank))
+        self.info = device_info(local_rank)
         self.stop = self.host_ints(1)  # Not 0 makes waiting kernels give up.
         self._chain: ChainRunner | None = None
         self._packs = False
@@ -78,6 +107,24 @@ class CupyBackend(Backend):
         if self.no_chain_reason is None:
             self._chain = ChainRunner(self._launcher, self.stop)
             self.few_rows = MAX_ROWS
+
+    def _open_cublas(self) -> None:
+        """Raises ConfigError without nvmath-python, or a cuBLAS that it can load."""
+        try:
+            from nvmath.bindings import cublas
+
+            self._cublas, self._handle = cublas, cublas.create()
+        except (ImportError, RuntimeError) as error:  # RuntimeError: a library that does not load
+            raise ConfigError(
+                f"backend 'cupy': nvmath-python: {error}; pip install '.[cuda12]' (or cuda13)"
+            ) from error
+        self._one, self._zero = np.array(1, np.float32), np.array(0, np.float32)
+        self._workspace = device_empty((_WORKSPACE_BYTES,), np.uint8)
+        cublas.set_stream(self._handle, self.stream.ptr)
+        # set_stream resets the workspace, so it is set afterwards; without one, a captured product
+        # would allocate memory.
+        cublas.set_workspace(self._handle, self._workspace.data.ptr, _WORKSPACE_BYTES)
+        cublas.set_math_mode(self._handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
 
     @property
     def capture(self) -> bool:
@@ -92,7 +139,36 @@ class CupyBackend(Backend):
         return "chain" if weight.packed else "cublas"
 
     def weight(self, parts: Sequence[WeightPart]) -> Weight:
-        return made(parts, self._packs, self._launch)
+        rows = parts[0].in_stop - parts[0].in_start
+        widths = [part.out_stop - part.out_start for part in parts]
+        values = device_empty((rows, sum(widths)), HALF)
+        tiled = suits(rows, sum(widths)) and all(width % TILE == 0 for width in widths)
+        packed, column = self._packs and tiled, 0
+        for part, width in zip(parts, widths, strict=True):
+            if packed:
+                self._fill_packed(values.data.ptr + values.itemsize * rows * column, part)
+            else:
+                self._fill(values[:, column : column + width], part)
+            column += width
+        return Weight(values, packed)
+
+    def _fill(self, out: Any, part: WeightPart) -> None:
+        """Fills a row-major array with the values of a part."""
+        rows, columns = out.shape
+        grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
+        key, first, scale = _numbers(part)
+        args = (out, np.int64(step(out)), key, *first, np.int32(rows), np.int32(columns), scale)
+        self._launch("fill", grid, (32, 8), args)
+
+    def _fill_packed(self, address: int, part: WeightPart) -> None:
+        rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
+        lanes = rows * columns // 8
+        key, (row, column), scale = _numbers(part)
+        halves = key, column, key, np.uint32(column + TILE // 2)
+        widths = np.int32(columns), np.int32(columns - TILE // 2), np.int32(TILE)
+        sizes = np.int64(lanes), np.int32(rows // PAIR), np.int32(rows)
+        args = (np.uintp(address), *sizes, row, *halves, *widths, scale)
+        self._launch("pack_random", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
 
     def activation(self, rows: int, width: int) -> Any:
         return self._filled((rows, width), HALF, np.nan)
@@ -108,7 +184,7 @@ class CupyBackend(Backend):
 
     def table(self, entries: int, width: int, key: int) -> Any:
         values = device_empty((entries, width), HALF)
-        fill(self._launch, values, WeightPart(key, 0, entries, 0, width, 1.0))
+        self._fill(values, WeightPart(key, 0, entries, 0, width, 1.0))
         return values
 
     def gather(self, table: Any, tokens: Any, out: Any) -> None:
@@ -130,18 +206,27 @@ class CupyBackend(Backend):
                 sizes = f"rows of {step(x)} and {step(out)} values"
                 raise ConfigError(f"backend 'cupy': {sizes}: allowed: multiples of 8")
             self._chain.multiply(operand(x), w.data.ptr, operand(out))
-            return
-        self.flush()
-        operands = [(a.data.ptr, step(a)) for a in (x, w, out)]
-        self._gemm.multiply(m, n, k, *operands)
+        else:
+            self._product(x, w, out, transposed=False)
 
     def multiply_rows(self, x: Any, weight: Any, out: Any) -> None:
         """Sets out = x @ weightᵀ; weight [n, k] in row-major order, out float16 or float32."""
-        (m, k), n, single = x.shape, len(weight), out.dtype == np.float32
-        assert weight.shape[1] == k and out.shape == (m, n)
+        assert weight.shape[1] == x.shape[1] and out.shape == (len(x), len(weight))
+        self._product(x, weight, out, transposed=True)
+
+    def _product(self, x: Any, weight: Any, out: Any, *, transposed: bool) -> None:
+        """Enqueues out[m, n] = x[m, k] @ weight[k, n]; transposed: weight is [n, k].
+
+        cuBLAS is column-major, so it computes outᵀ = weightᵀ xᵀ with the operands swapped.
+        """
         self.flush()
-        operands = [(a.data.ptr, step(a)) for a in (x, weight, out)]
-        self._gemm.multiply_rows(m, n, k, *operands, single=single)
+        (m, k), n, kind = x.shape, out.shape[1], _SINGLE if out.dtype == np.float32 else _HALF
+        self._cublas.gemm_ex(
+            self._handle, int(transposed), 0, n, m, k, self._one.ctypes.data,
+            weight.data.ptr, _HALF, step(weight), x.data.ptr, _HALF, step(x),
+            self._zero.ctypes.data, out.data.ptr, kind, step(out), _COMPUTE_FLOAT,
+            _DEFAULT_ALGORITHM,
+        )  # fmt: skip
 
     def read(self, num_bytes: int) -> Callable[..., None]:
         buffer = self.random_words(num_bytes)
@@ -155,7 +240,10 @@ class CupyBackend(Backend):
         chunk = _CHUNK_COLUMNS * ceil_div(width, 32 * _CHUNK_COLUMNS)
         chunks, warps = ceil_div(width, chunk), min(16, ceil_div(width, 256))
         kind, words = ("_float32", 2) if values.dtype == np.float32 else ("", 1)
-        merged = self._scratch(rows * chunks * k * words)
+        count = rows * chunks * k * words
+        if count not in self._scratches:  # kept, because a captured graph may hold its address
+            self._scratches[count] = device_empty((count,), np.uint32)
+        merged = self._scratches[count]
         sizes = (np.int64(step(values)), np.int32(width), np.int32(chunk), np.int32(k))
         args = (values, *sizes, merged, out_ids, out_values)
         self._launch(f"top_k{kind}", (chunks, rows), (32 * warps,), args, 4 * words * warps * k)
@@ -182,8 +270,14 @@ class CupyBackend(Backend):
     def program(
         self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
     ) -> CupyProgram:
-        capture = capturable and self.capture
-        program = CupyProgram(self.stream, self._whole(body), capture, self.stop)
+        def whole() -> None:
+            """Runs the body with its products chained."""
+            assert self._chain is not None
+            with self._chain.held():
+                body()
+
+        run = body if self._chain is None else whole
+        program = CupyProgram(self.stream, run, capturable and self.capture, self.stop)
         self._programs.add(program)
         return program
 
@@ -192,24 +286,59 @@ class CupyBackend(Backend):
 
     def to_host(self, array: Any) -> Any:
         if isinstance(array, Weight):
-            host = array.row_major(cupy.asnumpy(array.values, stream=self.stream))
+            host = cupy.asnumpy(array.values, stream=self.stream)
+            host = unpack(host) if array.packed else host
         else:
             host = cupy.asnumpy(array, stream=self.stream)
         return host.astype(np.float32) if host.dtype == HALF else host
 
     def from_host(self, values: Any, out: Any) -> None:
         target = out.values if isinstance(out, Weight) else out
-        if isinstance(out, Weight):
-            values = out.in_order(np.asarray(values))
+        if isinstance(out, Weight) and out.packed:
+            values = pack(np.asarray(values))
         with self.stream:
             target[...] = cupy.asarray(np.ascontiguousarray(values, dtype=target.dtype))
         self.synchronize()
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        return cupy_rates.read_bandwidth(self, num_bytes)
+        """Measures reading a buffer of num_bytes (at most 4 GB, or half of the free memory).
+
+        Takes the median of seven samples of at least 4 GiB each, timed by events, after a warm-up
+        of 50 ms: after memory was allocated or freed, an H200 read at 3.9 TB/s for some
+        milliseconds, and at 4.5 TB/s from then on.
+        """
+        room = min(_MAX_READ_BYTES, runtime.memGetInfo()[0] // 2)
+        size = max(16, min(num_bytes, room) // 16 * 16)
+        passes, buffer = ceil_div(_MIN_SAMPLE_BYTES, size), self.random_words(size)
+        body = partial(self.read_words, buffer, size, passes)
+        program, warm_s = CupyProgram(self.stream, body, capture=True), 0.0
+        while warm_s < _WARM_UP_S:
+            warm_s += self._timed_s(program)
+        return float(size * passes / np.median([self._timed_s(program) for _ in range(7)]))
 
     def peak_flops(self) -> float | None:
-        return cupy_rates.peak_flops(self)
+        """Measures a square product, of side 8192 if memory allows; None if 1024 does not fit.
+
+        It is launched for 30 ms (at least three times) and timed by events. The fastest launch
+        counts, because chips slow down when they get hot.
+        """
+        # Half of the free memory, for x, the weight and the output.
+        room = runtime.memGetInfo()[0] // 2
+        sides = (n for n in (8192, 4096, 2048, 1024) if 3 * n * n * HALF.itemsize <= room)
+        if (side := next(sides, None)) is None:
+            return None
+        x, weight = self.table(side, side, 1), Weight(self.table(side, side, 2))
+        body = partial(self.matmul, x, weight, device_empty((side, side), HALF))
+        program = CupyProgram(self.stream, body, capture=self.capture)
+        seconds = [self._timed_s(program)]
+        while sum(seconds) < _PEAK_S or len(seconds) < 3:
+            seconds.append(self._timed_s(program))
+        return float(2 * side**3 / min(seconds))
+
+    def _timed_s(self, program: CupyProgram) -> float:
+        program.launch()
+        self.synchronize()
+        return program.elapsed_s()
 
     def copy_out(self, array: Any, host: Any) -> None:
         """Starts a copy of a contiguous device array to page-locked `host` (same bytes)."""
@@ -251,29 +380,13 @@ class CupyBackend(Backend):
 
     def close(self) -> None:
         self.destroy_graphs()
-        self._gemm.close()
+        if self._handle:  # after the graphs that hold its products
+            self._cublas.destroy(self._handle)
+            self._handle = 0
         if self._chain is not None:
             self._chain.close()
         self._workspace = self._sums = None
         self._scratches.clear()
-
-    def _whole(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Returns the body with its products chained."""
-        chain = self._chain
-        if chain is None:
-            return body
-
-        def whole() -> None:
-            with chain.held():
-                body()
-
-        return whole
-
-    def _scratch(self, count: int) -> Any:
-        """Returns scratch words, kept because a captured graph may hold their address."""
-        if count not in self._scratches:
-            self._scratches[count] = device_empty((count,), np.uint32)
-        return self._scratches[count]
 
     def random_words(self, num_bytes: int) -> Any:
         """Returns a buffer of at least num_bytes of random data, so that no read is cheap."""
@@ -298,3 +411,9 @@ class CupyBackend(Backend):
         self.flush()
         kernel = self._launcher.function(name, kernels.BACKEND)
         self._launcher.launch(kernel, grid, block, args, shared_mem)
+
+
+def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:
+    """Returns the hash key, the first (row, column) and the scale, as kernels take them."""
+    first = (np.uint32(part.in_start), np.uint32(part.out_start))
+    return np.uint32(part.key & 0xFFFFFFFF), first, np.float32(part.scale)

@@ -25,8 +25,7 @@ from mpissd.engine.backend.chain_plan import (
     Multiplication,
     Operand,
 )
-from mpissd.engine.backend.cupy_device import step
-from mpissd.engine.backend.cupy_launch import Launcher
+from mpissd.engine.backend.cupy_device import Launcher, step
 
 FIRST_CAPABILITY = 90
 _MAX_SHARED_BYTES = 97  # The number of the attribute cudaDevAttrMaxSharedMemoryPerBlockOptin.

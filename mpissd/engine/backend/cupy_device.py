@@ -1,10 +1,19 @@
-"""One GPU as CuPy sees it: its identity, memory and events, captured programs and weights."""
+"""One GPU as CuPy sees it: its identity and memory, launches of kernels, and captured programs.
+
+As a program it prints what CuPy sees in this environment, as one JSON line. Run it in a child
+process with a deadline, since the import can crash and a driver can hang:
+
+    python -m mpissd.engine.backend.cupy_device LOCAL_RANK
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
@@ -13,31 +22,17 @@ import numpy as np
 from cupy.cuda import runtime
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.engine.backend.base import DeviceInfo, Program, WeightPart
-from mpissd.engine.backend.chain_plan import PAIR, TILE, pack, suits, unpack
-from mpissd.engine.backend.kernels import ceil_div
+from mpissd.engine.backend import kernels
+from mpissd.engine.backend.base import DeviceInfo, Program
 
-_NOT_READY = 600  # The error code cudaErrorNotReady.
 HALF = np.dtype(np.float16)
-Launch = Callable[..., None]
+_NOT_READY = 600  # The error code cudaErrorNotReady.
+_FIRST_EARLY_CAPABILITY = 90
 
 
-def check_devices(local_rank: int) -> None:
-    """Raises ConfigError unless this process sees more than local_rank GPUs."""
-    try:
-        count = int(runtime.getDeviceCount())
-    except runtime.CUDARuntimeError as error:
-        raise ConfigError(f"backend 'cupy': no usable GPU ({error}); allowed: numpy") from error
-    if local_rank >= count:
-        raise ConfigError(
-            f"backend 'cupy': {local_rank + 1} ranks on this node (local rank {local_rank}), "
-            f"{count} visible GPU(s); allowed: one rank a GPU (--mode=sd --num_drafts=0 drafts on "
-            "the target's), or --backend=numpy"
-        )
-
-
-def device_info(device_id: int, properties: dict[str, Any]) -> DeviceInfo:
+def device_info(device_id: int) -> DeviceInfo:
     """Returns what CUDA reports of a device; memory_bytes: the bytes that are free now."""
+    properties = runtime.getDeviceProperties(device_id)
     # CuPy reads the UUID as a C string, so a zero byte cuts it short.
     uuid = bytes(properties.get("uuid", b""))[:16]
     return DeviceInfo(
@@ -79,6 +74,126 @@ def reached(event: Any) -> bool:
     return bool(status == 0)
 
 
+class Launcher:
+    """Compiles kernels at first use, and launches them on one stream.
+
+    With `early`, a kernel's blocks may start while the kernel before it still runs; a kernel
+    launched so must call wait_for_last (ampere.cu) before it reads what others wrote. Ignored below
+    compute capability 9.0 and without cuda-bindings.
+    """
+
+    def __init__(self, stream: Any, device_id: int, *, early: bool) -> None:
+        self._stream = stream
+        self._modules: dict[tuple[str, ...], Any] = {}
+        self._functions: dict[tuple[Any, ...], Any] = {}
+        device = cupy.cuda.Device(device_id)
+        self._driver: Any = None
+        if early and int(device.compute_capability) >= _FIRST_EARLY_CAPABILITY:
+            with suppress(ImportError):
+                from cuda.bindings import driver
+
+                self._driver = driver
+        attributes = device.attributes
+        self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self.multiprocessors = int(attributes["MultiProcessorCount"])
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the device that are free now."""
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def function(
+        self,
+        name: str,
+        files: tuple[str, ...],
+        macros: tuple[tuple[str, int], ...] = (),
+        shared_mem: int = 0,
+    ) -> Any:
+        """Returns the kernel `name` of these sources, compiled with these macros.
+
+        shared_mem: the most dynamic shared memory of its launches, in bytes.
+        """
+        key = name, files, macros
+        if key not in self._functions:
+            options = ("--std=c++17", *(f"-D{macro}={value}" for macro, value in macros))
+            module = self._modules.get(files + options)
+            if module is None:
+                module = cupy.RawModule(code=kernels.source(files), options=options)
+                self._modules[files + options] = module
+            function = module.get_function(name)
+            if shared_mem > 48 << 10:
+                function.max_dynamic_shared_size_bytes = shared_mem
+            self._functions[key] = function
+        return self._functions[key]
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns an uninitialised device array; raises ConfigError if it does not fit."""
+        return device_empty(shape, dtype)
+
+    def uploaded(self, values: Any, dtype: Any) -> Any:
+        """Returns a device array of host values."""
+        array = self.empty(np.shape(values), dtype)
+        self.upload(values, array)
+        return array
+
+    def upload(self, values: Any, array: Any) -> None:
+        """Writes host values into a contiguous device array; returns when they are there."""
+        array.set(np.ascontiguousarray(values, array.dtype), stream=self._stream)
+        self._stream.synchronize()
+
+    def copy(self, source: Any, to: Any) -> None:
+        """Copies a device array into another one of its shape, in the stream's order; waits."""
+        with self._stream:
+            to[...] = source
+        self._stream.synchronize()
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns a device array of zeros."""
+        array = self.empty(shape, dtype)
+        with self._stream:
+            array.fill(0)
+        return array
+
+    def launch(
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared_mem: int = 0,
+    ) -> None:
+        """Launches a kernel; args are device arrays, NumPy scalars, or None for a null pointer."""
+        values = [_value(arg) for arg in args]
+        driver = self._driver
+        if driver is None:
+            with self._stream:
+                function(grid, block, tuple(values), shared_mem=shared_mem)
+            return
+        held = [np.array(value) for value in values]
+        pointers = (ctypes.c_void_p * len(held))(*(value.ctypes.data for value in held))
+        early, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        kinds = driver.CUlaunchAttributeID
+        early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value.programmaticStreamSerializationAllowed = 1
+        early.value = value
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
+        config.sharedMemBytes, config.hStream = shared_mem, self._stream.ptr
+        config.attrs, config.numAttrs = [early], 1
+        address = ctypes.addressof(pointers)
+        (error,) = driver.cuLaunchKernelEx(config, function.kernel.ptr, address, 0)
+        if int(error):
+            raise RuntimeError(f"cuLaunchKernelEx: {error}")
+
+
+def _value(arg: Any) -> Any:
+    """Returns an argument as a NumPy scalar; an array becomes its address."""
+    if arg is None:
+        return np.uintp(0)
+    return np.uintp(arg.data.ptr) if isinstance(arg, cupy.ndarray) else arg
+
+
 class CupyProgram(Program):
     """A captured graph of a body, or the body itself if it cannot be captured.
 
@@ -95,7 +210,15 @@ class CupyProgram(Program):
         # The first run loads kernels, connects peers and allocates, which a capture must not do.
         body()
         stream.synchronize()
-        self._graph = captured(stream, body) if capture else None
+        self._graph = None
+        if capture:
+            with stream:
+                stream.begin_capture()
+                try:
+                    body()
+                finally:  # A capture left open would make the stream unusable.
+                    self._graph = stream.end_capture()
+            self._graph.upload(stream)
 
     @property
     def captured(self) -> bool:
@@ -131,80 +254,23 @@ class CupyProgram(Program):
         self._graph = None
 
 
-def captured(stream: Any, body: Callable[[], None]) -> Any:
-    """Captures what `body` enqueues and returns the graph; the capture ends even if the body
-    fails."""
-    with stream:
-        stream.begin_capture()
-        try:
-            body()
-        finally:  # A capture left open would make the stream unusable.
-            graph = stream.end_capture()
-    graph.upload(stream)
-    return graph
+def _facts(local_rank: int) -> dict[str, Any]:
+    """Returns the versions of CuPy, its runtime and the driver, and this rank's GPU.
 
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight: row-major [in, out], or packed in the chain's order in an array of that shape."""
-
-    values: Any
-    packed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(in, out), for either order."""
-        rows, columns = self.values.shape
-        return rows, columns
-
-    def row_major(self, values: Any) -> Any:
-        """Converts this weight's host copy to row-major order."""
-        return unpack(values) if self.packed else values
-
-    def in_order(self, values: Any) -> Any:
-        """Converts row-major host values to this weight's order."""
-        return pack(values) if self.packed else values
-
-
-def made(parts: Sequence[WeightPart], packs: bool, launch: Launch) -> Weight:
-    """Makes one weight from these parts, side by side.
-
-    packs: whether to store it in the chain's order if its shape allows it.
+    `error`: why it has none.
     """
-    rows = parts[0].in_stop - parts[0].in_start
-    widths = [part.out_stop - part.out_start for part in parts]
-    values = device_empty((rows, sum(widths)), HALF)
-    packed = packs and suits(rows, sum(widths)) and all(width % TILE == 0 for width in widths)
-    column = 0
-    for part, width in zip(parts, widths, strict=True):
-        if packed:
-            _fill_packed(launch, values.data.ptr + values.itemsize * rows * column, part)
-        else:
-            fill(launch, values[:, column : column + width], part)
-        column += width
-    return Weight(values, packed)
+    view: dict[str, Any] = {"cupy": cupy.__version__, "runtime": int(runtime.runtimeGetVersion())}
+    try:
+        view["driver"] = int(runtime.driverGetVersion())
+        view["count"] = int(runtime.getDeviceCount())
+        if local_rank < view["count"]:
+            runtime.setDevice(local_rank)
+            info = device_info(local_rank)
+            view |= {"name": info.name, "uuid": info.uuid or "", "bus_id": info.bus_id or ""}
+    except runtime.CUDARuntimeError as error:
+        view["error"] = str(error)
+    return view
 
 
-def fill(launch: Launch, out: Any, part: WeightPart) -> None:
-    """Fills a row-major array with the values of a part."""
-    rows, columns = out.shape
-    grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
-    sizes = (np.int32(rows), np.int32(columns))
-    key, first, scale = _numbers(part)
-    launch("fill", grid, (32, 8), (out, np.int64(step(out)), key, *first, *sizes, scale))
-
-
-def _fill_packed(launch: Launch, address: int, part: WeightPart) -> None:
-    rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
-    lanes = rows * columns // 8
-    key, (row, column), scale = _numbers(part)
-    halves = key, column, key, np.uint32(column + TILE // 2)
-    widths = np.int32(columns), np.int32(columns - TILE // 2), np.int32(TILE)
-    sizes = np.int64(lanes), np.int32(rows // PAIR), np.int32(rows)
-    args = (np.uintp(address), *sizes, row, *halves, *widths, scale)
-    launch("pack_random", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
-
-
-def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:
-    first = (np.uint32(part.in_start), np.uint32(part.out_start))
-    return np.uint32(part.key & 0xFFFFFFFF), first, np.float32(part.scale)
+if __name__ == "__main__":
+    print(json.dumps(_facts(int(sys.argv[1]))))  # noqa: T201

@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,16 +49,6 @@ class GpuPlace(NamedTuple):
     nccl: bool
 
 
-def shared_gpu(places: Sequence[GpuPlace]) -> str | None:
-    """Returns a line that names two ranks on one GPU; None where every rank has its own."""
-    first: dict[tuple[str, str], int] = {}
-    for rank, place in enumerate(places):
-        other = first.setdefault((place.host, place.bus_id), rank)
-        if other != rank:
-            return f"ranks {other} and {rank} share GPU {place.bus_id} of {place.host}"
-    return None
-
-
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
     """Returns oneshot, nccl, staged or device, the same on every rank.
 
@@ -66,11 +57,21 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
     """
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
-    reasons = {
-        "oneshot": _why_not_oneshot(places),
-        "nccl": shared_gpu(places) or _lacks_nccl(places),
-        "staged": None,
-    }
+    first: dict[tuple[str, str], int] = {}
+    shared, no_nccl = "", ""  # why not: two ranks on one GPU, a rank without NCCL
+    for rank, place in enumerate(places):
+        other = first.setdefault((place.host, place.bus_id), rank)
+        if other != rank and not shared:
+            shared = f"ranks {other} and {rank} share GPU {place.bus_id} of {place.host}"
+        if not place.nccl and not no_nccl:
+            no_nccl = f"CuPy has no NCCL on rank {rank}"
+    hosts = {place.host for place in places}
+    not_oneshot = shared
+    if len(places) > MAX_RANKS:
+        not_oneshot = f"{len(places)} ranks, at most {MAX_RANKS}"
+    if len(hosts) > 1:
+        not_oneshot = f"ranks on {len(hosts)} hosts"
+    reasons = {"oneshot": not_oneshot, "nccl": shared or no_nccl, "staged": ""}
     if choice == "auto":
         best = ("oneshot", "nccl", "staged")[not oneshot :]
         return next(name for name in best if not reasons[name])
@@ -84,25 +85,16 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
     return choice
 
 
-def _why_not_oneshot(places: Sequence[GpuPlace]) -> str | None:
-    hosts = {place.host for place in places}
-    if len(hosts) > 1:
-        return f"ranks on {len(hosts)} hosts"
-    if len(places) > MAX_RANKS:
-        return f"{len(places)} ranks, at most {MAX_RANKS}"
-    return shared_gpu(places)
-
-
-def _lacks_nccl(places: Sequence[GpuPlace]) -> str | None:
-    lacks = (f"CuPy has no NCCL on rank {n}" for n, place in enumerate(places) if not place.nccl)
-    return next(lacks, None)
-
-
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
     device, info = cast(Device, backend), backend.info
-    nccl = info.kind == "gpu" and _has_nccl()
-    places = comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", nccl))
+    has_nccl = False
+    if info.kind == "gpu":
+        with suppress(ImportError):
+            from cupy.cuda import nccl
+
+            has_nccl = bool(nccl.available)
+    places = comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", has_nccl))
     name = choose(choice, places, oneshot=info.kind == "gpu")
     if name == "oneshot":
         try:
@@ -125,20 +117,13 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
     return DeviceMpiGroup(device, comm, waiter)
 
 
-def _has_nccl() -> bool:
-    try:
-        from cupy.cuda import nccl
-    except ImportError:
-        return False
-    return bool(nccl.available)
-
-
 class NcclGroup(Group):
     """The group that reduces by NCCL on the backend's stream; graphs may capture its operations."""
 
     name = "nccl"
 
     def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+        import cupy
         from cupy.cuda import nccl
 
         super().__init__(comm.size, comm.rank)
@@ -147,7 +132,19 @@ class NcclGroup(Group):
         self._error = nccl.NcclError
         identity = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
         self._nccl: Any = nccl.NcclCommunicator(comm.size, identity, comm.rank)
-        self._connect(waiter)
+        # NCCL connects at the first operations, which must not be captured.
+        with device.stream:
+            halves = cupy.zeros((1, 1024), np.float16)
+            local, gathered = (cupy.zeros(n * 256, np.int32) for n in (1, self.size))
+        self.all_reduce(halves)
+        self.all_gather(local, gathered)
+        over = device.fence()
+
+        def connected() -> bool:
+            self.check()
+            return over()
+
+        waiter.until(connected, "NCCL's first all-reduce")
 
     def all_reduce(self, array: Any) -> None:
         assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
@@ -189,38 +186,31 @@ class NcclGroup(Group):
         self._nccl.destroy()
         self._nccl = None
 
-    def _connect(self, waiter: Waiter) -> None:
-        """Runs one all-reduce and one all-gather: NCCL connects at the first, outside a capture."""
-        import cupy
 
-        with self._device.stream:
-            halves = cupy.zeros((1, 1024), np.float16)
-            local, gathered = (cupy.zeros(n * 256, np.int32) for n in (1, self.size))
-        self.all_reduce(halves)
-        self.all_gather(local, gathered)
-        over = self._device.fence()
+class HostPacedGroup(Group):
+    """A group whose operations wait for the stream and then call MPI, so no graph holds them."""
 
-        def connected() -> bool:
-            self.check()
-            return over()
-
-        waiter.until(connected, "NCCL's first all-reduce")
-
-
-class StagedGroup(Group):
-    """The group that sums in host memory by MPI, in float32, and rounds the sum once."""
-
-    name = "staged"
     capturable = False
 
     def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
         self._device, self._comm, self._waiter = device, comm, waiter
-        self._staging: dict[int, Any] = {}  # {length: page-locked int32 buffer}
+        self._memory: dict[Any, Any] = {}  # made once for each size
+
+    def _settle(self) -> None:
+        """Waits for the stream, which MPI does not follow."""
+        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
+
+
+class StagedGroup(HostPacedGroup):
+    """The group that sums in host memory by MPI, in float32, and rounds the sum once."""
+
+    name = "staged"
 
     def all_reduce(self, array: Any) -> None:
         halves = self._host((array.size + 1) // 2).view(np.float16)[: array.size]
-        self._fetch(array, halves)
+        self._device.copy_out(array, halves)
+        self._settle()
         total = halves.astype(np.float32)
         request = self._comm.Iallreduce(MPI.IN_PLACE, total, op=MPI.SUM)
         self._waiter.until(request.Test, "staged all-reduce")
@@ -229,37 +219,28 @@ class StagedGroup(Group):
 
     def all_gather(self, local: Any, gathered: Any) -> None:
         every = self._host(gathered.size)
-        mine = every[self.rank * local.size :][: local.size]
-        self._fetch(local, mine)
+        self._device.copy_out(local, every[self.rank * local.size :][: local.size])
+        self._settle()
         request = self._comm.Iallgather(MPI.IN_PLACE, every)
         self._waiter.until(request.Test, "staged all-gather")
         self._device.copy_in(every, gathered)
 
-    def _fetch(self, array: Any, host: Any) -> None:
-        self._device.copy_out(array, host)
-        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
-
     def _host(self, count: int) -> Any:
-        if count not in self._staging:
-            self._staging[count] = self._device.host_ints(count)
-        return self._staging[count]
+        """Returns page-locked memory of `count` int32."""
+        if count not in self._memory:
+            self._memory[count] = self._device.host_ints(count)
+        return self._memory[count]
 
 
-class DeviceMpiGroup(Group):
+class DeviceMpiGroup(HostPacedGroup):
     """The group that exchanges device arrays by MPI and sums them on the device in float32."""
 
     name = "device"
-    capturable = False
-
-    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
-        super().__init__(comm.size, comm.rank)
-        self._device, self._comm, self._waiter = device, comm, waiter
-        self._slots: dict[tuple[int, ...], Any] = {}  # by an array's shape
 
     def all_reduce(self, array: Any) -> None:
-        if array.shape not in self._slots:
-            self._slots[array.shape] = array[np.newaxis].repeat(self.size, axis=0)
-        slots = self._slots[array.shape]
+        if array.shape not in self._memory:
+            self._memory[array.shape] = array[np.newaxis].repeat(self.size, axis=0)
+        slots = self._memory[array.shape]
         self._device.flush()
         with self._device.stream:
             slots[self.rank] = array
@@ -274,11 +255,8 @@ class DeviceMpiGroup(Group):
             self._exchange(slots)
 
     def _exchange(self, slots: Any) -> None:
-        """Sends slots[rank] to all others and receives theirs.
-
-        Waits for the stream first, because MPI does not follow CUDA streams.
-        """
-        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
+        """Sends slots[rank] to all others and receives theirs."""
+        self._settle()
         peers = [peer for peer in range(self.size) if peer != self.rank]
         requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
         requests += [self._comm.Isend([slots[self.rank], MPI.BYTE], peer) for peer in peers]
@@ -286,10 +264,16 @@ class DeviceMpiGroup(Group):
 
 
 def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the loaded MPI library claims to read device memory."""
+    """Returns whether the MPI library in this process's memory claims to read device memory."""
     if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return True
-    for path in loaded_mpi_libraries():
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if ".so" in line}
+    except OSError:
+        return False
+    names = ("libmpi.so", "libmpich.so", "libmpi_", "libmpi-")
+    for path in sorted(path for path in paths if os.path.basename(path).startswith(names)):
         library = ctypes.CDLL(path)
         if hasattr(library, "MPIX_Query_cuda_support"):
             return bool(library.MPIX_Query_cuda_support())
@@ -298,14 +282,3 @@ def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
             library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0: MPIX_GPU_SUPPORT_CUDA
             return bool(supported.value)
     return False
-
-
-def loaded_mpi_libraries() -> list[str]:
-    """Returns the paths of the MPI libraries in this process's memory; none without /proc."""
-    try:
-        with open("/proc/self/maps") as maps:
-            paths = {line.split()[-1] for line in maps if ".so" in line}
-    except OSError:
-        return []
-    names = ("libmpi.so", "libmpich.so", "libmpi_", "libmpi-")
-    return sorted(path for path in paths if os.path.basename(path).startswith(names))

@@ -15,7 +15,7 @@ process ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,7 @@ PEERS = np.dtype(  # struct Peers
 )
 _SUM, _GATHER = 0, 1
 _CLOSE_S, _TRIAL_S = 1.0, 20.0
-_TRIAL_SIZES = (
-    2,
-    510,
-    8192,
-    2 * CAPACITY + 4,
-)  # counts of float16, from less than one block up to two exchanges
+_TRIAL_SIZES = 2, 510, 8192, 2 * CAPACITY + 4  # float16: less than a block … two exchanges
 _TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
 
 
@@ -118,7 +113,16 @@ class OneshotGroup(Group):
         except FaultError:
             self.abort()
             Waiter(_CLOSE_S, spin=False).until(over, "exchanges to give up")
-        self._unmap()
+        from cupy.cuda import runtime
+
+        for inbox in self._mapped:
+            runtime.ipcCloseMemHandle(inbox)
+        self._mapped.clear()
+        own, self._own, self._peers = self._own, 0, None
+        with suppress(FaultError):  # a missing rank may still write to the inbox
+            everybody = self._comm.Ibarrier()
+            Waiter(_CLOSE_S, spin=False).until(everybody.Test, "all ranks to unmap the inboxes")
+            runtime.free(own)
         self._device.stop[0] = 0
 
     def _exchange(self, source: int, to: int, words: int, mode: int) -> None:
@@ -130,49 +134,37 @@ class OneshotGroup(Group):
 
     def _open(self) -> str | None:
         """Makes this rank's inbox and maps the others'; returns why it failed. Collective."""
-        handle, reason = None, None
+        reason, handle = None, None
+        size = self._inbox_bytes + 4 * BLOCKS  # with the counters of exchanges
         try:
-            handle = self._inbox()
+            import cupy
+            from cupy.cuda import runtime
+
+            module = cupy.RawModule(code=kernels.source(kernels.EXCHANGE), options=("--std=c++14",))
+            self._kernel = module.get_function("exchange")
+            self._own = int(runtime.malloc(size))
+            runtime.memset(self._own, 0, size)
+            runtime.deviceSynchronize()
+            handle = bytes(runtime.ipcGetMemHandle(self._own))
         except (ImportError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
             reason = str(error)
         handles = self._comm.allgather(handle)
         if reason is not None or None in handles:
             return reason  # It is None if only another rank failed.
+        peers, inboxes = np.zeros(1, PEERS), np.zeros(MAX_RANKS, np.uint64)
         try:
-            self._map(handles)
+            for rank in range(self.size):
+                inboxes[rank] = self._own
+                if rank != self.rank:
+                    inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank])
+                    self._mapped.append(int(inboxes[rank]))
+            peers["inbox"], peers["done"] = inboxes, self._own + self._inbox_bytes
+            peers["rank"], peers["size"], peers["capacity"] = self.rank, self.size, self.capacity
+            self._peers = cupy.asarray(peers.view(np.uint8))
+            runtime.deviceSynchronize()
         except RuntimeError as error:
             return str(error)
         return None
-
-    def _inbox(self) -> bytes:
-        """Compiles the kernel and allocates the inbox with its counters; returns its handle."""
-        import cupy
-        from cupy.cuda import runtime
-
-        module = cupy.RawModule(code=kernels.source(kernels.EXCHANGE), options=("--std=c++14",))
-        self._kernel = module.get_function("exchange")
-        size = self._inbox_bytes + 4 * BLOCKS
-        self._own = int(runtime.malloc(size))
-        runtime.memset(self._own, 0, size)
-        runtime.deviceSynchronize()
-        return bytes(runtime.ipcGetMemHandle(self._own))
-
-    def _map(self, handles: Sequence[bytes]) -> None:
-        """Maps the other ranks' inboxes and writes all addresses into struct Peers."""
-        import cupy
-        from cupy.cuda import runtime
-
-        inboxes = np.zeros(MAX_RANKS, np.uint64)
-        for rank in range(self.size):
-            inboxes[rank] = self._own
-            if rank != self.rank:
-                inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank])
-                self._mapped.append(int(inboxes[rank]))
-        peers = np.zeros(1, PEERS)
-        peers["inbox"], peers["done"] = inboxes, self._own + self._inbox_bytes
-        peers["rank"], peers["size"], peers["capacity"] = self.rank, self.size, self.capacity
-        self._peers = cupy.asarray(peers.view(np.uint8))
-        runtime.deviceSynchronize()
 
     def _trial(self) -> str | None:
         """Compares sums of random numbers with MPI's; returns what is wrong with them, or None."""
@@ -201,17 +193,3 @@ class OneshotGroup(Group):
                     f"all-reduce 'oneshot': {what} failed on rank {rank} ({why[:256]}); "
                     "allowed: nccl, staged, auto"
                 )
-
-    def _unmap(self) -> None:
-        from cupy.cuda import runtime
-
-        for inbox in self._mapped:
-            runtime.ipcCloseMemHandle(inbox)
-        self._mapped.clear()
-        own, self._own, self._peers = self._own, 0, None
-        try:
-            everybody = self._comm.Ibarrier()
-            Waiter(_CLOSE_S, spin=False).until(everybody.Test, "all ranks to unmap the inboxes")
-        except FaultError:
-            return
-        runtime.free(own)

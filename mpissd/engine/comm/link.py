@@ -36,8 +36,7 @@ class Outbox(ABC):
     def send(self, size: int | None = None) -> None:
         """Starts sending the message, or the first `size` numbers of it."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Finishes the send that is in flight."""
 
 
@@ -55,8 +54,7 @@ class Inbox(ABC):
     def release(self) -> None:
         """Gives the memory back for the next message."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Cancels the receive that is in flight."""
 
 
@@ -72,22 +70,13 @@ class LeadEnd:
     ) -> None:
         """Opens this end; outbox, inbox: make what carries one kind of message."""
         self.shape, self.waiter = shape, waiter
+        self.lookahead, self.sampled = shape.lookahead, shape.sampled
         self._outcomes = outbox(shape.message(Kind.OUTCOME))
         self._speculations = inbox(shape.message(Kind.SPECULATION))
         self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
         self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
         self.num_messages = self.num_bytes = 0
         self.proposal_bytes, self.proposal_wait_s = 0, 0.0
-
-    @property
-    def lookahead(self) -> int:
-        """K."""
-        return self.shape.lookahead
-
-    @property
-    def sampled(self) -> bool:
-        """Whether speculations carry q, the probability of each token."""
-        return self.shape.sampled
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
         """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
@@ -143,9 +132,7 @@ class LeadEnd:
 
     def close(self) -> None:
         """Ends the messages in flight."""
-        for box in (self._outcomes, self._speculations, self._prompts, self._proposals):
-            if box is not None:
-                box.close()
+        _close(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
 class DraftEnd:
@@ -186,9 +173,13 @@ class DraftEnd:
 
     def close(self) -> None:
         """Ends the messages in flight."""
-        for box in (self._outcomes, self._speculations, self._prompts, self._proposals):
-            if box is not None:
-                box.close()
+        _close(self._outcomes, self._speculations, self._prompts, self._proposals)
+
+
+def _close(*boxes: Outbox | Inbox | None) -> None:
+    for box in boxes:
+        if box is not None:
+            box.close()
 
 
 def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outcome:
@@ -214,9 +205,6 @@ class QueueOutbox(Outbox):
     def send(self, size: int | None = None) -> None:
         self._queue.put(self.message.array[:size].copy())
 
-    def close(self) -> None:
-        return None
-
 
 class QueueInbox(Inbox):
     """Receives messages from a queue."""
@@ -239,9 +227,6 @@ class QueueInbox(Inbox):
     def release(self) -> None:
         self._full = False
 
-    def close(self) -> None:
-        return None
-
 
 def queue_link(
     shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
@@ -251,12 +236,8 @@ def queue_link(
     draft_waiter: how the draft waits; None: as the lead does.
     """
     queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
-
-    def outbox(message: Message) -> Outbox:
-        return QueueOutbox(message, queues[message.kind])
-
-    def inbox(message: Message) -> Inbox:
-        return QueueInbox(message, queues[message.kind])
-
-    lead = LeadEnd(shape, waiter, outbox, inbox)
-    return lead, DraftEnd(shape, draft_waiter or waiter, outbox, inbox)
+    boxes: tuple[MakeOutbox, MakeInbox] = (
+        lambda message: QueueOutbox(message, queues[message.kind]),
+        lambda message: QueueInbox(message, queues[message.kind]),
+    )
+    return LeadEnd(shape, waiter, *boxes), DraftEnd(shape, draft_waiter or waiter, *boxes)

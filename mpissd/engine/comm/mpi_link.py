@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox, with_prompts
+from mpissd.engine.comm.link import Inbox, MakeInbox, MakeOutbox, Outbox, with_prompts
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
 
 
@@ -80,23 +80,11 @@ class MpiInbox(Inbox):
         self._receive.Free()
 
 
-def lead_end(comm: MPI.Comm, draft: int, shape: LinkShape, waiter: Waiter) -> LeadEnd:
-    """Opens the lead's end of a link to rank `draft` of `comm`."""
-    return LeadEnd(
-        shape,
-        waiter,
-        lambda message: MpiOutbox(comm, [draft], message, waiter),
-        lambda message: MpiInbox(comm, draft, message),
-    )
-
-
-def draft_end(comm: MPI.Comm, lead: int, shape: LinkShape, waiter: Waiter) -> DraftEnd:
-    """Opens the draft's end of a link to rank `lead` of `comm`."""
-    return DraftEnd(
-        shape,
-        waiter,
-        lambda message: MpiOutbox(comm, [lead], message, waiter),
-        lambda message: MpiInbox(comm, lead, message),
+def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, MakeInbox]:
+    """Returns what carries the messages of a link to rank `peer` of `comm`."""
+    return (
+        lambda message: MpiOutbox(comm, [peer], message, waiter),
+        lambda message: MpiInbox(comm, peer, message),
     )
 
 

@@ -8,7 +8,7 @@ process when they take too long.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,23 +29,28 @@ class PatientComm(MPI.Intracomm):
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Returns every rank's object, in rank order."""
-        data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
-        sizes = np.empty(self.size, np.int64)
-        self._wait(self.Iallgather(np.array([len(data)], np.int64), sizes), "all ranks")
-        every = np.empty(int(sizes.sum()), np.uint8)
-        self._wait(self.Iallgatherv(data, (every, sizes)), "all ranks")
-        return _unpack(every, sizes)
+        return self._collected(sendobj, self.Iallgather, self.Iallgatherv, is_here=True)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Returns every rank's object, in rank order, on `root`; None elsewhere."""
+        sizes, data = (partial(method, root=root) for method in (self.Igather, self.Igatherv))
+        is_here = self.rank == root
+        objects = self._collected(sendobj, sizes, data, is_here=is_here)
+        return objects if is_here else None
+
+    def _collected(
+        self, sendobj: Any, gather: Callable[..., MPI.Request], gatherv: Callable[..., MPI.Request],
+        *, is_here: bool,
+    ) -> list[Any]:  # fmt: skip
+        """Gathers the objects' sizes, then their bytes; is_here: whether this rank gets them."""
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
-        here, length = self.rank == root, np.array([len(data)], np.int64)
-        sizes = np.zeros(self.size if here else 0, np.int64)
-        self._wait(self.Igather(length, sizes if here else None, root), "all ranks' reports")
+        sizes = np.zeros(self.size if is_here else 0, np.int64)
+        size = np.array([len(data)], np.int64)
+        self._wait(gather(size, sizes if is_here else None), "all ranks")
         every = np.empty(int(sizes.sum()), np.uint8)
-        request = self.Igatherv(data, (every, sizes) if here else None, root)
-        self._wait(request, "all ranks' reports")
-        return _unpack(every, sizes) if here else None
+        self._wait(gatherv(data, (every, sizes) if is_here else None), "all ranks")
+        parts = np.split(every, np.cumsum(sizes)[:-1]) if is_here else []
+        return [MPI.pickle.loads(part.tobytes()) for part in parts]
 
     def bcast(self, obj: Any = None, root: int = 0) -> Any:
         """Returns the object of rank `root`."""
@@ -64,9 +69,7 @@ class PatientComm(MPI.Intracomm):
         """Returns when all ranks have called it."""
         self._wait(self.Ibarrier(), "barrier")
 
-    def Barrier(self) -> None:
-        """Returns when all ranks have called it."""
-        self.barrier()
+    Barrier = barrier
 
     def Split(self, color: int = 0, key: int = 0) -> PatientComm:
         """Splits as Intracomm.Split does; ends the process when that takes too long."""
@@ -91,14 +94,6 @@ class PatientComm(MPI.Intracomm):
 
     def _wait(self, request: MPI.Request, what: str) -> None:
         Waiter(self._patience_s, spin=False).until(request.Test, what)
-
-
-def _unpack(every: Any, sizes: Any) -> list[Any]:
-    ends = np.cumsum(sizes)
-    return [
-        MPI.pickle.loads(every[end - size : end].tobytes())
-        for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)
-    ]
 
 
 def identity() -> tuple[int, int, str]:

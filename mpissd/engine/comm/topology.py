@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,6 +222,17 @@ def agree(world: MPI.Comm, error: MpissdError | None) -> None:
     first = next((e for e in errors if e is not None), None)
     if first is not None:
         raise Refused(*first)
+
+
+@contextmanager
+def agreed(world: MPI.Comm) -> Iterator[None]:
+    """Raises Refused on every rank if the block raises an MpissdError on any rank. Collective."""
+    error = None
+    try:
+        yield
+    except MpissdError as refused:
+        error = refused
+    agree(world, error)
 
 
 _FLAG = "--enable-recovery"

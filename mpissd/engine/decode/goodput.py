@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -53,7 +53,6 @@ _SAMPLE = 1 / 8  # weight of a new duration
 _STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
 _LEAST, _RECENT, _FAR = 3, 5, 4.0
-
 _WEIGHT = 1 / 32  # of a new sample, once there were as many
 _KNOWN, _SHIFT = 4, 0.5  # samples after which a new one is clipped, and to what share of the mean
 _GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
@@ -214,14 +213,6 @@ class Backlog(NamedTuple):
 NOTHING = Backlog(0, 0, 0)
 
 
-class Promise(NamedTuple):
-    """Expected result of a round of some way. rows: rows of prompts stored in the same forward."""
-
-    tokens: float
-    seconds: float
-    rows: int
-
-
 class ByLoad:
     """Running means by the number of sequences, in steps of powers of two.
 
@@ -295,7 +286,7 @@ class Goodput:
         # By kind: a forward's seconds over the mean one's of as many rows. A draft that works at
         # the same time may share cores and memory with the target.
         self._stretch: defaultdict[int | None, float] = defaultdict(lambda: 1.0)
-        # (width or −1 for AR, load): number of its last round, counted at that load.
+        # (kind of a way, load): number of its last round, counted at that load.
         self._seen: dict[tuple[int | None, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
@@ -306,82 +297,98 @@ class Goodput:
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         """Takes a round that was decoded in this way, in round_s seconds as a whole."""
-        count = len(result.speculation.rows)
+        served, wait_s, forward_s = result.speculation, result.wait_s, result.t_target_s
+        count, lookahead = len(served.rows), way.lookahead
         if not count:
             return
-        load = count.bit_length()
+        load, drafts, kind = count.bit_length(), lookahead > 0, _kind(way)
         self._rounds[load] += 1
         self._elapsed_s += round_s
         self.rounds_by[way.mode] += 1
-        drafts = way.lookahead > 0
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
         elif drafts:  # what a long time without drafting left to store comes only once
-            stored_s = min(result.stored_s, result.t_target_s)
+            stored_s = min(result.stored_s, forward_s)
             self._stored_s[load] += _STRETCH * (stored_s - self._stored_s[load])
-        host_s = round_s - result.wait_s - result.t_target_s - result.stored_s
-        self._host[drafts].add(count, max(0.0, host_s))
-        if not drafts or result.speculation.num_draft.any():  # nothing learned without drafts
-            self._seen[self._kind(way), load] = self._rounds[load]
-        self._stretched(way, result)
-        if drafts:
-            self._count(result)
-            self._waited(way, result, count)
-
-    def _stretched(self, way: Way, result: RoundResult) -> None:
-        """Updates this way's ratio of a forward's time to the mean forward's."""
+        self._host[drafts].add(count, max(0.0, round_s - wait_s - forward_s - result.stored_s))
         if mean_s := self._times.seconds(result.num_rows):
-            ratio, kind = min(result.t_target_s / mean_s, _MOST_STRETCH), self._kind(way)
+            ratio = min(forward_s / mean_s, _MOST_STRETCH)
             self._stretch[kind] += _STRETCH * (ratio - self._stretch[kind])
-
-    def _count(self, result: RoundResult) -> None:
-        """Counts which drafted tokens were reached and accepted, by their place."""
-        if result.speculation.is_lost:
-            return  # its tokens were not judged
-        k = result.outcome.num_accepted
-        served = result.speculation.num_draft
-        place = np.arange(self._lookahead)
-        keep = (1 - _MEMORY) ** len(k)
-        self._accepted = keep * self._accepted + (place < k[:, None]).sum(axis=0)
-        reached = place < np.minimum(k + 1, served)[:, None]
-        self._reached = keep * self._reached + reached.sum(axis=0)
-
-    def _waited(self, way: Way, result: RoundResult, count: int) -> None:
-        """Takes the wait for the draft: of SD, or of SSD with and without a miss."""
-        growth, wait_s = self._growths[way.width], result.wait_s
-        ready = result.speculation.num_draft > 0
-        if not (drafted := int(np.count_nonzero(ready))):
-            return  # it only caught up
-        hits = int(np.count_nonzero(ready & (result.speculation.source == Source.CACHE)))
+        ready = served.num_draft > 0
+        drafted = int(np.count_nonzero(ready))
+        if drafted or not drafts:  # nothing is learned of drafting without drafts
+            self._seen[kind, load] = self._rounds[load]
+        if not (drafts and drafted):
+            return
+        if not served.is_lost:  # counts the tokens that were reached and accepted, by their place
+            k, place = result.outcome.num_accepted, np.arange(self._lookahead)
+            keep = (1 - _MEMORY) ** len(k)
+            reached = place < np.minimum(k + 1, served.num_draft)[:, None]
+            self._reached = keep * self._reached + reached.sum(axis=0)
+            self._accepted = keep * self._accepted + (place < k[:, None]).sum(axis=0)
+        growth = self._growths[way.width]
+        hits = int(np.count_nonzero(ready & (served.source == Source.CACHE)))
         if way.width != 0:
             keep = (1 - _HITS) ** drafted
             growth.hits = keep * growth.hits + (1 - keep) * hits / drafted
         if hits == drafted:
-            growth.all_hit_s[way.lookahead].add(count, wait_s)
+            growth.all_hit_s[lookahead].add(count, wait_s)
         else:
-            growth.a_miss_s.add(count, wait_s / way.lookahead)
+            growth.a_miss_s.add(count, wait_s / lookahead)
 
     @property
     def is_trying(self) -> bool:
         """Whether the next round tries a way that seems worse than another one."""
         return self.way != self._best
 
-    @staticmethod
-    def _kind(way: Way) -> int | None:
-        return way.width if way.lookahead else -1
-
     def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
         """Returns the way of the next round, of these live sequences, given this backlog."""
         count = len(tasks)
         if not count:
             return self.way
-        promises = dict(self._promises(count, self._tokens(tasks), backlog))
-        rates = _rates(promises, backlog.sequences / count)
+        # By way: expected tokens and seconds of a round, and rows of prompts stored in it.
+        promises: dict[Way, tuple[float, float, int]] = {}
+        load, times = count.bit_length(), self._times
+        steps = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
+        step_s = steps[0] or max(steps)  # of a draft, for all sequences
+        for lookahead, tokens in enumerate(self._tokens(tasks).tolist()):
+            rows, stored = count * (1 + lookahead), backlog.rows
+            if stored:
+                stored = min(stored, times.room(rows, backlog.most_rows, lookahead))
+            forward_s = times.seconds(rows + stored)
+            for width, growth in self._growths.items():
+                way = Way(lookahead, width)
+                if not lookahead and width != 0:
+                    continue
+                seconds = self._stretch[_kind(way)] * forward_s
+                seconds += self._host[lookahead > 0].at(count, 0.0)
+                if lookahead:
+                    wait_s = growth.a_miss_s.at(count, step_s) * lookahead
+                    if width != 0:
+                        all_hit: float = growth.hits**count
+                        late_s = growth.late_s(lookahead, count, step_s)
+                        wait_s = all_hit * late_s + (1 - all_hit) * wait_s
+                    seconds += wait_s + self._stored_s[load]
+                promises[way] = tokens, max(seconds, 1e-9), stored
+        most_rows = max(stored / seconds for _, seconds, stored in promises.values())
+        worth = 0.0  # of a row of prompts, in tokens
+        if most_rows:
+            most_tokens = max(tokens / seconds for tokens, seconds, _ in promises.values())
+            worth = backlog.sequences / count * most_tokens / most_rows
+        rates = {way: (n + worth * m) / seconds for way, (n, seconds, m) in promises.items()}
         best = max(rates, key=rates.__getitem__)
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
             best = self.way
-        self._best = best
-        self.way = self._tried(rates, best, count, promises)
+        self._best = self.way = best
+        # Tries another way that was not tried for long, if that costs little.
+        limit = self._rounds[load] - _STALE_ROUNDS
+        fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
+        if stale := [way for way in rates if _kind(way) not in {*fresh, _kind(best)}]:
+            way = max(stale, key=rates.__getitem__)
+            loss_s = promises[way][1] * (1 - rates[way] / rates[best])
+            if self._lost_s + loss_s <= EXPLORE * self._elapsed_s:
+                self._lost_s += max(0.0, loss_s)
+                self.way = way
         return self.way
 
     def _tokens(self, tasks: Sequence[Task]) -> Floats:
@@ -396,68 +403,10 @@ class Goodput:
         ahead = np.cumprod(each, axis=1).sum(axis=0)
         return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
 
-    def _promises(
-        self, count: int, tokens: Floats, backlog: Backlog
-    ) -> Iterator[tuple[Way, Promise]]:
-        """Yields every way with the promise of its round."""
-        host = self._host[False].at(count, 0.0), self._host[True].at(count, 0.0)
-        drafting = self._drafting_s(count)
-        store_s = self._stored_s[count.bit_length()]
-        for lookahead, expected in enumerate(tokens.tolist()):
-            rows = count * (1 + lookahead)
-            stored = backlog.rows
-            if stored:
-                stored = min(stored, self._times.room(rows, backlog.most_rows, lookahead))
-            forward_s = self._times.seconds(rows + stored)
-            for width, growth in self._growths.items():
-                if not lookahead and width != 0:
-                    continue
-                stretch = self._stretch[width if lookahead else -1]
-                base = stretch * forward_s + host[lookahead > 0]
-                wait = self._wait_s(growth, lookahead, count, drafting) if lookahead else 0.0
-                wait += store_s if lookahead else 0.0
-                yield Way(lookahead, width), Promise(expected, max(base + wait, 1e-9), stored)
 
-    def _drafting_s(self, count: int) -> float:
-        """Returns the seconds of a draft's step for all sequences."""
-        known = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
-        return known[0] or max(known)
-
-    def _wait_s(self, growth: _Growth, lookahead: int, count: int, drafting: float) -> float:
-        """Returns the expected wait for the draft."""
-        miss = growth.a_miss_s.at(count, drafting) * lookahead
-        if growth is self._growths[0]:
-            return miss
-        alone: float = growth.hits**count
-        return alone * growth.late_s(lookahead, count, drafting) + (1 - alone) * miss
-
-    def _tried(
-        self, rates: dict[Way, float], best: Way, count: int, promises: dict[Way, Promise]
-    ) -> Way:
-        """Returns the best way, or another one that was not tried for long and costs little."""
-        load = count.bit_length()
-        limit = self._rounds[load] - _STALE_ROUNDS
-        fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
-        stale = [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]
-        if not stale:
-            return best
-        way = max(stale, key=rates.__getitem__)
-        loss_s = promises[way].seconds * (1 - rates[way] / rates[best])
-        if self._lost_s + loss_s > EXPLORE * self._elapsed_s:
-            return best
-        self._lost_s += max(0.0, loss_s)
-        return way
-
-
-def _rates(promises: dict[Way, Promise], waiting: float) -> dict[Way, float]:
-    """Returns the goodput of every way in tokens a second, rows of prompts included.
-
-    waiting: sequences whose prompts wait to be stored, for each live one.
-    """
-    most_tokens = max(each.tokens / each.seconds for each in promises.values())
-    most_rows = max(each.rows / each.seconds for each in promises.values())
-    worth = waiting * most_tokens / most_rows if most_rows else 0.0  # tokens that a row is worth
-    return {way: (p.tokens + worth * p.rows) / p.seconds for way, p in promises.items()}
+def _kind(way: Way) -> int | None:
+    """Returns what the times of a way depend on besides K: its width, or −1 for AR."""
+    return way.width if way.lookahead else -1
 
 
 def widths_of(job: Job) -> list[int | None]:

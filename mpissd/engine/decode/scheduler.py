@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Request, Source
@@ -92,30 +93,24 @@ class Task:
         )
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A request that is over: by "stop", "length", "cancelled" or "deadline"."""
+class Emitted(NamedTuple):
+    """The tokens of a request from one round, or of one that ended between two rounds none.
+
+    ended: "stop", "length", "cancelled" or "deadline" if it is over. sources: by token, NONE for
+    the target's own.
+    """
 
     task: Task
-    reason: str
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """The tokens of a request from one round. sources: by token, NONE for the target's own."""
-
-    task: Task
+    ended: str | None
     tokens: list[int]
     sources: list[Source]
     logprobs: list[float] | None
-    ended: str | None
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """Changes before the next round."""
 
-    ended: list[Ended]
+    ended: list[Emitted]
     leave: list[int]
     join: list[Request]
 
@@ -128,7 +123,7 @@ class Scheduler:
         self._waiting: list[Task] = []  # in order of _ORDER
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # running in the last round, released before the next one
-        self._ended: list[Ended] = []
+        self._ended: list[Emitted] = []
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id)
         self.num_preempted = self.num_rounds = self.num_tokens = 0
 
@@ -150,14 +145,12 @@ class Scheduler:
     @property
     def free_pages(self) -> int:
         """Number of pages that are not reserved."""
-        return self.room.pages - sum(self._held(task) for task in self._running.values())
+        pages_of = self.room.pages_of
+        return self.room.pages - sum(pages_of(task.length) for task in self._running.values())
 
     def tasks(self, ids: Iterable[int]) -> list[Task]:
         """Returns the running requests among these ids, in their order."""
         return [self._running[n] for n in ids if n in self._running]
-
-    def _held(self, task: Task) -> int:
-        return self.room.pages_of(task.length)
 
     def submit(self, task: Task) -> None:
         """Takes a request; raises ConfigError for one that can never be decoded."""
@@ -190,14 +183,24 @@ class Scheduler:
             if task is None:
                 return
             self._waiting.remove(task)
-        self._ended.append(Ended(task, reason))
+        self._ended.append(Emitted(task, reason, [], [], None))
 
     def turn(self, now: float) -> Turn:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
-        join = [] if self._preempt() else self._admitted()
-        turn = Turn(self._ended, self._leaving, [task.request() for task in join])
+        room, join = self.room, list[Request]()
+        if not self._preempt():
+            while self._waiting and len(self._running) < room.sequences:
+                task = self._waiting[0]
+                # Each running sequence may need a page soon; taking it from a new one would be
+                # wasted work.
+                spare = self.free_pages - len(self._running)
+                if self._running and room.pages_of(task.length) > spare:
+                    break
+                self._running[task.request_id] = self._waiting.pop(0)
+                join.append(task.request())
+        turn = Turn(self._ended, self._leaving, join)
         self._ended, self._leaving = [], []
         return turn
 
@@ -218,19 +221,6 @@ class Scheduler:
         self.num_preempted += count
         return count
 
-    def _admitted(self) -> list[Task]:
-        """Moves waiting requests to the running ones, as many as there is room for."""
-        joined: list[Task] = []
-        while self._waiting and len(self._running) < self.room.sequences:
-            task = self._waiting[0]
-            # Each running sequence may need a page soon; taking it from a new one would be wasted
-            # work.
-            if self._running and self._held(task) > self.free_pages - len(self._running):
-                break
-            self._running[task.request_id] = self._waiting.pop(0)
-            joined.append(task)
-        return joined
-
     def take(self, result: RoundResult) -> list[Emitted]:
         """Counts a round; returns the tokens of each request that still runs."""
         self.num_rounds += 1
@@ -239,7 +229,7 @@ class Scheduler:
                 one.cached = count
         drafted, outcome = result.speculation, result.outcome
         rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=True)
-        given = []
+        given = list[Emitted]()
         for row, ((request_id, epoch, _, accepted, bonus), served) in enumerate(rows):
             task = self._running.get(request_id)
             if task is None or task.epoch != epoch:  # cancelled in this round
@@ -250,29 +240,20 @@ class Scheduler:
             task.accepted += accepted
             task.rejected += accepted < count and not drafted.is_lost  # lost: not judged
             task.hits += hit
-            tokens = [*served[3 : 3 + accepted], bonus]
+            tokens = [*served[3 : 3 + accepted], bonus][: task.max_tokens - len(task.tokens)]
             sources = [*[Source(source)] * accepted, Source.NONE]
-            given.append(self._given(task, tokens, sources, result.logprobs.get(row)))
+            logprobs, reason = result.logprobs.get(row), None
+            if len(task.tokens) + len(tokens) == task.max_tokens:
+                reason = "length"
+            for n, token in enumerate(tokens, 1):
+                if token in task.stop_ids:
+                    tokens, reason = tokens[:n], "stop"
+                    break
+            self.num_tokens += (kept := len(tokens))
+            task.tokens += tokens
+            if reason is not None:
+                del self._running[request_id]
+                self._leaving.append(request_id)
+            shown = None if logprobs is None else logprobs[:kept]
+            given.append(Emitted(task, reason, tokens, sources[:kept], shown))
         return given
-
-    def _given(
-        self, task: Task, tokens: Sequence[int], sources: list[Source], logprobs: list[float] | None
-    ) -> Emitted:
-        """Appends a round's tokens to a request, up to the one that ends it."""
-        kept, reason = _kept(task, tokens)
-        self.num_tokens += kept
-        task.tokens += tokens[:kept]
-        if reason is not None:
-            del self._running[task.request_id]
-            self._leaving.append(task.request_id)
-        shown = None if logprobs is None else logprobs[:kept]
-        return Emitted(task, list(tokens[:kept]), sources[:kept], shown, reason)
-
-
-def _kept(task: Task, tokens: Sequence[int]) -> tuple[int, str | None]:
-    """Returns how many of a round's tokens count, and the request's finish reason, if any."""
-    left = task.max_tokens - len(task.tokens)
-    for n, token in enumerate(tokens[:left], 1):
-        if token in task.stop_ids:
-            return n, "stop"
-    return (left, "length") if len(tokens) >= left else (len(tokens), None)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpissd.common import guard
 from mpissd.common.trace import FollowPhase, Ledger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
-from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, draft_end, lead_end
+from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
 from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
 from mpissd.engine.decode.draft import Drafter, draft_workers, link_shape, make_drafter
 from mpissd.engine.decode.learning import Updates
@@ -44,54 +44,47 @@ class Rank:
     """The workers and message ends of this rank; parts that its role does not use are None."""
 
     def __init__(self, session: Session) -> None:
+        """Opens models and separate communicators for the plans and the link. Collective."""
         self.session = session
-        topology = session.topology
-        self.target: TargetWorker | None = None
-        self.drafts: list[DraftWorker] = []  # one for each target group; inline: one
-        self.lead_link: LeadEnd | None = None
-        self.draft_links: list[DraftEnd] = []  # one for each target group
-        self.sender: PlanSender | None = None
-        self.receiver: PlanReceiver | None = None
+        topology, waiter, job = session.topology, session.waiter, session.job
+        target, draft = session.models.open(job, topology)
+        self.target = None if target is None else session.target_worker(target)
+        # One draft worker and one link for each target group; inline: one worker.
+        self.drafts = [] if draft is None else draft_workers(job, draft)
+        self.chained = chained_forwards(job, self.target, self.draft)
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
         self.draft_lost = False  # in a pass so far; later ones have K = 0
         self.updates: Updates | None = None  # of the last pass, on a draft with a learner
-        self._comms: list[MPI.Comm] = []
-        self._leads: MPI.Comm | None = None  # of the target groups, if there are several
-        target, draft = session.models.open(session.job, topology)
-        if target is not None:
-            self.target = session.target_worker(target)
-        if draft is not None:
-            self.drafts = draft_workers(session.job, draft)
-        self.chained = chained_forwards(session.job, self.target, self.draft)
-        self._open_messages()
 
-    def _open_messages(self) -> None:
-        """Opens separate communicators for the plans and the link; collective over the world."""
-        session = self.session
-        topology, waiter = session.topology, session.waiter
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
+        self._leads: MPI.Comm | None = None  # of the target groups, if there are several
         if topology.groups > 1:
             color = 0 if topology.leads_group else MPI.UNDEFINED
             leads = topology.world.Split(color, topology.world.rank)
             if topology.leads_group:
                 self._leads = leads
                 self._comms.append(leads)
-        shapes = [link_shape(session.job, n) for n in range(topology.groups)]
+        self.lead_link: LeadEnd | None = None
+        self.draft_links: list[DraftEnd] = []
+        self.sender: PlanSender | None = None
+        self.receiver: PlanReceiver | None = None
         if topology.is_draft:
-            for n, shape in enumerate(shapes):
-                self.draft_links.append(draft_end(world, n * topology.tp, shape, waiter))
+            for n in range(topology.groups):
+                boxes = mpi_boxes(world, n * topology.tp, waiter)
+                self.draft_links.append(DraftEnd(link_shape(job, n), waiter, *boxes))
             return
-        shape = shapes[topology.group_index]
-        if topology.leads_group:
-            self.sender = PlanSender(group, shape, waiter)
-            if session.job.config.on_draft_loss == "ar":
-                waiter = LossWaiter(waiter, _is_draft_lost)
-            if topology.num_drafts:
-                self.lead_link = lead_end(world, topology.first_draft, shape, waiter)
-        else:
+        shape = link_shape(job, topology.group_index)
+        if not topology.leads_group:
             self.receiver = PlanReceiver(group, shape, waiter)
+            return
+        self.sender = PlanSender(group, shape, waiter)
+        if topology.num_drafts:
+            if job.config.on_draft_loss == "ar":
+                waiter = LossWaiter(waiter, _is_draft_lost)
+            boxes = mpi_boxes(world, topology.first_draft, waiter)
+            self.lead_link = LeadEnd(shape, waiter, *boxes)
 
     @property
     def draft(self) -> DraftWorker | None:
@@ -139,12 +132,15 @@ class Rank:
         `drive` runs on the lead of each target group, which returns its result; other ranks return
         None. others: the drafters of the target groups after the first.
         """
-        batch, waiter = self.session.job.config.batch_size, self.session.waiter
+        session = self.session
+        batch, waiter = session.job.config.batch_size, session.waiter
         # A pass of a server may last for days, and has to collect its garbage.
-        with undisturbed() if self.session.job.serving is None else nullcontext():
+        with undisturbed() if session.job.serving is None else nullcontext():
             if self.draft_links:
                 assert drafter is not None, "a draft rank without a drafter"
-                self.updates = self._updates(drafter)
+                inbox = session.learning and session.learning.inbox
+                is_own = drafter.worker is self.draft
+                self.updates = Updates(inbox, drafter) if inbox and is_own else None
                 ends = zip(self.draft_links, (drafter, *others), strict=True)
                 serve(*ends, updates=self.updates)
                 self.ledger, self.digest = drafter.ledger, drafter.batch.digest
@@ -158,7 +154,7 @@ class Rank:
             assert self.sender is not None, "a lead without a plan channel"
             speculator = self._speculator(drafter)
             if self.chained is not None:
-                limit = self.session.workload.longest_answer
+                limit = session.workload.longest_answer
                 target = ChainedTarget(target, drafter, self.chained, limit, waiter)
             publish = self.sender.publish if self.sender.num_followers else None
             loop = TargetLoop(target, speculator, publish, batch, waiter)
@@ -169,13 +165,6 @@ class Rank:
                 self.lead_link = None  # the draft is gone, and closing a link needs both ends
             self.ledger, self.digest = loop.ledger, loop.batch.digest
             return result
-
-    def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns the source of newer weights from a learner for the draft's own worker, if any."""
-        learning = self.session.learning
-        if learning is None or learning.inbox is None or drafter.worker is not self.draft:
-            return None
-        return Updates(learning.inbox, drafter)
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         if self.lead_link is not None:
@@ -198,9 +187,9 @@ class Rank:
         For the other ranks: an idle one must not take a core from those that work. Where a rank is
         lost, the warden ends this wait.
         """
-        ends = [*self.draft_links, self.receiver][:1]
-        assert ends[0] is not None, "a lead waits for its own work"
-        while not ends[0].outcome_arrived():
+        end = self.draft_links[0] if self.draft_links else self.receiver
+        assert end is not None, "a lead waits for its own work"
+        while not end.outcome_arrived():
             sleep(_IDLE_S)
 
     def prepare(self) -> None:
@@ -229,7 +218,11 @@ def undisturbed() -> Iterator[None]:
     Collects before the block, unless a collection ran in the last _COLLECT_S seconds: it takes
     30 ms.
     """
-    _collect()
+    global _collected_at
+    now = monotonic()
+    if now - _collected_at > _COLLECT_S:
+        gc.collect()
+        _collected_at = now
     gc.disable()
     try:
         yield
@@ -240,11 +233,3 @@ def undisturbed() -> Iterator[None]:
 def _is_draft_lost() -> bool:
     """Whether the draft rank is known to be gone while the job goes on."""
     return bool(guard.lost())
-
-
-def _collect() -> None:
-    global _collected_at
-    now = monotonic()
-    if now - _collected_at > _COLLECT_S:
-        gc.collect()
-        _collected_at = now

@@ -26,7 +26,6 @@ from mpissd.common.errors import ConfigError, FaultError, MpissdError
 from mpissd.common.output import make_output
 from mpissd.common.presets import resolve_model, target_of
 from mpissd.common.process import keep_freed
-from mpissd.common.rounds import Request
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
@@ -34,7 +33,7 @@ from mpissd.engine.backend.registry import choose, open_backend, visible_gpus
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import MpiLogitsGather, open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
-from mpissd.engine.comm.topology import Refused, Topology, agree, open_topology, part_of
+from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
@@ -69,16 +68,13 @@ class Session:
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Returns a worker that verifies with this target rank's share of the model."""
-        return self.workload.target_worker(stepper, self._open_gather)
 
-    def _open_gather(self) -> MpiLogitsGather:
-        comm = self.topology.group.Dup()
-        self.resources.callback(comm.Free)
-        return MpiLogitsGather(comm)
+        def open_gather() -> MpiLogitsGather:
+            comm = self.topology.group.Dup()
+            self.resources.callback(comm.Free)
+            return MpiLogitsGather(comm)
 
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        """Returns `count` sequences to decode, numbered from first_id."""
-        return self.workload.requests(first_id, count)
+        return self.workload.target_worker(stepper, open_gather)
 
     def barrier(self, waiter: Waiter | None = None) -> None:
         """Waits for all ranks of the world; raises an error after the waiter's deadline."""
@@ -112,19 +108,29 @@ class Machine:
     models: Models
     resources: ExitStack
     calibrations: Calibrations = field(default_factory=Calibrations)
-    parts: dict[int, Topology | None] = field(
-        default_factory=dict
-    )  # {D: the ranks in use}; None: this rank idles
+    # {D: the ranks in use}; None: this rank idles
+    parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
         """Makes a topology for each number of draft ranks; collective over all ranks."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
-    def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to the same job on every rank.
+    @property
+    def memory(self) -> tuple[int | None, int | None]:
+        """Least bytes that a target rank and a draft rank may use; None: unknown, or none."""
+        shares = memory_shares(self.infos, self.topology.hosts)
+        first = self.topology.first_draft
+        target, draft = (
+            min((n for n in part if n is not None), default=None) if None not in part else None
+            for part in (shares[:first], shares[first:])
+        )
+        return target, draft
 
-        It uses the smallest memory of each role. Raises ConfigError.
+    def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
+        """Resolves a configuration to the same job on every rank, for the least memory of a role.
+
+        Raises ConfigError.
         """
         target, draft = self.memory
         return resolve(
@@ -135,13 +141,6 @@ class Machine:
             draft_memory_bytes=draft,
             serving=serving,
         )
-
-    @property
-    def memory(self) -> tuple[int | None, int | None]:
-        """Bytes that a target rank and a draft rank may use; None: unknown, or no such rank."""
-        shares = memory_shares(self.infos, self.topology.hosts)
-        first_draft = self.topology.first_draft
-        return _least(shares[:first_draft]), _least(shares[first_draft:])
 
     def session(self, job: Job) -> Session | None:
         """Returns the session of a job, or None if this rank takes no part in it."""
@@ -162,29 +161,21 @@ class Machine:
             resources=ExitStack(),
         )
 
-    def rest(self) -> None:
-        """Waits for all ranks, without a deadline and with rare polls.
-
-        An idle rank must not disturb the ranks that measure on its cores; they detect a lost rank.
-        """
-        rest(self.topology)
-
-    def close(self) -> None:
-        """Closes all resources, in the order that the module docstring gives."""
-        self.resources.close()
-
 
 def rest(topology: Topology) -> None:
-    """Waits for all ranks, without a deadline and with rare polls. Collective."""
+    """Waits for all ranks, without a deadline and with rare polls. Collective.
+
+    An idle rank must not disturb the ranks that measure on its cores; they detect a lost rank.
+    """
     arrived = topology.world.Ibarrier()
 
-    def looked() -> bool:
+    def polled() -> bool:
         if arrived.Test():
             return True
         time.sleep(_REST_S)
         return False
 
-    Waiter(math.inf, spin=False).until(looked, "the other ranks")
+    Waiter(math.inf, spin=False).until(polled, "the other ranks")
 
 
 @contextmanager
@@ -220,7 +211,7 @@ def opened_machine(
         raise
     finally:
         with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
-            machine.close()
+            machine.resources.close()
 
 
 def session_of(machine: Machine, config: RunConfig, serving: Serving | None = None) -> Session:
@@ -228,13 +219,8 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
 
     serving: None for a run. Raises Refused on every rank if the configuration cannot run there.
     """
-    job, error = None, None
-    try:
+    with agreed(machine.topology.world):
         job = machine.resolve(config, serving)
-    except MpissdError as refused:
-        error = refused
-    agree(machine.topology.world, error)
-    assert job is not None
     machine.models.expect([job])
     session = machine.session(job)
     assert session is not None, "a rank of a job that has no part in it"
@@ -248,52 +234,29 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
         raise Refused(str(small), small.exit_code) from small
     keep_freed()
     resources = ExitStack()
-    backend, error = _open_backend(config, topology)
-    agree(topology.world, error)
-    assert backend is not None
+    with agreed(topology.world):
+        if topology.is_lead:
+            make_output(config.out)
+        device = (topology.is_draft and config.draft_device) or config.device
+        name, local_rank = backend_name(config, topology), topology.local_rank
+        backend = open_backend(name, device=device, local_rank=local_rank, graph=config.graph)
     resources.callback(backend.close)
     names = topology.world.allgather(backend.name)
     if len(set(names)) > 1:  # --backend=auto on nodes with different hardware
         raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
     infos = topology.world.allgather(backend.info)
-    group, error = _open_group(config, topology, backend)
+    group: Group = SoloGroup()
+    with agreed(topology.world):
+        if not topology.is_draft:
+            waiter = topology.waiter(config.deadline_s)
+            group = open_group(backend, topology.group, config.all_reduce, waiter)
     resources.callback(group.close)
-    agree(topology.world, error)
     models = Models(backend, group, config.seed)
     resources.callback(models.close)
     machine = Machine(topology, backend, infos, group, models, resources)
     models.room = machine.memory[topology.is_draft]
     machine.divide([num_drafts])
     return machine
-
-
-def _open_group(
-    config: RunConfig, topology: Topology, backend: Backend
-) -> tuple[Group, MpissdError | None]:
-    if topology.is_draft:
-        return SoloGroup(), None
-    try:
-        waiter = topology.waiter(config.deadline_s)
-        group = open_group(backend, topology.group, config.all_reduce, waiter)
-    except ConfigError as refused:
-        return SoloGroup(), refused
-    return group, None
-
-
-def _open_backend(
-    config: RunConfig, topology: Topology
-) -> tuple[Backend | None, MpissdError | None]:
-    try:
-        if topology.is_lead:
-            make_output(config.out)
-        name = backend_name(config, topology)
-        device = (topology.is_draft and config.draft_device) or config.device
-        backend = open_backend(
-            name, device=device, local_rank=topology.local_rank, graph=config.graph
-        )
-    except MpissdError as error:
-        return None, error
-    return backend, None
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
@@ -309,23 +272,20 @@ def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int
     return shares
 
 
-def _least(sizes: Sequence[int | None]) -> int | None:
-    """Returns the smallest size, or None if one is unknown or there are none."""
-    known = [size for size in sizes if size is not None]
-    return min(known) if known and len(known) == len(sizes) else None
-
-
 def backend_name(config: RunConfig, topology: Topology) -> str:
     """Returns the backend of this rank, the same on all ranks of its host.
 
     `auto` is numpy if text of a small model has more ranks than its host has GPUs, as SSD on a
-    laptop: on one GPU they would be refused. The lead reports it on stderr.
+    laptop: on one GPU they would be refused. CPUs read a small model's 16-bit weights often enough
+    for text. The lead reports it on stderr.
     """
     name = choose(config.backend)
-    here = topology.hosts.count(topology.hosts[topology.world.rank])
-    if config.backend != "auto" or name != "cupy" or not (config.is_text and _is_small(config)):
+    where = target_of(config.pair) if config.pair else config.target
+    if config.backend != "auto" or name != "cupy" or not config.is_text or where is None:
         return name
-    if here <= (gpus := visible_gpus()):
+    size = Shard(resolve_model(where)).weight_bytes(ForwardOptions(lm_head=True), 2)
+    here = topology.hosts.count(topology.hosts[topology.world.rank])
+    if size > _SMALL_BYTES or here <= (gpus := visible_gpus()):
         return name
     if topology.is_lead:
         line = f"mpissd: {here} ranks, {gpus} visible GPU(s): backend numpy, one core a rank"
@@ -333,12 +293,3 @@ def backend_name(config: RunConfig, topology: Topology) -> str:
         sys.stderr.write(f"{line} ({hint})\n")
         sys.stderr.flush()
     return "numpy"
-
-
-def _is_small(config: RunConfig) -> bool:
-    """Returns whether CPUs read the target's 16-bit weights often enough for text."""
-    where = target_of(config.pair) if config.pair else config.target
-    if where is None:
-        return False
-    options = ForwardOptions(lm_head=True)
-    return Shard(resolve_model(where)).weight_bytes(options, 2) <= _SMALL_BYTES

@@ -64,7 +64,7 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
 
     For a lead whose loop has run no round yet.
     """
-    requests = rank.session.requests(WARM_ID, rank.session.job.config.batch_size)
+    requests = rank.session.workload.requests(WARM_ID, rank.session.job.config.batch_size)
     loop.admit(requests)
     loop.ledger.restart()
     num_rows = []

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.records import RoundRecords, is_first_round
+from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.learning import Report as UpdateReport
+from mpissd.engine.decode.learning import Updates
 from mpissd.engine.model.shared import GroupView
 from mpissd.lab.measure.calibrate import JobProfile
 from mpissd.lab.measure.host_costs import WarmUp
@@ -57,7 +58,7 @@ class DraftReport:
     phases: list[str]
     learned: dict[str, Any]  # from RankCounts.to_dict
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # those that target groups share (measure.pool)
+    forwards: NDArray[np.int64] | None = None  # those that target groups share (shared_forwards)
     updates: UpdateReport | None = None  # of newer weights; None without a learner
 
     def column(self, name: str) -> NDArray[np.float64]:
@@ -76,24 +77,6 @@ class Measured:
     groups: Sequence[LeadReport] = ()  # of each target group, if several share the drafts
 
 
-def num_tokens_of(records: RoundRecords, enough: int | None) -> int:
-    """Returns the tokens of all sequences; those beyond `enough` of a sequence do not count."""
-    counts = [len(tokens) for tokens in records.token_arrays().values()]
-    return sum(counts) if enough is None else sum(min(count, enough) for count in counts)
-
-
-def hit_rate_of(sequences: NDArray[np.int64], lost_round: int | None = None) -> float | None:
-    """Returns the share of hits, first rounds and those without a draft left out; None: no round.
-
-    sequences: [n, 8], from RoundRecords.sequences.
-    """
-    counted = ~is_first_round(sequences)
-    if lost_round is not None:
-        counted &= sequences[:, 0] < lost_round
-    hits = sequences[counted, 6]
-    return round(float(hits.mean()), 5) if len(hits) else None
-
-
 def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
     """Returns the report of all groups' rounds, numbered group after group.
 
@@ -106,6 +89,8 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
         return sum(n * value for n, value in zip(counts, values, strict=True)) / total
 
     reduced = [lead.all_reduce_s for lead in leads if lead.all_reduce_s is not None]
+    of_proposals = zip(*(lead.proposals for lead in leads), strict=True)
+    proposed, waited = (mean(values) for values in of_proposals)
     return replace(
         leads[0],
         records=RoundRecords.joined([lead.records for lead in leads]),
@@ -116,51 +101,46 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
         messages_per_round=mean([lead.messages_per_round for lead in leads]),
         bytes_per_round=mean([lead.bytes_per_round for lead in leads]),
         prefill_s=max(lead.prefill_s for lead in leads),
-        proposals=(
-            mean([lead.proposals[0] for lead in leads]),
-            mean([lead.proposals[1] for lead in leads]),
-        ),
+        proposals=(proposed, waited),
         all_reduce_s=sum(reduced) if len(reduced) == len(leads) else None,
     )
 
 
-def joined_drafts(drafts: Sequence[DraftReport]) -> DraftReport:
-    """Returns the report of one draft on all groups' rounds, numbered group after group."""
-    return replace(
-        drafts[0],
-        rounds=_renumbered([draft.rounds for draft in drafts]),
-        ledger=_renumbered([draft.ledger for draft in drafts]),
-        learned={},
+def draft_report(
+    drafters: Sequence[Drafter], spans: Sequence[tuple[int, int]], updates: Updates | None
+) -> DraftReport | None:
+    """Returns this rank's report as a draft, on all groups' rounds; None if it drafts nothing.
+
+    spans: of each target group, its first measured round and the one after its last.
+    """
+    pairs = list(zip(drafters, spans, strict=False))
+    if not pairs:
+        return None
+    counts, first = drafters[0].rank_counts, spans[0][0]
+    report = DraftReport(
+        _renumbered([d.table(*span) for d, span in pairs]),
+        _renumbered([d.ledger.table(*span) for d, span in pairs]),
+        drafters[0].ledger.names,
+        counts.to_dict() if counts is not None and len(pairs) == 1 else {},
+        warm_up=WarmUp.of_draft(drafters[0], first),
+        updates=None if updates is None else updates.report,
     )
+    view = drafters[0].worker.stepper
+    if len(pairs) == 1 or not isinstance(view, GroupView):
+        return report
+    # The shared forwards of the measured rounds (SharedForwards.COLUMNS), and after them a row with
+    # the window's beginning and end in ns.
+    slices = [one for d, span in pairs if len(one := d.ledger.slices(*span))]
+    begin, end = min(int(one[0, 2]) for one in slices), max(int(one[-1, 3]) for one in slices)
+    log = view.shared.log()
+    inside = log[(log[:, 0] >= begin) & (log[:, 0] < end)]
+    return replace(report, forwards=np.concatenate([inside, [[begin, end, 0, 0]]]))
 
 
 def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Returns the rows of all tables, whose first column then counts from 0."""
+    """Returns the rows of all tables; those of several count from 0 in the first column."""
+    if len(tables) == 1:
+        return tables[0]
     whole = np.concatenate(tables)
     whole[:, 0] = np.arange(len(whole))
     return whole
-
-
-def forwards_of(
-    drafters: Sequence[Drafter], rounds: Sequence[tuple[int, int]]
-) -> NDArray[np.int64] | None:
-    """Returns the shared forwards of the measured rounds (SharedForwards.COLUMNS), and after them a
-    row with the window's beginning and end; None if no forward is shared.
-
-    rounds: of each group, its first measured round and the one after its last.
-    """
-    seat = drafters[0].worker.stepper
-    if not isinstance(seat, GroupView):
-        return None
-    begin, end = _window(drafters, rounds)
-    log = seat.shared.log()
-    inside = log[(log[:, 0] >= begin) & (log[:, 0] < end)]
-    return np.concatenate([inside, [[begin, end, 0, 0]]])
-
-
-def _window(drafters: Sequence[Drafter], rounds: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Returns when the first group's measured rounds began on the draft, and the last one's ended,
-    in ns."""
-    slices = [d.ledger.slices(*r) for d, r in zip(drafters, rounds, strict=True)]
-    known = [one for one in slices if len(one)]
-    return min(int(one[0, 2]) for one in known), max(int(one[-1, 3]) for one in known)

@@ -1,4 +1,7 @@
-"""Builds the result row, with every key of its schema, from raw rounds; unknown values are None."""
+"""Builds the result row, with every key of its schema, from raw rounds; unknown values are None.
+
+It writes the row, its raw rounds, the job's profile and the answers of a text job.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from numpy.typing import NDArray
 
 from mpissd.common.output import append_row, whole_file
 from mpissd.common.records import (
-    RoundRecords,
+    is_first_round,
     is_stable,
     median,
     outcome_digest,
     percentiles_us,
     token_digest,
 )
+from mpissd.common.rounds import Source
 from mpissd.common.row import SCHEMA, Row
 from mpissd.common.trace import LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
@@ -31,23 +35,19 @@ from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
+from mpissd.engine.workload.text.answers import BONUS, answer_of, write_answers
+from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
-from mpissd.lab.measure.calibrate import JobProfile
+from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.measure.reports import (
-    DraftReport,
-    LeadReport,
-    Measured,
-    hit_rate_of,
-    num_tokens_of,
-)
+from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.predict import jobfile
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 from mpissd.lab.predict.simulation import follow
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
-_DRAFT_WAIT = 2 + LeadPhase.DRAFT_WAIT
 _FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
+_SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
@@ -56,14 +56,19 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     sweep: the row's entry on its sweep; None without a sweep.
     """
     job, config, lead = session.job, session.job.config, measured.lead
-    backend, topology = session.backend, session.topology
+    backend, topology, draft = session.backend, session.topology, measured.draft
     num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
-    groups: list[Mapping[str, Any]] = []
-    for group in measured.groups:  # a row has one histogram, of all groups
-        keys = _decoded(group, job)
-        del keys["accept_histogram"]
-        groups.append(keys)
+    # A row has one histogram, of all groups.
+    groups: list[Mapping[str, Any]] = [
+        {name: value for name, value in _decoded(of, job).items() if name != "accept_histogram"}
+        for of in measured.groups
+    ]
+    closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
+    # token_digest covers the tokens of a sequence that every mode has emitted.
+    num_digested = config.token_limit or config.max_rounds or 0
+    if config.token_limit and config.rounds:
+        num_digested = min(config.token_limit, config.rounds)
     return Row(
         schema=SCHEMA,
         run_id=f"{config.mode}-{config.digest[:8]}-{time.time_ns() // 1000:x}-{os.getpid()}",
@@ -99,7 +104,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         seed=config.seed,
         stop_token=config.stop_token,
         token_limit=config.token_limit,
-        **_weights(session),
+        **_weights(job),
         **asdict(session.workload.row_fields()),
         t_prefill_s=round(lead.prefill_s, 9) if config.is_text else None,
         time_to_first_token_s=(
@@ -108,14 +113,16 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         **decoded,
         tok_per_s_per_gpu=round(decoded["num_tokens"] / lead.wall_s / num_gpus, 3),
         per_group=groups or None,
-        pool=_pool(measured),
-        **_ledger_means(measured),
+        pool=_pool(draft),
+        phases_us={"lead": _phase_means(lead), "draft": _phase_means(draft)},
+        device_us=device_means(measured),
+        ledger_closure=round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
         draft_lost_round=lead.draft_lost_round,
-        learned=None if measured.draft is None else measured.draft.learned or None,
+        learned=None if draft is None else draft.learned or None,
         **_learner(session, measured),
-        **device_times(session, measured),
-        **_prediction(job, measured),
-        token_digest=token_digest(lead.records.token_arrays(), _num_digested(job)),
+        **_device_times(session, measured),
+        **_prediction(job, measured, decoded),
+        token_digest=token_digest(lead.records.token_arrays(), num_digested),
         messages_per_round=round(lead.messages_per_round, 2),
         bytes_per_round=round(lead.bytes_per_round, 1),
         proposal_bytes_per_round=round(lead.proposals[0], 1),
@@ -135,9 +142,14 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
     """Returns the keys on what was decoded, and how fast, of all groups or of one."""
-    sequences = lead.records.sequences()
-    num_tokens = num_tokens_of(lead.records, job.config.token_limit)
-    waits = lead.ledger[:, _DRAFT_WAIT] * 1e-9
+    sequences, limit = lead.records.sequences(), job.config.token_limit
+    counts = [len(tokens) for tokens in lead.records.token_arrays().values()]
+    num_tokens = sum(count if limit is None else min(count, limit) for count in counts)
+    looked_up = ~is_first_round(sequences)
+    if lead.draft_lost_round is not None:
+        looked_up &= sequences[:, 0] < lead.draft_lost_round
+    hits = sequences[looked_up, 6]
+    waits = lead.ledger[:, 2 + LeadPhase.DRAFT_WAIT] * 1e-9
     return {
         "num_rounds": len(lead.records),
         "num_tokens": num_tokens,
@@ -146,35 +158,9 @@ def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
         "round_us": percentiles_us(lead.ledger[:, 1] * 1e-9),
         "acceptance_length": round(float(sequences[:, 3].mean() + 1), 5),
         "accept_histogram": np.bincount(sequences[:, 3], minlength=job.lookahead + 1).tolist(),
-        "hit_rate": hit_rate_of(sequences, lead.draft_lost_round) if job.fan_out else None,
+        "hit_rate": round(float(hits.mean()), 5) if job.fan_out and len(hits) else None,
         "draft_wait_us": percentiles_us(waits) if job.config.drafts else None,
         "outcome_digest": outcome_digest(sequences),
-    }
-
-
-def _num_digested(job: Job) -> int:
-    """Returns the tokens of a sequence that token_digest covers: those that every mode has emitted.
-
-    num_tokens, or one token a round if there is no such limit.
-    """
-    config = job.config
-    if config.token_limit and config.rounds:
-        return min(config.token_limit, config.rounds)
-    return config.token_limit or config.max_rounds or 0
-
-
-def _ledger_means(measured: Measured) -> dict[str, Any]:
-    """Returns how lead, draft and the lead's device spend the mean round, in microseconds.
-
-    Of the device, forward is the target's forward without collectives, all_reduce its collectives,
-    and idle the rest of the round; unknown parts are None.
-    """
-    lead = measured.lead
-    closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
-    return {
-        "phases_us": {"lead": _phase_means(lead), "draft": _phase_means(measured.draft)},
-        "device_us": device_means(measured),
-        "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
     }
 
 
@@ -187,7 +173,11 @@ def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | 
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
-    """Returns how the lead's device spends the mean round, in microseconds."""
+    """Returns how the lead's device spends the mean round, in microseconds.
+
+    forward: the target's forward without collectives. all_reduce: its collectives. idle: the rest
+    of the round. Unknown parts are None.
+    """
     lead = measured.lead
     busy = float(np.mean(lead.records.t_target_s)) * 1e6
     reduce_s = measured.profile.all_reduce_s  # per verification of b(K+1) rows
@@ -201,7 +191,7 @@ def device_means(measured: Measured) -> dict[str, float | None]:
     }
 
 
-def _prediction(job: Job, measured: Measured) -> dict[str, Any]:
+def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the prediction for these draws from the job's own profile; empty if there is none.
 
     Text is predicted from its own acceptance and hits, and the measured time of its prompts. It has
@@ -212,8 +202,7 @@ def _prediction(job: Job, measured: Measured) -> dict[str, Any]:
         return {}  # no recurrence of rounds is known if groups share a draft
     if job.config.warmup_rounds < _FEWEST_WARM:
         return {}
-    num_tokens = num_tokens_of(lead.records, job.config.token_limit)
-    keys: dict[str, Any] = {}
+    num_tokens, keys = decoded["num_tokens"], dict[str, Any]()
     if is_followable(job):
         rounds = follow(job, profile.device, profile.host, lead.records.sequences())
         round_us = rounds.round_us()
@@ -230,20 +219,15 @@ def _prediction(job: Job, measured: Measured) -> dict[str, Any]:
     return known | keys
 
 
-def _weights(session: Session) -> dict[str, Any]:
+def _weights(job: Job) -> dict[str, Any]:
     """Returns the row's keys of the models' forwards and weights."""
-    job = session.job
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
     drafts = drafts_of(job)
     weights: dict[str, dict[str, str | bool | None]] = {}
     for which, name in {"target": job.target_where, **drafts}.items():
-        opened = open_checkpoint(name, target=job.target_where)
-        weights[which] = {
-            "name": opened.name,
-            "sha256": opened.sha256,
-            "sha256_of": opened.sha256_of,
-        }
+        of = open_checkpoint(name, target=job.target_where)
+        weights[which] = {"name": of.name, "sha256": of.sha256, "sha256_of": of.sha256_of}
     for which, name in drafts.items():
         weights[which]["made_for_target"] = made_for(name, job.target_where)
     if job.config.is_text:
@@ -251,15 +235,23 @@ def _weights(session: Session) -> dict[str, Any]:
     return {"forward": "transformer", "weights": weights}
 
 
-def device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's times of forwards and drafts, and the floor of a verification."""
-    job, records = session.job, measured.lead.records
+def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
+    """Returns the row's times of forwards and drafts, and the floor of a verification.
+
+    t_draft_s is measured if at least 10 rounds missed the cache completely, or computed from the
+    calibrated draft forward.
+    """
+    job, records, draft = session.job, measured.lead.records, measured.draft
     full = records.num_rows() == job.verify_rows
-    t_target = median(np.asarray(records.t_target_s)[full])
-    t_draft, t_growth = _t_draft(job, measured), None
-    if measured.draft is not None and job.fan_out:
-        t_growth = median(measured.draft.column("t_growth_s"))
-    floor, floor_s = floor_of(job, session.backend.itemsize, rates(measured.profile))
+    t_target, t_draft, t_growth = median(np.asarray(records.t_target_s)[full]), None, None
+    if job.draft is not None and not job.config.is_lookup:
+        step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
+        t_draft = float(job.num_forwards(job.lookahead) * step)
+    if draft is not None:
+        times = draft.column("t_draft_s")
+        t_draft = median(times) if np.isfinite(times).sum() >= 10 else t_draft
+        t_growth = median(draft.column("t_growth_s")) if job.fan_out else None
+    floor, floor_s = floor_of(job, session.backend.itemsize, rates(measured))
     return {
         "t_target_s": t_target,
         "t_draft_s": t_draft,
@@ -272,30 +264,13 @@ def device_times(session: Session, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _t_draft(job: Job, measured: Measured) -> float | None:
-    """Returns the median seconds in which K tokens are drafted; None without a draft model.
-
-    Measured if at least 10 rounds missed the cache completely, or computed from the calibrated
-    draft forward.
-    """
-    if measured.draft is not None:
-        times = measured.draft.column("t_draft_s")
-        if np.isfinite(times).sum() >= 10:
-            return median(times)
-    if job.draft is None or job.config.is_lookup:
-        return None
-    step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
-    return float(job.num_forwards(job.lookahead) * step)
-
-
 def floor_of(
     job: Job, itemsize: int, rates: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], float | None]:
     """Returns the floor of a verification: row keys for its work and rates, and its seconds.
 
     The work is the bytes that a target rank must read and the flops that it must compute. The floor
-    is the longer of the two times at the measured rates, or None if a rate is
-    unknown.
+    is the longer of the two times at the measured rates, or None if a rate is unknown.
     """
     cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
     size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates.values()
@@ -303,26 +278,22 @@ def floor_of(
     return {"floor_bytes": size, "floor_flops": cost.flops, **rates}, floor_s
 
 
-def rates(profile: JobProfile) -> dict[str, float | None]:
+def rates(measured: Measured) -> dict[str, float | None]:
     """Returns the read rate and peak flops of the lead's device by their row keys."""
-    return {
-        "read_bytes_per_s": profile.read_bytes_per_s,
-        "peak_flops_per_s": profile.peak_flops_per_s,
-    }
+    names = ("read_bytes_per_s", "peak_flops_per_s")
+    return {name: getattr(measured.profile, name) for name in names}
 
 
-def _pool(measured: Measured) -> dict[str, float | int] | None:
+def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
     """Returns the row's key on a draft's shared forwards; None if no forward is shared."""
-    if measured.draft is None or measured.draft.forwards is None:
+    if draft is None or draft.forwards is None:
         return None
-    forwards = measured.draft.forwards
-    begin, end = forwards[-1, :2].tolist()
-    columns = dict(zip(SharedForwards.COLUMNS, forwards[:-1].T, strict=True))
-    count = len(forwards) - 1
-    each = {name: float(columns[name].mean()) if count else 0.0 for name in ("rows", "seats")}
+    forwards, (begin, end) = draft.forwards[:-1], draft.forwards[-1, :2].tolist()
+    columns = dict(zip(SharedForwards.COLUMNS, forwards.T, strict=True))
+    each = {n: float(columns[n].mean()) if len(forwards) else 0.0 for n in ("rows", "seats")}
     busy = float(columns["device_ns"].sum()) / max(1, end - begin)
     rounded = {name: round(value, 3) for name, value in each.items()}
-    return {"forwards": count, **rounded, "busy": round(busy, 5)}
+    return {"forwards": len(forwards), **rounded, "busy": round(busy, 5)}
 
 
 def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
@@ -343,38 +314,34 @@ def _learner(session: Session, measured: Measured) -> dict[str, Any]:
     updates = None if draft is None else draft.updates
     report = {key: value for key, value in lead.learner.items() if key != "state"}
     report["shares_gpu_of"] = shares_gpu_of(measured, session.infos)
-    columns = ("version", "rounds", "drafted", "accepted")
-    by_version = [dict(zip(columns, row, strict=True)) for row in lead.records.by_version()]
     return {
         "learners": session.job.config.learners,
         "learner_state": lead.learner["state"],
         "draft_versions": 0 if updates is None else len(updates.swaps),
         "learner": {**report, **({} if updates is None else updates.to_dict())},
         "acceptance_by_version": [
-            {**row, "acceptance_length": round(1 + row["accepted"] / row["rounds"], 4)}
-            for row in by_version
+            {
+                **{"version": version, "rounds": rounds, "drafted": drafted, "accepted": accepted},
+                "acceptance_length": round(1 + accepted / rounds, 4),
+            }
+            for version, rounds, drafted, accepted in lead.records.by_version()
         ],
     }
 
 
-def _tokens(records: RoundRecords) -> dict[str, NDArray[np.int32]]:
-    """Returns the emitted token ids by sequence, in the order of their request ids."""
-    tokens = records.token_arrays()
-    emitted = [tokens[request_id] for request_id in sorted(tokens)]
-    return {
-        "tokens": np.concatenate([np.zeros(0, np.int32), *emitted]),
-        "token_counts": np.array([len(tokens) for tokens in emitted], np.int32),
-    }
-
-
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
-    """Returns the raw rounds as the named arrays that are saved to OUT/rounds."""
+    """Returns the raw rounds as the named arrays that are saved to OUT/rounds.
+
+    tokens: the emitted ids by sequence, in the order of their request ids.
+    """
     lead, draft = measured.lead, measured.draft
+    emitted = [tokens for _, tokens in sorted(lead.records.token_arrays().items())]
     arrays: dict[str, NDArray[Any]] = {
         "round_s": np.asarray(lead.records.round_s),
         "t_target_s": np.asarray(lead.records.t_target_s),
         "sequences": lead.records.sequences(),
-        **_tokens(lead.records),
+        "tokens": np.concatenate([np.zeros(0, np.int32), *emitted]),
+        "token_counts": np.array([len(tokens) for tokens in emitted], np.int32),
         "lead_ledger_ns": lead.ledger,
         "lead_phases": np.asarray(lead.phases),
     }
@@ -389,26 +356,44 @@ def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
 def write_row(
     session: Session,
     row: Row,
+    measured: Measured,
     arrays: Mapping[str, NDArray[Any]],
-    profile: JobProfile,
-    violations: list[str],
+    violations: Sequence[str],
 ) -> None:
-    """Writes the raw rounds, the job's profile and the row, each file completely or not at all.
+    """Writes the answers of text, the raw rounds, the job's profile and the row, each file
+    completely or not at all. Raises OSError.
 
-    They go to OUT/rounds/RUN_ID.npz, OUT/profiles/RUN_ID.json, and OUT/runs.jsonl, or
-    OUT/flagged.jsonl if a gate failed.
+    They go to OUT/text/RUN_ID.jsonl, OUT/rounds/RUN_ID.npz, OUT/profiles/RUN_ID.json, and
+    OUT/runs.jsonl, or OUT/flagged.jsonl if a gate failed.
     """
-    out = Path(session.job.config.out)
+    job, out, profile = session.job, Path(session.job.config.out), measured.profile
+    if isinstance(session.workload, TextWorkload):
+        _write_text(session.workload, measured.lead, row.run_id, violations)
     with whole_file(out / "rounds" / f"{row.run_id}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    saved = json.dumps(_job_file(session, row.num_rounds, profile), indent=1) + "\n"
+    costs = profile.device, profile.host, rates(measured)
+    saved = jobfile.to_dict(job, session.backend.name, row.num_rounds, *costs)
     with whole_file(out / "profiles" / f"{row.run_id}.json") as file:
-        file.write(saved.encode())
+        file.write(f"{json.dumps(saved, indent=1)}\n".encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
     gates = {"gates": violations} if violations else {}
     append_row(out / name, {**row.to_dict(), **gates})
 
 
-def _job_file(session: Session, num_rounds: int, profile: JobProfile) -> dict[str, Any]:
-    costs = profile.device, profile.host, rates(profile)
-    return jobfile.to_dict(session.job, session.backend.name, num_rounds, *costs)
+def _write_text(
+    workload: TextWorkload, lead: LeadReport, run_id: str, faults: Sequence[str]
+) -> None:
+    """Writes the answer to each prompt whose sequence began, in the prompts' order."""
+    records, config, answers = lead.records, workload.job.config, []
+    sources, limit = records.source_arrays(), config.token_limit
+    for request_id, emitted in sorted(records.token_arrays().items()):
+        tokens, text = emitted[:limit].tolist(), None
+        if workload.tokenizer is not None:
+            text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
+        is_over = request_id in records.ends or len(tokens) == limit
+        ended = "length" if is_over else "rounds"
+        if tokens[-1] in workload.stop_ids:
+            ended = "stop_token"
+        named = [_SOURCES[source] for source in sources[request_id][: len(tokens)].tolist()]
+        answers.append(answer_of(workload.prompts[request_id], tokens, named, text, ended))
+    write_answers(config.out, run_id, answers, faults)

@@ -6,8 +6,7 @@ passes; their raw rounds are then gathered, and rank 0 builds the result row fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,64 +23,42 @@ from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.learning import Teaching, Updates
+from mpissd.engine.decode.learning import Teaching
 from mpissd.engine.decode.round import Sequences, TargetLoop
-from mpissd.engine.job import Job
 from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest
 from mpissd.lab.gates import violations
-from mpissd.lab.measure.answers import write_answers_of
-from mpissd.lab.measure.calibrate import JobProfile, calibrate
+from mpissd.lab.measure.calibrate import calibrate
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
-from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
-from mpissd.lab.measure.reports import (
-    DraftReport,
-    LeadReport,
-    Measured,
-    forwards_of,
-    joined_drafts,
-    joined_leads,
-)
+from mpissd.lab.measure.host_costs import host_costs, warm_up
+from mpissd.lab.measure.reports import LeadReport, Measured, draft_report, joined_leads
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
-from mpissd.lab.measure.tracing import Span, compare_clocks, write_trace
-from mpissd.lab.show import NOBODY, Audience, shown
+from mpissd.lab.measure.tracing import compare_clocks, write_trace
+from mpissd.lab.show import NOBODY, shown
 
 _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
 
 
 def execute(config: RunConfig) -> int:
-    """Runs one configuration on all ranks; returns the exit code."""
+    """Runs one configuration on all ranks, of which the last ones may learn; returns the exit
+    code."""
     sharpen_sleep()
-    if config.learners:
-        return _beside_a_learner(config)
-    with opened(config) as session:
-        _run(session)
-        guard.stage(Stage.TEARDOWN)
-    return 0
-
-
-def _beside_a_learner(config: RunConfig) -> int:
-    """Runs one configuration with a learner, which is the last rank; returns the exit code."""
-    with closing(LearnerComms()) as comms:
-        if comms.is_learner:
+    comms = LearnerComms() if config.learners else None
+    with nullcontext() if comms is None else closing(comms):
+        if comms is not None and comms.is_learner:
             from mpissd.online.rank import learn
 
             return learn(config, comms)
         with opened(config, comms) as session:
-            _run(session)
+            if session.topology.is_lead:
+                print_card(session)
+            row = measure(session)
+            if row is not None:
+                print_summary(row, config.out)
             guard.stage(Stage.TEARDOWN)
     return 0
-
-
-def _run(session: Session) -> None:
-    if session.topology.is_lead:
-        print_card(session)
-    row = measure(session)
-    if row is not None:
-        print_summary(row, session.job.config.out)
 
 
 def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None:
@@ -108,7 +85,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
 
     Collective. Raises GateError on every rank if the row contradicts itself.
     """
-    session = rank.session
+    session, topology = rank.session, rank.session.topology
     config = session.job.config
     profile = calibrate(rank)
     drafters = [rank.drafter(worker) for worker in rank.drafts]
@@ -117,65 +94,55 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
     clocks = None
     if config.trace is not None:
         session.barrier()  # all ranks arrive first, because a question waits for its answer
-        clocks = compare_clocks(session.topology.world, session.waiter)
-    if not session.topology.is_lead:  # the lead enters this stage itself, after its warm-up
+        clocks = compare_clocks(topology.world, session.waiter)
+    if not topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
     lead = rank.run_pass(rank.target, drafter, drive, drafters[1:])
-    if session.topology.groups > 1:
-        rest(session.topology)  # other groups may have more to decode
+    if topology.groups > 1:
+        rest(topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
-    lost = lead is not None and lead.draft_lost_round is not None
-    world = session.survivors(draft_lost=lost)
-    heard = [each.batch.digest for each in drafters] if session.topology.is_draft else [rank.digest]
-    digests = list(chain(*world.gather(heard) or ()))
-    told = world.allgather((lead.first_round, lead.last_round) if lead else None)
-    spans = [span for span in told if span is not None]  # of each target group
-    drafts = world.gather(_draft_report(drafters, spans, rank.updates))
-    leads = [lead] if session.topology.groups == 1 else world.gather(lead)
-    span = None if lead is None else Span(spans[0][0], spans[0][1], lead.records.t_target_s.read())
+    world = session.survivors(draft_lost=lead is not None and lead.draft_lost_round is not None)
+    heard = [each.batch.digest for each in drafters] if topology.is_draft else [rank.digest]
+    digests: list[int | None] = list(chain(*world.gather(heard) or ()))
+    known = world.allgather((lead.first_round, lead.last_round) if lead else None)
+    spans = [span for span in known if span is not None]  # of each target group
+    drafts = world.gather(draft_report(drafters, spans, rank.updates))
+    leads = [lead] if topology.groups == 1 else world.gather(lead)
     row = error = None
     if profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
         groups = [report for report in leads or () if report is not None]
+        several = len(groups) > 1
+        expected = session.job.world_size - config.learners
+        digests += [None] * (expected - len(digests))
         try:
-            if len(groups) == 1 and rank.chained is None:  # chained rounds do not wait for the host
+            if not several and rank.chained is None:  # chained rounds do not wait for the host
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)
-            row = _conclude(session, profile, groups, draft, digests, sweep)
+            whole = joined_leads(groups) if several else groups[0]
+            measured = Measured(whole, draft, profile, digests, groups if several else ())
+            row = _conclude(session, measured, sweep)
         except GateError as loss:
             error = loss
     agree(world, error)
     if config.trace is not None:
-        write_trace(rank, drafter, span, clocks, config.trace)
+        took = None if lead is None else lead.records.t_target_s.read()
+        write_trace(rank, drafter, spans[0], took, clocks)
     return row
 
 
-def _conclude(
-    session: Session,
-    profile: JobProfile,
-    groups: list[LeadReport],
-    draft: DraftReport | None,
-    digests: list[int],
-    sweep: dict[str, Any] | None,
-) -> Row:
+def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None) -> Row:
     """Builds the row on rank 0, checks it against the gates, and writes the files.
 
     Raises GateError if the row contradicts itself or physics; it then goes to OUT/flagged.jsonl.
     Raises FaultError if the row could not be written.
     """
-    several = len(groups) > 1
-    lead = joined_leads(groups) if several else groups[0]
-    expected = session.job.world_size - session.job.config.learners
-    silent = [None] * (expected - len(digests))
-    parts = tuple(groups) if several else ()
-    measured = Measured(lead, draft, profile, [*digests, *silent], parts)
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:
-        write_answers_of(session, lead, row.run_id, faults)
-        write_row(session, row, arrays, profile, faults)
+        write_row(session, row, measured, arrays, faults)
     except OSError as error:  # for example a full disk, or a file system that has gone away
         out = session.job.config.out
         raise FaultError(f"out={out!r}: the row was not written: {error.strerror}") from error
@@ -184,61 +151,64 @@ def _conclude(
     return row
 
 
-def _draft_report(
-    drafters: list[Drafter], spans: list[tuple[int, int]], updates: Updates | None
-) -> DraftReport | None:
-    """Returns this rank's report as a draft; spans: of each target group, its first measured round
-    and the one after its last."""
-    reports = [
-        DraftReport(
-            drafter.table(*span),
-            drafter.ledger.table(*span),
-            drafter.ledger.names,
-            {} if drafter.rank_counts is None else drafter.rank_counts.to_dict(),
-            warm_up=WarmUp.of_draft(drafter, span[0]),
-            updates=None if updates is None else updates.report,
-        )
-        for drafter, span in zip(drafters, spans, strict=False)
-    ]
-    if len(reports) < 2:
-        return reports[0] if reports else None
-    return replace(joined_drafts(reports), forwards=forwards_of(drafters, spans))
-
-
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     """Runs a warm-up on sequences that are thrown away, then the measured rounds, on a lead.
 
     is_alone: whether this run is no part of a sweep; only then text is shown.
     """
-    config = rank.session.job.config
+    session = rank.session
+    config, group = session.job.config, session.group
     warm = warm_up(loop, rank, config.warmup_rounds)
-    sequences = Sequences(rank.session.workload, rank.session.topology.group_index)
+    sequences = Sequences(session.workload, session.topology.group_index)
     loop.admit(sequences.first())
     rank.meet()
     guard.stage(Stage.ROUNDS)
-    teaching = _teach(loop, rank)
-    first, before, reduced = loop.round, rank.messages, rank.session.group.spent_s
+    learning, teaching = session.learning, None
+    if learning is not None and learning.outlet is not None:
+        assert rank.target is not None, "a lead without a target"
+        loop.tell()  # drops the warm-up's last round: no receiver yet
+        everywhere = config.learning.positions == "all"
+        teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
+        loop.teach = teaching
+    first, before, reduced = loop.round, rank.messages, group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
-    with shown(rank.session.workload) if is_alone else nullcontext(NOBODY) as audience:
-        watched: AbstractContextManager[Callable[[int], Any]] = nullcontext(lambda count: None)
-        if not audience.is_live and rank.session.topology.is_lead:
-            watched = progress_bar(config, config.max_rounds)
-        records, wall_s = _rounds(loop, rank.session.job, sequences, audience, watched)
+    records, limit = RoundRecords(session.job.lookahead), config.max_rounds
+    records.ends = sequences.ends
+    with shown(session.workload) if is_alone else nullcontext(NOBODY) as audience:
+        has_bar = not audience.is_live and session.topology.is_lead
+        with progress_bar(config, limit) if has_bar else nullcontext() as advance:
+            start = last = _begin(loop.ledger)
+            while sequences.are_live and (limit is None or len(records) < limit):
+                result = loop.step()
+                sequences.take(result, loop)
+                records.add(result.t_target_s, result.speculation, result.outcome)
+                if audience.take is not None:
+                    audience.take(result)
+                if advance is not None:
+                    advance(1)
+                loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+                now = perf_counter()  # a second clock, against which the ledger's sum is checked
+                records.round_s.append(now - last)
+                last = now
     count, lost = max(1, loop.round - first), loop.draft_lost_round
-    learner = _ended(loop, teaching, rank.session.learning)
+    learner = None
+    if teaching is not None and learning is not None:
+        loop.tell()
+        # No report: the learner's rank did not answer in time, or is gone.
+        learner = {**(learning.stop() or {"state": "silent"}), "cost": teaching.to_dict()}
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
         records=records,
         first_round=first,
         last_round=loop.round,
-        wall_s=wall_s,
+        wall_s=last - start,
         ledger=loop.ledger.table(first, loop.round),
         phases=loop.ledger.names,
         warm_up=warm,
         messages_per_round=messages / count,
         bytes_per_round=sent / count,
-        all_reduce_s=None if reduced is None else (rank.session.group.spent_s or 0.0) - reduced,
+        all_reduce_s=None if reduced is None else (group.spent_s or 0.0) - reduced,
         prefill_s=loop.prefill_s - prefilled,
         proposals=(rows[0], rows[1] * 1e6),
         draft_lost_round=None if lost is None else max(0, lost - first),
@@ -246,57 +216,6 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         kernel=rank.kernel,
         draws=rank.draws,
     )
-
-
-def _teach(loop: TargetLoop, rank: Rank) -> Teaching | None:
-    """Has the loop send every round to the learner from now on; None without a learner."""
-    learning = rank.session.learning
-    if learning is None or learning.outlet is None:
-        return None
-    assert rank.target is not None, "a lead without a target"
-    everywhere = rank.session.job.config.learning.positions == "all"
-    loop.tell()  # drops the warm-up's last round: no receiver yet
-    loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
-    return teaching
-
-
-def _ended(
-    loop: TargetLoop, teaching: Teaching | None, learning: LearnerComms | None
-) -> dict[str, Any] | None:
-    """Ends the learner after the last measured round; returns its report and its cost.
-
-    `state` is "silent" if the learner's rank did not answer in time, or is gone.
-    """
-    if teaching is None or learning is None:
-        return None
-    loop.tell()
-    report = learning.stop() or {"state": "silent"}
-    return {**report, "cost": teaching.to_dict()}
-
-
-def _rounds(
-    loop: TargetLoop,
-    job: Job,
-    sequences: Sequences,
-    audience: Audience,
-    watched: AbstractContextManager[Callable[[int], Any]],
-) -> tuple[RoundRecords, float]:
-    records, limit = RoundRecords(job.lookahead), job.config.max_rounds
-    records.ends = sequences.ends
-    with watched as advance:
-        start = last = _begin(loop.ledger)
-        while sequences.are_live and (limit is None or len(records) < limit):
-            result = loop.step()
-            sequences.take(result, loop)
-            records.add(result.t_target_s, result.speculation, result.outcome)
-            if audience.take is not None:
-                audience.take(result)
-            advance(1)
-            loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
-            now = perf_counter()  # a second clock, against which the ledger's sum is checked
-            records.round_s.append(now - last)
-            last = now
-    return records, last - start
 
 
 def _begin(ledger: Ledger) -> float:

@@ -1,36 +1,80 @@
-"""Measures a pair's acceptance and hit models from recordings and rows; writes --laws files."""
+"""Measures a pair's acceptance and hit models from recordings and rows; writes --laws files.
+
+A recording at temperature 0 determines every round of K tokens (docs/recordings.md), so one file
+has the outcomes of each K. A row of text has the outcomes of its own K and temperature; the ranks
+of its bonus tokens are counted in its key `learned`.
+
+Intervals are of 95%, from 200 resamples of whole sequences: rounds of one text are no independent
+draws.
+
+miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
+measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood fit to
+the others, whose ranks are known up to the candidates kept (mpissd/engine/spec/fit.py).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import check_file, tool, whole_file
-from mpissd.engine.spec.acceptance import SCHEMA
+from mpissd.common.rounds import Source as DraftSource
+from mpissd.common.row import Row
+from mpissd.common.theory import power_law_miss
+from mpissd.engine.spec.acceptance import SCHEMA, hazards_of_counts
+from mpissd.engine.spec.fit import most_likely
 from mpissd.engine.spec.lookup import LOOKUPS
-from mpissd.engine.workload.replay.recording import Recording, load
+from mpissd.engine.workload.replay.recording import Ids, Recorded, Recording, load
+from mpissd.engine.workload.replay.stream import copied
 from mpissd.lab.pair.config import PairConfig
-from mpissd.lab.pair.measures import (
-    RankTable,
-    acceptance,
-    accepted_table,
-    rank_tables,
-)
-from mpissd.lab.pair.outcomes import Outcomes, looked_up_counts, of_recording, of_row
 from mpissd.lab.tables.load import load_rows
 
-Lines = Iterator[str]
+Array = NDArray[np.int64]
+BEYOND, OUTSIDE = 0, -1  # instead of a rank
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
+RESAMPLES = 200
+_FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
 _SEED = 17  # of the resamples
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
+
+
+class Ranks(NamedTuple):
+    """Ranks of bonus tokens, counted by sequence.
+
+    counts: [S, F + 2]; columns: rank 1 … F, beyond the F candidates kept, outside the draft's
+    vocabulary. knows_vocabulary: whether the last two are told apart.
+    """
+
+    counts: Array
+    knows_vocabulary: bool
+
+    @classmethod
+    def of(cls, sequence: Array, rank: Array, num_sequences: int, limit: int, knows: bool) -> Ranks:
+        """Counts ranks [n] (from 1, BEYOND or OUTSIDE) of these sequences [n]; limit: F."""
+        counts = np.zeros((num_sequences, limit + 2), np.int64)
+        np.add.at(counts, (sequence, np.where(rank > 0, rank - 1, limit - rank)), 1)
+        return cls(counts, knows)
+
+
+class Outcomes(NamedTuple):
+    """The rounds of one source at one K.
+
+    accepted: counts of k = 0 … K by sequence, [S, K + 1]. ranks: of bonus tokens after a rejection
+    and after K accepted tokens; None if the source lacks them.
+    """
+
+    accepted: Array
+    ranks: tuple[Ranks, Ranks] | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +94,8 @@ def print_laws(config: PairConfig) -> None:
             raise ConfigError(f"to={config.to}: exists: allowed: a new file")
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
-    print(text(document, config.steps))
+    at = next(laws for laws in document["laws"] if laws["lookahead"] == config.steps)
+    print("\n".join(_text(at)))
     if config.to is not None:
         path = Path(config.to)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +110,7 @@ def read(name: str) -> Iterator[Source]:
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
         file = {"file": recording.name, "sha256": recording.sha256}
-        by_k = {k: of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
+        by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
         yield Source({**file, **about}, by_k, recording)
         return
     path = Path(name)
@@ -76,48 +121,87 @@ def read(name: str) -> Iterator[Source]:
             f"sources={name}: allowed: a recording (.npz), or rows of text that draft"
         )
     for row in rows:
-        outcomes = of_row(row, folder / "rounds" / f"{row.run_id}.npz")
-        yield Source(_about_row(row, folder), {outcomes.lookahead: outcomes})
+        weights = row.weights or {}
+        about = {
+            "file": f"{folder.name}/{row.run_id}",
+            "sha256": hashlib.sha256(json.dumps(dict(row)).encode()).hexdigest(),
+            "target": row.target,
+            "draft": row.draft,
+            **{f"{of}_sha256": (weights.get(of) or {}).get("sha256") for of in ("target", "draft")},
+            "temperature": row.temperature,
+            "saguaro_c": row.saguaro_c,
+        }
+        yield Source(about, {row.lookahead: _of_row(row, folder / "rounds" / f"{row.run_id}.npz")})
 
 
-def _about_row(row: Any, folder: Path) -> dict[str, Any]:
-    weights = row.weights or {}
-    hashes = {f"{of}_sha256": (weights.get(of) or {}).get("sha256") for of in ("target", "draft")}
-    return {
-        "file": f"{folder.name}/{row.run_id}",
-        "sha256": hashlib.sha256(json.dumps(dict(row)).encode()).hexdigest(),
-        "target": row.target,
-        "draft": row.draft,
-        **hashes,
-        "temperature": row.temperature,
-        "saguaro_c": row.saguaro_c,
-    }
+def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
+    """Returns the rounds of SD and SSD with K tokens after hits and jit backups."""
+    known, widest, num = recording.known, recording.widest, len(recording.sequences)
+    accepted = np.zeros((num, lookahead + 1), np.int64)
+    ranked: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for n, part in enumerate(recording.sequences):
+        for c, k in _rounds(part, part.rollout[:, :lookahead]):
+            accepted[n, k] += 1
+            at = c + k
+            if at + 1 >= part.end:
+                continue  # the answer ends: its bonus token is not looked up
+            token, kept = part.tokens[at], part.top[at]
+            if k < lookahead:
+                kept = kept[kept != part.rollout[c, k]]
+            places = np.flatnonzero(kept[:widest] == token)
+            rank = BEYOND
+            if len(places):
+                rank = int(places[0]) + 1
+            elif known is not None and known[np.searchsorted(known, token) % len(known)] != token:
+                rank = OUTSIDE
+            ranked[k == lookahead].append((n, rank))
+    tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
+    rejected, complete = (Ranks.of(of[0], of[1], num, widest, known is not None) for of in tables)
+    return Outcomes(accepted, (rejected, complete))
+
+
+def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
+    """Yields (c, k) of each round of an answer: the tokens before it, and how many it accepts of
+    these drafts [≥ end, K]."""
+    end, lookahead = part.end, drafts.shape[1]
+    same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(lookahead)]
+    runs, c = np.cumprod(same, axis=1).sum(axis=1).tolist(), 0
+    while c < end:
+        yield c, runs[c]
+        c += runs[c] + 1
+
+
+def _of_row(row: Row, rounds: Path) -> Outcomes:
+    """Returns the measured rounds of a row of text; raises ConfigError if they are not kept."""
+    try:
+        with np.load(rounds, allow_pickle=False) as archive:
+            lines = archive["sequences"]
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
+        raise ConfigError(f"{rounds}: {error}") from error
+    # Shorter speculations, and in SSD those from a fast backup, have other acceptance rates.
+    whole = lines[:, 7] == row.lookahead
+    if row.mode == "ssd":
+        whole &= lines[:, 5] != DraftSource.FAST
+    lines = lines[whole]
+    if not len(lines):
+        what = f"row {row.run_id!r}: no round of {row.lookahead} tokens by the draft"
+        raise ConfigError(f"{what}: allowed: longer answers")
+    ids, sequence = np.unique(lines[:, 1], return_inverse=True)
+    accepted = np.zeros((len(ids), row.lookahead + 1), np.int64)
+    np.add.at(accepted, (sequence.reshape(-1), lines[:, 3]), 1)
+    ranks = []
+    for end in ("rejected", "all_accepted"):  # (F, rank, count); one outcome a sequence
+        counts = np.array((row.learned or {}).get(f"ranks_{end}") or [], np.int64).reshape(-1, 3)
+        if len(np.unique(counts[:, 0])) != 1:
+            return Outcomes(accepted, None)
+        rank = np.repeat(counts[:, 1], counts[:, 2])
+        ranks.append(Ranks.of(np.arange(len(rank)), rank, len(rank), int(counts[0, 0]), False))
+    return Outcomes(accepted, (ranks[0], ranks[1]))
 
 
 def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
     """Returns the document of a --laws file; raises ConfigError for several pairs, temperatures or
     C, or a K that is not measured."""
-    _check_alike(sources)
-    known = sorted({k for source in sources for k in source.outcomes})
-    if lookahead not in known:
-        had = ", ".join(map(str, known))
-        raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
-    rng = np.random.default_rng(_SEED)
-    return {
-        "kind": "laws",
-        "schema": SCHEMA,
-        "about": {
-            "sources": [source.about for source in sources],
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "tool": tool("pair"),
-        },
-        "laws": [_laws_at(sources, k, rng) for k in known],
-    }
-
-
-def _check_alike(sources: Sequence[Source]) -> None:
-    """Refuses to pool several pairs, or outcomes of unlike sampling; C (Saguaro's) has no effect at
-    temperature 0."""
     for name in ("target_sha256", "draft_sha256"):
         files = {source.about[name]: source.about["file"] for source in sources}
         if len(files) > 1:
@@ -127,87 +211,175 @@ def _check_alike(sources: Sequence[Source]) -> None:
     sampled: dict[str, str] = {}
     for about in (source.about for source in sources):
         warmth, c = about["temperature"] or 0.0, about.get("saguaro_c")
+        # Saguaro's C has no effect at temperature 0.
         shaped = f", C = {1.0 if c is None else c:g}" if warmth else ""
         sampled.setdefault(f"T = {warmth:g}{shaped}", about["file"])
     if len(sampled) > 1:
         each = "; ".join(f"{file}: {how}" for how, file in sampled.items())
         raise ConfigError(f"sources of unlike sampling ({each}): allowed: one temperature and C")
-
-
-def _laws_at(sources: Sequence[Source], lookahead: int, rng: np.random.Generator) -> dict[str, Any]:
-    here = [source for source in sources if lookahead in source.outcomes]
-    outcomes = [source.outcomes[lookahead] for source in here]
-    ranked = [tables for of in outcomes if (tables := rank_tables(of)) is not None]
-    recordings = [source.recording for source in here if source.recording is not None]
-    fast = {
-        kind: np.sum([looked_up_counts(one, lookahead, kind) for one in recordings], axis=0)
-        for kind in (LOOKUPS if recordings else ())
+    known = sorted({k for source in sources for k in source.outcomes})
+    if lookahead not in known:
+        had = ", ".join(map(str, known))
+        raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
+    rng, laws = np.random.default_rng(_SEED), []
+    for k in known:
+        here = [source for source in sources if k in source.outcomes]
+        ranked = [ranks for source in here if (ranks := source.outcomes[k].ranks) is not None]
+        fast = {kind: np.zeros(k + 1, np.int64) for kind in LOOKUPS}
+        recordings = [source.recording for source in here if source.recording is not None]
+        for recording in recordings:
+            for n, part in enumerate(recording.sequences):
+                for kind, counts in fast.items():  # if only a lookup drafts
+                    runs = [run for _, run in _rounds(part, copied(recording, n, k, kind))]
+                    np.add.at(counts, runs, 1)
+        laws.append(
+            {
+                "lookahead": k,
+                **_acceptance(np.concatenate([s.outcomes[k].accepted for s in here]), rng),
+                "rejected": hits_of([one for one, _ in ranked], rng),
+                "complete": hits_of([one for _, one in ranked], rng),
+                "fast": {kind: of.tolist() for kind, of in fast.items() if recordings},
+            }
+        )
+    about = {
+        "sources": [source.about for source in sources],
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "tool": tool("pair"),
     }
+    return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws}
+
+
+def _resampled(counts: Array, rng: np.random.Generator) -> list[Array]:
+    """Returns the column sums of as many rows, drawn with replacement, RESAMPLES times."""
+    many = len(counts)
+    return [counts[rng.integers(0, many, many)].sum(axis=0) for _ in range(RESAMPLES)]
+
+
+def _interval(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
+    low, high = np.percentile(np.asarray(values, np.float64), [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def _acceptance(table: Array, rng: np.random.Generator) -> dict[str, Any]:
+    """Returns counts of k, tokens a round, and acceptance by position: marginal, conditional.
+
+    alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens.
+    """
+
+    def numbers(total: Array) -> list[float]:
+        accepted, rounds = float((total * np.arange(len(total))).sum()), int(total.sum())
+        judged = accepted + float(total[:-1].sum())
+        marginal = total[::-1].cumsum()[::-1][1:] / rounds
+        hazards = hazards_of_counts(total.tolist(), len(total) - 1)
+        alpha = accepted / judged if judged else 0.0
+        return [1 + accepted / rounds, alpha, *marginal.tolist(), *hazards]
+
+    total, width = table.sum(axis=0), table.shape[1] - 1
+    values = numbers(total)
+    bounds = [_interval(of) for of in np.array([numbers(t) for t in _resampled(table, rng)]).T]
     return {
-        "lookahead": lookahead,
-        **acceptance(accepted_table(outcomes), rng),
-        "rejected": _joined([one for one, _ in ranked], rng),
-        "complete": _joined([one for _, one in ranked], rng),
-        "fast": {kind: counts.tolist() for kind, counts in fast.items()},
+        "rounds": int(total.sum()),
+        "accepted": total.tolist(),
+        "tokens_a_round": values[0],
+        "tokens_a_round_95": bounds[0],
+        "alpha": values[1],
+        "alpha_95": bounds[1],
+        "marginal": values[2 : 2 + width],
+        "marginal_95": bounds[2 : 2 + width],
+        "conditional": values[2 + width :],
+        "conditional_95": bounds[2 + width :],
     }
 
 
-def _joined(tables: Sequence[RankTable], rng: np.random.Generator) -> dict[str, Any]:
+def hits_of(tables: Sequence[Ranks], rng: np.random.Generator) -> dict[str, Any]:
+    """Returns counts of ranks, the miss rate by fan-out, and the fit, of all sources' sequences.
+
+    They have the F of the source that kept the fewest candidates.
+    """
     if not tables:
         return {"outcomes": 0, "fit": None}
-    return reduce(RankTable.joined, tables).to_dict(rng)
+    limit = min(table.counts.shape[1] for table in tables) - 2
+    knows = all(table.knows_vocabulary for table in tables)
+    parts = []
+    for counts, _ in tables:
+        beyond = counts[:, limit:-1].sum(axis=1, keepdims=True)
+        parts.append(np.concatenate([counts[:, :limit], beyond, counts[:, -1:]], axis=1))
+    counts = np.concatenate(parts)
+    total = counts.sum(axis=0)
+    hits: dict[str, Any] = {
+        "outcomes": int(total.sum()),
+        "ranks": total[:-2].tolist(),
+        "beyond": int(total[-2]),
+        "outside": int(total[-1]) if knows else None,
+        "misses": {},
+        "fit": None,
+    }
+    if not total.any():
+        return hits
+    fit, again = _fitted(total), _resampled(counts, rng)
+    for width in (f for f in WIDTHS if f <= limit):
+        miss = float(total[width:].sum() / total.sum())
+        low, high = _interval([of[width:].sum() / of.sum() for of in again if of.any()])
+        law = None if fit is None else power_law_miss(width, *fit)
+        off = law is not None and abs(law - miss) > _FAILS * miss
+        fails = law is not None and off and not low <= law <= high
+        of_width = {"miss": miss, "miss_95": [low, high], "law": law, "fails": fails}
+        hits["misses"][str(width)] = of_width
+    if fit is not None:
+        fits = np.array([one for of in again if (one := _fitted(of)) is not None])
+        names = ("A", "r", "floor")
+        intervals = {f"{n}_95": _interval(of) for n, of in zip(names, fits.T, strict=True)}
+        fails_at = [int(f) for f, miss in hits["misses"].items() if miss["fails"]]
+        hits["fit"] = {**dict(zip(names, fit, strict=True)), **intervals, "fails_at": fails_at}
+    return hits
 
 
-def text(document: Mapping[str, Any], lookahead: int) -> str:
-    """Returns the models at K as lines of text."""
-    at = next(laws for laws in document["laws"] if laws["lookahead"] == lookahead)
-    return "\n".join(
-        [
-            *_acceptance(at),
-            *_ranks("bonus after a rejection", at["rejected"]),
-            *_ranks("bonus after K accepted tokens", at["complete"]),
-            *_fast(at),
-        ]
-    )
+def _fitted(total: Array) -> tuple[float, float, float] | None:
+    """Returns (A, r, floor) of counts [F + 2], or None if they do not determine a fit."""
+    limit, outcomes = len(total) - 2, int(total.sum())
+    ranks = np.repeat([*range(1, limit + 1), 0], total[:-1])
+    law = most_likely(ranks, np.full(len(ranks), limit))
+    if law is None:
+        return None
+    floor = float(total[-1]) / outcomes
+    return (1.0 - floor) * law[0], law[1], floor
 
 
-def _acceptance(at: Mapping[str, Any]) -> Lines:
+def _text(at: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the models at one K as lines of text."""
+
+    def bounded(of: Mapping[str, Any], name: str) -> str:
+        low, high = of[f"{name}_95"]
+        return f"{of[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+    def cells(values: Iterable[Any]) -> str:
+        return " ".join(f"{v:>6}" if isinstance(v, (int, str)) else f"{v:6.3f}" for v in values)
+
     yield (
-        f"K = {at['lookahead']}, {at['rounds']} rounds: {_with(at, 'tokens_a_round')} tokens a "
-        f"round, alpha {_with(at, 'alpha')}   (in brackets: 95% intervals)"
+        f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded(at, 'tokens_a_round')} tokens a "
+        f"round, alpha {bounded(at, 'alpha')}   (in brackets: 95% intervals)"
     )
-    yield f"   position        {_cells(range(1, at['lookahead'] + 1))}"
-    yield f"   reached         {_cells(at['marginal'])}"
-    yield f"   given the last  {_cells(at['conditional'])}"
-
-
-def _ranks(title: str, ranks: Mapping[str, Any]) -> Lines:
-    fit, misses = ranks["fit"], ranks.get("misses", {})
-    if fit is None:
-        yield f"{title}: {ranks['outcomes']} outcomes determine no law"
-        return
-    floor = "not known" if ranks["outside"] is None else f"{fit['floor']:.3f}"
-    yield (
-        f"{title}, {ranks['outcomes']} outcomes: A = {_with(fit, 'A')}, r = {_with(fit, 'r')}, "
-        f"floor of the draft's vocabulary: {floor}"
-    )
-    yield f"   F       {_cells(misses)}"
-    yield f"   miss    {_cells([one['miss'] for one in misses.values()])}"
-    yield f"   law     {_cells([one['law'] for one in misses.values()])}"
-    if fit["fails_at"]:
-        yield f"   the law fails at F = {', '.join(map(str, fit['fails_at']))}: off by over 10%"
-
-
-def _fast(at: Mapping[str, Any]) -> Lines:
+    yield f"   position        {cells(range(1, at['lookahead'] + 1))}"
+    yield f"   reached         {cells(at['marginal'])}"
+    yield f"   given the last  {cells(at['conditional'])}"
+    ends = {"rejected": "a rejection", "complete": "K accepted tokens"}
+    for end, ranks in ((end, at[end]) for end in ends):
+        title, fit = f"bonus after {ends[end]}", ranks["fit"]
+        if fit is None:
+            yield f"{title}: {ranks['outcomes']} outcomes determine no law"
+            continue
+        floor = "not known" if ranks["outside"] is None else f"{fit['floor']:.3f}"
+        yield (
+            f"{title}, {ranks['outcomes']} outcomes: A = {bounded(fit, 'A')}, "
+            f"r = {bounded(fit, 'r')}, floor of the draft's vocabulary: {floor}"
+        )
+        misses = ranks["misses"]
+        yield f"   F       {cells(misses)}"
+        yield f"   miss    {cells(one['miss'] for one in misses.values())}"
+        yield f"   law     {cells(one['law'] for one in misses.values())}"
+        if fit["fails_at"]:
+            failed = ", ".join(map(str, fit["fails_at"]))
+            yield f"   the law fails at F = {failed}: off by over 10%"
     for kind, counts in at["fast"].items():
         tokens = 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts)
         yield f"{kind} lookup alone: {tokens:.3f} tokens a round"
-
-
-def _with(of: Mapping[str, Any], name: str) -> str:
-    low, high = of[f"{name}_95"]
-    return f"{of[name]:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def _cells(values: Any) -> str:
-    return " ".join(f"{v:>6}" if isinstance(v, (int, str)) else f"{v:6.3f}" for v in values)

@@ -1,10 +1,10 @@
-"""Records a pair at temperature 0: the target's answers, and the draft's continuations."""
+"""`pair`: records a pair at temperature 0, its target's answers and its draft's continuations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.workload.replay.recording import Recorded, Recording, save
-from mpissd.engine.workload.text.prompts import Prompt, read_prompts
-from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.text.prompts import read_prompts
+from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.lab.pair.config import PairConfig
+from mpissd.lab.pair.laws import print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # rows of the largest forward
 _TELL_S = 5.0
@@ -38,9 +39,17 @@ _TELL_S = 5.0
 Tokens = Sequence[int]
 
 
-def write(config: PairConfig, to: str) -> None:
-    """Writes a recording to a new file and prints a summary; raises ConfigError if it exists."""
-    path = Path(to)
+def pair(config: PairConfig) -> int:
+    """Writes a recording and prints a summary, or prints the models measured from `sources`.
+
+    Raises ConfigError if a model, the prompts or a source cannot be read, or the file exists.
+    """
+    if config.sources is not None:
+        print_laws(config)
+        return 0
+    if config.to is None:
+        raise ConfigError("to: needed: a new file, such as recording.npz")
+    to, path = config.to, Path(config.to)
     if path.exists():
         raise ConfigError(f"to={to}: exists: allowed: a new file")
     check_file("to", to)
@@ -52,124 +61,62 @@ def write(config: PairConfig, to: str) -> None:
     same = np.concatenate([part.rollout[:, 0] == part.tokens[: part.end] for part in parts])
     print(f"{path}: {len(parts)} prompts, {tokens} tokens, {path.stat().st_size:,} bytes")
     print(f"   the draft's likeliest token is the target's in {same.mean():.3f}")
+    return 0
 
 
 def make(config: PairConfig) -> Recording:
     """Records a pair; raises ConfigError if its models or the prompts cannot be read."""
     target, draft = split_pair(config.pair) if config.pair else (config.target, config.draft)
     assert target is not None and draft is not None, "a pair without a model"
-    vocab = config_of(target).shape.vocab_size
+    shape, tokenizer = config_of(target), None
+    vocab, limit, steps = shape.shape.vocab_size, config.num_tokens, config.steps
     config_of(draft, target)
-    tokenizer = None if config.prompt_ids else _tokenizer(target)
-    prompts, stops = _prompts(config, tokenizer, target), _stops(config, tokenizer)
-    answers = _answers(config, target, [prompt.tokens for prompt in prompts], stops)
-    parts = list(_recorded(config, target, draft, prompts, answers, stops))
-    known = known_ids(open_checkpoint(draft, target=target), vocab)
-    return Recording(vocab, parts, _about(config, target, draft), known=known)
-
-
-def _tokenizer(target: str) -> Tokenizer:
-    path = files_of(target)
-    if path is None:
-        raise ConfigError(f"target={target} has no tokenizer: allowed: weights, or prompt_ids")
-    return load_tokenizer(str(path))
-
-
-def _prompts(config: PairConfig, tokenizer: Tokenizer | None, target: str) -> list[Prompt]:
-    told = RunConfig(
+    if not config.prompt_ids:
+        files = files_of(target)
+        if files is None:
+            raise ConfigError(f"target={target} has no tokenizer: allowed: weights, or prompt_ids")
+        tokenizer = load_tokenizer(str(files))
+    given = RunConfig(
         workload="text",
         prompts=config.prompts,
         prompt_ids=config.prompt_ids,
         chat_template=config.chat_template,
     )
-    known = config_of(target)
-    room = None
-    if known.max_positions is not None:
-        room = known.max_positions - config.num_tokens - config.steps
-    found = read_prompts(told, tokenizer, context=room, vocab=known.shape.vocab_size)
-    return found[: config.count]
+    room = None if shape.max_positions is None else shape.max_positions - limit - steps
+    prompts = read_prompts(given, tokenizer, context=room, vocab=vocab)[: config.count]
+    asked = [prompt.tokens for prompt in prompts]
+    stops = {config.stop_token} - {None} | (tokenizer.stop_ids if tokenizer else set())
+    capacity = max(map(len, asked)) + limit
 
-
-def _stops(config: PairConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    own = frozenset() if tokenizer is None else tokenizer.stop_ids
-    return own if config.stop_token is None else own | {config.stop_token}
-
-
-def _answers(
-    config: PairConfig, target: str, prompts: list[tuple[int, ...]], stops: frozenset[int]
-) -> list[tuple[list[int], int]]:
-    """Returns (tokens, end) of every prompt's answer by the target."""
-    batch, more = min(config.batch_size, len(prompts)), config.steps
-    capacity = max(map(len, prompts)) + config.num_tokens + more
-    options = ForwardOptions(lm_head=True, capacity=capacity)
-    found: list[tuple[list[int], int]] = []
-    with ExitStack() as resources:
-        source = ModelSource(target)
-        model = _open(config, source, options, resources, slots=batch, seed=2 * config.seed)
-        bar = resources.enter_context(_counted("answered", len(prompts)))
-        for start in range(0, len(prompts), batch):
-            group = prompts[start : start + batch]
-            found += answered(model, group, config.num_tokens, stops, more)
+    answers: list[tuple[list[int], int]] = []
+    batch = min(config.batch_size, len(asked))
+    options = ForwardOptions(lm_head=True, capacity=capacity + steps)
+    with (
+        _opened(config, ModelSource(target), options, slots=batch, seed=2 * config.seed) as model,
+        _counted("answered", len(asked)) as bar,
+    ):
+        for start in range(0, len(asked), batch):
+            group = asked[start : start + batch]
+            answers += answered(model, group, limit, stops, steps)
             bar.update(len(group))
-    return found
 
-
-def _recorded(
-    config: PairConfig,
-    target: str,
-    draft: str,
-    prompts: list[Prompt],
-    answers: list[tuple[list[int], int]],
-    stops: frozenset[int],
-) -> Iterator[Recorded]:
-    """Yields each prompt's recording, with the draft's continuations."""
-    capacity = max(len(prompt.tokens) for prompt in prompts) + config.num_tokens
-    with ExitStack() as resources:
-        rows = _CHUNK[choose(config.backend)]
-        options = ForwardOptions(
-            lm_head=True,
-            capacity=capacity,
-            top_k=config.fan_out + 1,
-            lanes=rows,
-            steps=config.steps,
-        )
-        source = ModelSource(draft, target)
-        model = _open(config, source, options, resources, slots=1, seed=2 * config.seed + 1)
-        bar = resources.enter_context(_counted("drafted", len(prompts)))
-        for prompt, (tokens, end) in zip(prompts, answers, strict=True):
-            rollout, top = drafted(model, prompt.tokens, tokens[:end], config.steps)
+    parts = []
+    top_k, source = config.fan_out + 1, ModelSource(draft, target)
+    rows = _CHUNK[choose(config.backend)]
+    options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
+    with (
+        _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
+        _counted("drafted", len(asked)) as bar,
+    ):
+        for prompt, (tokens, end) in zip(asked, answers, strict=True):
+            rollout, top = drafted(model, prompt, tokens[:end], steps)
             stopped = tokens[end - 1] in stops
-            asked = np.array(prompt.tokens)
-            yield Recorded(asked, np.array(tokens), end, stopped, rollout, top)
+            whole = np.array(prompt), np.array(tokens)
+            parts.append(Recorded(*whole, end, stopped, rollout, top))
             bar.update()
 
-
-def _open(
-    config: PairConfig,
-    source: ModelSource,
-    options: ForwardOptions,
-    resources: ExitStack,
-    *,
-    slots: int,
-    seed: int,
-) -> Model:
-    name = choose(config.backend)
-    backend = open_backend(name, device="h100", local_rank=0)
-    resources.callback(backend.close)
-    model = Model(backend, source, options, rows=_CHUNK[name], slots=slots, seed=seed)
-    resources.callback(model.close)
-    return model
-
-
-def _counted(verb: str, total: int) -> Any:
-    """Returns a bar on stderr that counts prompts, on a terminal or every few seconds."""
-    return tqdm(total=total, desc=verb, unit=" prompts", mininterval=_TELL_S, leave=False)
-
-
-def _about(config: PairConfig, target: str, draft: str) -> dict[str, Any]:
-    """Returns the provenance that the file carries."""
     models = open_checkpoint(target), open_checkpoint(draft, target=target)
-    return {
+    about = {
         "target": models[0].name,
         "draft": models[1].name,
         "target_sha256": models[0].sha256,
@@ -177,13 +124,35 @@ def _about(config: PairConfig, target: str, draft: str) -> dict[str, Any]:
         "sha256_of": [model.sha256_of for model in models],
         "prompts": Path(config.prompts).name if config.prompts else "prompt_ids",
         "licence": config.licence,
-        "tokens": config.num_tokens,
+        "tokens": limit,
         "chat_template": config.chat_template,
         "temperature": 0,
         "backend": choose(config.backend),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "tool": tool("pair"),
     }
+    return Recording(vocab, parts, about, known=known_ids(models[1], vocab))
+
+
+@contextmanager
+def _opened(
+    config: PairConfig, source: ModelSource, options: ForwardOptions, *, slots: int, seed: int
+) -> Iterator[Model]:
+    name = choose(config.backend)
+    backend = open_backend(name, device="h100", local_rank=0)
+    try:
+        model = Model(backend, source, options, rows=_CHUNK[name], slots=slots, seed=seed)
+        try:
+            yield model
+        finally:
+            model.close()
+    finally:
+        backend.close()
+
+
+def _counted(verb: str, total: int) -> Any:
+    """Returns a bar on stderr that counts prompts, on a terminal or every few seconds."""
+    return tqdm(total=total, desc=verb, unit=" prompts", mininterval=_TELL_S, leave=False)
 
 
 class Model:
@@ -200,73 +169,65 @@ class Model:
         seed: int,
     ) -> None:
         """Reads the weights. rows: of the largest forward. slots: sequences in the cache."""
-        shard = TransformerShard(config_of(source.where, source.target))
         self.rows, self._waiter = rows, Waiter(math.inf, spin=False)
         self._stepper = Stepper(
             backend,
             SoloGroup(),
-            shard,
+            TransformerShard(config_of(source.where, source.target)),
             options,
             buckets={min(slots, rows), rows},
             num_sequences=slots,
             seed=seed,
             model=source,
         )
+        self.release, self.close = self._stepper.release, self._stepper.close
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
         """Runs a forward of these rows; returns the likeliest tokens after each, [n, top_k]."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
-        found: Ints = self._stepper.results().ids[0].copy()
-        return found
+        ids: Ints = self._stepper.results().ids[0].copy()
+        return ids
 
     def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
         """Fills a slot with tokens; returns the likeliest after positions first … , [n, top_k]."""
-        found = []
+        likeliest = []
         for start in range(0, len(tokens), self.rows):
             stop = min(start + self.rows, len(tokens))
             reads = stop > first
             ids = self.feed(tokens[start:stop], trunk_rows(slot, start, stop, reads=reads))
             if reads:
-                found.append(ids[max(0, first - start) :])
-        return np.concatenate(found)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Frees the cache of these slots."""
-        self._stepper.release(slots)
-
-    def close(self) -> None:
-        """Frees the forwards."""
-        self._stepper.close()
+                likeliest.append(ids[max(0, first - start) :])
+        return np.concatenate(likeliest)
 
 
 def answered(
-    model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int], more: int
+    model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int | None], more: int
 ) -> list[tuple[list[int], int]]:
     """Returns (tokens, end) of the greedy answer to each prompt; at most one prompt a cache slot.
 
     end: tokens up to the stop token or the limit; `more` tokens follow it.
     """
-    found: list[list[int]] = [[] for _ in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
     ends = [limit] * len(prompts)
 
     def add(slot: int, token: int) -> None:
-        found[slot].append(token)
+        answers[slot].append(token)
         if ends[slot] == limit and token in stops:
-            ends[slot] = min(limit, len(found[slot]))
+            ends[slot] = min(limit, len(answers[slot]))
 
     for slot, prompt in enumerate(prompts):
         add(slot, int(model.read(slot, prompt, len(prompt) - 1)[0, 0]))
-    while live := [slot for slot, end in enumerate(ends) if len(found[slot]) < end + more]:
-        length = [len(prompts[slot]) + len(found[slot]) - 1 for slot in live]
+    while live := [slot for slot, end in enumerate(ends) if len(answers[slot]) < end + more]:
+        length = [len(prompts[slot]) + len(answers[slot]) - 1 for slot in live]
         slots, positions = np.array(live, np.int32), np.array(length, np.int32)
         none = np.full(len(live), -1, np.int32)
-        ids = model.feed([found[s][-1] for s in live], Places(slots, positions, none, none))
+        ids = model.feed([answers[s][-1] for s in live], Places(slots, positions, none, none))
         for slot, token in zip(live, ids[:, 0].tolist(), strict=True):
             add(slot, token)
     model.release(range(len(prompts)))
-    return list(zip(found, ends, strict=True))
+    return list(zip(answers, ends, strict=True))
 
 
 def drafted(model: Model, prompt: Tokens, answer: Tokens, lookahead: int) -> tuple[Ints, Ints]:

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import check_output
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
 from mpissd.engine.job import check_draft_device, resolve_unopened
 from mpissd.engine.workload.text.workload import check_prompts
-from mpissd.lab.sweep.configs import SweepConfig
-from mpissd.lab.sweep.grid import read_grid
-from mpissd.lab.sweep.plan import Plan, Point, make_plan
-
-
-def planned(config: SweepConfig) -> Plan:
-    """Returns the plan that a sweep's flags make, the same on every rank. Raises ConfigError."""
-    return make_plan(read_grid(str(config.grid)), config.run, config.repeats, config.shard_of)
+from mpissd.lab.sweep.plan import Plan, Point, SweepConfig, planned, read_grid
 
 
 def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None) -> Plan:
@@ -26,12 +20,10 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | N
     launcher). Raises ConfigError for wrong flags or a wrong grid, a flag given in both, too few
     ranks, or a plan in which no configuration can be measured.
     """
-    from mpissd.common.output import check_output
-
-    twice = given & {name for block in read_grid(str(config.grid)) for name, _ in block.axes}
-    if twice - {"num_drafts"}:  # --num_drafts is the job's D; a grid may vary it
-        name = min(twice - {"num_drafts"})
-        raise ConfigError(f"{name}: in the grid and on the command line: say it once")
+    # --num_drafts is the job's D; a grid may vary it.
+    twice = {name for block in read_grid(str(config.grid)) for name in block} - {"num_drafts"}
+    if both := given & twice:
+        raise ConfigError(f"{min(both)}: in the grid and on the command line: say it once")
     run = config.run
     check_draft_device(run, run.backend)
     plan = planned(config)
@@ -69,12 +61,9 @@ def why_not(point: Point, tp: int) -> str | None:
 def list_plan(config: SweepConfig) -> None:
     """Prints the configurations of a sweep, and why some cannot be measured."""
     plan = planned(config)
-    tp = _tp(config, plan)
+    tp, count = _tp(config, plan), len(plan.points)
     for number, point in enumerate(plan.points, 1):
         reason = why_not(point, tp)
         print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))
-    print(
-        f"{len(plan.points)} configurations x {plan.repeats} repeats = "
-        f"{len(plan.points) * plan.repeats} measurements on T={tp}, D={plan.num_drafts}",
-        flush=True,
-    )
+    total = f"{count} configurations x {plan.repeats} repeats = {count * plan.repeats} measurements"
+    print(f"{total} on T={tp}, D={plan.num_drafts}", flush=True)

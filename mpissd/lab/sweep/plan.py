@@ -1,4 +1,19 @@
-"""Plans a sweep: every configuration of a grid once, and the order of all measurements.
+"""Plans a sweep: reads a grid, makes every configuration once, and orders all measurements.
+
+A grid lists, block by block, the values of each flag. It is inline, or a file of blocks.
+`lookahead` below takes seven values, `alpha` takes two:
+
+    mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
+
+    [DEFAULT]               # holds in every block that does not override it
+    pair = 8b/1b
+    [acceptance]            # a block: every combination of its values
+    mode = ar, sd, ssd
+    lookahead = 2..8        # 2..8..2 takes every other one
+    [hits]
+    p_hit = none, 0, .5, 1  # none: as if the flag was not given
+
+A value that contains a comma must be in single or double quotes.
 
 Combinations that differ only in flags that the method ignores are merged: AR has no alpha and SD no
 hit rate, so each is measured once, however many values those flags have. Each repeat measures every
@@ -7,23 +22,175 @@ configuration once, in a random order of its own, so that a drift of the machine
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-import numpy as np
+from mpissd.common.config import MachineFlags, OutputFlags, RunConfig, with_text
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.flags import (
+    MODES,
+    RETIRED,
+    Checked,
+    contained,
+    flag,
+    flags_of,
+    integer,
+    parse_into,
+    said,
+    switch,
+    words,
+)
 
-from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError
-from mpissd.common.flags import MODES, flags_of, parse_into, said
-from mpissd.lab.sweep.grid import NONE, ONE_A_JOB, Block
-
+_FLAGS = flags_of(RunConfig)
+# Flags that the whole job shares, so that a grid may not vary them.
+_ONE_A_JOB = (*flags_of(MachineFlags), *flags_of(OutputFlags))
 _SWEEPS_OWN = ("dry_run", "trace", "progress")
+_MOST_VALUES = 10_000  # in one range
 _MOST_COMBINATIONS = 100_000
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches outside quotations
+_RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
+
+Block = dict[str, tuple[str, ...]]  # a block's flags and their values
+
+
+@dataclass(frozen=True)
+class SweepConfig(Checked):
+    """The configuration of `sweep`: a grid, and the flags of a run that all its points share."""
+
+    run: RunConfig = contained(RunConfig, is_unchecked=True)
+    grid: str | None = flag(
+        None, words, "configurations: a file, or flag=value,value; flag=FIRST..LAST; …"
+    )
+    repeats: int = flag(
+        3,
+        integer(1, 1000),
+        "measurements of every configuration, each round of them in another order",
+    )
+    shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
+    retry: bool = flag(False, switch, "repeat configurations that failed or were flagged before")
+
+    def check(self) -> None:
+        """Refuses a sweep without a grid, and flags of single runs.
+
+        Contradictions of its other flags are refused with each configuration that has them.
+        """
+        super().check()
+        if self.grid is None:
+            raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
+        if self.run.trace:
+            raise ConfigError("trace with sweep: allowed: with run, of one configuration")
+        if self.run.on_draft_loss != "abort":
+            raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
+        self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds the flags implied by a prompt, or a pair with weights."""
+        return with_text(super().completed(flags))
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """The shard (I, N), with 1 <= I <= N."""
+        first, _, count = self.shard.partition("/")
+        shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
+        if not 1 <= shard[0] <= shard[1]:
+            raise ConfigError(f"shard={self.shard}: allowed: I/N with 1 <= I <= N")
+        return shard
+
+
+def read_grid(grid: str) -> list[Block]:
+    """Returns the blocks of an inline grid, or of the file that `grid` names.
+
+    Raises ConfigError for a missing file, an unknown or repeated flag, a flag without values, a
+    value that the flag never takes, or an open quotation.
+    """
+    try:
+        is_file = Path(grid).is_file()
+    except OSError:  # e.g. an inline grid that is too long for a file name
+        is_file = False
+    if "=" in grid and not is_file:
+        axes: dict[str, str] = {}
+        for part in _split(grid, ";", "grid"):
+            name, is_said, values = map(str.strip, part.partition("="))
+            if not is_said:
+                raise ConfigError(f"grid: {part!r}: allowed: flag=value,value")
+            if name in axes:
+                raise ConfigError(f"grid: {name} twice")
+            axes[name] = values
+        return [_block(axes)]
+    parser = configparser.ConfigParser(
+        interpolation=None,
+        delimiters=("=",),
+        comment_prefixes=("#",),
+        inline_comment_prefixes=("#",),
+    )
+    try:
+        parser.read_string(Path(grid).read_text(), grid)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        allowed = "allowed: a file, or flag=value,value; flag=…"
+        raise ConfigError(f"grid={grid!r}: {reason}; {allowed}") from error
+    except configparser.MissingSectionHeaderError as error:
+        raise ConfigError(f"grid={grid!r}: allowed: blocks, each below its [name]") from error
+    except configparser.Error as error:
+        raise ConfigError(f"grid {' '.join(str(error).split())}") from error
+    if not parser.sections():
+        raise ConfigError(f"grid={grid!r}: no [block]")
+    return [_block(parser[name]) for name in parser.sections()]
+
+
+def _block(axes: Mapping[str, str]) -> Block:
+    block: Block = {}
+    for name, text in axes.items():
+        if name in _ONE_A_JOB:
+            raise ConfigError(f"grid: {name} is one for all configurations: say --{name}=…")
+        if name in RETIRED:
+            raise ConfigError(f"grid: {name} is retired: instead: {RETIRED[name]}")
+        if name not in _FLAGS:
+            raise unknown("flag in the grid", name, [n for n in _FLAGS if n not in _ONE_A_JOB])
+        items = _split(text, ",", f"grid: {name}")
+        values = [value for item in items for value in _expanded(name, item)]
+        if not values:
+            raise ConfigError(f"grid: {name} has no value")
+        for value in values:
+            if value != "none":
+                _FLAGS[name].metadata["parse"](name, value)
+        block[name] = tuple(dict.fromkeys(values))
+    return block
+
+
+def _expanded(name: str, item: str) -> list[str]:
+    """Returns the values of a range such as 2..8; quoted or other text unchanged."""
+    if item[0] in "\"'":
+        return [item[1:-1]]
+    match = _RANGE.fullmatch(item)
+    if match is None:
+        return [item]
+    first, last, step = (int(part or 1) for part in match.groups())
+    if not (first <= last and step):
+        raise ConfigError(f"grid: {name}={item}: allowed: FIRST..LAST or FIRST..LAST..STEP, rising")
+    if last - first >= _MOST_VALUES:
+        raise ConfigError(f"grid: {name}={item}: allowed: at most {_MOST_VALUES} values")
+    return [str(value) for value in range(first, last + 1, step)]
+
+
+def _split(text: str, separator: str, what: str) -> list[str]:
+    """Splits text at separators outside quotes; drops empty parts.
+
+    what: names the text in error messages.
+    """
+    if not re.search(f"^{_QUOTED}", text):
+        raise ConfigError(f"{what}: a quotation does not end: {text.strip()!r}")
+    parts = (part.strip() for part in re.split(separator + _QUOTED, text))
+    return [part for part in parts if part]
 
 
 @dataclass(frozen=True)
@@ -37,9 +204,7 @@ class Point:
     @cached_property
     def digest(self) -> str:
         """A digest of the configuration, or of the flags if they make no valid configuration."""
-        if self.config is not None:
-            return self.config.digest
-        return hashlib.sha256(json.dumps(self.flags).encode()).hexdigest()[:16]
+        return _digest(self.flags) if self.config is None else self.config.digest
 
     def __str__(self) -> str:
         return " ".join(f"{name}={text}" for name, text in self.flags) or "defaults"
@@ -57,8 +222,11 @@ class Task:
 
         Two tasks with equal digests need only one measurement.
         """
-        named = [self.point.digest, self.repeat, tp, backend, device_name]
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+        return _digest([self.point.digest, self.repeat, tp, backend, device_name])
+
+
+def _digest(named: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -75,6 +243,8 @@ class Plan:
 
     def tasks(self) -> Iterator[Task]:
         """Yields the measurements in order: repeat by repeat, shuffled within each repeat."""
+        import numpy as np  # not at import: --help needs no NumPy
+
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):
                 yield Task(self.points[index], repeat)
@@ -85,66 +255,53 @@ class Plan:
         return sorted({point.config.drafts for point in self.points if point.config is not None})
 
 
-def make_plan(
-    blocks: Sequence[Block], base: RunConfig, repeats: int, shard: tuple[int, int]
-) -> Plan:
-    """Makes the plan of a grid; the flags of `base` hold if a block does not set them.
+def planned(config: SweepConfig) -> Plan:
+    """Makes the plan of a sweep, the same on every rank; its other flags hold if a block does not
+    set them.
 
-    num_drafts in `base` is D of the whole job. shard: (I, N), with I from 1. Raises ConfigError if
-    the grid has more draft ranks than the job, the shard has no configuration, or the grid has more
-    combinations than a sweep could ever measure.
+    --num_drafts is D of the whole job. Raises ConfigError if the grid is wrong or has more draft
+    ranks than the job, the shard has no configuration, or the grid has more combinations than a
+    sweep could ever measure.
     """
-    count = sum(math.prod(len(values) for _, values in block.axes) for block in blocks)
+    blocks, (first, step) = read_grid(str(config.grid)), config.shard_of
+    count = sum(math.prod(map(len, block.values())) for block in blocks)
     if count > _MOST_COMBINATIONS:
         raise ConfigError(f"grid: {count} combinations: allowed: at most {_MOST_COMBINATIONS}")
-    given = said(base)
-    job = {n: text for n, text in given.items() if n in ONE_A_JOB and n not in _SWEEPS_OWN}
+    given = said(config.run)
+    job = {n: text for n, text in given.items() if n in _ONE_A_JOB and n not in _SWEEPS_OWN}
     job["progress"] = "off"  # the sweep shows a bar of its own
     most = given.pop("num_drafts", None)
-    shared = {name: text for name, text in given.items() if name not in ONE_A_JOB}
+    shared = {name: text for name, text in given.items() if name not in _ONE_A_JOB}
     by_digest: dict[str, Point] = {}
-    for combination in _combinations(blocks):
-        flags = shared | combination
-        if most is not None and int(most) != 1:
-            flags = {"num_drafts": most, **flags}
-        point = _point(flags, job)
-        by_digest.setdefault(point.digest, point)
+    for block in blocks:
+        for values in itertools.product(*block.values()):
+            flags = {n: v for n, v in zip(block, values, strict=True) if v != "none"}
+            flags = shared | flags
+            if most is not None and int(most) != 1:
+                flags = {"num_drafts": most, **flags}
+            point = _point(flags, job)
+            by_digest.setdefault(point.digest, point)
     used = max((p.config.drafts for p in by_digest.values() if p.config is not None), default=0)
     if most is not None and used > int(most):
         raise ConfigError(f"num_drafts={used} in the grid: allowed: at most {most}, as said")
-    points = tuple(by_digest.values())[shard[0] - 1 :: shard[1]]
+    points = tuple(by_digest.values())[first - 1 :: step]
     if not points:
-        raise ConfigError(
-            f"shard={shard[0]}/{shard[1]}: {len(by_digest)} configurations leave it none"
-        )
-    return Plan(points, repeats, base.seed, used if most is None else int(most))
-
-
-def _combinations(blocks: Sequence[Block]) -> Iterator[dict[str, str]]:
-    for block in blocks:
-        names = [name for name, _ in block.axes]
-        for values in itertools.product(*(values for _, values in block.axes)):
-            yield {n: v for n, v in zip(names, values, strict=True) if v != NONE}
+        raise ConfigError(f"shard={config.shard}: {len(by_digest)} configurations leave it none")
+    return Plan(points, config.repeats, config.run.seed, used if most is None else int(most))
 
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
-    """Makes a configuration from a combination of flags, without those that its method ignores."""
+    """Makes a configuration of these flags, without those that change nothing for its method."""
     try:
-        unseen = _unseen(flags)
+        mode = flags.get("mode", RunConfig.mode)
+        known = _FLAGS if mode in MODES else {}
+        unseen = {name for name, field in known.items() if mode not in field.metadata["modes"]}
+        if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" both parse as zero
+            unseen.add("draft_device")
+        if flags.get("backup", "jit") == "jit":
+            unseen.add("acceptance_fast")
         kept = {name: text for name, text in flags.items() if name not in unseen}
         held = {name: text for name, text in job.items() if name not in unseen}
         return Point(tuple(kept.items()), parse_into(RunConfig, {**held, **kept}))
     except ConfigError as error:
         return Point(tuple(flags.items()), None, str(error))
-
-
-def _unseen(flags: Mapping[str, str]) -> set[str]:
-    """Returns the names of the flags that change nothing in this configuration."""
-    mode = flags.get("mode", RunConfig.mode)
-    known = flags_of(RunConfig) if mode in MODES else {}
-    unseen = {name for name, field in known.items() if mode not in field.metadata["modes"]}
-    if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" both parse as zero
-        unseen.add("draft_device")
-    if flags.get("backup", "jit") == "jit":
-        unseen.add("acceptance_fast")
-    return unseen

@@ -24,14 +24,12 @@ from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
-from mpissd.engine.session.session import Machine, opened_machine
+from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
-from mpissd.lab.sweep.commands import planned
-from mpissd.lab.sweep.configs import SweepConfig
 from mpissd.lab.sweep.locks import Claims
-from mpissd.lab.sweep.plan import Plan, Point, Task
+from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
 from mpissd.lab.tables.best import compare_methods, render, to_dict
 
 
@@ -60,7 +58,11 @@ def execute_sweep(config: SweepConfig) -> int:
     sharpen_sleep()
     plan = planned(config)
     with opened_machine(config.run, plan.num_drafts) as machine:
-        return Sweep(machine, plan, config).run()
+        sweep = Sweep(machine, plan, config)
+        claims = closing(Claims(Path(config.run.out))) if sweep.is_lead else nullcontext()
+        with claims as mine:
+            survey = None if mine is None else sweep.survey(mine)
+            return sweep.measure(machine.topology.world.bcast(survey))
 
 
 class Sweep:
@@ -69,36 +71,27 @@ class Sweep:
     def __init__(self, machine: Machine, plan: Plan, config: SweepConfig) -> None:
         """Divides the ranks and makes all configurations' models; collective over the world."""
         self._machine, self._plan, self._config = machine, plan, config
-        self._is_lead = machine.topology.is_lead
+        self.is_lead = machine.topology.is_lead
         self._out = Path(config.run.out)
         self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
-        self._jobs = {point.digest: self._resolve(point) for point in plan.points}
+        self._jobs: dict[str, Job | Failure] = {}
+        for point in plan.points:
+            try:
+                if point.config is None:
+                    raise ConfigError(str(point.error))
+                job = machine.resolve(point.config)
+                if self.is_lead:
+                    check_prompts(job)
+                self._jobs[point.digest] = job
+            except ConfigError as refused:
+                self._jobs[point.digest] = Failure(str(refused), refused.exit_code)
         # Only the lead reads prompts, so its refusals hold for all ranks.
-        self._jobs.update(machine.topology.world.bcast(
-            {n: job for n, job in self._jobs.items() if isinstance(job, Failure)}
-        ))  # fmt: skip
+        refusals = {name: job for name, job in self._jobs.items() if isinstance(job, Failure)}
+        self._jobs |= machine.topology.world.bcast(refusals)
         machine.divide(plan.drafts)
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
 
-    def _resolve(self, point: Point) -> Job | Failure:
-        if point.config is None:
-            return Failure(str(point.error), ConfigError.exit_code)
-        try:
-            job = self._machine.resolve(point.config)
-            if self._is_lead:
-                check_prompts(job)
-            return job
-        except ConfigError as refused:
-            return Failure(str(refused), refused.exit_code)
-
-    def run(self) -> int:
-        """Measures the tasks without a row, in the plan's order; returns the exit code."""
-        claims = closing(Claims(self._out)) if self._is_lead else nullcontext()
-        with claims as mine:
-            survey = None if mine is None else self._survey(mine)
-            return self._measure(self._machine.topology.world.bcast(survey))
-
-    def _survey(self, claims: Claims) -> Survey:
+    def survey(self, claims: Claims) -> Survey:
         """Returns the tasks that are left and not claimed by another job; on the lead."""
         names = [self._digest(task) for task in self._plan.tasks()]
         before = self._known()
@@ -108,14 +101,14 @@ class Sweep:
         earlier = [known[name] for name in names if known.get(name)]
         return Survey(frozenset(left & mine), len(left - mine), earlier)
 
-    def _measure(self, survey: Survey) -> int:
+    def measure(self, survey: Survey) -> int:
         """Measures the tasks of the survey in the plan's order; returns the exit code."""
         tasks = list(self._plan.tasks())
         todo = [task for task in tasks if self._digest(task) in survey.todo]
-        bar = None
-        if self._is_lead:
+        bar, when = None, self._config.run.progress
+        if self.is_lead:
             self._print_card(len(todo), len(tasks) - len(todo) - survey.elsewhere, survey.elsewhere)
-            if (when := self._config.run.progress) != "off":
+            if when != "off":
                 lines_s = 2.0 if when == "on" else 10.0
                 bar = open_bar(len(todo), "run", lines_s=lines_s, leave=True)
         codes, began = [], time.monotonic()
@@ -123,13 +116,13 @@ class Sweep:
             for task in todo:
                 result = self._one(task)
                 codes.append(result.exit_code if isinstance(result, Failure) else 0)
-                if self._is_lead:
+                if self.is_lead:
                     line = self._record(task, result)
                     with nullcontext() if bar is None else tqdm.external_write_mode():
                         print(line, flush=True)
                 if bar is not None:
                     bar.update(1)
-        if self._is_lead:
+        if self.is_lead:
             self._print_end(tasks, codes, survey, time.monotonic() - began)
         return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
 
@@ -160,7 +153,7 @@ class Sweep:
         job = self._jobs[task.point.digest]
         if isinstance(job, Failure):
             return job
-        self._machine.rest()
+        rest(self._machine.topology)
         guard.stage(Stage.OPEN)
         session = self._machine.session(job)
         if session is None:  # this configuration does not use this rank
@@ -211,24 +204,25 @@ class Sweep:
         self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float
     ) -> None:
         """Prints the best methods of all rows of this plan, then a JSON object as the last line."""
-        names, earlier, elsewhere = map(self._digest, tasks), survey.earlier, survey.elsewhere
-        known = self._rows("runs.jsonl")
-        rows = [known[name] for name in names if name in known]
+        known, elsewhere = self._rows("runs.jsonl"), survey.elsewhere
+        rows = [known[name] for task in tasks if (name := self._digest(task)) in known]
         comparisons = compare_methods(rows)
-        done, failed = codes.count(0), sum(code != 0 for code in codes)
         if comparisons:
             print(f"\n{render(comparisons)}\n")
+        done, failed, before = codes.count(0), len(codes) - codes.count(0), len(survey.earlier)
         rate = 60 * done / seconds if done and seconds > 0 else None
         at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
-        before = f", {len(earlier)} before (--retry measures them again)" if earlier else ""
+        again = f", {before} before (--retry measures them again)" if before else ""
         others = f"; {elsewhere} left to another job" if elsewhere else ""
-        there = f"{len(rows)} rows of this sweep are there"
-        print(f"{done} measured{at}; {failed} failed{before}{others}; {there}")
+        print(
+            f"{done} measured{at}; {failed} failed{again}{others}; {len(rows)} rows of this sweep "
+            "are there"
+        )
         summary = {
             "sweep": self._id,
             "measured": done,
             "failed": failed,
-            "failed_before": len(earlier),
+            "failed_before": before,
             "left_to_others": elsewhere,
             "rows": len(rows),
             "seconds": round(seconds, 3),

@@ -28,12 +28,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ long long cycles() {
-  long long now;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));
-  return now;
-}
-
 // Starts a copy of `bytes` (a multiple of 16) from device memory; the barrier counts its bytes.
 // Data that are read once should not evict data that are read again.
 __device__ __forceinline__ u64 read_once() {

@@ -14,7 +14,7 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.ops import Layer
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 
 SPLIT = 128  # A split of the attention covers this many positions.

@@ -15,7 +15,7 @@ from mpissd.engine.model.forwards import Drafting, Judging, Proposed, Verdict
 from mpissd.engine.spec.sampling import Row
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 _THREADS, _SHARED_BYTES = 512, 512
 _LISTED = 64  # the most that the backend's top_k lists

@@ -29,7 +29,7 @@ from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeig
 from mpissd.engine.model.transformer.ops import Part
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 FIRST_CAPABILITY = 90
 OPERATIONS = 5  # of a layer

@@ -30,7 +30,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stages import Ends, Stage
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 _PAGE = 256
 _FIRST_CAPABILITY = 80

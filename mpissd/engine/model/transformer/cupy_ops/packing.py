@@ -17,7 +17,7 @@ from mpissd.engine.model.transformer.cupy_ops.products import PAIR, TILE, Packed
 from mpissd.engine.model.transformer.ops import Part
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 _STAGING_ELEMENTS = 1 << 26  # Of a checkpoint's matrix, brought to the device at once.
 

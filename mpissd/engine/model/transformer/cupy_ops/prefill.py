@@ -22,7 +22,7 @@ from mpissd.engine.model.transformer.ops import Layer
 from mpissd.engine.model.transformer.shard import TransformerShard
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
 _SPARE_BYTES = 16 << 30  # left free after a second copy of the weights

@@ -11,7 +11,7 @@ from mpissd.engine.backend import kernels
 from mpissd.engine.backend.kernels import ceil_div
 
 if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_launch import Launcher
+    from mpissd.engine.backend.cupy_device import Launcher
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
 _FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.

@@ -9,21 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from mpissd.lab.measure.chrome import (
-    Arrow,
-    Int64s,
-    Place,
-    RankTrace,
-    Track,
-    document,
-    write,
-)
+from mpissd.lab.measure.tracing import RankTrace, Track, document, write
 
 START = 7_000_000_123_456  # a perf_counter far from 0
 
 
-def table(ends_us: list[list[float]], start: int = START) -> Int64s:
+def table(ends_us: list[list[float]], start: int = START) -> NDArray[np.int64]:
     """Slices one after the other, a list of ends a round; labels 0, 1, …"""
     rows, at = [], start
     for round_, ends in enumerate(ends_us):
@@ -34,19 +27,15 @@ def table(ends_us: list[list[float]], start: int = START) -> Int64s:
     return np.array(rows, np.int64)
 
 
-def rank(number: int, track: Track, *clock: int, device: Track | None = None) -> RankTrace:
-    tracks = [track] if device is None else [track, device]
-    return RankTrace(number, f"rank {number}", tracks, *clock)
-
-
-def shown_of(*ranks: RankTrace) -> dict[str, Any]:
-    return document(ranks, ARROWS, {"run_id": "x"})
-
-
 LEAD = Track("host", ["send", "wait"], table([[10, 50], [60, 100]]))
 DEVICE = Track("device", ["verify"], np.array([[0, 0, START + 20_000, START + 49_000]]))
 DRAFT = Track("host", ["wait", "work"], table([[15, 40], [70, 90]]))
-ARROWS = [Arrow("outcome", Place(0, 0, 0), Place(1, 0, 1))]
+
+
+def shown_of(*tracks: list[Track], clock: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """Two ranks, the second with a clock of its own, and an arrow from `send` to `work`."""
+    ranks = [RankTrace("rank 0", tracks[0]), RankTrace("rank 1", tracks[1], *clock)]
+    return document(ranks, [("outcome", (0, 0), (1, 1))], {"run_id": "x"})
 
 
 def shown(trace: dict[str, Any], ph: str) -> list[dict[str, Any]]:
@@ -54,7 +43,7 @@ def shown(trace: dict[str, Any], ph: str) -> list[dict[str, Any]]:
 
 
 def test_a_trace_of_two_ranks() -> None:
-    trace = shown_of(rank(0, LEAD, device=DEVICE), rank(1, DRAFT))
+    trace = shown_of([LEAD, DEVICE], [DRAFT])
     names = {e["pid"]: e["args"]["name"] for e in shown(trace, "M") if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
     slices = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in shown(trace, "X")]
@@ -75,21 +64,21 @@ def test_all_ranks_are_on_the_clock_of_rank_0() -> None:
     """A host that booted 300 days earlier: 2.6e16 ns are beyond a float's whole numbers."""
     ahead = 300 * 86_400 * 10**9 + 1
     late = Track("host", DRAFT.labels, DRAFT.slices + np.array([0, 0, ahead, ahead]))
-    trace = shown_of(rank(0, LEAD), rank(1, late, ahead, 900))
-    assert trace["traceEvents"] == shown_of(rank(0, LEAD), rank(1, DRAFT))["traceEvents"]
+    trace = shown_of([LEAD], [late], clock=(ahead, 900))
+    assert trace["traceEvents"] == shown_of([LEAD], [DRAFT])["traceEvents"]
     notes = trace["otherData"]["clock"]["ranks"]
     assert notes[1] == {"rank": 1, "offset_ns": ahead, "error_ns": 900}
 
 
 def test_nothing_to_show_is_a_trace_too() -> None:
     empty = Track("host", ["a"], np.zeros((0, 4), np.int64))
-    trace = document([rank(0, empty)], [], {})
+    trace = document([RankTrace("rank 0", [empty])], [], {})
     assert shown(trace, "X") == []
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_what_is_written_is_what_was_made(name: str, tmp_path: Path) -> None:
-    trace = shown_of(rank(0, LEAD, device=DEVICE), rank(1, DRAFT))
+    trace = shown_of([LEAD, DEVICE], [DRAFT])
     path = tmp_path / name
     write(path, trace)
     data = path.read_bytes()
