@@ -24,9 +24,9 @@ from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, Stack
 from mpissd.engine.model.transformer.cache import PageTable
+from mpissd.engine.model.transformer.checkpoint import Arrays
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.stack import StateStack, TransformerStack, open_stack
-from mpissd.engine.model.transformer.versions import Arrays
 from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
 
 Weights = GemmWeights | TransformerWeights
