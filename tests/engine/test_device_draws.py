@@ -38,11 +38,8 @@ def opened(gpu: Any, seed: int = 0, columns: int = V, spread: float = 2.0) -> tu
     return CupyDraws(gpu, launcher, launcher.uploaded(logits, np.float32)), logits
 
 
-@pytest.mark.parametrize("columns, threads", [(9, 64), (V, 64)])
-def test_a_token_of_the_target_is_the_hosts(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, columns: int, threads: int
-) -> None:
-    monkeypatch.setattr(cupy_draws, "_THREADS", threads)
+@pytest.mark.parametrize("columns", [9, V])
+def test_a_token_of_the_target_is_the_hosts(gpu: Any, columns: int) -> None:
     draws, logits = opened(gpu, columns=columns)
     rng = np.random.default_rng(1)
     for temperature in (0.7, 1.0, 1e-3):
@@ -53,7 +50,7 @@ def test_a_token_of_the_target_is_the_hosts(
         assert [one.token for one in draws.judge(asked)] == expected
 
 
-@pytest.mark.parametrize("top, scale", [(0, 1.0), (5, 0.25), (64, 0.0)])
+@pytest.mark.parametrize("top, scale", [(0, 1.0), (64, 0.0)])
 def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
     """The row is rounded as on the host, and both ends compute the probability that was sent."""
     draws, logits = opened(gpu, seed=top)
