@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mpissd
-from mpissd.common.config import RunConfig
-from mpissd.common.default_flags import PROMPTS, with_text
+from mpissd.common.config import PROMPTS, RunConfig, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, number, said, switch
 from mpissd.common.ranks import launcher, ranks_command

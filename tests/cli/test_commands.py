@@ -12,7 +12,7 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.cli import arguments as cli
-from mpissd.cli.configs import ProbeConfig
+from mpissd.cli.arguments import ProbeConfig
 from mpissd.common.config import RunConfig
 from mpissd.engine.job import resolve
 from tests.tiny_pair import tiny_pair

@@ -27,9 +27,9 @@ from mpi4py import MPI
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
-from mpissd.common.heap import keep_freed
 from mpissd.common.output import make_output
 from mpissd.common.presets import resolve_model, target_of
+from mpissd.common.process import keep_freed
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.atomic_file import whole_file
-from mpissd.common.output import append_row
+from mpissd.common.output import append_row, whole_file
 from mpissd.common.records import (
     is_first_round,
     is_stable,
