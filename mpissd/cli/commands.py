@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from mpissd.cli.configs import PLANNED, PlanConfig
+from mpissd.cli.arguments import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import json_line

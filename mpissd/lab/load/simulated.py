@@ -116,11 +116,16 @@ def simulate(
     pages = -(-(longest + ahead) // _PAGE)
     pages = max(pages, kv_tokens // _PAGE) if kv_tokens else pages * config.batch_size
     room = Room(config.batch_size, longest, ahead, _PAGE, pages)
-    driver = Driver(Scheduler(room), mail, clock=lambda: loop.now)
-    driver.mode, driver.lookahead = config.mode, job.lookahead
-    driver.times = loop.measured()
-    if auto and job.lookahead:
-        driver.goodput = Goodput(job.lookahead, widths_of(job), driver.times)
+    times = loop.measured()
+    driver = Driver(
+        Scheduler(room),
+        mail,
+        config.mode,
+        job.lookahead,
+        times=times,
+        goodput=Goodput(job.lookahead, widths_of(job), times) if auto and job.lookahead else None,
+        clock=lambda: loop.now,
+    )
     while driver.wait(math.inf):
         driver.drive(loop)
     chosen = {} if driver.goodput is None else driver.goodput.rounds_by
