@@ -37,7 +37,7 @@ from mpissd.lab.predict.derive import (
 )
 from mpissd.lab.predict.grid import padded
 from mpissd.lab.predict.search import survey
-from mpissd.lab.predict.simulation import expected, steps_seen
+from mpissd.lab.predict.simulation import expected
 from tests.datasheet import DATASHEET
 
 
@@ -143,12 +143,6 @@ def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
     rows = np.arange(1, job.verify_rows + 1)
     expected = [stepper.bucket(n) for n in rows.tolist()]
     assert padded(rows[None], np.array([[batch, job.verify_rows]])).tolist() == [expected]
-
-
-def test_polls_stand_between_whole_steps() -> None:
-    waited = np.array([-1.0, 0.0, 0.1, 1.0, 1.1, 99.0])
-    assert steps_seen(waited, np.array(1.0), 4).tolist() == [0, 0, 1, 1, 2, 4]
-    assert steps_seen(waited, np.array(0.0), 4).tolist() == [0, 0, 4, 4, 4, 4]
 
 
 MODELS = {"llama-3.1-8b": 3e-3, "llama-3.2-1b": 0.5e-3}
