@@ -54,13 +54,6 @@ def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
     assert set(numbers[rates, "SD inline, same T"]) == {210}
 
 
-def test_a_faster_use_at_another_t_is_a_line(tmp_path: Path) -> None:
-    wide = json.loads(row("sd", 1, 900.0)) | {"tp": 2, "gpus": 2}
-    figure = drawn(written(tmp_path, *LINES, json.dumps(wide)))
-    numbers = figure.table().set_index(["panel", "series"])["y"]
-    assert set(numbers["8b/1b, T = 1, b = 1", "AR or SD inline, any T"]) == {450}
-
-
 def test_rows_that_cannot_be_drawn_are_said(tmp_path: Path) -> None:
     data = written(tmp_path, *LINES, "{", row("ssd", 8, 1.0, gpus=None), row("ssd", 8, 1.0, gpus=0))
     assert len(data.pools) == len(LINES) and len(data.notes.lines) == 3

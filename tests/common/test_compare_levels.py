@@ -191,20 +191,9 @@ def rows_of(rates: list[float], num_rounds: int = 400, first: int = 0) -> list[R
     ]
 
 
-def test_pairs_of_seeds_by_hand() -> None:
-    """log ratios log 1.1, log 1.2, log 1.3: mean .1798, sd .0836, t 4.303 over √3."""
-    found = compare_rows(rows_of([100, 200, 300]), rows_of([110, 240, 390]))
-    logs = np.log([1.1, 1.2, 1.3])
-    assert found.speedup == pytest.approx(math.exp(logs.mean()))
-    half = 4.302653 * logs.std(ddof=1) / math.sqrt(3)
-    assert found.low == pytest.approx(math.exp(logs.mean() - half))
-    assert found.high == pytest.approx(math.exp(logs.mean() + half))
-    assert (found.how, found.num_seeds, found.num_rounds) == (How.SEEDS, 3, 400)
-
-
 @pytest.mark.parametrize(
     ("seeds", "num_rounds", "is_headline"),
-    [(5, 400, True), (4, 400, False), (5, 399, False), (9, 5000, True), (3, 400, False)],
+    [(5, 400, True), (4, 400, False), (5, 399, False)],
 )
 def test_a_headline_takes_five_seeds_of_400_rounds(
     seeds: int, num_rounds: int, is_headline: bool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.row import FIELDS, KEYS, Row, flat
+from mpissd.common.row import FIELDS, Row, flat
 
 LINES = [
     line
@@ -71,11 +71,6 @@ def test_a_key_that_a_line_lacks_is_none_and_not_in_it() -> None:
     assert row.get("tp", 3) == 3 and row["gates"] == ["clock"]
     with pytest.raises(KeyError):
         row["tp"]
-
-
-def test_a_row_that_is_made_has_every_key() -> None:
-    row = Row(mode="ar")
-    assert tuple(row) == KEYS and row["draft"] is None and row.mode == "ar"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mpissd.common.compare import DRIFT
-from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.lab.tables.best import setting_of
 from mpissd.lab.tables.claims import Claim, claims, judged, render
@@ -100,15 +99,6 @@ def test_rivals_of_another_visit_give_no_verdict() -> None:
         assert bool(claim.unknown) == is_open and (claim.text == "1.20× (1.20–1.20)") != is_open
 
 
-def test_no_pair_is_of_two_visits_or_two_commits() -> None:
-    """SD inline was faster on another machine, and by other code; neither touches the interval."""
-    faster = {("sd", 2, 0): {3: 760.0}}
-    older = {"provenance": {"commit": "0", "ranks": [{"uuid": "a"}]}}
-    for others in (rows(faster, visit="b"), [r | older for r in rows(faster, visit="c")]):
-        found = one(rows() + others)
-        assert found.gain is not None and found.gain.interval == "1.10–1.10" and found.is_verdict
-
-
 def test_what_was_not_measured_is_named_with_what_is_expected_of_it() -> None:
     claim = one(rows(without(("sd", 2, 0))))
     assert str(claim.other) == "lookup T=2 K=8" and not claim.is_verdict
@@ -183,12 +173,6 @@ def test_verdicts_of_a_table_are_corrected_together() -> None:
     many = claims([r for a in (0.8, 0.6, 0.65, 0.7, 0.75) for r in line(a, 1 - 0.048 * (a != 0.8))])
     held = next(claim for claim in many if claim.setting["acceptance"] == "alpha:0.8")
     assert held.text.endswith("no verdict after Holm's correction") and not held.is_verdict
-
-
-@pytest.mark.parametrize("poor", [{"seeds": 4}, {"num_rounds": 399}], ids=str)
-def test_few_seeds_and_short_rows_claim_nothing(poor: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="allowed: 5 seeds of 400 rounds"):
-        claims(rows(**poor))
 
 
 def test_predictions_choose_ssd_s_k_and_no_weak_rival() -> None:

@@ -61,13 +61,6 @@ def test_why_takes_the_row_that_was_measured_last_or_a_run_id(
         assert capfd.readouterr().out.startswith(f"{run_id}: ")
 
 
-def test_two_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "a" / "runs.jsonl", result("zero"), result("one", fuse=True))
-    write(tmp_path / "b" / "runs.jsonl", result("two", lookahead=5))
-    assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("one", "two")
-    assert compared(capfd, tmp_path / "b" / "runs.jsonl", tmp_path / "a") == ("two", "one")
-
-
 def test_rows_of_one_seed_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A sweep measures the seeds of both in orders of their own."""
     seeds = [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
@@ -102,15 +95,6 @@ def test_a_folder_with_two_configurations(
 ) -> None:
     write(tmp_path / "runs_1.jsonl", result("one"), result("two", fuse=True), result("three"))
     assert compared(capfd, tmp_path) == ("three", "two")
-
-
-def test_a_folder_of_more_than_two_configurations_shows_the_best_methods(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "runs.jsonl", *(result(str(k), lookahead=k) for k in (1, 2, 3)))
-    assert main(["compare", str(tmp_path)]) == 0
-    methods = json.loads(capfd.readouterr().out.splitlines()[-1])[0]["methods"]
-    assert list(methods[0]["by_lookahead"]) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(

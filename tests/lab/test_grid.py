@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import parse_into
-from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned, read_grid
+from mpissd.lab.sweep.plan import Plan, SweepConfig, planned, read_grid
 
 FILE = """
 # what holds everywhere
@@ -113,24 +113,6 @@ def test_refusals_take_one_line(text: str, message: str) -> None:
         read_grid(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mode = ar\n", r"allowed: blocks, each below its \[name\]"),
-        ("[a]\nmode = ar\nmode = sd\n", "already exists"),
-        ("# nothing\n", r"no \[block\]"),
-        ("[a]\nmodes = ar\n", "did you mean 'mode'"),
-    ],
-)
-def test_a_file_that_is_none_is_refused_in_one_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    path = tmp_path / "x.grid"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_grid(str(path))
-
-
 def test_what_a_method_does_not_see_is_folded() -> None:
     found = plan("mode=ar,sd,ssd; lookahead=2..3; alpha=.6,.8; p_hit=0,1; batch_size=1,4")
     by_mode = {mode: [p for p in flags(found) if p["mode"] == mode] for mode in ("ar", "sd", "ssd")}
@@ -138,18 +120,6 @@ def test_what_a_method_does_not_see_is_folded() -> None:
     assert by_mode["ar"] == [{"mode": "ar", "batch_size": n} for n in ("1", "4")]
     assert all(set(of) == {"mode", "lookahead", "alpha", "batch_size"} for of in by_mode["sd"])
     assert len({point.digest for point in found.points}) == len(found.points)
-
-
-def test_seeds_are_of_the_grid_and_no_repeat_changes_them() -> None:
-    """AR has five as well; a repeat measures equal draws again."""
-    found = plan("mode=ar,ssd; seed=0..4; alpha=.5,.8", repeats=2)
-    seeds: dict[tuple[str, str | None], set[int]] = {}
-    for task in found.tasks():
-        config, said = task.point.config, dict(task.point.flags)
-        assert config is not None
-        seeds.setdefault((config.mode, said.get("alpha")), set()).add(config.seed)
-        assert config.seed == int(said["seed"])
-    assert seeds == {key: set(range(5)) for key in [("ar", None), ("ssd", ".5"), ("ssd", ".8")]}
 
 
 def test_what_cannot_be_is_kept_with_its_reason() -> None:
@@ -200,23 +170,6 @@ def test_shards_are_the_whole_and_overlap_nowhere(num_shards: int, count: int) -
     if num_shards > count:
         with pytest.raises(ConfigError, match="leave it none"):
             plan(grid, f"{num_shards}/{num_shards}")
-
-
-def test_the_digest_of_a_task_names_all_that_is_measured() -> None:
-    def digest(grid: str = "mode=sd", repeat: int = 0, tp: int = 1, device: str = "a") -> str:
-        return Task(plan(grid).points[0], repeat).digest(tp, "numpy", device)
-
-    assert digest() == digest()
-    others = [
-        digest("mode=sd; pair=toy"),
-        digest("mode=sd; alpha=.5"),
-        digest(repeat=1),
-        digest(tp=2),
-        digest(device="b"),
-    ]
-    assert len({digest(), *others}) == 6
-    assert Task(plan("mode=sd").points[0], 0).digest(1, "cupy", "a") != digest()
-    assert plan("mode=sd", out="elsewhere").points[0].digest == plan("mode=sd").points[0].digest
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "a/b", "1/2/3"])

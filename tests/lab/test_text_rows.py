@@ -15,10 +15,8 @@ from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import resolve, resolve_unopened
 from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
-from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure import run
 from mpissd.lab.tables.pair import check_alike
-from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
 TWO = "1,2,3;4,5"
@@ -72,14 +70,6 @@ def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Pa
     check_alike(Row.from_dict(older), Row.from_dict({**row, "tok_per_s": 1.0}))
 
 
-def test_weights_say_what_their_digests_cover(pair: TinyPair, tmp_path: Path) -> None:
-    weights = answered(pair, tmp_path)["weights"]
-    data = (pair.target / "model.safetensors").read_bytes()
-    target = weights["target"]
-    assert target["sha256"] == hashlib.sha256(data).hexdigest()
-    assert target["sha256_of"] == "whole files" and target["tokenizer_sha256"] is None
-
-
 def test_a_row_says_whether_its_draft_was_made_for_its_target(
     pair: TinyPair, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,17 +88,6 @@ def test_a_row_says_whether_its_draft_was_made_for_its_target(
         lines = [line for line in capfd.readouterr().err.splitlines() if "was made for" in line]
         assert len(lines) == (not expected) and all(x.startswith("mpissd: draft=") for x in lines)
     config.write_text(before)
-
-
-def test_a_tokenizer_s_digest_changes_with_its_template(pair: TinyPair, tmp_path: Path) -> None:
-    folder = tiny.write(tmp_path / "model")
-    (folder / "config.json").write_text((pair.target / "config.json").read_text())
-    first = tokenizer_digest(str(folder))
-    (folder / "weights.bin").write_bytes(b"no part of it")
-    assert first is not None and tokenizer_digest(str(folder)) == first
-    tiny.write(folder, chat_template="{{ messages[0]['content'] }}")
-    assert tokenizer_digest(str(folder)) not in (None, first)
-    assert tokenizer_digest("8b") is None  # random weights
 
 
 def test_answers_of_a_flagged_row_say_so(
