@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from mpissd.engine.workload.sequence import Batch
 
 BATCH, K, V, ROUND, MOST_PROMPT = 3, 4, 50, 7, 9
 SHAPE = LinkShape(2, BATCH, K, vocab=V, prompt_tokens=MOST_PROMPT)
-PLAIN = LinkShape(2, BATCH, K, num_tokens=V)
 WAITER = Waiter(5.0, spin=False)
 CONTROLS = (Control(), Control(2, 0, 300), Control(0, 5))
 
@@ -138,10 +136,9 @@ def test_what_is_written_is_read(seed: int) -> None:
 
 
 def change(message: Message, **fields: int) -> None:
-    """Changes fields of a message's header, and seals it again."""
+    """Changes fields of a message's header."""
     header = Header._make(wire._HEADER.unpack_from(message._bytes))
     wire._HEADER.pack_into(message._bytes, 0, *header._replace(**fields))
-    message.seal(header.size)
 
 
 def refused(sent: Sent) -> str:
@@ -149,7 +146,7 @@ def refused(sent: Sent) -> str:
     with pytest.raises(ProtocolError) as error:
         sent.read()
     text = str(error.value)
-    assert any(word in text for word in (" expected ", " allowed ", " the message holds "))
+    assert " expected " in text or " allowed " in text
     assert text.startswith("round ") and "\n" not in text
     return text
 
@@ -202,34 +199,6 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
         refused(sent)
 
 
-@settings(max_examples=150)
-@given(st.data())
-def test_sealed_nonsense_is_refused_or_within_all_limits(data: st.DataObject) -> None:
-    """A peer with a defect, not a damaged message."""
-    sent = data.draw(st.sampled_from(SENT[:4]), "message")(data.draw(st.integers(0, 9), "seed"))
-    body = sent.message.array[HEADER : sent.size]
-    for _ in range(data.draw(st.integers(1, 3), "changes")):
-        place = data.draw(st.integers(0, len(body) - 1), "place")
-        body[place] = data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 60), "value")
-    sent.message.seal(len(body))
-    try:
-        found = sent.read()
-    except ProtocolError:
-        refused(sent)
-        return
-    for part in found if isinstance(found, tuple) else (found,):
-        if isinstance(part, Outcome):
-            for request in part.prompts.values():
-                assert request.temperature >= 0 and 0 < request.top_p <= 1
-                assert all(0 <= token < V for token in request.prompt)
-            assert ((part.num_accepted >= 0) & (part.num_accepted <= K)).all()
-            assert ((part.bonus >= 0) & (part.bonus < V)).all() and (part.ids >= 0).all()
-        elif isinstance(part, Speculation):
-            served = np.arange(K) < part.num_draft[:, None]
-            assert ((part.num_draft >= 0) & (part.num_draft <= K)).all()
-            assert ((part.tokens[served] >= 0) & (part.tokens[served] < V)).all()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -237,12 +206,9 @@ def test_sealed_nonsense_is_refused_or_within_all_limits(data: st.DataObject) ->
         ({"kind": 3}, "kind is 3, expected 2"),
         ({"group": 9}, "group is 9, expected 2"),
         ({"round": 5}, "round is 5, expected 7"),
-        ({"rows": -1}, "rows is -1, expected 3"),
         ({"rows": 2}, "rows is 2, expected 3"),
         ({"size": 10**6}, "size is 1000000, allowed 0..45"),
         ({"size": 44}, "44 numbers, expected 3 rows of 15"),
-        ({"stop": 1}, "stop is 1, expected 0"),
-        ({"fill": 1}, "fill is 1, expected 0"),
         ({"weights": -1}, "weights is -1, allowed 0.."),
     ],
 )
@@ -252,94 +218,6 @@ def test_a_header_that_does_not_fit_names_both_values(
     sent = sent_speculation(0)
     change(sent.message, **changes)
     assert message in refused(sent)
-
-
-MALFORMED = [
-    # of an outcome's second row: column, value, error
-    (Kind.OUTCOME, 0, -1, "outcome row 1: id is -1, allowed 0..2147483647"),
-    (Kind.OUTCOME, 2, 5, "outcome row 1: event is 5, allowed 0..4"),
-    (Kind.OUTCOME, 3, K + 1, "outcome row 1: num_accepted is 5, allowed 0..4"),
-    (Kind.OUTCOME, 4, V, "outcome row 1: bonus is 50, allowed 0..49"),
-    # of a speculation's
-    (Kind.SPECULATION, 0, 4, "speculation row 1: source is 4, allowed 0..3"),
-    (Kind.SPECULATION, 1, 2, "speculation row 1: hit is 2, allowed 0..1"),
-    (Kind.SPECULATION, 2, -1, "speculation row 1: num_draft is -1, allowed 0..4"),
-    (Kind.SPECULATION, 3, V, "speculation row 1: token 1 is 50, allowed 0..49"),
-    (Kind.SPECULATION, 4, -1, "speculation row 1: token 2 is -1, allowed 0..49"),
-    (Kind.SPECULATION, 5, V, None),  # after num_draft
-]
-
-
-@pytest.mark.parametrize(("kind", "column", "value", "message"), MALFORMED)
-@pytest.mark.parametrize("in_plan", [False, True])
-def test_numbers_out_of_range_are_refused(
-    kind: Kind, column: int, value: int, message: str | None, in_plan: bool
-) -> None:
-    rows = np.zeros((BATCH, Outcome.WIDTH), np.int32)
-    drafted = Speculation.empty(ROUND, BATCH, K)
-    drafted.num_draft[:] = 2
-    (rows if kind == Kind.OUTCOME else drafted.rows)[1, column] = value
-    message_, told = PLAIN.message(Kind.PLAN if in_plan else kind), Outcome(ROUND - 1, rows)
-    with nullcontext() if message is None else pytest.raises(ProtocolError, match=message):
-        if in_plan:
-            wire.write_plan(message_, told, drafted, False)
-            wire.read_plan(message_, ROUND)
-        elif kind == Kind.OUTCOME:
-            wire.write_outcome(message_, told)
-            wire.read_outcome(message_)
-        else:
-            wire.write_speculation(message_, drafted)
-            wire.read_speculation(message_, ROUND, BATCH)
-
-
-@pytest.mark.parametrize("q", [0.0, -0.25, 1.0000001, np.nan, np.inf])
-def test_what_is_no_probability_of_a_drawn_token_is_refused(q: float) -> None:
-    message, made = SHAPE.message(Kind.SPECULATION), Speculation.empty(6, 2, K, sampled=True)
-    made.rows[:, :3], made.q[:] = (Source.JIT, 0, 1), 0.5
-    made.q[1, 1] = q  # after num_draft: not read
-    wire.write_speculation(message, made)
-    assert wire.read_speculation(message, 6, 2).num_proposals.tolist() == [1, 1]
-    made.num_draft[:] = 2
-    wire.write_speculation(message, made)
-    with pytest.raises(ProtocolError, match=r"round 6: q \[.*\], allowed above 0 to 1"):
-        wire.read_speculation(message, 6, 2)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -1e-30])
-def test_distributions_that_hold_no_probability_are_refused(value: float) -> None:
-    message, rows = SHAPE.message(Kind.PROPOSALS), distributions(0)
-    rows[1][2] = value
-    wire.write_proposals(message, ROUND, rows)
-    with pytest.raises(ProtocolError, match="round 7: PROPOSALS hold a number that is no prob"):
-        wire.read_proposals(message, ROUND, BATCH)
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (Request(0, 7, 0, (V, 7)), "prompt tokens 7..50, allowed 0..49"),
-        (Request(0, 7, 0, (-1, 7)), "prompt tokens -1..7, allowed 0..49"),
-        (Request(0, 7, 0, (7, 8)), "a prompt that ends in 8, expected 7"),
-        (Request(0, 7, 0, (7,), -0.5), "temperature -0.5, top_p 1, allowed 0 or more"),
-        (Request(0, 7, 0, (7,), float("nan")), "temperature nan, .* allowed 0 or more"),
-        (Request(0, 7, 0, (7,), 1.0, 0.0), "top_p 0, allowed .* above 0 to 1"),
-    ],
-)
-def test_sealed_prompts_that_cannot_be_are_refused(request_: Request, message: str) -> None:
-    buffer, told = SHAPE.message(Kind.PROMPT), Outcome.admission(6, [request_])
-    wire.write_prompts(buffer, told)
-    with pytest.raises(ProtocolError, match=f"^round 6: malformed PROMPT: .*{message}"):
-        wire.read_prompts(buffer, Outcome(6, told.rows))
-
-
-@pytest.mark.parametrize("size", [0, -1, 10**6, 2**31 - 1])
-def test_a_prompt_s_length_beyond_its_message_is_refused(size: int) -> None:
-    buffer, told = SHAPE.message(Kind.PROMPT), Outcome.admission(6, [Request(0, 7, 0, (3, 7))])
-    end = wire.write_prompts(buffer, told)
-    buffer.array[HEADER] = size
-    buffer.seal(end - HEADER)
-    with pytest.raises(ProtocolError, match=f"a prompt of {size} tokens at 0, the message holds"):
-        wire.read_prompts(buffer, told)
 
 
 def test_large_messages_are_checked_by_a_fold() -> None:

@@ -87,7 +87,7 @@ MALFORMED: dict[str, tuple[Callable[[Send, int, Rows], None], str]] = {
     "another round": (lambda send, r, rows: send(r + 1, rows), "round is 1, expected 0"),
     "too few": (lambda send, r, rows: send(r, rows[1:]), "rows is 5, expected 6"),
     "out of order": (lambda send, r, rows: send(r, rows[::-1]), "its row says"),
-    "not normal": (lambda send, r, rows: send(r, [row * np.nan for row in rows]), "no probability"),
+    "not normal": (lambda send, r, rows: send(r, [row * np.nan for row in rows]), "row says nan"),
     "all zero": (lambda send, r, rows: send(r, [row * 0 for row in rows]), "its row says 0.0"),
 }
 

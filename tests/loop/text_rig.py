@@ -110,7 +110,7 @@ class TextPair(Pair):
     def shape(self) -> LinkShape:
         width = self.vocab if self.ids is None else len(self.ids)
         vocab = width if self.K else 0
-        return LinkShape(3, self.batch, self.K, vocab=vocab, num_tokens=self.vocab, prompt_tokens=9)
+        return LinkShape(3, self.batch, self.K, vocab=vocab, prompt_tokens=9)
 
 
 class WatchedText(Watching, LogitsDraft):

@@ -2,14 +2,12 @@
 
 A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
 holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), or prompts
-(PROMPT). A receiver compares the header with what it expects, the whole message with its checksum,
-and every number of the body with the values that it can have. A difference raises ProtocolError
-with both values.
+(PROMPT). A receiver compares the header with what it expects, and the whole message with its
+checksum. A difference raises ProtocolError with both values.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -22,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Source, Speculation
+from mpissd.common.rounds import Control, Ints, Outcome, Request, Speculation
 
 VERSION = 0x5D04
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
-_OUTCOME = ("id", "epoch", "event", "num_accepted", "bonus")
-_SPECULATION = ("source", "hit", "num_draft")
 # Of a prompt, before its tokens: their number, flags, temperature, top_p, seed.
 _PROMPT = Struct("=iiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
@@ -77,8 +73,8 @@ class LinkShape:
     """The limits of all messages between some ranks, the same on each of them.
 
     group: the target group's number. batch: the largest b. vocab: entries of a distribution if
-    tokens are sampled, or 0. num_tokens: exceeds every token (None: it is vocab). prompt_tokens:
-    tokens of the longest prompt that is sent; 0: sequences have no prompts.
+    tokens are sampled, or 0. prompt_tokens: tokens of the longest prompt that is sent; 0: sequences
+    have no prompts.
     """
 
     group: int
@@ -86,7 +82,6 @@ class LinkShape:
     lookahead: int
     _: KW_ONLY
     vocab: int = 0
-    num_tokens: int | None = None
     prompt_tokens: int = 0
 
     @property
@@ -95,18 +90,17 @@ class LinkShape:
         return self.vocab > 0
 
     @property
-    def last_token(self) -> int:
-        """The largest token."""
-        return (self.num_tokens or self.vocab or MOST) - 1
+    def speculation_width(self) -> int:
+        """int32 of a speculation's row."""
+        return Speculation.width(self.lookahead, self.sampled)
 
     def capacity(self, kind: Kind) -> int:
         """Returns the int32 of the largest body; an outcome may release and admit b sequences."""
         outcome = 2 * Outcome.WIDTH
-        speculation = Speculation.width(self.lookahead, self.sampled)
         each = {
             Kind.OUTCOME: outcome,
-            Kind.SPECULATION: speculation,
-            Kind.PLAN: outcome + speculation,
+            Kind.SPECULATION: self.speculation_width,
+            Kind.PLAN: outcome + self.speculation_width,
             Kind.PROPOSALS: self.lookahead * self.vocab,
             Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens,
         }
@@ -136,13 +130,6 @@ class Message:
         if kind in (Kind.OUTCOME, Kind.PLAN):
             most = most._replace(stop=1, lookahead=shape.lookahead, width=MOST, fill=MOST)
         self._most = most._replace(weights=MOST) if kind == Kind.SPECULATION else most
-        # The largest value of each column; of q, any bits.
-        last = shape.last_token
-        self._outcome = np.array([MOST, MOST, max(Event), shape.lookahead, last], np.uint32)
-        width = Speculation.width(shape.lookahead, shape.sampled)
-        self._speculation = np.full(width, 2**32 - 1, np.uint32)
-        self._speculation[: Speculation.HEAD] = max(Source), 1, shape.lookahead
-        self._speculation[Speculation.HEAD :][: shape.lookahead] = last
 
     def write(
         self,
@@ -167,75 +154,47 @@ class Message:
             width = -1 if control.width is None else control.width
             fill = control.prefill_rows
         _HEADER.pack_into(self._bytes, 0, 0, *fields, lookahead, width, fill, weights)
-        self.seal(end - HEADER)
+        self._words[0] = self._checksum(end - HEADER)
         return end
-
-    def seal(self, size: int) -> None:
-        """Writes the checksum of a message whose body has `size` int32."""
-        self._words[0] = self._checksum(size)
 
     def header(self, round_: int | None = None, count: int | None = None) -> Header:
         """Returns the header of the message that arrived.
 
-        round_, count: the expected ones; None: any.
+        round_, count: the expected ones; None: any. The error names each field that does not fit.
         """
         header = Header._make(_HEADER.unpack_from(self._bytes))
         fits = all(map(le, self._least, header)) and all(map(le, header, self._most))
-        if not (fits and round_ in (None, header.round) and count in (None, header.rows)):
-            raise self._refused(header, round_, count)
-        return header
+        if fits and round_ in (None, header.round) and count in (None, header.rows):
+            return header
+        least, most = self._least._asdict(), self._most._asdict()
+        for name, value in (("round", round_), ("rows", count)):
+            if value is not None:
+                least[name] = most[name] = value
+        wrong = []
+        for name, value in header._asdict().items():
+            low, high = least[name], most[name]
+            if not low <= value <= high:
+                limit = f"expected {high}" if low == high else f"allowed {low}..{high}"
+                wrong.append(f"{name} is {value}, {limit}")
+        raise self.refused(header, ", ".join(wrong))
 
-    def body(self, header: Header) -> Ints:
-        """Returns a copy of the body, [size], after a check of the checksum."""
+    def body(self, header: Header, width: int | None = None) -> Ints:
+        """Returns a copy of the body, [rows, width] or flat, after a check of the checksum."""
+        if width is not None and header.size != header.rows * width:
+            raise self.refused(
+                header, f"{header.size} numbers, expected {header.rows} rows of {width}"
+            )
         computed = self._checksum(header.size)
         if header.checksum != computed:
-            raise ProtocolError(
-                f"round {header.round}: {self.kind.name} message refused: checksum is "
-                f"{header.checksum:#010x}, expected {computed:#010x}"
+            raise self.refused(
+                header, f"checksum is {header.checksum:#010x}, expected {computed:#010x}"
             )
-        copied: Ints = self.array[HEADER : HEADER + header.size].copy()
-        return copied
+        body: Ints = self.array[HEADER : HEADER + header.size].copy()
+        return body if width is None else body.reshape(header.rows, width)
 
-    def rows(self, header: Header, width: int) -> Ints:
-        """Returns a copy of the body as rows of equal length, [count, width]."""
-        if header.size != header.rows * width:
-            raise self.malformed(
-                header.round, f"{header.size} numbers, expected {header.rows} rows of {width}"
-            )
-        return self.body(header).reshape(header.rows, width)
-
-    def outcome(self, header: Header, rows: Ints) -> Outcome:
-        """Returns the outcome of these rows."""
-        beyond = rows.view(np.uint32) > self._outcome  # a negative number is huge when unsigned
-        if np.count_nonzero(beyond):  # takes a tenth of any()
-            raise self._beyond(header.round, "outcome", rows, beyond)
-        lookahead, width = (None if n < 0 else n for n in (header.lookahead, header.width))
-        return Outcome(header.round, rows, control=Control(lookahead, width, header.fill))
-
-    def speculation(self, round_: int, rows: Ints) -> Speculation:
-        """Returns the speculation of these rows.
-
-        Tokens after num_draft may have any value, because no rank reads them.
-        """
-        speculation = Speculation(round_, rows, sampled=self.shape.sampled)
-        beyond = rows.view(np.uint32) > self._speculation
-        if np.count_nonzero(beyond):
-            drafted = np.arange(self.shape.lookahead) < speculation.num_draft[:, None]
-            beyond[:, Speculation.HEAD :][:, : self.shape.lookahead] &= drafted
-            if beyond.any():
-                raise self._beyond(round_, "speculation", rows, beyond)
-        if self.shape.sampled:
-            drafted = np.arange(self.shape.lookahead) < speculation.num_draft[:, None]
-            q = speculation.q[drafted]
-            if not ((q > 0) & (q <= 1)).all():
-                raise ProtocolError(
-                    f"round {round_}: q {speculation.q.tolist()}, allowed above 0 to 1"
-                )
-        return speculation
-
-    def malformed(self, round_: int, what: str) -> ProtocolError:
-        """Returns the error about a body that cannot be; what: the value and what is allowed."""
-        return ProtocolError(f"round {round_}: malformed {self.kind.name}: {what}")
+    def refused(self, header: Header, what: str) -> ProtocolError:
+        """Returns the error about a message; what: the value and the expected one."""
+        return ProtocolError(f"round {header.round}: {self.kind.name} message refused: {what}")
 
     def _checksum(self, size: int) -> int:
         if size <= _BY_CRC:
@@ -247,37 +206,6 @@ class Message:
         folded[: size - whole] ^= body[whole:]
         return crc32(folded.data, crc32(self._bytes[4 : 4 * HEADER]))
 
-    def _refused(self, header: Header, round_: int | None, count: int | None) -> ProtocolError:
-        least, most = self._least._asdict(), self._most._asdict()
-        for name, value in (("round", round_), ("rows", count)):
-            if value is not None:
-                least[name] = most[name] = value
-        wrong = []
-        for name, value in header._asdict().items():
-            if not least[name] <= value <= most[name]:
-                exact = least[name] == most[name]
-                limit = (
-                    f"expected {most[name]}" if exact else f"allowed {least[name]}..{most[name]}"
-                )
-                wrong.append(f"{name} is {value}, {limit}")
-        return ProtocolError(
-            f"round {header.round}: {self.kind.name} message refused: {', '.join(wrong)}"
-        )
-
-    def _beyond(
-        self, round_: int, what: str, rows: Ints, beyond: NDArray[np.bool_]
-    ) -> ProtocolError:
-        """Returns the error about the first number that is beyond its limit."""
-        row, column = np.argwhere(beyond)[0].tolist()
-        names, limits = (
-            (_OUTCOME, self._outcome) if what == "outcome" else (_SPECULATION, self._speculation)
-        )
-        name = names[column] if column < len(names) else f"token {column - len(names) + 1}"
-        return ProtocolError(
-            f"round {round_}: malformed {what} row {row}: {name} is {rows[row, column]}, allowed "
-            f"0..{limits[column]}"
-        )
-
 
 def write_outcome(message: Message, outcome: Outcome, stop: bool = False) -> None:
     """Writes an outcome, with one copy."""
@@ -288,7 +216,13 @@ def write_outcome(message: Message, outcome: Outcome, stop: bool = False) -> Non
 def read_outcome(message: Message, round_: int | None = None) -> tuple[Outcome, bool]:
     """Returns a copy of the outcome that arrived, and its stop flag."""
     header = message.header(round_)
-    return message.outcome(header, message.rows(header, Outcome.WIDTH)), bool(header.stop)
+    rows = message.body(header, Outcome.WIDTH)
+    return Outcome(header.round, rows, control=_control(header)), bool(header.stop)
+
+
+def _control(header: Header) -> Control:
+    lookahead, width = (None if n < 0 else n for n in (header.lookahead, header.width))
+    return Control(lookahead, width, header.fill)
 
 
 def write_speculation(message: Message, speculation: Speculation) -> None:
@@ -299,9 +233,9 @@ def write_speculation(message: Message, speculation: Speculation) -> None:
 
 def read_speculation(message: Message, round_: int, count: int) -> Speculation:
     """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
-    header = message.header(round_, count)
-    width = Speculation.width(message.shape.lookahead, message.shape.sampled)
-    speculation = message.speculation(round_, message.rows(header, width))
+    header, shape = message.header(round_, count), message.shape
+    rows = message.body(header, shape.speculation_width)
+    speculation = Speculation(round_, rows, sampled=shape.sampled)
     speculation.version = header.weights
     return speculation
 
@@ -314,21 +248,15 @@ def write_plan(message: Message, outcome: Outcome, speculation: Speculation, sto
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
     """Returns a copy of the plan that arrived: (outcome of round_ - 1, speculation, stop)."""
-    header = message.header(round_ - 1)
-    body, shape = message.body(header), message.shape
-    end = header.rows * Outcome.WIDTH
-    if end > len(body):
-        raise message.malformed(
-            header.round, f"{len(body)} numbers, expected {header.rows} rows of {Outcome.WIDTH}"
-        )
-    outcome = message.outcome(header, body[:end].reshape(header.rows, Outcome.WIDTH))
-    live, width = outcome.num_live, Speculation.width(shape.lookahead, shape.sampled)
-    if end + live * width != len(body):
-        raise message.malformed(
-            header.round, f"{len(body) - end} numbers, expected {live} rows of {width}"
-        )
-    speculation = message.speculation(round_, body[end:].reshape(live, width))
-    return outcome, speculation, bool(header.stop)
+    header, shape = message.header(round_ - 1), message.shape
+    body, end = message.body(header), header.rows * Outcome.WIDTH
+    rows = body[:end].reshape(header.rows, Outcome.WIDTH)
+    outcome, width = Outcome(header.round, rows, control=_control(header)), shape.speculation_width
+    if len(body) - end != outcome.num_live * width:
+        what = f"{len(body) - end} numbers, expected {outcome.num_live} rows of {width}"
+        raise message.refused(header, what)
+    drafted = body[end:].reshape(outcome.num_live, width)
+    return outcome, Speculation(round_, drafted, sampled=shape.sampled), bool(header.stop)
 
 
 def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
@@ -341,11 +269,7 @@ def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.flo
 
 def read_proposals(message: Message, round_: int, count: int) -> NDArray[np.float32]:
     """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
-    header = message.header(round_, count)
-    rows = message.rows(header, message.shape.vocab).view(np.float32)
-    if not (np.isfinite(rows).all() and (rows >= 0).all()):
-        raise ProtocolError(f"round {round_}: PROPOSALS hold a number that is no probability")
-    return rows
+    return message.body(message.header(round_, count), message.shape.vocab).view(np.float32)
 
 
 def has_prompts(outcome: Outcome) -> bool:
@@ -374,30 +298,11 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
     body = message.body(message.header(outcome.round, len(fresh)))
     prompts, at = dict[tuple[int, int], Request](), 0
     for id_, epoch, _, _, last in fresh:
-        start, at = at, at + _PROMPT_HEAD
-        if at > len(body):
-            raise message.malformed(outcome.round, f"{len(body)} numbers, expected more prompts")
-        size, flags, temperature, top_p, seed = _PROMPT.unpack(body[start:at].tobytes())
-        tokens = body[at : at + max(0, size)]
-        at += len(tokens)
-        if not 1 <= size == len(tokens):
-            held = f"the message holds {len(body)} numbers"
-            raise message.malformed(outcome.round, f"a prompt of {size} tokens at {start}, {held}")
-        least, most, limit = int(tokens.min()), int(tokens.max()), message.shape.last_token
-        is_sampling = 0 <= temperature < math.inf and 0 < top_p <= 1
-        allowed = "allowed 0 or more, and above 0 to 1"
-        for fits, what in (
-            (least >= 0 and most <= limit, f"prompt tokens {least}..{most}, allowed 0..{limit}"),
-            (tokens[-1] == last, f"a prompt that ends in {tokens[-1]}, expected {last}"),
-            (is_sampling, f"temperature {temperature:g}, top_p {top_p:g}, {allowed}"),
-            (0 <= flags <= 3, f"flags {flags}, allowed 0..3"),
-        ):
-            if not fits:
-                raise message.malformed(outcome.round, what)
+        head, at = body[at : at + _PROMPT_HEAD], at + _PROMPT_HEAD
+        size, flags, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
+        tokens, at = body[at : at + size], at + size
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
         logprobs = bool(flags & _WANTS_LOGPROBS)
         request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, logprobs)
         prompts[id_, epoch] = request
-    if at != len(body):
-        raise message.malformed(outcome.round, f"{len(body)} numbers, expected {at}")
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)
