@@ -33,7 +33,7 @@ import pandas as pd
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import NORMAL_Z, Rate
-from mpissd.common.real_pairs import BESIDE, under_real_pairs
+from mpissd.common.real_pairs import BESIDE, under_real_pair
 from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text
 from mpissd.lab.tables.load import read_lines
@@ -223,7 +223,7 @@ def _derived(row: Row) -> Line:
         "other_draft": row.other_draft_device,
         "commit": str((row.provenance or {}).get("commit") or ""),
         **_parts(row),
-        **under_real_pairs(row),
+        **{f"real_{name}": under_real_pair(row, pair) for name, pair in BESIDE.items()},
     }
 
 
