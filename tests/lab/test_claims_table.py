@@ -11,8 +11,6 @@ from mpissd.common.compare import DRIFT
 from mpissd.common.row import Row
 from mpissd.lab.tables.best import setting_of
 from mpissd.lab.tables.claims import Claim, claims, judged, render
-from mpissd.lab.tables.load import load_rows
-from mpissd.lab.tables.pair import Pair
 from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,17 +196,6 @@ def test_imposed_hits_claim_nothing() -> None:
     assert lines([*rows(), *imposed]) == lines(rows())
     told = [str(claim) for claim in judged(setting_of(imposed[0]), [*rows(), *imposed])]
     assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
-
-
-def test_the_committed_claims_are_those_of_a_pair() -> None:
-    """Each line over the H200 rows, as `compare A B` on one seed's two rows has it."""
-    every = load_rows([ROOT / "results" / "h200-pairs"])
-    for claim in claims(every):
-        assert claim.other is not None and claim.gain is not None
-        a = claim.other.rows[0]
-        b = next(r for r in claim.ssd.rows if r.seed == a.seed)
-        told = Pair.of(a, b, {}, others=every).comparison
-        assert (told.low, told.high) == pytest.approx((claim.gain.low, claim.gain.high))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])

@@ -61,20 +61,6 @@ def test_why_takes_the_row_that_was_measured_last_or_a_run_id(
         assert capfd.readouterr().out.startswith(f"{run_id}: ")
 
 
-def test_rows_of_one_seed_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A sweep measures the seeds of both in orders of their own."""
-    seeds = [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
-    rows = [
-        result(f"{name}{seed}", seed=seed, token_digest=f"{seed}", fuse=name == "b")
-        for seed, name in seeds
-    ]
-    write(tmp_path / "both" / "runs.jsonl", *rows)
-    assert compared(capfd, tmp_path / "both") == ("a2", "b2")
-    write(tmp_path / "a" / "runs.jsonl", *rows[:2])
-    write(tmp_path / "b" / "runs.jsonl", *rows[3:])
-    assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("a1", "b1")
-
-
 @pytest.mark.parametrize("seeds", [1, 5])
 def test_two_folders_of_one_configuration_stay_apart(
     seeds: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -48,26 +48,6 @@ def flags(found: Plan) -> list[dict[str, str]]:
     return [dict(point.flags) for point in found.points]
 
 
-def test_a_grid_that_no_sweep_could_measure_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="99980001 combinations: allowed: at most 100000"):
-        plan("rounds=1..9999; seed=1..9999")
-    with pytest.raises(ConfigError, match=r"rounds=1..99999: allowed: at most 10000 values"):
-        plan("rounds=1..99999")
-
-
-@pytest.mark.parametrize(
-    ("grid", "says"),
-    [
-        ("mode=ar,sdd", "unknown mode 'sdd': did you mean 'sd'?"),
-        ("mode=sd; alpha=.5,2", r"alpha=2: allowed: a number in \[0, 1\]"),
-        (f"lookahead=1..{'9' * 5000}", "allowed: a whole number"),  # as text, like any other
-    ],
-)
-def test_a_value_that_its_flag_never_takes_is_refused_at_once(grid: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        plan(grid)
-
-
 def test_an_inline_grid() -> None:
     assert axes("mode=ar,sd,ssd; lookahead=2..8; alpha=.6, .7 ;p_hit=none,0") == {
         "mode": ("ar", "sd", "ssd"),
@@ -106,11 +86,16 @@ def test_a_file_has_blocks_and_comments(tmp_path: Path) -> None:
         ("fan_out='list:4,4", "a quotation does not end"),
         ("lookahead=8..2", r"grid: lookahead=8\.\.2: allowed: FIRST\.\.LAST"),
         ("nowhere", r"grid='nowhere': No such file.*allowed: a file, or flag=value"),
+        ("rounds=1..9999; seed=1..9999", "99980001 combinations: allowed: at most 100000"),
+        ("rounds=1..99999", r"rounds=1\.\.99999: allowed: at most 10000 values"),
+        ("mode=ar,sdd", "unknown mode 'sdd': did you mean 'sd'?"),
+        ("mode=sd; alpha=.5,2", r"alpha=2: allowed: a number in \[0, 1\]"),
+        (f"lookahead=1..{'9' * 5000}", "allowed: a whole number"),  # as text, like any other
     ],
 )
 def test_refusals_take_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_grid(text)
+        plan(text)
 
 
 def test_what_a_method_does_not_see_is_folded() -> None:
@@ -133,18 +118,6 @@ def test_what_cannot_be_is_kept_with_its_reason() -> None:
         "mode=sd with lookahead=0: allowed: lookahead above 0",
     ]
     assert len({point.digest for point in found.points}) == len(found.points) == 8
-
-
-def test_the_job_has_as_many_drafts_as_a_configuration_at_most() -> None:
-    assert plan("mode=ar").num_drafts == 0
-    found = plan("mode=ar,sd; num_drafts=0,1")
-    assert found.num_drafts == 1 and found.drafts == [0, 1]
-    assert [p.config.drafts for p in found.points if p.config] == [0, 0, 1]
-    grid = "mode=ar,sd; lookahead=2,4"
-    inline = planned(parse_into(SweepConfig, {"grid": grid, "num_drafts": "0"}))
-    assert inline.num_drafts == 0 and inline.drafts == [0] and len(inline.points) == 3
-    with pytest.raises(ConfigError, match="num_drafts=1 in the grid: allowed: at most 0"):
-        planned(parse_into(SweepConfig, {"grid": "mode=sd; num_drafts=1", "num_drafts": "0"}))
 
 
 def test_repeats_interleave_in_orders_of_their_own() -> None:
