@@ -17,7 +17,7 @@ from analysis.__main__ import draw
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
-from analysis.select import cases, plain, records
+from analysis.select import cases, plain
 from analysis.style import Poster, rendered, themed
 from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.lab.tables.claims import claims
@@ -146,7 +146,7 @@ def test_throughput() -> None:
 def test_equal_gpus() -> None:
     """The tok/s and gains equal the table of `mpissd compare --show=claims` for the same rows."""
     rows = five_seeds().rows.query("lm_head == False and batch_size == 1")
-    told = {c.setting["acceptance"]: c for c in claims(records(rows[plain(rows)]))}
+    told = {c.setting["acceptance"]: c for c in claims(list(rows[plain(rows)]["row"]))}
     title = "8B/1B on 2 GPUs, without LM head"
     lines = {name: series("equal_gpus", name, title) for name in ("AR", "SD", "SSD")}
     assert list(lines["SSD"]["x"]) == [0.6, 0.8] and lines["AR"]["y"].nunique() == 1
