@@ -306,16 +306,3 @@ def test_a_case_has_the_rows_of_one_folder() -> None:
     assert found[0].label == "8B/1B, T=1"
     assert set(found[0].rows["folder"]) | set(found[0].ar["folder"]) == {str(FIXTURE)}
     assert any("another set than" in line for line in notes.lines)
-
-
-def test_ar_on_the_draft_gpu_too_may_come_from_another_folder() -> None:
-    rows = data().rows
-    is_wide = (rows["mode"] == "ar") & (rows["gpus"] == 2)
-    apart = rows.assign(folder=rows["folder"].where(~is_wide, "elsewhere"))
-    other = apart[is_wide].assign(fuse=~apart["fuse"][is_wide], tok_per_s=1.0, run_id="x")
-    both, notes = pd.concat([apart, other], ignore_index=True), Notes()
-    (first, *_) = cases(Data(both, (), notes), plain(both), ["lookahead"])
-    point = first.ar_on(2)
-    assert point is not None and point["tok_per_s"] == rate(mode="ar", tp=2)
-    assert any("AR of 8B on 2 GPUs: rows of elsewhere" in line for line in notes.lines)
-    assert "elsewhere" in drawn(Data(both), "throughput").caption

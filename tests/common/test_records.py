@@ -52,10 +52,6 @@ def test_rows_name_round_sequence_outcome_and_source(shrinking: RoundRecords) ->
     assert shrinking.num_rows().tolist() == [6, 5, 1]
 
 
-def test_tokens_are_the_accepted_drafts_and_the_bonus(shrinking: RoundRecords) -> None:
-    assert shrinking.tokens() == {7: [1, 2, 90, 5, 92], 3: [91, 8, 93, 94]}
-
-
 def test_a_token_digest_covers_the_first_tokens_of_every_sequence() -> None:
     digest = token_digest({0: [1, 2, 3], 1: [4, 5]}, 2)
     assert digest == token_digest({1: [4, 5, 6, 7], 0: [1, 2]}, 2)

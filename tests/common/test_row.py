@@ -64,15 +64,6 @@ def test_the_committed_rows_have_the_type_of_each_field() -> None:
         assert all(isinstance(v, kind) or (null and v is None) for v in values), name
 
 
-def test_a_key_that_a_line_lacks_is_none_and_not_in_it() -> None:
-    row = Row.from_dict({"mode": "ar", "seed": 0, "stable": None, "gates": ["clock"]})
-    assert row.tp is None and row.stable is None and row.extra == {"gates": ["clock"]}
-    assert list(row) == ["mode", "seed", "stable", "gates"] and "tp" not in row
-    assert row.get("tp", 3) == 3 and row["gates"] == ["clock"]
-    with pytest.raises(KeyError):
-        row["tp"]
-
-
 @pytest.mark.parametrize(
     ("line", "device", "other"),
     [

@@ -72,15 +72,6 @@ def test_each_method_is_compared_at_equal_and_at_its_own_best_lookahead() -> Non
     assert [use.tok_per_s for use in bests(second)] == [300, 400]  # AR is in both
 
 
-@pytest.mark.parametrize("other", [{"device_name": "A100"}, {"tp": 2}, {"context": 4096}])
-def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None:
-    found = compare_methods([*ROWS[:4], row("ssd", 4, 999, **other)])
-    assert [list(comparison.methods) for comparison in found] == [
-        ["AR", "SD"],
-        ["SSD fan_out=uniform:3 p_hit:0.9"],
-    ]
-
-
 def test_answers_to_other_prompts_are_not_compared() -> None:
     """Nor with a row of the same prompts and another top_p; rows without `forward` are gemm's."""
     asked = [{"prompts": "a"}, {"prompts": "a"}, {"prompts": "b"}, {"prompts": "a", "top_p": ".5"}]
@@ -122,14 +113,6 @@ def test_the_table_and_the_json_say_the_same() -> None:
     assert told[1]["over_ar_per_gpu"]["verdict"] == "no difference"
     told = told[2]
     assert told["by_lookahead"]["8"] == {"tok_per_s": 1000, "repeats": [990, 1010, 1000]}
-
-
-def test_the_best_lookahead_is_chosen_by_the_prediction_and_not_by_luck() -> None:
-    lucky = [row("sd", 4, 600), row("sd", 8, 640, expected_tok_per_s=590)]
-    (found,) = compare_methods(lucky)
-    assert bests(found)[0].lookahead == 4
-    unknown = [lucky[0] | {"expected_tok_per_s": None}, lucky[1]]
-    assert bests(compare_methods(unknown)[0])[0].lookahead == 8
 
 
 def test_predictions_that_miss_by_far_choose_no_k_and_are_named() -> None:

@@ -112,12 +112,6 @@ def test_a_lookup_is_ruled_out_by_what_it_can_reach_at_most() -> None:
     assert one(rows(fast)).text == "1.08× (1.08–1.08)"
 
 
-def test_a_lookup_counts_only_with_the_acceptance_that_ssd_may_assume() -> None:
-    lucky = rows({("lookup", 2, 0): {8: 900.0}}, acceptance_fast="alpha:0.6")
-    assert str(one(rows() + lucky).other) == "SD inline T=2 K=3"
-    assert str(one(rows({**USES, ("lookup", 2, 0): {8: 900.0}})).other) == "lookup T=2 K=8"
-
-
 def test_where_a_recording_decides_each_lookup_is_a_use_of_its_own() -> None:
     """Also one that is newer than the two that a verdict needs."""
     told = {"workload": "replay", "recording": "a.npz", "acceptance": None, "hit_law": None}
@@ -133,20 +127,6 @@ def test_where_a_recording_decides_each_lookup_is_a_use_of_its_own() -> None:
         found += [r | told | {"lookup": kind} for r in rows({("lookup", 2, 0): {8: rate}})]
         assert not claim().unknown and str(claim().other) == f"{kind} T=2 K=8"
         assert claim().other.method.endswith(f"lookup={kind}")
-
-
-def test_70b_on_three_gpus_needs_three_targets() -> None:
-    """64 heads divide unevenly; what T = 3 would give is expected between T = 2 and T = 4."""
-    uses: Uses = {
-        ("ar", 2, 0): {0: 60.0},
-        ("ar", 4, 0): {0: 114.0},
-        ("sd", 2, 0): {8: 193.0},
-        ("sd", 4, 0): {5: 298.0},
-        ("sd", 2, 1): {7: 195.0},
-        ("ssd", 2, 1): {10: 245.0},
-    }
-    claim = one(rows(uses, target="llama-3.1-70b"))
-    assert [str(one.family) for one in claim.unknown] == ["SD inline T=3"] and claim.copies is None
 
 
 def test_a_loss_to_a_measured_use_holds_whatever_else_was_not_measured() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpissd.common.row import Row
 from mpissd.common.trace import LeadPhase
-from mpissd.lab.gates import host_s
 from tests.common.clean_row import Line, Rounds, device_means, judge, make, make_row
 
 Spoil = Callable[[Line, Rounds], None]
@@ -183,21 +180,6 @@ def test_tokens_beyond_the_limit_do_not_count(
     assert [line for line in judge(row, rounds) if line.startswith("tokens")]
 
 
-def test_short_rounds_need_not_close(clean: tuple[Line, Rounds]) -> None:
-    """Two stamps and a store are 1% of 100 µs."""
-    row, rounds = clean
-    lose(0.02)(row, rounds)
-    assert len(judge(row, rounds)) == 1
-    for name in ("lead_ledger_ns", "draft_ledger_ns"):
-        rounds[name][:, 2:] //= 10
-        rounds[name][:, 1] = rounds[name][:, 2:].sum(axis=1)
-    for name in ("round_s", "t_target_s"):
-        rounds[name] /= 10
-    rounds["draft_rounds"][:, 1:3] /= 10
-    short = make_row(rounds) | {"cache_bytes": None}
-    assert short["ledger_closure"] < 0.99 and judge(short, rounds) == []
-
-
 def test_time_between_the_two_clocks_is_not_lost(clean: tuple[Line, Rounds]) -> None:
     """A rank without its core for 1 ms, between the ledger's stamp and the wall's, twice."""
     _, rounds = clean
@@ -218,25 +200,3 @@ def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Line, Rounds]) -> 
     few["round_s"][7] *= 1.5
     row = make_row(few)
     assert row["ledger_closure"] < 0.9 and judge(row, few) == []
-
-
-CHAINED = {
-    "graph": True,
-    "num_drafts": 0,
-    "tp": 1,
-    "forward": "transformer",
-    "backup": "jit",
-    "temperature": None,
-}
-
-
-@pytest.mark.parametrize("other, counts", [({}, True), ({"num_drafts": 1}, False)])
-def test_a_forward_may_begin_in_the_round_before_where_rounds_are_chained(
-    other: Line, counts: bool
-) -> None:
-    row = cast(Row, SimpleNamespace(**{**CHAINED, **other}))
-    # ns of two rounds: their number, wall, launch and device_wait
-    ledger = np.array([[0, 1e6, 0, 0], [1, 1e6, 100e3, 100e3]])
-    rounds = {"lead_phases": np.array(["launch", "device_wait"]), "lead_ledger_ns": ledger}
-    found = host_s(row, rounds)
-    assert found.tolist() == pytest.approx([0, 1.2e-3 if counts else 0.2e-3])
