@@ -39,31 +39,24 @@ RETIRED = {
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
     """Parses a whole number in [minimum, maximum]."""
-
-    def parse(name: str, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value <= maximum:
-            limit = f">= {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
-            raise ConfigError(f"{name}={text}: allowed: a whole number {limit}")
-        return value
-
-    return parse
+    return _bounded(int, minimum, maximum, "a whole number")
 
 
 def number(low: float, high: float = math.inf) -> Parse:
     """Parses a finite number in [low, high]."""
+    return _bounded(float, low, high, "a number")
 
-    def parse(name: str, text: str) -> float:
+
+def _bounded(kind: type[int] | type[float], low: float, high: float, name: str) -> Parse:
+    limit = f">= {low:.15g}" if high == math.inf else f"in [{low:.15g}, {high}]"
+
+    def parse(flag: str, text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not (low <= value <= high and math.isfinite(value)):
-            limit = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
-            raise ConfigError(f"{name}={text}: allowed: a number {limit}")
+            raise ConfigError(f"{flag}={text}: allowed: {name} {limit}")
         return value
 
     return parse
