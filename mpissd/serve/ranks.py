@@ -22,9 +22,8 @@ from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import opened_machine, session_of
+from mpissd.engine.session.session import opened_machine, session_of, tell_doubts
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver

@@ -183,8 +183,8 @@ def test_a_damaged_profile_is_one_line(
     device = json.loads(Path(EIGHT.partition("=")[2]).read_text())
     for change, message in (
         ({"schema": 2}, "schema 2, this version reads 1"),
-        ({"numbers": {}}, "missing or malformed"),
-        ({"tables": {"forwards": [{"model": "x"}]}}, "missing or malformed"),
+        ({"numbers": {}}, "missing '"),
+        ({"tables": {"forwards": [{"model": "x"}]}}, "missing '"),
     ):
         Path("probed.json").write_text(json.dumps({**device, **change}))
         assert message in refused(capfd, *words[:-1], f"{words[-1]}probed.json")

@@ -27,7 +27,6 @@ from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
 from mpissd.lab.load.config import AUTO, LoadConfig
-from mpissd.lab.load.requests import ANSWERED, Load, Served
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Outcomes
@@ -60,30 +59,6 @@ def about(config: LoadConfig) -> Mapping[str, Any]:
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
         "max_running": config.max_running,
     }
-
-
-def send_all(config: LoadConfig, load: Load) -> list[Served]:
-    """Returns the results of a load's requests, dealt to the replicas in turn."""
-    asked = [Asked(each.at_s, each.prompt_tokens, each.max_tokens) for each in load.arrivals]
-    for first in range(config.replicas):
-        if part := asked[first :: config.replicas]:
-            asked[first :: config.replicas] = simulate(
-                config.simulated, config.tp, part, auto=config.auto, kv_tokens=config.kv_tokens
-            ).requests
-    return [
-        Served(
-            at_s=each.at_s,
-            status=ANSWERED,
-            ttft_s=each.token_s[0] - each.at_s,
-            latency_s=each.token_s[-1] - each.at_s,
-            num_tokens=len(each.token_s),
-            prompt_tokens=each.prompt_tokens,
-            speculation={
-                name: getattr(each, name) for name in ("drafted", "accepted", "hits", "rounds")
-            },
-        )
-        for each in asked
-    ]
 
 
 @dataclass

@@ -32,8 +32,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
-from mpissd.engine.session.doubts import drafts_of
-from mpissd.engine.session.session import Session
+from mpissd.engine.session.session import Session, drafts_of
 from mpissd.engine.workload.text.stops import SOURCES, AnswerText
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.engine.workload.text.workload import TextWorkload
