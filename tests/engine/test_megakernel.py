@@ -27,7 +27,7 @@ from mpissd.engine.model.transformer.cupy_ops.megakernel import (
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.weights import load_weights
+from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.transformer_rig import HEADS, Rig, prompt, tiny, use_megakernel
 from tests.transformer_reference import stored

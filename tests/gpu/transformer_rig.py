@@ -19,8 +19,7 @@ from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.weights import load_weights
+from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from tests import transformer_reference
 
 PAGE = 128
