@@ -3,7 +3,7 @@
     mpissd doctor --tp=2 --mode=ssd …
 
 It examines the machine, then starts the ranks itself, each as `mpissd doctor --json`, with a
-deadline. The ranks compare what they see, and open and close a session as a run would. Their rank 0
+deadline. The ranks report their versions and devices, and open and close a session as a run would. Their rank 0
 prints a report as one line of JSON after each step, so that the last line shows how far a job came
 that hangs or ends early. Drivers are asked in child processes with a time limit.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses before MPI
-Facts = dict[str, Any]  # what one rank sees, or the report of all ranks, as JSON
+Facts = dict[str, Any]  # about one rank, or the report of all ranks, as JSON
 MARK = "mpissd-doctor "  # begins rank 0's reports on stdout
 NOT_PASSED = ("dry_run", "progress")  # flags that the ranks of the trial do not get
 _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
@@ -92,7 +92,7 @@ _FIXES = (
     ("needs", "a larger TP, fewer layers (70b@8L), or a smaller PAIR (PAIR=toy always fits)"),
     ("visible GPU|no usable GPU", "fewer ranks on this node, a GPU node, or BACKEND=numpy"),
     ("allowed: |pip install", "as the line says; docs/troubleshooting.md"),
-    ("Error: ", "a defect of mpissd or of what it imports: the run itself shows the traceback"),
+    ("Error: ", "a defect of mpissd or of a library: the run itself shows the traceback"),
 )
 
 
@@ -104,7 +104,7 @@ class DoctorConfig(Checked):
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
     )
     tp: int | None = flag(None, integer(1), "target ranks to start (default 1)")
-    json: bool = flag(False, switch, "under mpirun: print what the ranks see as lines of JSON")
+    json: bool = flag(False, switch, "under mpirun: print the ranks' facts as lines of JSON")
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
