@@ -3,9 +3,9 @@
     mpissd doctor --tp=2 --mode=ssd …
 
 It examines the machine, then starts the ranks itself, each as `mpissd doctor --json`, with a
-deadline. The ranks report their versions and devices, and open and close a session as a run would. Their rank 0
-prints a report as one line of JSON after each step, so that the last line shows how far a job came
-that hangs or ends early. Drivers are asked in child processes with a time limit.
+deadline. The ranks report their versions and devices, and open and close a session as a run would.
+Their rank 0 prints a report as one line of JSON after each step, so that the last line shows how
+far a job came that hangs or ends early. Drivers are asked in child processes with a time limit.
 """
 
 from __future__ import annotations
