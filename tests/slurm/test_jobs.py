@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.row import flat
-from mpissd.engine.backend.profile import known_profiles
 from tests.mpi.harness import needs_mpi
 from tests.slurm.jobs import ENDLESS, NULL, ROOT, WAIT_S, Job
 from tests.slurm.sandbox import Sandbox, deadline, wait_until
@@ -30,7 +29,6 @@ SCRIPTS = {
 MINE = ("--seed=7", "--warmup_rounds=1")  # further flags
 REFUSED = {  # options and script → the log's text
     "--ntasks=2 launch/bridges2_shared.sh --mode=ssd": "3 ranks, but the job has 2 tasks",
-    "--ntasks=2 launch/slurm.sh --mode=sssd": "unknown mode 'sssd'",
     "--ntasks=2 --array=2,5 launch/array.sh --grid=x": "SHARDS=N",
 }
 # A short run, one without end, and one that never starts.
@@ -51,7 +49,6 @@ class Queue:
             words: self.submit(f"refused{number}", *words.split())
             for number, words in enumerate(REFUSED)
         }
-        self.failed = self._failed()
         three = self.script("three.sh", THREE)
         self.warned = self.submit("warned", "--ntasks=2", "--time=1", "--signal=B:TERM@55", three)
         self.cancelled = self.submit("cancelled", "--ntasks=2", three)
@@ -68,14 +65,6 @@ class Queue:
         path.write_text(text)
         path.chmod(0o755)
         return str(path)
-
-    def _failed(self) -> Job:
-        """A forward lasts 1.6 s, and no rank waits longer than 0.1 s."""
-        profile = json.loads(known_profiles()["h100"].read_text())
-        profile["numbers"]["read_bytes_per_s"]["value"] = 1e10
-        env = {**NULL, "DEVICE": self.script("slow.json", json.dumps(profile))}
-        flags = "--mode=sd", "--pair=8b/1b", "--deadline_s=.1"
-        return self.submit("failed", "--ntasks=2", "launch/slurm.sh", *flags, **env)
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +89,6 @@ def test_a_job_that_cannot_be_is_refused_in_a_line(queue: Queue, words: str) -> 
     assert job.code == 2
     (line,) = {line for line in job.log.splitlines() if REFUSED[words] in line}
     assert line.startswith(("job: ", "mpissd: ")) and job.rows == []
-
-
-def test_an_exit_code_comes_through(queue: Queue) -> None:
-    job = queue.failed
-    assert job.code == 5 and job.rows == [], job.log[-2000:]
-    assert (job.folder / f"mpissd-{job.number}.log").exists()
 
 
 def test_the_time_limit_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
