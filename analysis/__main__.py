@@ -1,21 +1,24 @@
 """`python -m analysis FIGURE|all [--results=…] [--out=…]`: draws figures from result rows.
 
-Exit codes: 0 done; 2 a usage error, or no row that a figure could be drawn from; 141 stdout was
-closed by its reader.
+Figures are saved as OUT/MACHINE/FIGURE.png, .pdf and .svg. Exit codes: 0 done; 2 a usage error, or
+no row that a figure could be drawn from; 141 stdout was closed by its reader.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import signal
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from analysis.build import build_all, draw
 from analysis.figures import FIGURES
-from analysis.rows import load
-from analysis.select import on_machine
-from analysis.style import FORMATS
+from analysis.rows import Data, Notes, NothingLeft, load
+from analysis.select import by_pair, machines, on_machine
+from analysis.style import FORMATS, Poster, save, themed
 from mpissd.common.errors import ConfigError, MpissdError, unknown
 from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, words
 from mpissd.common.sigpipe import unless_unread
@@ -32,7 +35,7 @@ def formats(name: str, text: str) -> str:
     return text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Options(Checked):
     """The flags, which are the same for every figure."""
 
@@ -45,6 +48,60 @@ class Options(Checked):
     )
     formats: str = flag("png,pdf,svg", formats, f"some of {','.join(FORMATS)}")
     workers: int = flag(2, integer(1, 64), "processes (all)")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure of one machine, with notes on the rows that were left out.
+
+    poster: None if it was not drawn; `why` is then the reason.
+    """
+
+    machine: str
+    name: str
+    poster: Poster | None
+    why: str = ""
+    notes: tuple[str, ...] = ()
+
+    def saved(self, out: Path, kinds: Sequence[str]) -> str:
+        """Saves a figure; returns the line that reports it, or the reason why there is none.
+
+        The path is MACHINE/FIGURE: NVIDIA H100 (emulated) → nvidia-h100-emulated.
+        """
+        stem = Path(re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-"), self.name)
+        if self.poster is None:
+            return f"{stem}: skipped: {self.why}"
+        paths = save(self.poster, out / stem, kinds)
+        names = paths[0].with_suffix("").as_posix() + ".{" + ",".join(kinds) + "}"
+        return names if len(kinds) > 1 else str(paths[0])
+
+
+def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
+    """Draws one figure of one machine; several if the figure is drawn for each pair."""
+    spec = FIGURES[name]
+    here = on_machine(replace(data, notes=Notes()), device, of=spec.of)
+    machine = str(getattr(here, spec.of)["device_name"].iloc[0])
+    parts = {"": here}
+    if spec.per_pair:
+        parts = {f"-{pair}": part for pair, part in by_pair(here).items()} or parts
+    for suffix, part in parts.items():
+        try:
+            with themed():
+                poster = spec.draw(replace(part, notes=here.notes))
+            if poster.table().empty:
+                raise NothingLeft("no two rows that it could compare")
+        except NothingLeft as nothing:
+            yield Drawn(machine, name + suffix, None, str(nothing))
+        else:
+            yield Drawn(machine, name + suffix, poster, notes=here.notes.lines)
+
+
+_shared: list[Data] = []  # of a worker process
+
+
+def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str]:
+    device, name = job
+    return [item.saved(out, kinds) for item in draw(_shared[0], name, device)]
 
 
 def parse(arguments: list[str]) -> tuple[str, Options]:
@@ -66,11 +123,41 @@ def parse(arguments: list[str]) -> tuple[str, Options]:
 
 def usage() -> int:
     """Prints the help: the figures and the flags."""
-    lines = ["python -m analysis FIGURE [--name=value …]", ""]
-    lines += [f"  {name:14} {about}" for name, about in ABOUT.items()] + [""]
-    known = flags_of(Options).items()
-    print("\n".join([*lines, *(f"  --{name:12} {of.metadata['help']}" for name, of in known)]))
+    print("python -m analysis FIGURE [--name=value …]\n")
+    print("\n".join(f"  {name:14} {about}" for name, about in ABOUT.items()) + "\n")
+    print("\n".join(f"  --{n:12} {of.metadata['help']}" for n, of in flags_of(Options).items()))
     return 0
+
+
+def execute(what: str, options: Options) -> int:
+    """Draws a figure or all of them, and returns the exit code.
+
+    Notes go to stderr, the names of written files to stdout. Figures of runs are drawn of the
+    machines that have runs, those of pools of those with pools.
+    """
+    data = load([path for path in options.results.split(",") if path])
+    for line in data.notes.lines:
+        print(f"analysis: {line}", file=sys.stderr)
+    out, kinds = Path(options.out), options.formats.split(",")
+    if what == "all":
+        data = data if options.device is None else on_machine(data, options.device)
+        have = {of: machines(getattr(data, of)) for of in ("rows", "pools")}
+        devices = dict.fromkeys(device for names in have.values() for device in names)
+        jobs = [(d, n) for d in devices for n, spec in FIGURES.items() if d in have[spec.of]]
+        if not jobs:
+            raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
+        drew = False
+        with ProcessPoolExecutor(options.workers, None, _shared.append, (data,)) as pool:
+            for lines in pool.map(partial(_draw_one, out, kinds), jobs):
+                print("\n".join(lines), flush=True)
+                drew |= any(": skipped: " not in line for line in lines)
+        return 0 if drew else 2
+    items = list(draw(data, what, options.device))
+    for note in dict.fromkeys(note for item in items for note in item.notes):
+        print(f"analysis: {note}", file=sys.stderr)
+    for item in items:
+        print(item.saved(out, kinds), file=sys.stderr if item.poster is None else sys.stdout)
+    return 2 if all(item.poster is None for item in items) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,30 +172,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("analysis: ended by a signal; what was drawn stays", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def execute(what: str, options: Options) -> int:
-    """Draws a figure or all of them, and returns the exit code.
-
-    Notes go to stderr, the names of written files to stdout.
-    """
-    data = load([path for path in options.results.split(",") if path])
-    for line in data.notes.lines:
-        print(f"analysis: {line}", file=sys.stderr)
-    out, kinds = Path(options.out), options.formats.split(",")
-    if what == "all":
-        data = data if options.device is None else on_machine(data, options.device)
-        drew = False
-        for line in build_all(data, out, kinds, options.workers):
-            print(line, flush=True)
-            drew |= ": skipped: " not in line
-        return 0 if drew else 2
-    items = list(draw(data, what, options.device))
-    for note in dict.fromkeys(note for item in items for note in item.notes):
-        print(f"analysis: {note}", file=sys.stderr)
-    for item in items:
-        print(item.saved(out, kinds), file=sys.stderr if item.poster is None else sys.stdout)
-    return 2 if all(item.poster is None for item in items) else 0
 
 
 if __name__ == "__main__":

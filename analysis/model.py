@@ -4,9 +4,7 @@ and the branches that an imposed hit rate would cost."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -155,65 +153,3 @@ def price(case: Case, ssd: pd.DataFrame) -> str:
     needs += [f"no number does for {', '.join(never)}"] * bool(never)
     run = f"{first['branch_budget']:.0f}"
     return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(needs)}"
-
-
-Profile = Mapping[str, Any]
-
-
-class Key(NamedTuple):
-    """Identifies a probed forward: a model on one of T ranks, and how it is issued."""
-
-    model: str
-    tp: int
-    fuse: bool
-    lm_head: bool
-    kv_tokens: int
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A probed forward: a rank's weights, seconds by rows, and their relative interquartile
-    range."""
-
-    params: int
-    seconds: dict[int, float]
-    spread: dict[int, float]
-
-
-def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
-    """Returns every probed forward, of the newest probe that has it.
-
-    Each row count uses the kernel of a job of so many rows: an entry with `most_rows` counts up to
-    that number. All kernels of a forward are from one probe.
-    """
-    merged: dict[Key, Forward] = {}
-    for profile in _newest(profiles):
-        here: dict[Key, Forward] = {}
-        entries = profile["tables"].get("forwards", ())
-        for entry in sorted(entries, key=lambda e: -(e.get("most_rows") or math.inf)):
-            name = Key(*(entry.get(field) for field in Key._fields))
-            one = here.setdefault(name, Forward(int(entry["params"]), {}, {}))
-            most, spread = entry.get("most_rows") or math.inf, entry.get("spread") or {}
-            for rows in (int(m) for m in entry["seconds"] if int(m) <= most):
-                one.seconds[rows] = float(entry["seconds"][str(rows)])
-                one.spread[rows] = float(spread.get(str(rows), 0.0))
-        merged = {**here, **merged}
-    return merged
-
-
-def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[Profile]:
-    """Yields the entries of a table; of entries with equal identities only the newest."""
-    seen = set()
-    for profile in _newest(profiles):
-        for entry in profile["tables"].get(name, ()):
-            if (known := tuple(entry[i] for i in identity)) not in seen:
-                seen.add(known)
-                yield entry
-
-
-def _newest(profiles: Iterable[Profile]) -> list[Profile]:
-    """Returns the profiles by the time of their probe, newest first; those without one last."""
-    started = "started_at"
-    return sorted(
-        profiles, key=lambda p: str((p.get("provenance") or {}).get(started) or ""), reverse=True
-    )

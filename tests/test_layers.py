@@ -92,9 +92,7 @@ MAY_NAME_TORCH = (
 STARTS_TORCH = (
     *(
         f"mpissd.learn.{name}"
-        for name in (
-            "evaluate job llama muon pair sample shape source states train triton_attend"
-        ).split()
+        for name in ("draft evaluate job llama sample train triton_attend").split()
     ),
     *(f"mpissd.online.{name}" for name in "learner trainer".split()),
 )

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from analysis.figures.batch import batch_scaling
-from analysis.figures.breakeven import break_even
-from analysis.figures.drafts import drafts
-from analysis.figures.equal import equal_gpus
-from analysis.figures.heterogeneity import heterogeneity
-from analysis.figures.hits import cache_hits, fan_out
-from analysis.figures.kinds import kinds
+from analysis.figures.extra import break_even, heterogeneity
+from analysis.figures.hits import batch_scaling, cache_hits, fan_out, pareto
+from analysis.figures.kinds import drafts, kinds, saguaro
 from analysis.figures.latency import latency
-from analysis.figures.pareto import pareto
 from analysis.figures.pools import pools
+from analysis.figures.rates import equal_gpus, throughput
 from analysis.figures.roofline import roofline
-from analysis.figures.saguaro import saguaro
-from analysis.figures.throughput import throughput
 from analysis.rows import Data
 from analysis.style import Poster
 
@@ -42,7 +36,7 @@ FIGURES = {
     "roofline": Spec(roofline, "products, forwards, collectives against measured ceilings"),
     "batch": Spec(batch_scaling, "batch scaling and the p_hit^b cliff"),
     "pareto": Spec(pareto, "tok/s per GPU against tok/s per sequence"),
-    "drafts": Spec(drafts, "draft depth against width, and KV bytes a token"),
+    "drafts": Spec(drafts, "drafts of equal parameters, from wide to deep"),
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
     "break_even": Spec(break_even, "where the extra GPU pays"),

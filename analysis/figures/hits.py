@@ -1,4 +1,4 @@
-"""What cache hits are worth: SSD over SD with imposed p_hit, and the fan-out that buys hits."""
+"""What cache hits are worth, the fan-out that buys them, and what batches take from them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,34 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.model import Times, price
+from analysis.model import Times, over_batch, price
 from analysis.rows import Data
 from analysis.select import Case, cases, gains, plain, points, richest, where
-from analysis.style import BLACK, BLUE, GAINS, RED, SKY, Poster, caption, need, parity
+from analysis.style import (
+    BLACK,
+    BLUE,
+    GAINS,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    Poster,
+    caption,
+    look,
+    need,
+    note,
+    parity,
+    plain_ticks,
+)
 
 _KINDS: dict[str, dict[str, Any]] = {
     "uniform": {"color": BLUE, "marker": "s"},
     "geometric": {"color": RED, "marker": "^"},
 }
+_RHO = 0.5
+_LOOKS = [{"color": c, "marker": m} for c, m in zip((ORANGE, RED, PURPLE), "v^P", strict=True)]
+IMPOSED = "SSD, hits imposed"
+_SSD = ("alpha", "lookahead", "hit_law", "policy")
 
 
 def cache_hits(data: Data) -> Poster:
@@ -49,12 +68,12 @@ def _hits(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame) -> list[pd.Da
         case.method(name, alpha=alpha, lookahead=lookahead) for name in ("SD", "SD inline")
     )
     share = case.tp / (case.tp + 1)
-    for name, base, factor, look in (
+    for name, base, factor, style in (
         ("over SD on the same GPUs", same, 1.0, {"color": RED, "marker": "^"}),
         ("over SD inline, raw", inline, 1.0, {"color": BLUE, "marker": "s"}),
         ("over SD inline, per GPU", inline, share, {"color": SKY, "marker": "D"}),
     ):
-        poster.gains(ax, name, gains(ssd, base, "p_hit", factor, one_base=True), **look)
+        poster.gains(ax, name, gains(ssd, base, "p_hit", factor, one_base=True), **style)
     if (times := Times.of(case)) is not None:
         x, sd = np.linspace(0, 1, 51), times.sd(alpha, lookahead)
         y = [times.ssd(alpha, lookahead, float(h)) / sd for h in x]
@@ -72,7 +91,7 @@ def fan_out(data: Data) -> Poster:
     wanted = plain(rows) & (rows["batch_size"] == 1)
     wanted &= (rows["mode"] != "ssd") | (rows["hit_law"].fillna("").str.startswith("power"))
     shown = [(case, _budgets(case)) for case in cases(data, wanted, ["policy"])]
-    shown = [(case, ssd) for case, ssd in shown if _is_sweep(ssd)][:3]
+    shown = [(case, ssd) for case, ssd in shown if _varies(ssd)][:3]
     need(shown, "SSD, uniform and geometric, at three or more branch budgets of one power law")
     poster = Poster(11.2)
     grid = poster.panels(3, len(shown), sharex="col", sharey="row")
@@ -82,8 +101,8 @@ def fan_out(data: Data) -> Poster:
         column[0].set_title(f"{case.label}+1, K={first['lookahead']}, α={first['alpha']:g}, {law}")
         for ax, what in zip(column, ("hit rate", "growth", "gain over AR"), strict=True):
             ax.set_label(f"{case.label}+1: {what}")
-        for kind, look in _KINDS.items():
-            _fan_out(poster, column, case, where(ssd, kind=kind), kind, look)
+        for kind, style in _KINDS.items():
+            _fan_out(poster, column, case, where(ssd, kind=kind), kind, style)
         if ssd["t_growth_s"].isna().all():
             reason = "never grown to its end: the outcome came first"
             place = {"transform": column[1].transAxes, "ha": "center", "fontsize": 12}
@@ -107,19 +126,177 @@ def _budgets(case: Case) -> pd.DataFrame:
     return richest(ssd, ["alpha", "lookahead", "hit_law"], ["kind", "branch_budget"])
 
 
-def _is_sweep(ssd: pd.DataFrame) -> bool:
+def _varies(ssd: pd.DataFrame) -> bool:
     budgets = ssd.groupby("kind")["branch_budget"].nunique()
     return bool(len(budgets) == len(_KINDS) and budgets.max() >= 3)
 
 
 def _fan_out(
-    poster: Poster, column: Any, case: Case, rows: pd.DataFrame, kind: str, look: dict[str, Any]
+    poster: Poster, column: Any, case: Case, rows: pd.DataFrame, kind: str, style_of: dict[str, Any]
 ) -> None:
     medians = points(rows, ["branch_budget"])
     x, grown = medians["branch_budget"], medians["t_growth_s"] / medians["t_target_s"]
-    poster.line(column[0], kind, x, medians["hit_rate"], **look)
-    poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **look)
+    poster.line(column[0], kind, x, medians["hit_rate"], **style_of)
+    poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **style_of)
     ar, share = where(case.own_ar, batch_size=1), case.tp / (case.tp + 1)
     for name, factor, style in ((kind, 1.0, "-"), (f"{kind}, per GPU", share, ":")):
         gained = gains(rows, ar, "branch_budget", factor, one_base=True)
-        poster.gains(column[2], name, gained, linestyle=style, **look)
+        poster.gains(column[2], name, gained, linestyle=style, **style_of)
+
+
+def batch_scaling(data: Data) -> Poster:
+    """Above: SSD over SD on the same GPUs, by b. Below: every method's tok/s per GPU over AR's."""
+    shown = [(c, *_sweep(c)) for c in cases(data, plain(data.rows), ["batch_size"])]
+    shown = [item for item in shown if all(p["batch_size"].nunique() >= 3 for p in item[1:])][:3]
+    need(shown, "SD and SSD of one alpha and K at three or more batch sizes")
+    poster = Poster(9.6)
+    grid = poster.panels(2, len(shown), sharex="col", sharey="row")
+    for (above, below), (case, ssd, sd) in zip(grid.T, shown, strict=True):
+        alpha, lookahead = ssd["alpha"].iloc[0], int(ssd["lookahead"].iloc[0])
+        title = f"{case.label}+1, K={lookahead}, α={alpha:g}"
+        above.set_title(title)
+        above.set_label(f"{title}: over SD")
+        below.set_label(f"{title}: per GPU over AR")
+        _gain(poster, above, case, ssd, sd)
+        _per_gpu(poster, below, case, ssd, sd)
+        below.set_xlabel("sequences b")
+        below.set_xticks(sorted(ssd["batch_size"].unique()))
+        below.xaxis.set_major_formatter("{x:.0f}")
+        below.minorticks_off()
+    grid[0, 0].set_ylabel("SSD's gain over SD, ×\n(equal GPUs: raw and per GPU)")
+    grid[1, 0].set_ylabel("gain per GPU over AR\nat the same b, ×")
+    text = caption(
+        [part for case, ssd, sd in shown for part in (ssd, sd, case.own_ar)],
+        *(price(case, ssd[ssd["p_hit"].notna()]) for case, ssd, _ in shown),
+        "Dashed: the closed formula with P(all hit) = p_hit^b, from the rows' own times at each b. "
+        f"Dotted: hits correlated, {_RHO:.0%} of rounds hit or miss together (modelled)",
+        GAINS,
+    )
+    return poster.finish("Batch scaling and the p_hit^b cliff", text)
+
+
+def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Returns SSD rows of the alpha and K with most batch sizes, and the SD rows to compare."""
+    ssd = richest(case.method("SSD"), ["alpha", "lookahead"], ["batch_size", "hit_law"])
+    if not len(ssd):
+        return ssd, ssd
+    many = ssd.groupby(["hit_law", "policy"])["batch_size"].transform("nunique") >= 3
+    alike = {name: ssd[name].iloc[0] for name in ("alpha", "lookahead")}
+    return ssd[many], where(case.rows, mode="sd", **alike)
+
+
+def _laws(ssd: pd.DataFrame) -> list[tuple[str, float, pd.DataFrame]]:
+    """Returns (label, hit rate of a sequence, rows) of the three hit models with the most hits."""
+    laws = []
+    for (law, _), group in ssd.groupby(["hit_law", "policy"]):
+        rate = float(group["p_hit"].fillna(group["hit_rate"].mean()).iloc[0])
+        kind = "imposed p_hit" if str(law).startswith("p_hit") else "hit rate"
+        laws.append((f"SSD, {kind} {rate:.2g}", rate, group))
+    return sorted(laws, key=lambda item: item[1])[-3:]
+
+
+def _gain(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
+    times = {int(b): Times.of(case, int(b)) for b in sorted(case.rows["batch_size"].unique())}
+    at = float(ssd["alpha"].iloc[0]), int(ssd["lookahead"].iloc[0])
+    for (label, rate, group), style in zip(_laws(ssd), _LOOKS, strict=False):
+        poster.gains(ax, label, gains(group, where(sd, method="SD"), "batch_size"), **style)
+        for rho, dashes in ((0.0, "--"), (_RHO, ":")):
+            model = {b: over_batch(t, *at, rate, b, rho) for b, t in times.items() if t is not None}
+            line = {"color": style["color"], "linestyle": dashes, "linewidth": 1.5}
+            name = f"_{label}, formula, ρ={rho:g}"
+            poster.line(ax, name, model.keys(), model.values(), **line)
+    ax.plot([], [], "--", color=BLACK, linewidth=1.5, label="closed formula, hits independent")
+    ax.plot([], [], ":", color=BLACK, linewidth=1.5, label=f"the same, hits correlated, ρ={_RHO:g}")
+    parity(ax)
+    ax.set_xscale("log", base=2)
+
+
+def _per_gpu(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
+    """Draws tok/s per GPU over AR's on the targets' GPUs at the same b."""
+    lines = [(m, where(sd, method=m), look(m)) for m in ("SD inline", "SD")]
+    lines += [(of[0], of[2], style) for of, style in zip(_laws(ssd), _LOOKS, strict=False)]
+    for label, rows, style in lines:
+        if len(rows):
+            share = case.tp / rows["gpus"].iloc[0]
+            poster.gains(ax, label, gains(rows, case.own_ar, "batch_size", share), **style)
+    parity(ax, 1.0, "AR")
+
+
+def pareto(data: Data) -> Poster:
+    """Draws a point for each method and batch size; the line joins the Pareto-optimal ones."""
+    shown = [(case, _rows(case)) for case in cases(data, plain(data.rows), ["batch_size"])]
+    shown = [(case, rows) for case, rows in shown if _is_sweep(rows)][:2]
+    need(shown, "AR, SD and SSD at three or more batch sizes")
+    poster = Poster(8.2)
+    grid = poster.panels(1, len(shown))[0]
+    for ax, (case, rows) in zip(grid, shown, strict=True):
+        _panel(poster, ax, case, rows)
+    grid[0].set_ylabel("tok/s per GPU (throughput)")
+    laws = {str(law) for _, rows in shown for law in rows["hit_law"].dropna()}
+    text = caption(
+        [rows for _, rows in shown],
+        *(price(case, where(rows, method=IMPOSED)) for case, rows in shown),
+        f"Hits of SSD: {', '.join(sorted(laws))}; imposed ones, dashed, are not on the frontier. "
+        "Number: sequences b. Medians of repeats; the 95% interval of each is drawn as a cross of "
+        "thin lines",
+    )
+    return poster.finish("Throughput against latency, every GPU counted", text)
+
+
+def _rows(case: Case) -> pd.DataFrame:
+    """Returns the rows of one alpha and K; SSD with the hit model of most batch sizes, and imposed
+    hits."""
+    ssd = case.method("SSD")
+    law = richest(ssd[ssd["p_hit"].isna()], _SSD, ["batch_size"])
+    law = law if law["batch_size"].nunique() >= 3 else law.iloc[:0]
+    imposed = ssd[ssd["p_hit"].notna()]
+    if len(law):
+        imposed = where(imposed, **{name: law[name].iloc[0] for name in _SSD[:2]})
+    both = pd.concat([law, richest(imposed, _SSD, ["batch_size"]).assign(method=IMPOSED)])
+    if not len(both):
+        return both
+    alike = {name: both[name].iloc[0] for name in _SSD[:2]}
+    wide = where(case.wide, gpus=case.tp + 1, **alike)
+    return pd.concat([case.ar, where(case.rows, mode="sd", **alike), wide, both])
+
+
+def _is_sweep(rows: pd.DataFrame) -> bool:
+    sizes = rows.groupby("method")["batch_size"].nunique()
+    both = "AR" in sizes.index and bool({"SSD", IMPOSED} & set(sizes.index))
+    return bool(both and (sizes >= 3).sum() >= 3)
+
+
+def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
+    first = rows[rows["mode"] == "ssd"].iloc[0]
+    ax.set_title(f"{case.label}, K={first['lookahead']}, α={first['alpha']:g}")
+    front: list[tuple[float, float]] = []
+    for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
+        is_imposed, more = method == IMPOSED, int(gpus) - case.tp
+        is_wide = more > 0 and method in ("AR", "SD inline")
+        medians, style = points(group, ["batch_size"]), look("SSD" if is_imposed else method)
+        x, y = medians["per_sequence"], medians["per_gpu"]
+        low, high = (medians[end] / medians["tok_per_s"] for end in ("low", "high"))
+        thin = {"fmt": "none", "color": style["color"], "elinewidth": 1, "zorder": 2}
+        ax.errorbar(x, y, xerr=[x - x * low, x * high - x], **thin)
+        poster.line(
+            ax,
+            f"{method}, T{f'+{more}' if more else ''} GPUs",
+            x,
+            y,
+            low=y * low,
+            high=y * high,
+            also={"b": medians["batch_size"]},
+            linewidth=1.4,
+            linestyle=":" if is_wide else "--" if is_imposed else "-",
+            markerfacecolor="white" if is_wide or is_imposed else style["color"],
+            **style,
+        )
+        for b, at, up in zip(medians["batch_size"], x, y, strict=True):
+            note(ax, f"{b:.0f}", at, up, color=style["color"])
+        front += [] if is_imposed else list(zip(x, y, strict=True))
+    front.sort(reverse=True)
+    front = [at for n, at in enumerate(front) if all(at[1] > up for _, up in front[:n])]
+    style = {"color": BLACK, "linewidth": 6, "alpha": 0.13, "zorder": 1}
+    poster.line(ax, "frontier", *zip(*front, strict=True), **style)
+    ax.set(yscale="log", xlabel="tok/s per sequence (1 / latency)")
+    plain_ticks(ax.yaxis)

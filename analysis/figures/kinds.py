@@ -1,4 +1,4 @@
-"""Every kind of draft on one plane: what it costs a round, and what it gives."""
+"""Drafts: their kinds on one plane, their shape, and Saguaro sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from matplotlib.text import Annotation
 
 from analysis.rows import Data
 from analysis.select import CONDITIONS, points, short, usual, where
-from analysis.style import GREY, MARKERS, SERIES, Poster, caption, need, note
+from analysis.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    MARKERS,
+    ORANGE,
+    RED,
+    SERIES,
+    Poster,
+    caption,
+    need,
+    note,
+)
 
 # What rows of one plane share besides their device: the same tokens are wanted of every draft.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)
@@ -17,6 +29,10 @@ _SAME = 0.02  # distance of two points, in tokens and forwards, whose labels wou
 _NEAR = 0.1  # forwards up to which a label left of its point would leave the panel
 _SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+_DISTILLED = r"^(\d+)x(\d+)x(\d+)x(\d+)$"  # LAYERSxHEADSxKV_HEADSxFFN
+_MARKOV = (
+    "target draft tp num_drafts lookahead batch_size vocab temperature divergence order"
+).split()
 
 
 def kinds(data: Data) -> Poster:
@@ -97,3 +113,85 @@ def _equal_speedups(poster: Poster, ax: Axes) -> None:
             at = min(0.97 * right, (0.97 * top) / speedup - 1)
             look = {"color": GREY, "fontsize": 11, "zorder": 2, "bbox": _WHITE, "ha": "center"}
             ax.annotate(f"{speedup:g}×", (at, speedup * (1 + at)), **look)
+
+
+def drafts(data: Data) -> Poster:
+    """Distilled drafts of equal parameters over their layers, by K: tokens a round, time of a draft
+    step, tok/s."""
+    sizes = data.rows["draft"].astype("string").str.extract(_DISTILLED).astype("float")
+    rows = data.rows.assign(layers=sizes[0], kv_heads=sizes[0] * sizes[2])
+    rows = rows[rows["layers"].notna() & (rows["batch_size"] == 1)]
+    need(len(rows), "distilled drafts, named LAYERSxHEADSxKV_HEADSxFFN")
+    poster = Poster(7.2)
+    axes = poster.panels(1, 3)[0]
+    for ax, title, values in zip(
+        axes,
+        ("tokens a round", "one draft step, µs", "tok/s"),
+        (rows["acceptance_length"], rows["step_s"] * 1e6, rows["tok_per_s"]),
+        strict=True,
+    ):
+        ax.set_title(title)
+        table = rows.assign(value=values).groupby(["lookahead", "layers"])["value"].median()
+        for color, lookahead in zip(
+            (BLUE, GREEN, ORANGE, RED), table.index.levels[0], strict=False
+        ):
+            line = table.loc[lookahead]
+            poster.line(ax, f"K={lookahead:g}", line.index, line, color=color, marker="o")
+        ax.set(xlabel="layers of the draft", ylim=(0, None))
+        ax.set_xticks(sorted(set(rows["layers"])))
+    axes[2].set_ylim(top=1.12 * axes[2].get_ylim()[1])
+    target = rows["target"].iloc[0]
+    ar = where(data.rows, mode="ar", target=target)
+    ar = ar[ar["folder"].isin(set(rows["folder"]))]
+    if len(ar):
+        rate = float(ar["tok_per_s"].median())
+        axes[2].axhline(rate, color=GREY, linestyle=":", label="AR")
+        poster.keep(axes[2], "AR", y=rate)
+    kv = rows.sort_values("layers").groupby("draft", sort=False)["kv_heads"].first()
+    heads = ", ".join(f"{name}: {count:.0f}" for name, count in kv.items())
+    text = caption(
+        [rows],
+        f"target {short(target)}, T=1, SD inline. Drafts (layers x heads x KV heads x FFN) of "
+        "equal parameters, distilled on the same samples for equal times; KV heads in all layers "
+        f"{heads}",
+        what="transformer forwards, SmolLM2's answers at temperature 0",
+    )
+    return poster.finish("Drafts of equal parameters, from wide to deep", text)
+
+
+def saguaro(data: Data) -> Poster:
+    """x = hit rate, y = tokens a round, which C trades for each other. Right: both over C."""
+    rows = where(data.rows, workload="markov", mode="ssd")
+    rows = rows[(rows["temperature"] > 0) & rows["saguaro_c"].notna()]
+    used = usual(rows, _MARKOV, data.notes, "markov rows")
+    need(used["saguaro_c"].nunique() >= 3, "markov SSD rows at three or more --saguaro_c")
+    poster = Poster(7.6)
+    left, middle, right = poster.panels(1, 3, width_ratios=(1.5, 1, 1))[0]
+    first = used.iloc[0]
+    for ax, title in ((left, "the trade"), (middle, "hit rate"), (right, "tokens a round")):
+        ax.set_title(title)
+    for place, (budget, group) in enumerate(used.groupby("branch_budget")):
+        medians = points(group, ["saguaro_c"])
+        c, hits, tokens = (medians[n] for n in ("saguaro_c", "hit_rate", "acceptance_length"))
+        look = {"color": SERIES[place % 7], "marker": MARKERS[place % 7]}
+        label = f"F = {budget / (first['lookahead'] + 1):g} a row"
+        for ax, x, y in ((left, hits, tokens), (middle, c, hits), (right, c, tokens)):
+            poster.line(ax, label, x, y, **look)
+        for text, x, y in zip(c, hits, tokens, strict=True):
+            note(left, f"{text:g}", x, y)
+    left.set(xlabel="hit rate", ylabel="tokens a round and sequence")
+    for ax in (middle, right):
+        ax.set_xlabel("C (1: plain sampling)")
+        ax.invert_xaxis()
+    n = int(first["num_rounds"] * first["batch_size"])
+    half = 1.96 * 0.5 / n**0.5
+    text = caption(
+        [used],
+        f"V={first['vocab']:g}, divergence {first['divergence']:g}, temperature "
+        f"{first['temperature']:g}, K={first['lookahead']}. {n} verified sequences a point: 95% "
+        f"interval of a hit rate at most ± {half:.3f}. Decisions only: such a job's models run on "
+        "the host, so its times say nothing",
+        what="a language-model pair with known distributions, really sampled and verified",
+        claims=False,
+    )
+    return poster.finish("Saguaro sampling: hits against acceptance", text)

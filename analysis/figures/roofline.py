@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.model import Forward, Profile, forwards, tables
 from analysis.rows import Data
 from analysis.select import plain, short
 from analysis.style import BLACK, BLUE, MARKERS, ORANGE, RED, SERIES, SKY, Poster, need
 
 _BYTES = 2  # Bytes of a 16-bit number.
+Profile = Mapping[str, Any]
 
 
 def roofline(data: Data) -> Poster:
@@ -162,3 +165,62 @@ def _messages(poster: Poster, ax: Axes, curves: list[Curve]) -> None:
         ax.plot(x, x * 1024 / rate * 1e6, ":", color=BLACK, linewidth=1.4, zorder=1)
         ax.set(xlim=(low, high))
         ax.set_ylim(bottom=bottom)
+
+
+class Key(NamedTuple):
+    """Identifies a probed forward: a model on one of T ranks, and how it is issued."""
+
+    model: str
+    tp: int
+    fuse: bool
+    lm_head: bool
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A probed forward: a rank's weights, seconds by rows, and their relative interquartile
+    range."""
+
+    params: int
+    seconds: dict[int, float]
+    spread: dict[int, float]
+
+
+def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
+    """Returns every probed forward, of the newest probe that has it.
+
+    Each row count uses the kernel of a job of so many rows: an entry with `most_rows` counts up to
+    that number. All kernels of a forward are from one probe.
+    """
+    merged: dict[Key, Forward] = {}
+    for profile in _newest(profiles):
+        here: dict[Key, Forward] = {}
+        entries = profile["tables"].get("forwards", ())
+        for entry in sorted(entries, key=lambda e: -(e.get("most_rows") or math.inf)):
+            name = Key(*(entry.get(field) for field in Key._fields))
+            one = here.setdefault(name, Forward(int(entry["params"]), {}, {}))
+            most, spread = entry.get("most_rows") or math.inf, entry.get("spread") or {}
+            for rows in (int(m) for m in entry["seconds"] if int(m) <= most):
+                one.seconds[rows] = float(entry["seconds"][str(rows)])
+                one.spread[rows] = float(spread.get(str(rows), 0.0))
+        merged = {**here, **merged}
+    return merged
+
+
+def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[Profile]:
+    """Yields the entries of a table; of entries with equal identities only the newest."""
+    seen = set()
+    for profile in _newest(profiles):
+        for entry in profile["tables"].get(name, ()):
+            if (known := tuple(entry[i] for i in identity)) not in seen:
+                seen.add(known)
+                yield entry
+
+
+def _newest(profiles: Iterable[Profile]) -> list[Profile]:
+    """Returns the profiles by the time of their probe, newest first; those without one last."""
+    started = "started_at"
+    return sorted(
+        profiles, key=lambda p: str((p.get("provenance") or {}).get(started) or ""), reverse=True
+    )

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from mpissd.cli.configs import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import said
 from mpissd.common.output import json_line
-from mpissd.common.presets import has_weights, split_pair
-from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
-from mpissd.lab.predict import advice as text
-from mpissd.lab.predict import uses
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
+from mpissd.lab.predict.advice import report
 from mpissd.lab.predict.advisor import plan as advice_of
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.coverage import check_device, covered
-from mpissd.lab.predict.derive import with_derived
-from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.places import runnable, survey
+from mpissd.lab.predict.costs import DeviceCosts
+from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.row import predict_pool, predict_row
-from mpissd.lab.predict.search import Choice, cut_law
+from mpissd.lab.predict.search import survey
+from mpissd.lab.predict.uses import pools, replicas
 from mpissd.lab.tables.load import load_rows
-
-_HITS = ("p_hit", "hit_law")
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -101,35 +92,11 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     profile, gpus = load_profile(config.device), config.gpus
     run = _planned(config, profile, given)
     placed = survey(run, profile, gpus)
-    advice = advice_of(run, HostCosts(), placed.placements, gpus, placed.unjudged)
-    every = uses.pools(run, profile, placed.placements, gpus)
-    every += uses.replicas(advice.judged, gpus)
-    most = None if advice.missing else uses.most(every)
-    heading = text.heading(run, profile, gpus)
-    print(text.render(advice, heading, placed, gpus, text.most_lines(most, gpus)))
-    if run.laws is not None:
-        print(f"   {text.pays(advice)}")
-    if price := text.price_line(run, advice.first("ssd"), placed.placements):
-        print(f"   hits {price}")
-    for use in () if advice.missing else advice.to_probe:
-        print(f"   → probe first, {Family.of(use)} is derived: {_probe(run, use)}")
-    if not advice.missing and not advice.to_probe:
-        print(f"   → run it: {_command(run, advice.best)}")
-    if most is not None and most.copies * most.targets > 1 and not most.choice.derived:
-        command = _command(run, most.choice, most.targets)
-        print(f"   most tok/s, {most.copies} such job{'s' * (most.copies > 1)}: {command}")
-    for line in text.pool_lines(every, gpus):
-        print(f"   {line}")
-    pool = uses.best_pool(every)
-    if pool is not None and pool != most and not pool.choice.derived:
-        command = _command(run, pool.choice, pool.targets)
-        print(f"   run the pool that gains most, {pool}: {command}")
-    summary = {
-        **text.to_dict(advice, placed),
-        "most_tok_per_s": None if most is None else uses.to_dict(most),
-        "pools": uses.summary(every),
-    }
-    print(json_line(summary))
+    advice = advice_of(run, placed.placements, gpus, placed.unjudged)
+    uses = [*pools(run, profile, placed.placements, gpus), *replicas(advice.judged, gpus)]
+    lines, numbers = report(run, profile, gpus, placed, advice, uses)
+    print("\n".join(lines))
+    print(json_line(numbers))
     return 0
 
 
@@ -142,38 +109,3 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
     elif "pair" not in given:
         probed = {"pair": "8b/1b", **probed}
     return dataclasses.replace(config.run, **probed)
-
-
-def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
-    """Returns the command line that runs a choice under the planned token models and options.
-
-    groups: targets that share its draft.
-    """
-    flags = {"pair": run.pair or "", **choice.flags()}
-    if groups > 1:
-        flags["groups"] = str(groups)
-    flags_said = said(run)
-    if choice.mode != "ar":
-        if run.laws is None or run.acceptance is not None or run.alpha is not None:
-            flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
-        if "acceptance_fast" in flags_said:
-            flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
-        flags |= {name: flags_said[name] for name in (*_HITS, "laws") if name in flags_said}
-    flags |= {name: flags_said[name] for name in _FORWARD if name in flags_said}
-    if "forward" not in flags and has_weights(split_pair(flags["pair"])[0]):
-        flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
-    text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    ranks = groups * choice.tp + choice.num_drafts
-    return f"mpirun -np {ranks} python -m mpi4py -m mpissd run {text}"
-
-
-def _probe(run: RunConfig, choice: Choice) -> str:
-    """Returns the command line that measures a choice's forwards and host costs."""
-    told = said(runnable(run, choice.tp))
-    flags = {"pair": run.pair or "", "num_drafts": str(choice.num_drafts)}
-    flags |= {name: told[name] for name in _FORWARD if name in told}
-    text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    return f"mpirun -np {choice.gpus} python -m mpi4py -m mpissd probe {text}"
-
-
-_FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")

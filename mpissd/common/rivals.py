@@ -17,9 +17,9 @@ named, and no use is called the best.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
@@ -38,9 +38,6 @@ class Use(Protocol):
     def num_drafts(self) -> int: ...
     @property
     def tok_per_s(self) -> float: ...
-
-
-U = TypeVar("U", bound=Use)
 
 
 @dataclass(frozen=True, order=True)
@@ -75,52 +72,6 @@ class Family:
     def __str__(self) -> str:
         """Returns the name in tables and messages: AR T=2, SD inline T=2, SD T=1 D=1."""
         return f"{self.name} T={self.tp}" + f" D={self.num_drafts}" * bool(self.num_drafts)
-
-
-@dataclass(frozen=True)
-class Others(Generic[U]):
-    """The fastest use of each other family, fastest first, and the families that are not known.
-
-    judged: the fastest use of each known family. missing: families that would fit, without a rate.
-    """
-
-    judged: tuple[U, ...]
-    missing: tuple[Family, ...]
-
-    @property
-    def fastest(self) -> U | None:
-        """The fastest use with a known rate; a missing family may be faster."""
-        return self.judged[0] if self.judged else None
-
-    @property
-    def best(self) -> U | None:
-        """The fastest other use; None if there is none, or if the rate of one is unknown."""
-        return None if self.missing else self.fastest
-
-    @property
-    def not_known(self) -> str:
-        """The missing families in words; "" if there are none."""
-        return ", ".join(map(str, self.missing))
-
-
-def other_uses(mode: str, gpus: int, uses: Iterable[U], wanted: Iterable[Family] = ()) -> Others[U]:
-    """Ranks the other uses of `gpus` GPUs than `mode`; wanted: the families that must be judged.
-
-    Of uses that are equal to five digits, the one on fewer GPUs is taken, then the first given.
-    """
-    fastest: dict[Family, U] = {}
-    fits = [use for use in uses if use.mode != mode and use.tp + use.num_drafts <= gpus]
-    for use in sorted(fits, key=_rank):
-        fastest.setdefault(Family.of(use), use)
-    missing = {f for f in wanted if f.mode != mode and f.gpus <= gpus and f not in fastest}
-    return Others(tuple(fastest.values()), tuple(sorted(missing)))
-
-
-def families(tp: int, gpus: int, most_drafts: int = 1) -> tuple[Family, ...]:
-    """Returns every family of a draft model with T target ranks that needs at most `gpus` GPUs."""
-    drafts = range(1, 1 + min(most_drafts, gpus - tp))
-    alone = (Family("ar", tp, 0), Family("sd", tp, 0)) if tp <= gpus else ()
-    return (*alone, *(Family(mode, tp, d) for mode in ("sd", "ssd") for d in drafts))
 
 
 def widest(
@@ -158,7 +109,3 @@ def between(tp: int, low: tuple[int, float], high: tuple[int, float]) -> float:
     """
     (few, slow), (many, fast) = low, high
     return fast + (1 / tp - 1 / many) / (1 / few - 1 / many) * (slow - fast)
-
-
-def _rank(use: Use) -> tuple[float, int]:
-    return -float(f"{use.tok_per_s:.5g}"), use.tp + use.num_drafts

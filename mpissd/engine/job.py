@@ -27,8 +27,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
-from mpissd.engine.workload.base import Workload, workload_kind
-from mpissd.engine.workload.resolved import Resolved, Serving
+from mpissd.engine.workload.base import Resolved, Serving, Workload, workload_kind
 
 __all__ = ["Job", "Serving", "buckets", "fine_buckets", "resolve", "resolve_unopened"]
 

@@ -11,9 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple, TextIO
+from typing import TextIO
 from unicodedata import category, combining, east_asian_width
 
 import numpy as np
@@ -21,8 +20,7 @@ import numpy as np
 from mpissd.engine.comm.topology import launcher_size
 from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.text.answers import sources_of
-from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.stops import AnswerText, sources_of
 from mpissd.engine.workload.text.workload import TextWorkload
 
 Piece = tuple[str, str]  # a text, and the source of its token
@@ -34,7 +32,6 @@ COLOURS = {"cache": "32", "jit": "33", "fast": "33", "bonus": "0"}  # SGR codes
 _LEGEND = (("cache", "speculation cache"), ("jit", "drafted in time"), ("bonus", "target's own"))
 _LEAST_COLUMNS = 72  # narrower terminals have no margin
 _DEFAULT_COLUMNS = 80
-_TAB = "    "
 # Unicode UAX #9: LRE, RLE, PDF, LRO, RLO, and the isolates LRI, RLI, FSI, PDI.
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -70,25 +67,16 @@ def columns_of(terminal: TextIO) -> int:
         return _DEFAULT_COLUMNS
 
 
-@dataclass
 class Meter:
     """The counts of one answer, and its times in seconds.
 
     has_cache: whether rounds look up a speculation cache (ssd); the first round cannot hit.
     """
 
-    has_cache: bool = False
-    clock: Callable[[], float] = perf_counter
-    num_tokens: int = 0
-    num_rounds: int = 0
-    hits: int = 0
-    seconds: float = 0.0
-    first_s: float = 0.0  # from the start to the first tokens
-    _first_tokens: int = 0
-    _start: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._start = self.clock()
+    def __init__(self, has_cache: bool = False, clock: Callable[[], float] = perf_counter) -> None:
+        self.has_cache, self.clock, self._start = has_cache, clock, clock()
+        self.num_tokens = self.num_rounds = self.hits = self._first_tokens = 0
+        self.seconds = self.first_s = 0.0  # first_s: from the start to the first tokens
 
     def count(self, num_tokens: int, num_rounds: int, hits: int) -> None:
         """Takes the counts so far."""
@@ -116,24 +104,19 @@ class Meter:
     def short(self) -> str:
         """Returns the numbers in at most MARGIN characters."""
         rate, speed = self.hit_rate, self.tok_per_s
-        parts = [
-            f"{self.tokens_a_round:.2f} tok/round",
-            "" if rate is None else f"{rate:4.0%} hits",
-            "" if speed is None else f"{speed:3.0f} tok/s",
-        ]
-        return " · ".join(filter(None, parts))
+        parts = [f"{self.tokens_a_round:.2f} tok/round"]
+        parts += [] if rate is None else [f"{rate:4.0%} hits"]
+        parts += [] if speed is None else [f"{speed:3.0f} tok/s"]
+        return " · ".join(parts)
 
     def long(self) -> str:
         """Returns the numbers as a sentence."""
         rate, speed = self.hit_rate, self.tok_per_s
-        parts = [
-            f"{self.num_tokens} tokens in {self.num_rounds} rounds",
-            f"{self.tokens_a_round:.2f} a round",
-            "" if rate is None else f"hit rate {rate:.2f}",
-            "" if speed is None else f"{speed:.1f} tok/s",
-            f"first token after {self.first_s:.2f} s",
-        ]
-        return ", ".join(filter(None, parts))
+        parts = [f"{self.num_tokens} tokens in {self.num_rounds} rounds"]
+        parts.append(f"{self.tokens_a_round:.2f} a round")
+        parts += [] if rate is None else [f"hit rate {rate:.2f}"]
+        parts += [] if speed is None else [f"{speed:.1f} tok/s"]
+        return ", ".join([*parts, f"first token after {self.first_s:.2f} s"])
 
 
 def legend() -> str:
@@ -153,12 +136,9 @@ def harmless(text: str) -> str:
 
     Otherwise an answer could steer the terminal, or reorder the text on it.
     """
-    text = text.replace("\r\n", "\n").replace("\t", _TAB)
-    return "".join("\ufffd" if c != "\n" and _steers(c) else c for c in text)
-
-
-def _steers(character: str) -> bool:
-    return category(character) == "Cc" or character in _DIRECTIONS
+    text = text.replace("\r\n", "\n").replace("\t", " " * 4)
+    steers = {c for c in text if c != "\n" and (category(c) == "Cc" or c in _DIRECTIONS)}
+    return "".join("\ufffd" if c in steers else c for c in text)
 
 
 class Painter:
@@ -232,7 +212,12 @@ class Painter:
 
 
 class Show:
-    """Follows one sequence of a run on the lead; `take` is called between two rounds."""
+    """Follows one sequence of a run on the lead; `take` is called between two rounds.
+
+    write: takes new text and the numbers of the margin. has_cache: whether rounds look up a
+    speculation cache (ssd). limit: of the answer, in tokens. is_live: whether `write` writes to a
+    terminal at once.
+    """
 
     def __init__(
         self,
@@ -241,15 +226,10 @@ class Show:
         *,
         has_cache: bool,
         limit: int | None = None,
+        is_live: bool = False,
     ) -> None:
-        """Begins to count time.
-
-        write: takes new text and the numbers of the margin. has_cache: whether rounds look up a
-        speculation cache (ssd). limit: of the answer, in tokens.
-        """
         self._text, self._write, self._left = text, write, limit
-        self.is_over = False
-        self.meter = Meter(has_cache)
+        self.is_over, self.is_live, self.meter = False, is_live, Meter(has_cache)
 
     def take(self, result: RoundResult) -> None:
         """Shows a round's new text of the sequence, if it is still decoded."""
@@ -262,8 +242,7 @@ class Show:
         if self._left is not None:
             self._left -= len(tokens)
         pieces = []
-        sources = sources_of(count, int(drafted.source[row]))
-        for token, source in zip(tokens, sources, strict=False):
+        for token, source in zip(tokens, sources_of(count, int(drafted.source[row])), strict=False):
             if self._text.ended is not None:
                 break
             pieces.append((self._text.push(token), source))
@@ -273,30 +252,15 @@ class Show:
         self.is_over = self._text.ended is not None or self._left == 0
         self._write([piece for piece in pieces if piece[0]], meter.short())
 
-    def end(self) -> None:
-        """Shows the text that is still held back."""
-        if rest := self._text.flush():
-            self._write([(rest, "bonus")], self.meter.short())
-
-
-class Audience(NamedTuple):
-    """A function that is called with each round, and whether it writes to a terminal."""
-
-    take: Callable[[RoundResult], object] | None
-    is_live: bool
-
-
-NOBODY = Audience(None, False)
-
 
 @contextmanager
-def shown(workload: Workload) -> Iterator[Audience]:
+def shown(workload: Workload) -> Iterator[Show | None]:
     """Shows the first answer of a run inside the block, if its tokens are text: on a terminal at
-    once, in a pipe when it is complete."""
+    once, in a pipe when it is complete. Yields None for other tokens."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
-        yield NOBODY
+        yield None
         return
-    config = workload.job.config
+    config, limit = workload.job.config, workload.job.config.token_limit
     text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
     kept: list[str] = []
     with open_terminal() as terminal:
@@ -313,9 +277,11 @@ def shown(workload: Workload) -> Iterator[Audience]:
 
         if terminal is not None:
             terminal.write(f"\n{legend()}\n\n" if colours else "\n")
-        show = Show(text, write, has_cache=config.mode == "ssd", limit=config.token_limit)
-        yield Audience(show.take, terminal is not None)
-        show.end()
+        has_cache, is_live = config.mode == "ssd", terminal is not None
+        show = Show(text, write, has_cache=has_cache, limit=limit, is_live=is_live)
+        yield show
+        if rest := text.flush():  # text that was held back
+            write([(rest, "bonus")], show.meter.short())
         if terminal is None:
             output.write(f"\n{harmless(''.join(kept))}\n")
         else:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.flags import said
 from mpissd.learn.config import DistillConfig
 
-if TYPE_CHECKING:
-    from mpissd.learn.job import Distillation, Result
-
 
 def distill(config: DistillConfig) -> int:
-    """Makes the draft and prints its figures; returns the exit code."""
+    """Makes the draft and prints its figures, in one process a GPU; returns the exit code."""
     try:
         import torch
+        import torch.multiprocessing as mp
     except ModuleNotFoundError as error:
         raise ConfigError("PyTorch is missing: pip install 'mpissd[distill]'") from error
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -29,35 +24,23 @@ def distill(config: DistillConfig) -> int:
         raise ConfigError("device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
     if config.device != "cpu" and gpus and config.processes > gpus:
         raise ConfigError(f"processes={config.processes}: allowed: 1 to {gpus}, one a GPU")
-    _check_folder(config.out)
-    if config.processes == 1:
-        return work(0, config, "", time.monotonic())
-    return _together(config)
-
-
-def _check_folder(out: str) -> None:
-    """Makes the folder; raises ConfigError for one that cannot be made or written."""
     try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.out):
             pass
     except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"out={out}: {why}: allowed: a folder that can be written") from error
-
-
-def _together(config: DistillConfig) -> int:
-    """Runs one process a GPU; returns the first one's exit code."""
-    import torch.multiprocessing as mp
-
+        why = f"out={config.out}: {error.strerror or error}"
+        raise ConfigError(f"{why}: allowed: a folder that can be written") from error
+    begun = time.monotonic()
+    if config.processes == 1:
+        return _work(0, config, "", begun)
     from mpissd.learn.source import read
 
     read(config)  # refuses faults before any process starts
     with tempfile.TemporaryDirectory() as place:
+        told = config, f"{place}/meet", begun
         try:
-            mp.start_processes(
-                _worker, (config, f"{place}/meet", time.monotonic()), nprocs=config.processes
-            )
+            mp.start_processes(_worker, told, nprocs=config.processes)
         except mp.ProcessExitedException as error:
             if error.exit_code in (1, 2):
                 return int(error.exit_code)
@@ -65,10 +48,10 @@ def _together(config: DistillConfig) -> int:
     return 0
 
 
-def _worker(rank: int, config: DistillConfig, place: str, started: float) -> None:
+def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
     """Is one process of several; ends with exit code 1 in one line for an error of ours."""
     try:
-        code = work(rank, config, place, started)
+        code = _work(rank, config, place, begun)
     except MpissdError as error:
         print(f"mpissd: {error}", flush=True)
         code = error.exit_code
@@ -76,87 +59,59 @@ def _worker(rank: int, config: DistillConfig, place: str, started: float) -> Non
         raise SystemExit(code)
 
 
-def work(rank: int, config: DistillConfig, place: str, started: float) -> int:
-    """Samples, trains, saves and evaluates; all of them but the first process only help.
-
-    Returns 1 if the disk or the device fails.
-    """
+def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
+    """Runs one process's part; returns 1 if the disk or the device fails."""
     import torch
 
+    from mpissd.learn.draft import architectures
+    from mpissd.learn.job import Distillation
     from mpissd.learn.source import read
+    from mpissd.learn.train import join
 
     source = read(config)
-    log = Log(Path(config.out), rank, started, partial(print, flush=True))
-    log.begin(config)
+    architectures(config, source.checkpoint.config, 0)  # refuses before time goes into samples
+    log = Log(Path(config.out), rank, begun)
+    if not rank:
+        flags = [f"--{name}={value}" for name, value in said(config).items()]
+        now = datetime.now(timezone.utc).isoformat(" ", "seconds")
+        log.keep(" ".join([now, "mpissd distill", *flags]))
     try:
-        from mpissd.learn.job import Distillation
-        from mpissd.learn.train import join
-
         gpu = config.device != "cpu" and torch.cuda.is_available()
         group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
-        job = Distillation(config, source, log, group, started)
-        job.sample()
-        code = 0
-        for result in job.drafts():
-            if not rank:
-                code = max(code, _finish(job, result, config))
-        group.close()
+        code = Distillation(config, source, log, group, begun).run()
+        if config.processes > 1:
+            torch.distributed.destroy_process_group()
     except BaseException as error:
-        log.end(error)
+        log.keep(log.dated(f"ended: {type(error).__name__}: {error}"))
         raise
     return code
 
 
-def _finish(job: Distillation, result: Result, config: DistillConfig) -> int:
-    """Saves and evaluates a draft; returns 1 if the disk or the device fails."""
-    if not result.try_save(result.draft):
-        return 1
-    deadline = min(job.deadline, time.monotonic() + config.seconds_evaluating)
-    try:
-        result.evaluate(job.answers(deadline), deadline)
-    except (RuntimeError, OSError) as error:
-        job.log(f"evaluation stopped: {error}")
-        return 1
-    return 0
-
-
 class Log:
-    """Shows lines with the seconds since `started` (of time.monotonic()); keeps them in `folder`.
+    """Shows lines with the seconds since `begun` (of time.monotonic()); keeps them in `folder`.
 
-    Of several processes rank 0 logs all lines, the others only their samples. A file that can no
-    longer be written (a full disk) is reported once; the work goes on.
+    Lines are added to those of earlier commands. Of several processes rank 0 logs all lines, the
+    others only their samples. A file that can no longer be written (a full disk) is reported once;
+    the work goes on.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, started: float, show: Callable[[str], None]
-    ) -> None:
-        self._path, self._rank, self._started = folder / "log.txt", rank, started
-        self._show = show
+    def __init__(self, folder: Path, rank: int, begun: float) -> None:
+        self._path, self._rank, self._begun = folder / "log.txt", rank, begun
         self._keeps = True
-
-    def begin(self, config: DistillConfig) -> None:
-        """Adds a line with the date and the command; what an earlier command left stays."""
-        if not self._rank:
-            flags = [f"--{name}={value}" for name, value in said(config).items()]
-            now = datetime.now(timezone.utc).isoformat(" ", "seconds")
-            self._keep(" ".join([now, "mpissd distill", *flags]))
 
     def __call__(self, text: str) -> None:
         """Logs a line."""
         if not self._rank or "batch" in text:
-            line = self._dated(text)
-            self._show(line)
-            self._keep(line)
+            line = self.dated(text)
+            print(line, flush=True)
+            self.keep(line)
 
-    def end(self, error: BaseException) -> None:
-        """Logs the error that ended the work early; the caller reports it to the user."""
-        self._keep(self._dated(f"ended: {type(error).__name__}: {error}"))
+    def dated(self, text: str) -> str:
+        """Returns a line with the seconds so far in front."""
+        return f"{time.monotonic() - self._begun:7.1f} s  {text}"
 
-    def _dated(self, text: str) -> str:
-        return f"{time.monotonic() - self._started:7.1f} s  {text}"
-
-    def _keep(self, line: str) -> None:
-        """Adds a line in one write, so that lines of several processes stay whole."""
+    def keep(self, line: str) -> None:
+        """Adds a line to the file in one write, so that lines of several processes stay whole."""
         if not self._keeps:
             return
         try:
@@ -164,4 +119,4 @@ class Log:
                 file.write(f"{line}\n")
         except OSError as error:
             self._keeps = False
-            self._show(self._dated(f"{self._path}: {error.strerror}: no further lines"))
+            print(self.dated(f"{self._path}: {error.strerror}: no further lines"), flush=True)

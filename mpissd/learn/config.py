@@ -8,19 +8,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
 from mpissd.common.heads import STATE_KINDS
 
-
-@dataclass(frozen=True)
-class Form:
-    """A fresh draft's shape; its hidden size and head size are the target's.
-
-    name: "LAYERSxHEADSxKV_HEADSxFFN".
-    """
-
-    name: str
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
+Form = tuple[int, int, int, int]  # of fresh layers: layers, heads, KV heads, FFN
 
 
 def form_of(text: str) -> Form:
@@ -31,11 +19,10 @@ def form_of(text: str) -> Form:
     if not is_shape or numbers[1] % numbers[2] or numbers[3] % 32:
         told = "allowed: LAYERSxHEADSxKV_HEADSxFFN, heads a multiple of KV heads, FFN of 32"
         raise ConfigError(f"shapes={text}: {told}")
-    return Form(text, *numbers)
+    return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
 def _layers(name: str, text: str) -> str:
-    """Takes rising layer numbers, a comma between."""
     parts = text.split(",")
     numbers = [int(part) for part in parts if part.strip().isdecimal()]
     if len(numbers) < len(parts) or numbers != sorted(set(numbers)):
@@ -44,14 +31,12 @@ def _layers(name: str, text: str) -> str:
 
 
 def _shapes(name: str, text: str) -> str:
-    """Takes shapes of fresh layers, a comma between."""
     for part in text.split(","):
         form_of(part)
     return text
 
 
 def _kinds(name: str, text: str) -> str:
-    """Takes kinds of drafts that read hidden states, a comma between, each once."""
     parts = text.split(",") if text else []
     if not set(parts) <= set(STATE_KINDS) or len(set(parts)) < len(parts):
         raise ConfigError(f"{name}={text}: allowed: {', '.join(STATE_KINDS)}, a comma between")
@@ -82,8 +67,8 @@ class DistillConfig(Checked):
     on: str | None = flag(
         None,
         words,
-        "what to train on instead of sampled conversations, a comma between: people's prompts "
-        "(.jsonl), which the target answers at temperature 0, and recordings (.npz)",
+        "people's prompts (.jsonl), a comma between, whose answers at temperature 0 are trained on "
+        "instead of sampled conversations",
     )
     head: str = flag(
         "own", choice("own", "target"), "own: trained and stored; target: rows of the target's"
@@ -108,7 +93,7 @@ class DistillConfig(Checked):
     prompts: str | None = flag(
         None,
         words,
-        "what to evaluate on, a comma between: people's prompts (.jsonl), recordings (.npz)",
+        "people's prompts (.jsonl) to evaluate on, a comma between",
     )
     held_out: int = flag(512, integer(0), "conversations of the target's own to evaluate on")
     answer: int = flag(128, integer(1), "tokens of an answer in the evaluation, at most")
@@ -121,14 +106,14 @@ class DistillConfig(Checked):
         return tuple(int(part) for part in self.layers.split(","))
 
     @property
-    def forms(self) -> tuple[Form, ...]:
-        """The fresh drafts; none if the draft starts from layers."""
-        return tuple(form_of(part) for part in self.shapes.split(",") if part)
+    def forms(self) -> dict[str, Form]:
+        """The fresh drafts by their names in `shapes`; none if the draft starts from layers."""
+        return {part: form_of(part) for part in self.shapes.split(",") if part}
 
     @property
-    def kind_names(self) -> tuple[str, ...]:
+    def kind_names(self) -> list[str]:
         """The kinds of drafts that read hidden states; none if it is a model by itself."""
-        return tuple(part for part in self.kinds.split(",") if part)
+        return [part for part in self.kinds.split(",") if part]
 
     def check(self) -> None:
         """Refuses contradictory flags; raises ConfigError."""

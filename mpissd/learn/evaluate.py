@@ -9,142 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from mpissd.learn.pair import Pair
+from mpissd.learn.draft import Draft, ModelDraft, StateDraft
 from mpissd.learn.sample import OutOfTime, Samples, until
-from mpissd.learn.states import StateDraft
 
 FAN_OUTS = (1, 2, 4, 8, 16)
 LOOKAHEADS = (4, 7)
-
-
-@dataclass
-class Judged:
-    """Ranks and overlaps of each answer: one array a sequence.
-
-    ranks: how many tokens the draft finds likelier than the true one; the size of the whole
-    vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1. surprises:
-    −log q of each true token that the draft can name, in nats.
-    """
-
-    ranks: list[list[int]] = field(default_factory=list)
-    overlaps: list[float] = field(default_factory=list)
-    surprises: list[float] = field(default_factory=list)
-
-
-def figures(draft: Pair | StateDraft, samples: Samples, deadline: float) -> dict[str, Any]:
-    """Returns a draft's figures on answers: of those judged before `deadline`, in seconds of
-    time.monotonic()."""
-    if isinstance(draft, Pair):
-        return summary(judge(draft, samples, deadline))
-    steps = draft.config.shape.num_layers if draft.config.kind == "medusa" else max(LOOKAHEADS)
-    return chain_summary(draft, samples, steps, deadline)
-
-
-def summary(judged: Judged) -> dict[str, Any]:
-    """Returns the draft's figures: agreement, alpha, tokens a round, hits and misses."""
-    ranks = [rank for answer in judged.ranks for rank in answer]
-    by_lookahead = {str(k): _rounds(judged.ranks, k) for k in LOOKAHEADS}
-    return {
-        "answers": len(judged.ranks),
-        "tokens": len(ranks),
-        "greedy_agreement": _mean(rank == 0 for rank in ranks),
-        "alpha": _mean(judged.overlaps),
-        "cross_entropy": _mean(judged.surprises),
-        "by_lookahead": by_lookahead,
-    }
-
-
-def _rounds(answers: Sequence[Sequence[int]], lookahead: int) -> dict[str, Any]:
-    """Returns tokens a round and hit rates of rounds that serve `lookahead` tokens."""
-    found = [outcome for ranks in answers for outcome in rounds_of(ranks, lookahead)]
-    ended = [outcome for outcome in found if outcome[1] is not None]
-    after = {
-        "rejection": [rank - 1 for k, rank in ended if k < lookahead and rank is not None],
-        "all_accepted": [rank for k, rank in ended if k == lookahead and rank is not None],
-    }
-    told: dict[str, Any] = {"tokens_per_round": _mean(k + (r is not None) for k, r in found)}
-    both = [rank for ranks in after.values() for rank in ranks]
-    told["hits"] = {str(f): _mean(rank < f for rank in both) for f in FAN_OUTS}
-    for name, ranks in after.items():
-        told[f"misses_{name}"] = {str(f): _mean(rank >= f for rank in ranks) for f in FAN_OUTS}
-    return told
-
-
-def rounds_of(ranks: Sequence[int], lookahead: int) -> Iterator[tuple[int, int | None]]:
-    """Yields (accepted tokens, rank of the target's own token) of each round of an answer.
-
-    The rank is None if the answer ends with an accepted token. After a rejection it counts the
-    proposed token too, which is no key: subtract 1.
-    """
-    at = 0
-    while at < len(ranks):
-        accepted = 0
-        while accepted < lookahead and at + accepted < len(ranks) and not ranks[at + accepted]:
-            accepted += 1
-        at += accepted
-        yield accepted, ranks[at] if at < len(ranks) else None
-        at += 1
-
-
 AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
 
-def judge(pair: Pair, samples: Samples, deadline: float) -> Judged:
-    """Returns the draft's ranks on the answers; those judged before the deadline.
-
-    deadline: in seconds of time.monotonic().
-    """
-    judged = Judged()
-    size = AT_ONCE[samples.tokens.device.type]
-    with suppress(OutOfTime), until(deadline):
-        for start in range(0, len(samples.tokens), size):
-            part = slice(start, start + size)
-            _judge_some(pair, samples.tokens[part].long(), samples.answered[part], judged)
-    return judged
-
-
-def _judge_some(pair: Pair, tokens: Any, answered: Any, judged: Judged) -> None:
-    angles = pair.angles(tokens.shape[1])
-    models = (pair.target, pair.blocks), (pair.draft, pair.draft_blocks)
-    with torch.no_grad():
-        before = answered[:, 1:]  # the rows whose next token is an answer's
-        p, q = (
-            blocks.product(blocks.hidden(m, tokens, *angles)[:, :-1][before], m.head).float()
-            for m, blocks in models
-        )
-        true = tokens[:, 1:][before]
-        places = torch.full((p.shape[1],), -1, device=tokens.device)
-        places[pair.head_ids] = torch.arange(len(pair.head_ids), device=tokens.device)
-        place = places[true]
-        mine = q.gather(1, place.clamp(min=0)[:, None])
-        ranks = torch.where(place < 0, p.shape[1], (q > mine).sum(-1))
-        overlap = torch.minimum(p.softmax(-1)[:, pair.head_ids], q.softmax(-1)).sum(-1)
-        surprise = q.logsumexp(-1) - mine[:, 0]
-    sizes = before.sum(-1).tolist()
-    judged.ranks += [part.tolist() for part in ranks.split(sizes)]
-    judged.overlaps += overlap.tolist()
-    judged.surprises += surprise[place >= 0].tolist()
-
-
-def chain_summary(
-    draft: StateDraft, samples: Samples, steps: int, deadline: float
-) -> dict[str, Any]:
-    """Returns the figures of a draft on hidden states: by place, and tokens a round by K.
-
-    steps: how far it drafts. deadline: in seconds of time.monotonic(), after which the answers
-    judged so far have to do.
-    """
+def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
+    """Returns a draft's figures on answers: of those judged before `deadline`, in seconds of
+    time.monotonic()."""
+    if isinstance(draft, ModelDraft):
+        return summary(*judge(draft, samples, deadline))
+    medusa = draft.config.kind == "medusa"
+    steps = draft.config.shape.num_layers if medusa else max(LOOKAHEADS)
     agrees: list[list[list[bool]]] = []
     overlaps: list[list[float]] = [[] for _ in range(steps)]
-    size = AT_ONCE[samples.tokens.device.type]
     with suppress(OutOfTime), until(deadline):
-        for start in range(0, len(samples.tokens), size):
-            _judge_chains(draft, samples.take(slice(start, start + size)), agrees, overlaps)
+        for part in _parts(samples):
+            _judge_chains(draft, part, agrees, overlaps)
     flat = [row for answer in agrees for row in answer]
     by_place = [_mean([row[t] for row in flat if t < len(row)]) for t in range(steps)]
     return {
@@ -162,6 +51,91 @@ def chain_summary(
     }
 
 
+def summary(
+    answers: Sequence[Sequence[int]], overlaps: Sequence[float], surprises: Sequence[float]
+) -> dict[str, Any]:
+    """Returns a model's figures: agreement, alpha, tokens a round, hits and misses; as `judge`."""
+    ranks = [rank for answer in answers for rank in answer]
+    by_lookahead = {}
+    for lookahead in LOOKAHEADS:
+        rounds = [outcome for answer in answers for outcome in rounds_of(answer, lookahead)]
+        ended = [(k, rank) for k, rank in rounds if rank is not None]
+        # After a rejection the rank counts the proposed token, which is no key.
+        rejected = [rank - 1 for k, rank in ended if k < lookahead]
+        accepted = [rank for k, rank in ended if k == lookahead]
+        by_lookahead[str(lookahead)] = {
+            "tokens_per_round": _mean(k + (rank is not None) for k, rank in rounds),
+            "hits": {str(f): _mean(rank < f for rank in rejected + accepted) for f in FAN_OUTS},
+            "misses_rejection": {str(f): _mean(rank >= f for rank in rejected) for f in FAN_OUTS},
+            "misses_all_accepted": {
+                str(f): _mean(rank >= f for rank in accepted) for f in FAN_OUTS
+            },
+        }
+    return {
+        "answers": len(answers),
+        "tokens": len(ranks),
+        "greedy_agreement": _mean(rank == 0 for rank in ranks),
+        "alpha": _mean(overlaps),
+        "cross_entropy": _mean(surprises),
+        "by_lookahead": by_lookahead,
+    }
+
+
+def rounds_of(ranks: Sequence[int], lookahead: int) -> Iterator[tuple[int, int | None]]:
+    """Yields (accepted tokens, rank of the target's own token) of each round of an answer.
+
+    The rank is None if the answer ends with an accepted token.
+    """
+    at = 0
+    while at < len(ranks):
+        accepted = 0
+        while accepted < lookahead and at + accepted < len(ranks) and not ranks[at + accepted]:
+            accepted += 1
+        at += accepted
+        yield accepted, ranks[at] if at < len(ranks) else None
+        at += 1
+
+
+def judge(
+    draft: ModelDraft, samples: Samples, deadline: float
+) -> tuple[list[list[int]], list[float], list[float]]:
+    """Returns (ranks, overlaps, surprises) on the answers judged before the deadline.
+
+    ranks: by answer, how many tokens the draft finds likelier than the true one; the size of the
+    whole vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1, by
+    token. surprises: −log q of each true token that the draft can name, in nats. deadline: of
+    time.monotonic().
+    """
+    answers, overlaps, surprises = list[list[int]](), list[float](), list[float]()
+    models = (draft.target, draft.blocks), (draft.weights, draft.own_blocks)
+    with suppress(OutOfTime), until(deadline), torch.no_grad():
+        for part in _parts(samples):
+            tokens, angles = part.tokens.long(), draft.angles(part.tokens.shape[1])
+            before = part.answered[:, 1:]  # the rows whose next token is an answer's
+            p, q = (
+                blocks.product(blocks.hidden(m, tokens, *angles)[:, :-1][before], m.head).float()
+                for m, blocks in models
+            )
+            true = tokens[:, 1:][before]
+            places = torch.full((p.shape[1],), -1, device=tokens.device)
+            places[draft.head_ids] = torch.arange(len(draft.head_ids), device=tokens.device)
+            place = places[true]
+            mine = q.gather(1, place.clamp(min=0)[:, None])
+            ranks = torch.where(place < 0, p.shape[1], (q > mine).sum(-1))
+            overlap = torch.minimum(p.softmax(-1)[:, draft.head_ids], q.softmax(-1)).sum(-1)
+            surprise = q.logsumexp(-1) - mine[:, 0]
+            answers += [each.tolist() for each in ranks.split(before.sum(-1).tolist())]
+            overlaps += overlap.tolist()
+            surprises += surprise[place >= 0].tolist()
+    return answers, overlaps, surprises
+
+
+def _parts(samples: Samples) -> Iterator[Samples]:
+    size = AT_ONCE[samples.tokens.device.type]
+    for start in range(0, len(samples.tokens), size):
+        yield samples.take(slice(start, start + size))
+
+
 def _judge_chains(
     draft: StateDraft, samples: Samples, agrees: list[list[list[bool]]], overlaps: list[list[float]]
 ) -> None:
@@ -169,29 +143,27 @@ def _judge_chains(
 
     A row stops with the answer: the last positions have fewer steps.
     """
-    tokens, answered, steps = samples.tokens.long(), samples.answered, len(overlaps)
-    angles = [part[: tokens.shape[1]] for part in draft.table]
+    tokens, steps = samples.tokens.long(), len(overlaps)
     with torch.no_grad():
-        hidden = draft.blocks.hidden(draft.target, tokens, *angles)
-        padded = torch.nn.functional.pad(tokens, (0, steps))
-        states = torch.nn.functional.pad(hidden, (0, 0, 0, steps))
-        found, shared = [], list[Any]()
+        hidden = draft.blocks.hidden(draft.target, tokens, *draft.angles(tokens.shape[1]))
+        padded, states = F.pad(tokens, (0, steps)), F.pad(hidden, (0, 0, 0, steps))
+        answered = F.pad(samples.answered, (0, steps + 1))
+        agreed, shared = [], list[Any]()
         for step, mine in enumerate(draft.steps(padded, states, steps)):
-            is_asked = torch.nn.functional.pad(answered, (0, steps + 1))
-            is_asked = is_asked[:, step + 1 : step + 1 + mine.shape[1]]
+            after = slice(step + 1, step + 1 + mine.shape[1])
+            is_asked = answered[:, after]
             agree = torch.zeros_like(is_asked)
             logits = draft.logits(mine[is_asked]).float()
             rows = states[:, step : step + mine.shape[1]][is_asked]
             p = draft.blocks.product(rows, draft.target.head).float().softmax(-1)
-            true = padded[:, step + 1 : step + 1 + mine.shape[1]][is_asked]
-            agree[is_asked] = draft.head_ids[logits.argmax(-1)] == true
+            agree[is_asked] = draft.head_ids[logits.argmax(-1)] == padded[:, after][is_asked]
             shared.append(torch.minimum(p[:, draft.head_ids], logits.softmax(-1)).sum(-1))
-            found.append(agree)
-        table = torch.stack(found, -1)
-    for step, each in enumerate(shared):
-        overlaps[step] += each.tolist()
-    for row, told in zip(table.tolist(), answered.tolist(), strict=True):
-        if places := [n for n, is_answered in enumerate(told) if is_answered]:
+            agreed.append(agree)
+        table = torch.stack(agreed, -1)
+    for overlap, each in zip(overlaps, shared, strict=True):
+        overlap += each.tolist()
+    for row, mask in zip(table.tolist(), samples.answered.tolist(), strict=True):
+        if places := [n for n, is_answered in enumerate(mask) if is_answered]:
             last = places[-1]
             agrees.append([row[p][: last - p] for p in range(places[0] - 1, last)])
 
@@ -201,13 +173,13 @@ def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
 
     The answer's last token ends it, accepted or the target's own.
     """
-    found, at = [], 0
+    rounds, at = [], 0
     while at < len(answer):
         steps = answer[at][:lookahead]
         k = next((n for n, agrees in enumerate(steps) if not agrees), len(steps))
-        found.append(min(k + 1, len(answer) - at))
+        rounds.append(min(k + 1, len(answer) - at))
         at += k + 1
-    return found
+    return rounds
 
 
 def _mean(values: Iterable[float]) -> float | None:

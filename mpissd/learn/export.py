@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,26 +87,60 @@ def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
 
 
 def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
-    """Writes shards, their index and config.json; returns the shards' bytes together.
+    """Writes shards of at most SHARD_BYTES (or one tensor), their index and config.json; returns
+    the shards' bytes together.
 
-    about: the draft's origin, written to config.json under "mpissd".
+    about: the draft's origin, written to config.json under "mpissd", next to Hugging Face's keys.
     """
     from safetensors.numpy import save as packed
 
     folder.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(stored.items()))
+    shards: list[dict[str, Array]] = [{}]
+    for name, values in stored.items():
+        if shards[-1] and sum(v.nbytes for v in shards[-1].values()) + values.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = np.ascontiguousarray(values)
     places: dict[str, str] = {}
     size = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        data = packed({k: np.ascontiguousarray(v) for k, v in shard.items()})
-        (folder / name).write_bytes(data)
+        size += (folder / name).write_bytes(packed(shard))
         places |= dict.fromkeys(shard, name)
-        size += len(data)
     total = sum(values.nbytes for values in stored.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     write_json(folder / "model.safetensors.index.json", index)
-    write_json(folder / "config.json", _config(config, about))
+    shape, scaling = config.shape, config.rope_scaling
+    family = config.family if config.qkv_bias or config.qk_norm else "llama"
+    own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
+    own |= {"kind": config.kind} if config.kind else {}
+    rope_scaling = scaling and {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original,
+    }
+    told = {
+        "architectures": [f"{family.title()}ForCausalLM"],
+        "model_type": family,
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope_scaling,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": False,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": False,
+        "mpissd": {**own, **about},
+    }
+    write_json(folder / "config.json", told)
     return size
 
 
@@ -133,69 +167,29 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _shards(items: Iterable[tuple[str, Array]]) -> Iterable[dict[str, Array]]:
-    """Yields the tensors in order, in parts of at most SHARD_BYTES (or one tensor)."""
-    shard: dict[str, Array] = {}
-    for name, values in items:
-        if shard and sum(v.nbytes for v in shard.values()) + values.nbytes > SHARD_BYTES:
-            yield shard
-            shard = {}
-        shard[name] = values
-    yield shard
-
-
-def _config(config: TransformerConfig, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json's content: Hugging Face's keys of the family, ours under "mpissd"."""
-    shape, scaling = config.shape, config.rope_scaling
-    family = config.family if config.qkv_bias or config.qk_norm else "llama"
-    told: dict[str, Any] = {
-        "architectures": [f"{family.title()}ForCausalLM"],
-        "model_type": family,
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": False,
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": False,
-    }
-    if scaling is not None:
-        told["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low,
-            "high_freq_factor": scaling.high,
-            "original_max_position_embeddings": scaling.original,
-        }
-    own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
-    own |= {"kind": config.kind} if config.kind else {}
-    return {**told, "mpissd": {**own, **about}}
-
-
 def write_json(path: Path, value: Any) -> None:
     """Writes a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes rows as JSONL."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_card(folder: Path, report: Mapping[str, Any]) -> None:
-    """Writes README.md and NOTICE into the draft's folder."""
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Writes report.json, README.md and NOTICE into the draft's folder."""
+    write_json(folder / "report.json", report)
     on_states = "kind" in report
-    columns, row = (_STATE_COLUMNS, _state_row) if on_states else (_COLUMNS, _row)
-    figures = report.get("evaluation", {})
-    heading = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
+    columns = _STATE_COLUMNS if on_states else _COLUMNS
+    rows = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
+    for name, figures in report.get("evaluation", {}).items():
+        by_lookahead = figures["by_lookahead"]
+        four = by_lookahead.get("4", {})
+        if on_states:
+            agreed = ", ".join(map(_number, figures["agreement_by_place"][:4]))
+            numbers = [figures["alpha"], four.get("tokens_per_round")]
+            cells = [agreed, *map(_number, numbers)]
+        else:
+            numbers = [figures["greedy_agreement"], figures["alpha"]]
+            numbers += [four["tokens_per_round"], by_lookahead["7"]["tokens_per_round"]]
+            cells = [*map(_number, numbers + [four["hits"][f] for f in ("4", "8", "16")])]
+        rows.append(f"| {name} | {figures['answers']} | {' | '.join(cells)} |")
     texts = dict(report)
     texts["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
     texts["title"] = f"{report['kind']} draft" if on_states else "Draft"
@@ -204,24 +198,9 @@ def write_card(folder: Path, report: Mapping[str, Any]) -> None:
     texts["source"] = "wrote its own prompts and answers"
     if report["on"] is not None:
         texts["source"] = f"answered the prompts of\n{report['on']}"
-    texts["rows"] = "\n".join([*heading, *(row(name, told) for name, told in figures.items())])
+    texts["rows"] = "\n".join(rows)
     (folder / "README.md").write_text(_CARD.format(**texts))
     (folder / "NOTICE").write_text(_NOTICE.format(**report))
-
-
-def _row(name: str, figures: Mapping[str, Any]) -> str:
-    four, seven = (figures["by_lookahead"][k] for k in ("4", "7"))
-    hits = [four["hits"][fan_out] for fan_out in ("4", "8", "16")]
-    values = [figures["greedy_agreement"], figures["alpha"]]
-    values += [four["tokens_per_round"], seven["tokens_per_round"], *hits]
-    return f"| {name} | {figures['answers']} | {' | '.join(map(_number, values))} |"
-
-
-def _state_row(name: str, figures: Mapping[str, Any]) -> str:
-    agreed = ", ".join(map(_number, figures["agreement_by_place"][:4]))
-    rounds = figures["by_lookahead"].get("4", {}).get("tokens_per_round")
-    cells = [name, figures["answers"], agreed, _number(figures["alpha"]), _number(rounds)]
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -14,16 +15,25 @@ import torch
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import dequantize, quantize
+from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.sources import origin_of
-from mpissd.learn import export, states
-from mpissd.learn.config import DistillConfig, Form
+from mpissd.learn import export
+from mpissd.learn.config import DistillConfig
+from mpissd.learn.draft import (
+    Draft,
+    ModelDraft,
+    StateDraft,
+    architectures,
+    frequent_tokens,
+    fresh_layers,
+    fresh_states,
+    started,
+)
 from mpissd.learn.evaluate import LOOKAHEADS, figures
-from mpissd.learn.llama import angles, blocks_of, compiled, load
-from mpissd.learn.pair import Losses, Pair
-from mpissd.learn.sample import USER, Sampler, Samples, answered, blank, own
-from mpissd.learn.shape import cut, draft_config, frequent_tokens, fresh, state_config, trained
-from mpissd.learn.source import Openings, Source
-from mpissd.learn.train import Group, Observer, Plan, learn
+from mpissd.learn.llama import angles, blocks_of, compiled, load, trained
+from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
+from mpissd.learn.source import Openings, Prompts, Source
+from mpissd.learn.train import Group, learn
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
@@ -31,279 +41,246 @@ SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole com
 HELD = 32  # of the first batch, one conversation in so many is held out for the curves
 FEWEST = 1 / 256  # answered tokens of the sampled ones, below which a target does not end its turns
 Log = Callable[[str], None]
-Draft = Pair | states.StateDraft
 
 
 class Distillation:
     """Drafts in the making, in one of the processes that make them."""
 
     def __init__(
-        self,
-        config: DistillConfig,
-        source: Source,
-        log: Log,
-        group: Group,
-        started: float | None = None,
+        self, config: DistillConfig, source: Source, log: Log, group: Group, begun: float
     ) -> None:
-        """Loads the target. started: of the command, in seconds of time.monotonic()."""
+        """Loads the target. begun: when the command began, in seconds of time.monotonic()."""
         self.config, self.source, self.log, self.group = config, source, log, group
-        started = time.monotonic() if started is None else started
-        self.deadline = started + config.seconds
-        self.sampled_by = started + SAMPLING * config.seconds
+        self.deadline = begun + config.seconds
+        self.sampled_by = begun + SAMPLING * config.seconds
         self.rate: int | None = None  # tokens a second that all processes sampled
-        gpu = config.device != "cpu" and torch.cuda.is_available()
-        self.device = torch.device("cuda", group.rank) if gpu else torch.device("cpu")
-        if not gpu and "OMP_NUM_THREADS" not in os.environ:
+        self.on_gpu = config.device != "cpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda", group.rank) if self.on_gpu else torch.device("cpu")
+        if not self.on_gpu and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // group.size))
         torch.manual_seed(config.seed + group.rank)
         torch.set_float32_matmul_precision("high")
         torch._dynamo.config.cache_size_limit = 64
-        dtype = torch.bfloat16 if gpu else torch.float32
-        self.target = load(source.checkpoint, self.device, dtype)
-        self.blocks = blocks_of(source.checkpoint.config, dtype)
+        checkpoint, dtype = source.checkpoint, torch.bfloat16 if self.on_gpu else torch.float32
+        self.target = load(checkpoint, self.device, dtype)
+        self.blocks = blocks_of(checkpoint.config, dtype)
         exams = (*source.exams.values(), *source.lessons.values())
-        self.room = max(config.length, *(exam.longest(config.answer) for exam in exams), 1)
-        farthest = self.room + max(LOOKAHEADS)
-        self.table = angles(source.checkpoint.config, farthest, self.device)
+        prompts = max((len(prompt) for exam in exams for prompt in exam), default=0)
+        farthest = max(config.length, prompts + config.answer) + max(LOOKAHEADS)
+        self.table = angles(checkpoint.config, farthest, self.device)
         self.parts: list[Samples] = []
-        log(f"{source.checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
+        log(f"{checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
 
-    def sample(self) -> None:
-        """Has the target write conversations until the time for it is over, or answer lessons.
+    def run(self) -> int:
+        """Samples, trains, saves and evaluates; all processes but the first one only help.
 
-        Raises ConfigError if (nearly) nothing was answered.
+        Returns 1 if the disk or the device fails.
         """
+        self._sample()
+        code = 0
+        for result in self._drafts():
+            if self.group.rank:
+                continue
+            if not result.try_save(result.draft):
+                code = 1
+                continue
+            seconds = self.config.seconds_evaluating
+            deadline = min(self.deadline, time.monotonic() + seconds)
+            try:
+                result.evaluate(self._answers(deadline), deadline)
+            except (RuntimeError, OSError) as error:
+                self.log(f"evaluation stopped: {error}")
+                code = 1
+        return code
+
+    def _sample(self) -> None:
+        """Has the target write conversations until the time for it is over, or answer lessons."""
         if self.source.lessons:
             for lesson in self.source.lessons.values():
-                mine = lesson.part(self.group.rank, self.group.size)
-                self.parts.append(self._answered(self._sampler(), mine, self.sampled_by))
+                # A process has its share of the prompts, or all of them if there are too few.
+                mine = lesson[self.group.rank :: self.group.size]
+                few = len(lesson) < self.group.size
+                self.parts.append(self._answered(lesson if few else mine, self.sampled_by))
             self._count()
             return
-        is_compiled = self.device.type == "cuda"
-        blocks = compiled(self.blocks) if is_compiled else self.blocks
-        sampler = Sampler(self.target, blocks, self.table, is_compiled)
-        started = time.monotonic()
-        written = self._sample(sampler, started)
-        seconds = self.group.largest(time.monotonic() - started, self.device)
-        self._count()
-        tokens = self.group.add(torch.tensor(float(written), device=self.device))
-        self.rate = round(float(tokens) / seconds)
-        self.log(f"{self.rate} tokens/s together")
-        if is_compiled:
-            self.log(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
-            torch.cuda.empty_cache()
-
-    def _sampler(self) -> Sampler:
-        return Sampler(self.target, self.blocks, self.table, False)
-
-    def _answered(self, sampler: Sampler, exam: Any, deadline: float) -> Samples:
-        template, limit = self.source.template, self.config.answer
-        return answered(sampler, exam, template, limit, self.room, deadline)
-
-    def _sample(self, sampler: Sampler, started: float) -> int:
-        """Samples batches; returns the tokens that the target wrote."""
-        config, openings = self.config, Openings(self.source.tokenizer)
-        num, last, written = self._rows(), 0.0, 0
+        config, template, begun = self.config, self.source.template, time.monotonic()
+        openings = Openings(self.source.tokenizer)
+        blocks = compiled(self.blocks) if self.on_gpu else self.blocks
+        sampler = Sampler(self.target, blocks, self.table, self.on_gpu)
+        shape, size = self.source.checkpoint.config.shape, self.blocks.dtype.itemsize
+        # Device memory of a conversation while it is sampled: its cache, what is kept, logits.
+        cache = 2 * shape.num_layers * shape.kv_width * config.length * size
+        each = cache + config.length * (shape.hidden * size + 16) + 8 * shape.vocab_size
+        num = max(1, int(min(config.sequences, 0.7 * self._free() / each)))
+        last, written = 0.0, 0
         for number in range(config.batches):
-            elapsed = time.monotonic() - started
-            is_full = self._free() < 1.25 * self._bytes(num)
+            elapsed = time.monotonic() - begun
+            is_full = self._free() < 1.25 * num * each
             is_late = elapsed + last > config.seconds_sampling
             is_late |= time.monotonic() + last > self.sampled_by
             if self.parts and (is_late or is_full):
                 break
-            part = self._batch(sampler, openings, number, num)
+            choose = random.Random(f"{config.seed}, {self.group.rank}, {number}")
+            starts = [template.before + openings.draw(choose) for _ in range(num)]
+            user, answer = (
+                torch.tensor(choose.choices(WARMTHS[who], k=num), device=self.device)
+                for who in ("user", "answer")
+            )
+            given = blank(starts, config.length, self.device)
+            part = sampler.write(
+                given, template, USER, (user, answer), keep=True, deadline=self.sampled_by
+            )
             if self.parts and part.tokens.shape[1] < config.length:  # cut at the deadline
                 break
             self.parts.append(part)
             tokens = int(part.answered.sum())  # waits for the device
-            last = time.monotonic() - started - elapsed
-            each = max(0, part.tokens.shape[1] - len(self.source.template.before))
-            written += num * each
-            rate = num * each / last
-            self.log(f"batch {number + 1}: {tokens / 1e6:.2f} M answered, {rate:.0f} tokens/s")
-        return written
+            last = time.monotonic() - begun - elapsed
+            new = num * max(0, part.tokens.shape[1] - len(template.before))
+            written += new
+            rate = f"{new / last:.0f} tokens/s"
+            self.log(f"batch {number + 1}: {tokens / 1e6:.2f} M answered, {rate}")
+        seconds = self.group.largest(time.monotonic() - begun, self.device)
+        self._count()
+        total = self.group.add(torch.tensor(float(written), device=self.device))
+        self.rate = round(float(total) / seconds)
+        self.log(f"{self.rate} tokens/s together")
+        if self.on_gpu:
+            self.log(f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most")
+            torch.cuda.empty_cache()
+
+    def _free(self) -> float:
+        """Returns the device memory that a batch may take, in bytes."""
+        if not self.on_gpu:
+            return float("inf")
+        torch.cuda.empty_cache()
+        return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _count(self) -> None:
         """Holds some conversations out; adds up the samples of all processes: conversations,
-        answered tokens, their counts."""
-        num = len(self.parts[0].tokens)
+        answered tokens, their counts.
+
+        Raises ConfigError if (nearly) nothing was answered.
+        """
+        config, first, num = self.config, self.parts[0], len(self.parts[0].tokens)
         few = -(-num // HELD)
-        self.held = self.parts[0].take(slice(0, few))
-        self.parts[0] = self.parts[0].take(slice(few, num)) if num > 1 else self.held
+        self.held = first.take(slice(0, few))
+        self.parts[0] = first.take(slice(few, num)) if num > 1 else self.held
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
+        sizes = torch.zeros(3, dtype=torch.int64, device=self.device)
         for part in self.parts:
-            counts += torch.bincount(part.tokens[part.answered], minlength=vocab)
+            answers = part.tokens[part.answered]
+            counts += torch.bincount(answers, minlength=vocab)
+            sizes += torch.tensor([len(part.tokens), len(answers), part.tokens.numel()]).to(sizes)
         self.counts = self.group.add(counts).cpu()
-        sizes = [
-            [len(part.tokens), int(part.answered.sum()), part.tokens.numel()] for part in self.parts
-        ]
-        sizes = self.group.add(torch.tensor(sizes, device=self.device).sum(0)).tolist()
-        *self.sampled, tokens = sizes
-        config, num_answered = self.config, self.sampled[1]
-        if not num_answered or (not self.source.lessons and num_answered < FEWEST * tokens):
-            if self.parts[0].tokens.shape[1] < config.length and not self.source.lessons:
+        self.num_sequences, self.num_answered, num_tokens = self.group.add(sizes).tolist()
+        is_own = not self.source.lessons
+        if not self.num_answered or (is_own and self.num_answered < FEWEST * num_tokens):
+            if self.parts[0].tokens.shape[1] < config.length and is_own:
                 raise ConfigError(
                     f"seconds={config.seconds}: no answer was sampled in {SAMPLING:.0%} of that "
                     "time: allowed: more time, or fewer --sequences"
                 )
             why = f"the target ended no user's message within {config.length} tokens"
-            if num_answered:
-                why = f"{num_answered} of {tokens} sampled tokens answer a message"
+            if self.num_answered:
+                why = f"{self.num_answered} of {num_tokens} sampled tokens answer a message"
             raise ConfigError(
                 f"length={config.length}: {why}: allowed: a greater length, or a chat model"
             )
-        self.log(f"{num_answered / 1e6:.1f} M answered tokens")
+        self.log(f"{self.num_answered / 1e6:.1f} M answered tokens")
 
-    def _bytes(self, num: int) -> float:
-        """Returns the device memory of a batch while it is sampled."""
-        shape, size = self.source.checkpoint.config.shape, self.blocks.dtype.itemsize
-        cache = 2 * shape.num_layers * shape.kv_width * self.config.length * size
-        kept = self.config.length * (shape.hidden * size + 16)
-        return float(num * (cache + kept + 8 * shape.vocab_size))
+    def _answered(self, prompts: Prompts | None, deadline: float) -> Samples:
+        """Returns the target's answers at temperature 0; they are cut at the deadline.
 
-    def _free(self) -> float:
-        """Returns the device memory that a batch may take, in bytes."""
-        if self.device.type != "cuda":
-            return float("inf")
-        torch.cuda.empty_cache()
-        return 0.95 * float(torch.cuda.mem_get_info()[0])
+        None: to prompts that it writes.
+        """
+        config, template = self.config, self.source.template
+        first, length = USER, config.length
+        if prompts is not None:
+            first, length = ANSWER, max(map(len, prompts)) + config.answer
+        starts: Any = [template.before] * config.held_out if prompts is None else prompts
+        sampler = Sampler(self.target, self.blocks, self.table, False)
+        return sampler.first_answers(starts, length, template, first, config.answer, deadline)
 
-    def _rows(self) -> int:
-        """Returns how many conversations are sampled at a time: fewer if memory is short."""
-        return max(1, int(min(self.config.sequences, 0.7 * self._free() / self._bytes(1))))
-
-    def _batch(self, sampler: Sampler, openings: Openings, number: int, num: int) -> Samples:
-        """Returns a batch of conversations, most of which start with an opening."""
-        choose = random.Random(f"{self.config.seed}, {self.group.rank}, {number}")
-        template = self.source.template
-        starts = [template.before + openings.draw(choose) for _ in range(num)]
-        user, answer = (
-            torch.tensor(choose.choices(WARMTHS[who], k=num), device=self.device)
-            for who in ("user", "answer")
-        )
-        given = blank(starts, self.config.length, self.device)
-        return sampler.write(
-            given, template, USER, (user, answer), keep=True, deadline=self.sampled_by
-        )
-
-    def drafts(self) -> Iterator[Result]:
+    def _drafts(self) -> Iterator[Result]:
         """Trains, and yields each draft as it is ready to be saved."""
-        config, folder = self.config, Path(self.config.out)
-        wanted: list[tuple[str, Form | None]] = [(kind, None) for kind in config.kind_names]
-        wanted = wanted or [("", form) for form in config.forms] or [("", None)]
-        for number, (kind, form) in enumerate(wanted):
-            name = kind or (form.name if form else "")
-            plan = self._plan(len(wanted) - number)
-            is_compiled = self.device.type == "cuda"
-            learner: Losses | states.StateLosses
-            if kind:
-                learner = states.StateLosses(self.start_states(kind), config.heads, is_compiled)
-                draft: Draft = learner.draft
-                facts: dict[str, Any] = {"origin": f"a fresh {kind} draft", "kind": kind}
-                facts |= {"head": "target", "steps_ahead": config.heads}
+        config, folder, rank = self.config, Path(self.config.out), self.group.rank
+        stops = sorted(self.source.tokenizer.stop_ids)
+        ids = frequent_tokens(self.counts.numpy(), config.vocab, stops)
+        wanted = architectures(config, self.source.checkpoint.config, len(ids))
+        for number, (name, architecture) in enumerate(wanted.items()):
+            now = time.monotonic()
+            evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
+            saving, left = SAVING * config.seconds, len(wanted) - number
+            until = now + (self.deadline - evaluating - saving - now) / left
+            draft = self._start(architecture, np.asarray(ids, np.int64))
+            facts: dict[str, Any] = {"origin": f"the target's layers {config.layers}"}
+            if architecture.kind:
+                facts = {"origin": f"a fresh {name} draft", "kind": name, "head": "target"}
+                facts["steps_ahead"] = config.heads
             else:
-                draft = self.start(form)
-                learner = Losses(draft, is_compiled)
-                origin = "fresh layers" if form else f"the target's layers {config.layers}"
-                facts = {"origin": origin, "head": config.head}
+                facts = {"origin": "fresh layers"} if config.forms else facts
+                facts["head"] = config.head
+            facts = {**self._facts(draft), **facts}
             place = folder / name if len(wanted) > 1 else folder
-            result = Result(draft, place, {**self.facts(draft), **facts}, self.source, self.log)
-            observer = Observer(result.point, result.try_save)
-            if self.group.rank:
-                observer = Observer(lambda point: None)
-            made = learn(learner, self.parts, plan, observer, held=self.held, group=self.group)
-            result.draft = made
+            result = Result(draft, place, facts, self.source, self.log)
+            result.draft = learn(
+                draft,
+                self.parts,
+                config,
+                (lambda point: None) if rank else result.point,
+                save=(lambda draft: None) if rank else result.try_save,
+                held=self.held,
+                group=self.group,
+                until=until,
+                cut=until + saving / (2 * left),
+            )
             yield result
 
-    def _plan(self, left: int) -> Plan:
-        """Returns the plan of one of `left` trainings that share the rest of the time."""
-        config, now = self.config, time.monotonic()
-        evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
-        saving = SAVING * config.seconds
-        until = now + (self.deadline - evaluating - saving - now) / left
-        return Plan(
-            config.seconds_training,
-            until,
-            config.steps,
-            config.batch,
-            config.learning_rate,
-            config.seed,
-            self.device.type == "cuda",
-            config.optimizer,
-            config.save_every,
-            until + saving / (2 * left),
-        )
-
-    def _frequent(self) -> tuple[Any, Any]:
-        """Returns the head's token ids, for NumPy and on the device."""
-        ids = frequent_tokens(self.counts.numpy(), self.config.vocab, self.source.stop_ids)
-        return ids, torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-
-    def start(self, form: Form | None) -> Pair:
-        """Returns the pair with an untrained draft."""
-        config, whole = self.config, self.source.checkpoint.config
-        ids, head_ids = self._frequent()
-        architecture = draft_config(whole, form or len(config.layer_numbers), len(ids))
-        if form is None:
-            draft = cut(self.target, config.layer_numbers, ids)
-        else:
-            draft = fresh(self.target, architecture, ids, config.seed)
+    def _start(self, architecture: TransformerConfig, ids: Any) -> Draft:
+        """Returns an untrained draft, with the tokens `ids` in its head."""
+        config, target, head_ids = self.config, self.target, torch.from_numpy(ids).to(self.device)
+        shared = target, head_ids, self.blocks, self.table, self.on_gpu
+        if architecture.kind:
+            first = self.parts[0]
+            scale = float(first.hidden[first.total != 0].float().square().mean().sqrt())
+            own = fresh_states(architecture, config.seed, scale)
+            draft = StateDraft(architecture, own, *shared, ahead=config.heads)
+            return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
+        layers = [target.layers[n] for n in config.layer_numbers] if not config.forms else None
+        layers = layers or fresh_layers(architecture, self.device, config.seed)
+        weights = started(target, layers, head_ids)
         if config.head == "target":
-            draft = draft._replace(head=self.target.head[head_ids].float())
-        return Pair(self.target, draft, head_ids, self.blocks, architecture, self.table)
+            weights = weights._replace(head=target.head[head_ids].float())
+        return ModelDraft(architecture, weights, *shared)
 
-    def start_states(self, kind: str) -> states.StateDraft:
-        """Returns an untrained draft over the most frequent tokens, whose head is the target's."""
-        ids, head_ids = self._frequent()
-        whole = self.source.checkpoint.config
-        architecture = state_config(whole, kind, self.config.heads, len(ids))
-        found = self.parts[0].states
-        assert found is not None, "samples without states"
-        scale = float(found.hidden[found.total != 0].float().square().mean().sqrt())
-        draft = states.StateDraft(
-            architecture,
-            states.fresh(architecture, self.config.seed, scale),
-            self.target,
-            self.target.head[head_ids],
-            head_ids,
-            self.blocks,
-            self.table,
-        )
-        return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
-
-    def facts(self, draft: Draft) -> dict[str, Any]:
+    def _facts(self, draft: Draft) -> dict[str, Any]:
         """Returns the facts of a draft's training for its report."""
-        ids, gpu = draft.head_ids.cpu(), self.device.type == "cuda"
+        ids = draft.head_ids.cpu()
         return {
             "num_layers": draft.config.shape.num_layers,
             "head_vocab": len(ids),
             "coverage": round(float(self.counts[ids].sum() / self.counts.sum()), 5),
-            "sequences": self.sampled[0],
-            "answered": self.sampled[1] / 1e6,
+            "sequences": self.num_sequences,
+            "answered": self.num_answered / 1e6,
             "sampling_tokens_per_s": self.rate,
             "processes": self.group.size,
             "optimizer": self.config.optimizer,
             "on": self.config.on,
             "answer": self.config.answer,
             "seed": self.config.seed,
-            "device": torch.cuda.get_device_name() if gpu else "cpu",
+            "device": torch.cuda.get_device_name() if self.on_gpu else "cpu",
         }
 
-    def answers(self, deadline: float) -> Iterator[tuple[str, Samples]]:
+    def _answers(self, deadline: float) -> Iterator[tuple[str, Samples]]:
         """Yields each set of prompts with the target's answers at temperature 0.
 
         Writing the answers of a set takes half of the time that is left at most.
         """
-        sampler, config, template = self._sampler(), self.config, self.source.template
-        sets: list[Any] = [*self.source.exams.items()]
-        for name, exam in [*sets, *([("own", None)] if config.held_out else [])]:
-            half = (time.monotonic() + deadline) / 2
-            if exam is not None:
-                samples = self._answered(sampler, exam, half)
-            else:
-                length = min(config.length, self.room)
-                samples = own(sampler, config.held_out, length, template, config.answer, half)
+        exams: dict[str, Prompts | None] = {**self.source.exams}
+        exams |= {"own": None} if self.config.held_out else {}
+        for name, exam in exams.items():
+            samples = self._answered(exam, (time.monotonic() + deadline) / 2)
             if bool(samples.answered.any()):
                 yield name, samples
             else:
@@ -329,51 +306,44 @@ class Result:
             self.log(f"trained {point}")
 
     def try_save(self, draft: Draft) -> bool:
-        """Saves the draft so far; logs one line if the files cannot be written."""
-        try:
-            self.log(self.save(draft))
-        except OSError as error:
-            why = error.strerror or error
-            self.log(f"{self.folder}: {why}: not saved; the files of before are kept")
-            return False
-        return True
+        """Writes the quantised draft so far, its curves and a report; logs one line.
 
-    def save(self, draft: Draft) -> str:
-        """Writes the quantised draft, its curves and a report; returns a summary line.
-
-        An OSError leaves the folder's files as they were.
+        Returns False if the files cannot be written; those of before stay as they were then.
         """
         arrays = {name: tensor.float().cpu().numpy() for name, tensor in draft.named().items()}
         if self.about["head"] == "target":
             arrays.pop("lm_head.weight", None)
-        ids = draft.head_ids.cpu().numpy().astype(np.int32)
-        with export.whole_folder(self.folder) as folder:
-            size = export.save(folder, draft.config, export.quantized(arrays, ids), self.about)
-            export.write_lines(folder / "curves.jsonl", self.curves)
-            self.report |= {
-                "parameters": sum(a.size for a in arrays.values()) / 1e6,
-                "bytes": size,
-                "steps": max([0, *(point.get("step", 0) for point in self.curves)]),
-            }
-            self._write_report(folder)
-        return f"wrote {self.folder}: {size / 1e6:.2f} MB of weights"
-
-    def _write_report(self, folder: Path) -> None:
-        export.write_json(folder / "report.json", self.report)
-        export.write_card(folder, self.report)
+        stored = export.quantized(arrays, draft.head_ids.cpu().numpy().astype(np.int32))
+        try:
+            with export.whole_folder(self.folder) as folder:
+                size = export.save(folder, draft.config, stored, self.about)
+                lines = [f"{json.dumps(point)}\n" for point in self.curves]
+                (folder / "curves.jsonl").write_text("".join(lines))
+                self.report |= {
+                    "parameters": sum(a.size for a in arrays.values()) / 1e6,
+                    "bytes": size,
+                    "steps": max([0, *(point.get("step", 0) for point in self.curves)]),
+                }
+                export.write_report(folder, self.report)
+        except OSError as error:
+            why = error.strerror or error
+            self.log(f"{self.folder}: {why}: not saved; the files of before are kept")
+            return False
+        self.log(f"wrote {self.folder}: {size / 1e6:.2f} MB of weights")
+        return True
 
     def evaluate(self, answers: Iterator[tuple[str, Samples]], deadline: float) -> None:
         """Judges the draft as it is stored on held-out answers; completes the report.
 
         answers: (name, samples) each; those that are reached before the deadline.
         """
-        stored, found = self.draft.mapped(rounded), dict[str, Any]()
-        self.report["evaluation"] = found
+        stored, judged = self.draft.mapped(rounded), dict[str, Any]()
+        self.report["evaluation"] = judged
         for name, asked in answers:
-            found[name] = figures(stored, asked, deadline)
+            judged[name] = figures(stored, asked, deadline)
             with export.whole_folder(self.folder) as folder:
-                self._write_report(folder)
-            self.log(f"{name}: {found[name]}")
+                export.write_report(folder, self.report)
+            self.log(f"{name}: {judged[name]}")
             if time.monotonic() > deadline:
                 break
 

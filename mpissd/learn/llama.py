@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, LAST_NORM, Checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
 
 Tensor = Any
@@ -124,73 +124,79 @@ def angles(config: TransformerConfig, length: int, device: Any) -> tuple[Tensor,
     return both.cos().float(), both.sin().float()
 
 
+# Each field of a layer, and the tensors in files that it joins.
+_FIELDS = {
+    "qkv": [f"self_attn.{part}_proj.weight" for part in "qkv"],
+    "o": ["self_attn.o_proj.weight"],
+    "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "down": ["mlp.down_proj.weight"],
+    "norm_attention": ["input_layernorm.weight"],
+    "norm_ffn": ["post_attention_layernorm.weight"],
+    "bias": [f"self_attn.{part}_proj.bias" for part in "qkv"],
+    "norm_q": ["self_attn.q_norm.weight"],
+    "norm_k": ["self_attn.k_norm.weight"],
+}
+
+
 def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
     """Returns a checkpoint's weights on a device."""
-    embedding = _matrix(checkpoint, "model.embed_tokens.weight", device, dtype)
-    head = embedding
-    if not checkpoint.config.tied:
-        head = _matrix(checkpoint, "lm_head.weight", device, dtype)
-    return load_trunk(checkpoint, Llama(embedding, (), None, head), dtype)
+    embedding, *head = (
+        torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
+        for name in (EMBEDDING, HEAD)[: 1 if checkpoint.config.tied else 2]
+    )
+    model = Llama(embedding, (), None, head[0] if head else embedding)
+    return load_trunk(checkpoint, model, dtype)
 
 
 def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
     """Returns the model with a checkpoint's layers and final norm, on its embedding's device."""
-    device = model.embedding.device
+    config, device = checkpoint.config, model.embedding.device
 
     def get(name: str) -> Tensor:
-        return _matrix(checkpoint, name, device, dtype)
-
-    def vector(name: str) -> Tensor:
+        if name.endswith("_proj.weight"):
+            return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
         return torch.tensor(checkpoint.vector(name), dtype=torch.float32, device=device)
 
-    def layer(number: int) -> Layer:
-        at = f"model.layers.{number}"
-        attention = f"{at}.self_attn"
-        norms = [f"{attention}.{p}_norm.weight" for p in "qk" if checkpoint.config.qk_norm]
-        biases = [f"{attention}.{p}_proj.bias" for p in "qkv" if checkpoint.config.qkv_bias]
-        return Layer(
-            torch.cat([get(f"{at}.self_attn.{p}_proj.weight") for p in "qkv"]),
-            get(f"{at}.self_attn.o_proj.weight"),
-            torch.cat([get(f"{at}.mlp.{p}_proj.weight") for p in ("gate", "up")]),
-            get(f"{at}.mlp.down_proj.weight"),
-            vector(f"{at}.input_layernorm.weight"),
-            vector(f"{at}.post_attention_layernorm.weight"),
-            torch.cat([vector(name) for name in biases]) if biases else None,
-            *map(vector, norms),
-        )
-
-    layers = tuple(layer(number) for number in range(checkpoint.config.shape.num_layers))
-    return model._replace(layers=layers, norm=vector("model.norm.weight"))
-
-
-def _matrix(checkpoint: Checkpoint, name: str, device: Any, dtype: Any) -> Tensor:
-    return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
+    lacking = {"bias"} if not config.qkv_bias else set()
+    lacking |= {"norm_q", "norm_k"} if not config.qk_norm else set()
+    layers = []
+    for number in range(config.shape.num_layers):
+        fields = {
+            field: torch.cat([get(f"model.layers.{number}.{name}") for name in names])
+            for field, names in _FIELDS.items()
+            if field not in lacking
+        }
+        layers.append(Layer(**fields))
+    return model._replace(layers=tuple(layers), norm=get(LAST_NORM))
 
 
 def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:
     """Returns a model's weights by their Hugging Face names, without the embedding."""
-    shape = config.shape
-    widths = [shape.q_width, shape.kv_width, shape.kv_width]
-    found = {"lm_head.weight": model.head, "model.norm.weight": model.norm}
-    for number, w in enumerate(model.layers):
-        at = f"model.layers.{number}"
-        q, k, v = w.qkv.split(widths)
-        gate, up = w.gate_up.chunk(2)
-        parts = {"self_attn.q": q, "self_attn.k": k, "self_attn.v": v, "self_attn.o": w.o}
-        parts |= {"mlp.gate": gate, "mlp.up": up, "mlp.down": w.down}
-        found |= {f"{at}.{name}_proj.weight": part for name, part in parts.items()}
-        found[f"{at}.input_layernorm.weight"] = w.norm_attention
-        found[f"{at}.post_attention_layernorm.weight"] = w.norm_ffn
-        if w.bias is not None:
-            biases = zip("qkv", w.bias.split(widths), strict=True)
-            found |= {f"{at}.self_attn.{name}_proj.bias": part for name, part in biases}
-        if w.norm_q is not None:
-            found[f"{at}.self_attn.q_norm.weight"] = w.norm_q
-            found[f"{at}.self_attn.k_norm.weight"] = w.norm_k
-    return found
+    q, kv, ffn = config.shape.q_width, config.shape.kv_width, config.shape.ffn
+    widths = {"qkv": [q, kv, kv], "bias": [q, kv, kv], "gate_up": [ffn, ffn]}
+    weights = {HEAD: model.head, LAST_NORM: model.norm}
+    for number, layer in enumerate(model.layers):
+        for field, names in _FIELDS.items():
+            if (whole := getattr(layer, field)) is not None:
+                parts = whole.split(widths.get(field, len(whole)))
+                full = [f"model.layers.{number}.{name}" for name in names]
+                weights |= dict(zip(full, parts, strict=True))
+    return weights
 
 
 def mapped(model: Llama, change: Any) -> Llama:
     """Returns the model with `change` applied to every tensor but the embedding."""
     layers = tuple(Layer(*(t if t is None else change(t) for t in w)) for w in model.layers)
     return model._replace(layers=layers, norm=change(model.norm), head=change(model.head))
+
+
+def parameters(model: Llama) -> list[Tensor]:
+    """Returns the tensors of a model that are trained."""
+    every = [model.norm, model.head, *(t for w in model.layers for t in w)]
+    return [tensor for tensor in every if tensor is not None and tensor.requires_grad]
+
+
+def trained(tensor: Tensor) -> Tensor:
+    """Returns a float32 copy of a tensor that can be trained."""
+    made = tensor.detach().float().clone(memory_format=torch.contiguous_format)
+    return made.requires_grad_(True)

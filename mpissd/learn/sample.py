@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from mpissd.learn.llama import Blocks, Layer, Llama, Tensor
-from mpissd.learn.source import Exam, TemplateParts
+from mpissd.learn.llama import Blocks, Llama, Tensor
+from mpissd.learn.source import TemplateParts
 
 OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
@@ -56,36 +55,23 @@ def until(deadline: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@dataclass(frozen=True)
-class States:
-    """The target's results after each position of sequences [n, length].
-
-    hidden: normalised last hidden rows, [n, length, hidden] in the samples' type. total: logsumexp
-    of the logits, float32. best: the likeliest next token, int32. The last position is empty.
-    """
-
-    hidden: Tensor
-    total: Tensor
-    best: Tensor
-
-
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """Sequences of token ids, int32 [n, length], and which of them the target answered, bool.
 
-    states: None if the target's computations were not kept.
+    If kept, the target's results after each position: hidden, its normalised last hidden rows
+    [n, length, hidden]; total, logsumexp of its logits, float32; best, its likeliest next token,
+    int32. The last position is empty.
     """
 
     tokens: Tensor
     answered: Tensor
-    states: States | None = None
+    hidden: Tensor = None
+    total: Tensor = None
+    best: Tensor = None
 
-    def take(self, rows: slice | Tensor) -> Samples:
-        """Returns some of the sequences."""
-        states = self.states
-        if states is not None:
-            states = States(states.hidden[rows], states.total[rows], states.best[rows])
-        return Samples(self.tokens[rows], self.answered[rows], states)
+    def take(self, which: Any) -> Samples:
+        """Returns each tensor at an index: some of the sequences."""
+        return Samples(*(None if part is None else part[which] for part in self))
 
 
 def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
@@ -106,8 +92,7 @@ class Sampler:
     def __init__(
         self, model: Llama, blocks: Blocks, table: tuple[Tensor, Tensor], compiled: bool
     ) -> None:
-        self.model, self.blocks = model, blocks
-        self.cos, self.sin = table
+        self.model, self.blocks, self.table = model, blocks, table
         self.pick: Any = torch.compile(_pick, dynamic=False) if compiled else _pick
 
     def write(
@@ -123,67 +108,64 @@ class Sampler:
         """Returns the conversations that start with `given` [n, length] (−1: to be written).
 
         first: the part written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
-        and of answers. keep: whether the target's states are kept. deadline: of time.monotonic();
+        and of answers. keep: whether the target's results are kept. deadline: of time.monotonic();
         conversations that reach it are cut there, all at one length.
         """
-        turns = _Turns(given, template, first)
-        states = self._blank(given) if keep else None
-        length = 1
+        model, blocks, (num, length) = self.model, self.blocks, given.shape
+        turns, kept = _Turns(given, template, first), list[Tensor]()
+        if keep:
+            hidden = given.new_zeros(num, length, model.head.shape[1], dtype=blocks.dtype)
+            total = torch.zeros_like(given, dtype=torch.float32)
+            kept = [hidden, total, torch.zeros_like(given, dtype=torch.int32)]
+        shape, done = (num, blocks.kv_heads, length, blocks.head_dim), 1
         with suppress(OutOfTime), torch.no_grad(), until(deadline):
-            for length in self._written(turns, warmth, states):  # noqa: B007  (is used below)
-                continue
-        if states is not None:
-            states = States(
-                states.hidden[:, :length], states.total[:, :length], states.best[:, :length]
-            )
-        return Samples(turns.tokens[:, :length], turns.answered[:, :length], states)
+            caches = [
+                [torch.empty(shape, dtype=blocks.dtype, device=given.device) for _ in "kv"]
+                for _ in model.layers
+            ]
+            tokens = turns.next(0, None)
+            for at in range(length - 1):
+                x = model.embedding[tokens]
+                cos, sin = (part[at] for part in self.table)
+                for w, (keys, values) in zip(model.layers, caches, strict=True):
+                    q, keys[:, :, at], values[:, :, at] = blocks.front(x, w, cos, sin)
+                    x = blocks.back(x, attend(q, keys, values, at + 1), w)
+                x = blocks.norm(x, model.norm)
+                temperature = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
+                logits = blocks.product(x, model.head)
+                picked, *scores = self.pick(logits, temperature)
+                for part, value in zip(kept, (x, *scores), strict=False):
+                    part[:, at] = value
+                tokens, done = turns.next(at + 1, picked), at + 2
+        return Samples(turns.tokens, turns.answered, *kept).take((slice(None), slice(done)))
 
-    def _blank(self, given: Tensor) -> States:
-        hidden = given.new_zeros(*given.shape, self.model.head.shape[1], dtype=self.blocks.dtype)
-        total = torch.zeros_like(given, dtype=torch.float32)
-        return States(hidden, total, torch.zeros_like(given, dtype=torch.int32))
+    def first_answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        length: int,
+        template: TemplateParts,
+        first: int,
+        limit: int,
+        deadline: float,
+    ) -> Samples:
+        """Returns conversations that begin with these prompts, with only each one's first answer
+        marked, at temperature 0 and of `limit` tokens at most.
 
-    def _written(
-        self, turns: _Turns, warmth: tuple[Tensor, Tensor], states: States | None
-    ) -> Iterator[int]:
-        """Writes every position; yields how many are written."""
-        num, length = turns.given.shape
-        caches = self._caches(num, length, turns.given.device)
-        tokens = turns.next(0, None)
-        for position in range(1, length):
-            hidden = self._step(tokens, position - 1, caches)
-            temperature = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
-            logits = self.blocks.product(hidden, self.model.head)
-            picked, total, best = self.pick(logits, temperature)
-            if states is not None:
-                states.hidden[:, position - 1] = hidden
-                states.total[:, position - 1] = total
-                states.best[:, position - 1] = best
-            tokens = turns.next(position, picked)
-            yield position + 1
+        first: ANSWER, or USER if the target goes on writing the prompts, at OWN_WARMTH.
+        """
+        given = blank(prompts, length, self.table[0].device)
+        cold = torch.zeros(len(prompts), device=given.device)
+        warm = cold + OWN_WARMTH
+        written = self.write(given, template, first, (warm, cold), deadline=deadline)
+        return only_first(written, template.end, limit)
 
-    def _caches(self, num: int, length: int, device: Any) -> list[tuple[Tensor, ...]]:
-        shape = (num, self.blocks.kv_heads, length, self.blocks.head_dim)
-        return [
-            tuple(torch.empty(shape, dtype=self.blocks.dtype, device=device) for _ in "kv")
-            for _ in self.model.layers
-        ]
 
-    def _step(self, tokens: Tensor, at: int, caches: list[tuple[Tensor, ...]]) -> Tensor:
-        """Returns the last hidden rows [n, hidden] after one token of each sequence."""
-        x = self.model.embedding[tokens]
-        cos, sin = self.cos[at], self.sin[at]
-        for w, cache in zip(self.model.layers, caches, strict=True):
-            x = self.blocks.back(x, self._attend(x, w, cos, sin, at, cache), w)
-        return self.blocks.norm(x, self.model.norm)
-
-    def _attend(
-        self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor, at: int, cache: tuple[Tensor, ...]
-    ) -> Tensor:
-        q, k, v = self.blocks.front(x, w, cos, sin)
-        keys, values = cache
-        keys[:, :, at], values[:, :, at] = k, v
-        return attend(q, keys, values, at + 1)
+def only_first(samples: Samples, end: int, limit: int) -> Samples:
+    """Returns the samples with only each one's first answer marked, its stop token included."""
+    answered = samples.answered
+    ends = (answered & (samples.tokens == end)).int()
+    is_first = ends.cumsum(-1) - ends == 0
+    return Samples(samples.tokens, answered & is_first & (answered.cumsum(-1) <= limit))
 
 
 def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,18 +205,13 @@ class _Turns:
         token = torch.where(is_free, torch.where(in_template, token, picked), given)
         self.answered[:, position] = is_free & (state == ANSWER)
         self.tokens[:, position] = token
-        self._turn(is_free & (token == self.end), is_free & in_template)
-        return token
-
-    def _turn(self, ends: Tensor, in_template: Tensor) -> None:
-        state, size = (
-            self.state,
-            torch.where(self.state == OPENING, len(self.opening), len(self.reopening)),
-        )
-        self.count = torch.where(in_template, self.count + 1, 0)
-        is_over = (in_template & (self.count == size)) | (ends & ~in_template)
+        size = torch.where(state == OPENING, len(self.opening), len(self.reopening))
+        written = is_free & in_template
+        self.count = torch.where(written, self.count + 1, 0)
+        is_over = (written & (self.count == size)) | (is_free & (token == self.end) & ~written)
         self.state = torch.where(is_over, (state + 1) % 4, state)
         self.count = torch.where(is_over, 0, self.count)
+        return token
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
@@ -255,49 +232,3 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
 def has_triton() -> bool:
     """Whether Triton, which comes with PyTorch for GPUs, is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def answered(
-    sampler: Sampler, exam: Exam, template: TemplateParts, limit: int, room: int, deadline: float
-) -> Samples:
-    """Returns an exam's answers at temperature 0, at most `limit` tokens each.
-
-    room: a sequence's longest length; prompts that leave no room for an answer are left out.
-    deadline: of time.monotonic(), at which all answers are cut.
-    """
-    if exam.answers is None:
-        kept = [prompt for prompt in exam.prompts if len(prompt) + limit <= room]
-        device = sampler.cos.device
-        given = blank(kept, max(map(len, kept)) + limit, device)
-        cold = torch.zeros(len(kept), device=device)
-        written = sampler.write(given, template, ANSWER, (cold, cold), deadline=deadline)
-        return first_answers(written, template.end, limit)
-    rows = [
-        (len(prompt), [*prompt, *answer[:limit]])
-        for prompt, answer in zip(exam.prompts, exam.answers, strict=True)
-    ]
-    tokens = blank([row for _, row in rows], max(len(row) for _, row in rows), sampler.cos.device)
-    mask = tokens >= 0
-    for number, (start, _) in enumerate(rows):
-        mask[number, :start] = False
-    return Samples(tokens.clamp(min=0).int(), mask)
-
-
-def own(
-    sampler: Sampler, num: int, length: int, template: TemplateParts, limit: int, deadline: float
-) -> Samples:
-    """Returns first answers at temperature 0 to prompts that the target writes at OWN_WARMTH."""
-    device = sampler.cos.device
-    given = blank([template.before] * num, length, device)
-    cold = torch.zeros(num, device=device)
-    warm = cold + OWN_WARMTH
-    written = sampler.write(given, template, USER, (warm, cold), deadline=deadline)
-    return first_answers(written, template.end, limit)
-
-
-def first_answers(samples: Samples, end: int, limit: int) -> Samples:
-    """Returns the samples with only each one's first answer marked, its stop token included."""
-    answered: Any = samples.answered
-    ends = (answered & (samples.tokens == end)).int()
-    is_first = ends.cumsum(-1) - ends == 0
-    return Samples(samples.tokens, answered & is_first & (answered.cumsum(-1) <= limit))

@@ -1,11 +1,10 @@
 """Inputs of a distillation: the target, its tokenizer and template, exams, beginnings of messages.
 
-Everything that can be wrong with them is refused here, in one line. Exams are texts to judge or to
-train a draft on: people's prompts, which the target answers at temperature 0, or a recording
-(.npz), which has its answers. Openings are how users' messages begin, so that the target also
-writes prompts that it seldom starts itself. They are general: none begins just one evaluation
-prompt. A word of the tokenizer after an opening leads to subjects that a small model would not
-come to.
+Everything that can be wrong with them is refused here, in one line. Exams are people's prompts,
+which the target answers at temperature 0, to judge or to train a draft on. Openings are how users'
+messages begin, so that the target also writes prompts that it seldom starts itself. They are
+general: none begins just one evaluation prompt. A word of the tokenizer after an opening leads to
+subjects that a small model would not come to.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +19,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.workload.replay import recording
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
-from mpissd.learn.shape import draft_config, state_config
 
 ASKING = """
 How do I|How can I|How does|How do|How long does it take to|How much|How many|How often should I|
@@ -66,6 +62,7 @@ def|def solve(values: list) -> int:
 SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
 RANKS = 20_000  # words are looked for among so many token ids: merges are numbered by frequency
 _WORD = re.compile(" [a-z]{4,}")
+Prompts = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -88,20 +85,17 @@ def template_parts(tokenizer: Tokenizer) -> TemplateParts:
 
     Raises ConfigError for a template that does not end every message with one stop token.
     """
-    one, other = (tokenizer.chat([_user(text)]) for text in ("x", "y"))
+    asked, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    one = tokenizer.chat([asked])
+    other = tokenizer.chat([{**asked, "content": "y"}])
     first = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
     before, after = one[:first], one[first + 1 :]
     if not after or after[0] not in tokenizer.stop_ids:
         raise ConfigError("the chat template does not end a message with a stop token")
-    turns = [_user("x"), {"role": "assistant", "content": "y"}, _user("x")]
-    both = tokenizer.chat(turns)[len(one) : -len(after)]
+    both = tokenizer.chat([asked, answer, asked])[len(one) : -len(after)]
     if both[0] != other[first] or both[1] != after[0] or both[-1] != one[first]:
         raise ConfigError("the chat template changes earlier turns of a conversation")
     return TemplateParts(tuple(before), tuple(after[1:]), tuple(both[2:-1]), after[0])
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 class Openings:
@@ -109,8 +103,11 @@ class Openings:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.beginnings = {
-            name: [tuple(tokenizer.encode(text)) for text in _split(each)]
-            for name, each in {"asking": ASKING, "coding": CODING}.items()
+            # A line break after a bar belongs to no text.
+            name: [
+                tuple(tokenizer.encode(text.removeprefix("\n"))) for text in texts[1:-1].split("|")
+            ]
+            for name, texts in {"asking": ASKING, "coding": CODING}.items()
         }
         ids = range(min(RANKS, tokenizer.vocab_size))
         words: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.decode([i]))]
@@ -125,105 +122,52 @@ class Openings:
         return opening + choose.choice(self.words) if kind == "word" else opening
 
 
-def _split(texts: str) -> list[str]:
-    """Returns the texts between bars; a line break after a bar is none of theirs."""
-    return [text.removeprefix("\n") for text in texts[1:-1].split("|")]
-
-
-@dataclass(frozen=True)
-class Exam:
-    """One set of people's prompts: encoded prompts to be answered, or answers that are recorded."""
-
-    prompts: Sequence[Sequence[int]]
-    answers: Sequence[Sequence[int]] | None = None
-
-    def longest(self, limit: int) -> int:
-        """Returns the most tokens of a prompt and an answer of at most `limit` tokens."""
-        return max(map(len, self.prompts), default=0) + limit
-
-    def part(self, rank: int, size: int) -> Exam:
-        """Returns every size-th prompt from the rank-th on; all of them if there are fewer."""
-        if len(self.prompts) < size:
-            return self
-        mine = slice(rank, None, size)
-        return Exam(self.prompts[mine], None if self.answers is None else self.answers[mine])
-
-
-def read_exams(
-    names: str | None, tokenizer: Tokenizer, vocab: int, flag: str = "prompts"
-) -> dict[str, Exam]:
-    """Returns {stem: exam} of a flag's files, a comma between: prompts (.jsonl), recordings
-    (.npz)."""
-    exams = {}
+def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str, Prompts]:
+    """Returns {stem: encoded prompts} of a flag's files (.jsonl), a comma between."""
+    prompts: dict[str, Prompts] = {}
     for name in filter(None, (names or "").split(",")):
-        is_recorded = Path(name).suffix == ".npz"
-        exam = _recorded(flag, name, vocab) if is_recorded else _asked(flag, name, tokenizer)
-        exams[Path(name).stem] = exam
-    return exams
-
-
-def _asked(flag: str, name: str, tokenizer: Tokenizer) -> Exam:
-    try:
-        lines = [json.loads(line) for line in Path(name).read_text("utf-8").splitlines()]
-        texts = [str(line["prompt"]) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{flag}={name!r}: allowed: lines {{"prompt": …}}: {error}') from error
-    if not texts:
-        raise ConfigError(f"{flag}={name!r}: no prompt: allowed: one or more")
-    return Exam([tokenizer.chat([{"role": "user", "content": text}]) for text in texts])
-
-
-def _recorded(flag: str, name: str, vocab: int) -> Exam:
-    recorded = recording.load(name)
-    if recorded.vocab != vocab:
-        why = f"a recording of {recorded.vocab} tokens, the target has {vocab}"
-        raise ConfigError(f"{flag}={name!r}: {why}: allowed: one of this target")
-    parts = recorded.sequences
-    return Exam([p.prompt.tolist() for p in parts], [p.tokens[: p.end].tolist() for p in parts])
+        path, where = Path(name), f"{flag}={name!r}"
+        try:
+            lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+            texts = [str(line["prompt"]) for line in lines]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f'{where}: allowed: lines {{"prompt": …}}: {error}') from error
+        if not texts:
+            raise ConfigError(f"{where}: no prompt: allowed: one or more")
+        asked = [[{"role": "user", "content": text}] for text in texts]
+        prompts[path.stem] = [tokenizer.chat(messages) for messages in asked]
+    return prompts
 
 
 @dataclass(frozen=True)
 class Source:
-    """The target's weights and tokenizer, its template's parts, exams by name.
+    """The target's weights and tokenizer, and its template's parts.
 
-    lessons: training texts instead of samples, by name; empty if the target writes samples.
+    exams: people's prompts to judge a draft on, by name. lessons: those to train it on instead of
+    samples; empty if the target writes samples.
     """
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     template: TemplateParts
-    exams: dict[str, Exam]
-    lessons: Mapping[str, Exam]
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """The tokens that end an answer."""
-        return sorted(self.tokenizer.stop_ids)
+    exams: dict[str, Prompts]
+    lessons: dict[str, Prompts]
 
 
 def read(config: DistillConfig) -> Source:
-    """Opens and judges everything; raises ConfigError."""
+    """Opens and judges the inputs; raises ConfigError."""
     path = files_of(config.target)
     if path is None:
         raise ConfigError(f"target={config.target}: allowed: a model with weights and a tokenizer")
     checkpoint, tokenizer = open_checkpoint(config.target, config.seed), load_tokenizer(str(path))
-    vocab = checkpoint.config.shape.vocab_size
+    shape = checkpoint.config.shape
+    vocab, last = shape.vocab_size, shape.num_layers - 1
     if tokenizer.vocab_size > vocab:
         told = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
         raise ConfigError(f"target={config.target}: {told}: allowed: the tokenizer of the weights")
-    _check_draft(config, checkpoint)
-    exams = read_exams(config.prompts, tokenizer, vocab)
-    lessons = read_exams(config.on, tokenizer, vocab, "on")
-    return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, lessons)
-
-
-def _check_draft(config: DistillConfig, target: Checkpoint) -> None:
-    """Refuses layers and shapes of which no draft can be made, before time goes into samples."""
-    for form in config.forms:
-        draft_config(target.config, form, 0)
-    for kind in config.kind_names:
-        state_config(target.config, kind, config.heads, 0)
-    last = target.config.shape.num_layers - 1
     beyond = [number for number in config.layer_numbers if number > last]
     if beyond and not (config.forms or config.kinds):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
+    exams = read_prompts("prompts", config.prompts, tokenizer)
+    lessons = read_prompts("on", config.on, tokenizer)
+    return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, lessons)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, quantize
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.versions import Version
+from mpissd.learn.draft import Optimizer, distance
 from mpissd.learn.llama import (
     Llama,
     Tensor,
@@ -31,10 +32,9 @@ from mpissd.learn.llama import (
     load_trunk,
     mapped,
     named,
+    parameters,
+    trained,
 )
-from mpissd.learn.muon import optimizer_for, parameters
-from mpissd.learn.pair import distance
-from mpissd.learn.shape import trained
 from mpissd.online.examples import Example, Memory
 
 CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
@@ -101,7 +101,7 @@ class Student:
             draft = draft._replace(head=self._loaded.head)
         self.draft: Llama = draft
         self._steps = 0
-        self.optimizer = optimizer_for("adamw", parameters(draft))
+        self.optimizer = Optimizer("adamw", parameters(draft))
 
     def copy(self) -> Llama:
         """Returns a copy of the weights as they are."""
@@ -110,7 +110,7 @@ class Student:
     def step(self, examples: Sequence[Example]) -> Step:
         """Takes one step on the examples' positions; returns their losses before it.
 
-        They are the mean cross-entropy, total variation and greedy agreement (pair.distance). A
+        They are the mean cross-entropy, total variation and greedy agreement (draft.distance). A
         loss that is not finite changes nothing.
         """
         logits, ids, logs = self._forward(examples)

@@ -7,17 +7,16 @@ from time import monotonic
 from typing import Protocol
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Control, Request, Source
+from mpissd.common.rounds import Control, Request
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
-from mpissd.engine.workload.text.answers import BONUS
+from mpissd.engine.workload.text.stops import SOURCES
 from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Stats, Stop, Submit, Tokens
 
 _STATS_S = 0.1
 _KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
-_NAMES = {source: source.name.lower() for source in Source} | {Source.NONE: BONUS}
 
 
 class Mail(Protocol):
@@ -249,7 +248,7 @@ class Driver:
         for one in self._unsent:
             task = one.task
             if one.tokens:
-                sources = [_NAMES[source] for source in one.sources]
+                sources = [SOURCES[source] for source in one.sources]
                 self._mail.put(
                     Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
                 )

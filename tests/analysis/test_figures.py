@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.build import draw
+from analysis.__main__ import draw
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
@@ -24,7 +24,7 @@ from mpissd.lab.tables.claims import claims
 
 FIXTURE = Path(__file__).parent / "fixture"
 OF_RUNS = sorted(name for name, spec in FIGURES.items() if spec.of == "rows")
-OF_ROWS = sorted(set(OF_RUNS) - {"roofline", "saguaro", "kinds"})
+OF_ROWS = sorted(set(OF_RUNS) - {"roofline", "saguaro", "kinds", "drafts"})
 Line = dict[str, Any]
 
 
@@ -268,6 +268,13 @@ def test_kinds() -> None:
     assert "equal speedup" in figure.caption
     with pytest.raises(NothingLeft, match="by two drafts"):
         FIGURES["kinds"].draw(Data(frame[frame["draft"] != "medusa"].head(1)))
+
+
+def test_drafts_of_the_committed_rows() -> None:
+    rows = load([FIXTURE.parents[2] / "results" / "drafts" / "h200.jsonl"])
+    numbers = drawn(rows, "drafts").table()
+    steps = numbers[(numbers["panel"] == "one draft step, µs") & (numbers["series"] == "K=4")]
+    assert list(steps["x"]) == [1, 2, 3, 4, 6] and steps["y"].is_monotonic_increasing
 
 
 def test_break_even() -> None:

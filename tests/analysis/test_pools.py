@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis.build import draw
+from analysis.__main__ import draw
 from analysis.rows import Data, NothingLeft, load
 from analysis.style import Poster
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis.model import Key, forwards, tables
+from analysis.figures.roofline import Key, forwards, tables
 from analysis.rows import NothingLeft, load
 from analysis.select import machines, on_machine
 from mpissd.common.errors import ConfigError

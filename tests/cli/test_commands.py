@@ -113,11 +113,6 @@ def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
     assert command_line(out.split("2 such jobs: ")[1], "run")[0] == most["tp"] == 1
 
 
-def test_a_rate_without_bound_is_null(capfd: pytest.CaptureFixture[str]) -> None:
-    advice, _ = plan(capfd, "--profile=null", "--gpus=2", "--pair=8b/1b")
-    assert advice["best"]["tok_per_s"] is None and advice["gain"] is None
-
-
 def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:
     """Pair and fused products are the probe's where no flag sets them; other T are derived."""
     told, _ = plan(capfd, EIGHT, "--gpus=4")

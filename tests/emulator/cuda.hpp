@@ -12,7 +12,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <random>
 #include <vector>
 
 #define __device__
@@ -113,7 +112,16 @@ inline std::vector<Fibre*> fibres;
 inline std::vector<std::vector<char>> stacks;  // that no fibre uses
 inline Fibre* current = nullptr;
 inline ucontext_t scheduler;
-inline std::mt19937 random_(1);
+struct Random {  // xorshift64*: <random> takes longer to compile than a kernel
+  u64 state = 1;
+  void seed(u32 seed) { state = seed + 1ull; }
+  u32 operator()() {
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return (u32)(state * 0x2545F4914F6CDD1Dull >> 32);
+  }
+};
+
+inline Random random_;
 inline u64 clock_ = 0;
 
 inline void give_way() { swapcontext(&current->context, &scheduler); }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tests.gpu.agreement import HostDevice
 from tests.needs import lack
 
 ROOT = Path(__file__).parents[2]
+_BUILT = ROOT / ".pytest_cache/kernels"  # kernels of these sources, from earlier tests
 _EMULATED = ("types", "system", "ampere", "hopper")  # device.hpp replaces these
 _TOGETHER = ("whole", "exchange")  # kernels whose blocks wait for one another, or for ranks
 
@@ -96,17 +98,28 @@ class EmulatedLauncher:
         run = _RUN.replace("NAME", name).replace("KIND", kind)
         source = "\n".join(['#include "device.hpp"', *includes, run])
         options = [f"-D{macro}={value}" for macro, value in macros]
-        tag = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
-        library = self._folder / f"{name}-{tag}.so"
-        (self._folder / f"{tag}.cpp").write_text(source)
-        folders = ["mpissd/engine/backend/kernels", "tests/emulator"]
-        command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-        command += ["-fno-gnu-unique", *options, *(f"-I{ROOT / folder}" for folder in folders)]
-        command += [str(self._folder / f"{tag}.cpp"), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        if "_Float16" in done.stderr:
-            lack("a C++ compiler with _Float16")
-        assert done.returncode == 0, done.stderr
+        folders = [ROOT / "mpissd/engine/backend/kernels", ROOT / "tests/emulator"]
+        texts = [
+            path.read_bytes() for folder in folders for path in sorted(folder.glob("*.[chu]*"))
+        ]
+        tag = hashlib.sha256(repr((source, options, texts)).encode()).hexdigest()[:16]
+        built = _BUILT / f"{name}-{tag}.so"
+        if not built.exists():
+            _BUILT.mkdir(parents=True, exist_ok=True)
+            own = _BUILT / f"{tag}.{os.getpid()}.{id(self)}"
+            code = self._folder / f"{tag}.cpp"
+            code.write_text(source)
+            command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+            command += ["-fno-gnu-unique", *options, *(f"-I{folder}" for folder in folders)]
+            command += [str(code), "-o", str(own)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if "_Float16" in done.stderr:
+                lack("a C++ compiler with _Float16")
+            assert done.returncode == 0, done.stderr
+            os.replace(own, built)
+        # A copy has its own globals: ranks run the same kernel at the same time.
+        library = self._folder / built.name
+        shutil.copy(built, library)
         return ctypes.CDLL(str(library)).run
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpissd.common.rounds import Outcome, Request, Source
+from mpissd.common.rounds import Outcome, Request, Source, Speculation
 from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.workload.gemm import DraftStream, TokenStream
 from mpissd.engine.workload.sequence import Batch
@@ -69,9 +69,9 @@ class Pair:
 
     def candidates(self, source: Source, num_draft: Sequence[int]) -> list[list[list[int]]]:
         """By batch row and k: F_k ids, in lane order."""
-        served = np.array(num_draft, np.int32)
-        offsets = self.draft.offsets(self.fan_out)
-        ids = self.draft.candidates(np.full(len(served), source, np.int32), served, offsets)
+        speculation = Speculation.empty(0, len(num_draft), self.lookahead)
+        speculation.rows[:, 0], speculation.rows[:, 2] = source, num_draft
+        ids, _ = self.draft.grown(speculation, self.fan_out)
         ends = np.cumsum(self.fan_out)[:-1]
         return [[part.tolist() for part in np.split(row, ends)] for row in ids]
 

@@ -9,7 +9,7 @@ from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel
-from mpissd.engine.workload.sampled import SampledRollout
+from mpissd.engine.workload.oracle import SampledRollout
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.workers import DraftWorker
 from tests.loop.harness import CountingForwards

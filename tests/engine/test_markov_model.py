@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpissd.common.errors import ConfigError
 from mpissd.engine.spec.sampling import probabilities
-from mpissd.engine.workload.markov import SHARPNESS, MarkovLaws, MarkovModel
+from mpissd.engine.workload.markov import SHARPNESS, MarkovModel
 
 MODEL = MarkovModel(40, 2, 7, 0.3)
 
@@ -55,9 +54,3 @@ def test_probabilities_fall_by_a_power_of_the_rank(temperature: float) -> None:
     ]
     slope = np.diff(np.mean(logs, axis=0)) / np.log(10)
     assert slope == pytest.approx([-SHARPNESS / temperature] * 2, rel=0.05)
-
-
-def test_vocabularies_that_differ_are_refused() -> None:
-    other = replace(MODEL, vocab=41)
-    with pytest.raises(ConfigError, match="vocabularies of 40 and 41 tokens: allowed: one"):
-        MarkovLaws(MODEL, other, 1.0, seed=0)

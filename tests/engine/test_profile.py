@@ -183,11 +183,11 @@ def test_the_predictor_and_the_emulated_backend_agree_to_the_last_bit(box: Any, 
     backend, costs = EmulatedBackend(profile), DeviceCosts.from_profile(profile, job)
     for rows in job.target_buckets():
         cost = Shard(job.target).cost(rows, 3, 2, job.options)
-        assert float(costs.verify_s(rows)) == backend.program(print, cost).elapsed_s()
+        assert float(costs.verify(rows)) == backend.program(print, cost).elapsed_s()
     for rows in job.draft_buckets():
         cost = Shard(job.draft).cost(rows, 3, 2, job.draft_options)
         assert float(costs.draft_s(rows)) == backend.program(print, cost).elapsed_s()
-    assert (float(costs.verify_s(1)) == 1e-3) is fuse
+    assert (float(costs.verify(1)) == 1e-3) is fuse
 
 
 FEW = {"1": 0.8e-3, "32": 1.2e-3}

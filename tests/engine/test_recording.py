@@ -112,7 +112,7 @@ def test_contradictions_are_refused(path: Path) -> None:
         ({"header": np.frombuffer(b"[1]", np.uint8)}, "list"),
         ({"header": header_of(path, vocab="many")}, "int"),
         ({"header": header_of(path, vocab=3)}, "beyond the vocabulary of 3"),
-        ({"top": None}, "top.npy"),
+        ({"top": None}, "top is not a file"),
         ({"top": found["top"][:-1]}, "top has"),
         ({"rollout": found["rollout"][:, :0]}, "tokens has|empty"),
         ({"rollout": found["rollout"].reshape(-1)}, "unpack"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,19 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.advice import Advice
-from mpissd.lab.predict.advisor import by_speed, firsts, plan
+from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.derive import METHODS, host_of
 from mpissd.lab.predict.grid import Config
-from mpissd.lab.predict.hosts import host_of
-from mpissd.lab.predict.places import survey
 from mpissd.lab.predict.search import (
     FULL,
     Choice,
     Laws,
     Placement,
-    Scales,
     candidates,
     config_of,
+    survey,
+    weigh,
 )
 from mpissd.lab.predict.simulation import expected
 
@@ -37,16 +37,20 @@ HOST = HostCosts(
 )  # fmt: skip
 
 
-def placements(config: RunConfig, profile: Profile, gpus: int) -> list[Placement]:
-    return list(survey(config, profile, gpus).placements)
+def placements(
+    config: RunConfig, profile: Profile, gpus: int, host: HostCosts = HOST
+) -> list[Placement]:
+    """Placements whose hosts cost as much as `host` where the profile has none."""
+    hosts = dict.fromkeys(METHODS, host)
+    return [replace(p, hosts=p.hosts or hosts) for p in survey(config, profile, gpus).placements]
 
 
 def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
     config = RunConfig(**{"pair": "70b/1b", **flags})
-    return plan(config, HOST, placements(config, load_profile(device), gpus), gpus)
+    return plan(config, placements(config, load_profile(device), gpus), gpus)
 
 
-def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placement], int]:
+def random_cell(rnd: random.Random) -> tuple[RunConfig, list[Placement], int]:
     """A machine, a pair, its models, a batch and a number of GPUs on which the pair fits."""
     flags: dict[str, Any] = {
         "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
@@ -65,19 +69,18 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, HostCosts, list[Placemen
     scale = rnd.uniform(0, 2)
     host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})
     try:
-        return config, host, placements(config, profile, gpus), gpus
+        return config, placements(config, profile, gpus, host), gpus
     except ConfigError:  # too little memory
         return random_cell(rnd)
 
 
 def shortfall(seed: int) -> float:
     """1 − advised / exhaustive in one random cell."""
-    config, host, places, gpus = random_cell(random.Random(seed))
-    found = plan(config, host, places, gpus)
-    scales, batch = Scales(Laws.of(config), host, places), config.batch_size
-    every = (c for p in places for c in candidates(p, scales.laws, batch, gpus, FULL))
-    best = by_speed(scales.weigh(every, quick=True))[:20]
-    return 1 - found.best.tok_per_s / by_speed(scales.weigh(best))[0].tok_per_s
+    config, places, gpus = random_cell(random.Random(seed))
+    advised, laws = plan(config, places, gpus).best, Laws.of(config)
+    every = (c for p in places for c in candidates(p, laws, config.batch_size, gpus, FULL))
+    best = by_speed(weigh(every, laws, places, quick=True))[:20]
+    return 1 - advised.tok_per_s / by_speed(weigh(best, laws, places))[0].tok_per_s
 
 
 @pytest.mark.slow
@@ -91,7 +94,7 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     """The flags of every choice, run through a job of its own, give the same rate."""
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
     profile = load_profile("h100")
-    advice = plan(config, HOST, placements(config, profile, 4), 4)
+    advice = plan(config, placements(config, profile, 4), 4)
     assert {c.method for c in advice.judged} == {
         *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1))
     }
@@ -136,7 +139,7 @@ def test_unequal_shares_are_judged_between_the_equal_ones() -> None:
     two, three, four = placements(config, load_profile("h200"), 4)[1:]
     assert (two.tp, three.tp, four.tp) == (2, 3, 4) and three.num_drafts == (0,)
     for rows in (1, 7, 16):
-        low, middle, high = (float(place.device.verify_s(rows)) for place in (two, three, four))
+        low, middle, high = (float(place.device.verify(rows)) for place in (two, three, four))
         assert middle == pytest.approx(high + (low - high) / 3, rel=1e-9)
     judged = advise(3, alpha=0.8, fuse=True).judged
     assert {(c.mode, c.derived is None) for c in judged if c.tp == 3} == {
@@ -151,10 +154,10 @@ def test_break_even_alpha_is_theory_s_for_sd() -> None:
     device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
     places = [Placement(1, device, (0,))]
     for alpha in (0.25, 0.9):
-        found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), HostCosts(), places, 1)
+        found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), places, 1)
         drafting = next(c for c in found.judged if c.mode == "sd")
         k = drafting.lookahead
-        cost = float(device.verify_s(k + 1)) + k * 0.3
+        cost = float(device.verify(k + 1)) + k * 0.3
         wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
         assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
         assert found.best.mode == ("ar" if alpha < wanted else "sd")
@@ -163,14 +166,16 @@ def test_break_even_alpha_is_theory_s_for_sd() -> None:
 def test_break_even_p_hit_is_where_ssd_ties() -> None:
     config = RunConfig(pair="8b/1b", alpha=0.8, p_hit=0.9)
     places = placements(config, load_profile("h100"), 2)
-    advice = plan(config, HOST, places, 2)
+    advice = plan(config, places, 2)
     assert advice.best.mode == "ssd" and advice.break_even_p_hit is not None
     ssd, place = advice.best, next(p for p in places if p.tp == advice.best.tp)
     flags = {"pair": "8b/1b", "alpha": "0.8", "p_hit": str(advice.break_even_p_hit)}
     tie = resolve(parse_flags({**flags, **ssd.flags()}), ssd.tp, backend="emulated",
                   memory_bytes=None)  # fmt: skip
     assert advice.rival is not None
-    found = expected(tie, place.device, place.host(ssd.method, HOST)).tok_per_s[0]
+    host = place.host(ssd.method)
+    assert host is not None
+    found = expected(tie, place.device, host).tok_per_s[0]
     assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
 
 
@@ -201,6 +206,9 @@ def test_both_fan_outs_of_a_search_are_those_of_a_job(
     assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
 
 
-def test_needs_a_machine() -> None:
+def test_needs_a_machine_whose_rounds_take_time() -> None:
     with pytest.raises(ConfigError, match="0 placements"):
-        plan(RunConfig(pair="8b/1b"), HOST, [], 4)
+        plan(RunConfig(pair="8b/1b"), [], 4)
+    config, null = RunConfig(pair="8b/1b"), load_profile("null")
+    with pytest.raises(ConfigError, match="rounds take no time"):
+        plan(config, survey(config, null, 2).placements, 2)

@@ -17,9 +17,8 @@ from mpissd.engine.backend.profile import Curve, Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan
-from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.derive import derive, with_derived
-from mpissd.lab.predict.places import survey
+from mpissd.lab.predict.search import survey
 
 PROFILES = Path(__file__).resolve().parents[2] / "results/h200/profiles"
 FUSED = ForwardOptions(fuse=True)
@@ -111,7 +110,7 @@ def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:
 def test_a_survey_drops_no_t_silently() -> None:
     alone = probed("h200-8b-1b-T1D1")
     here = survey(EIGHT, alone, 4)
-    judged = plan(EIGHT, HostCosts(), here.placements, 4).judged
+    judged = plan(EIGHT, here.placements, 4).judged
     assert {(c.tp, c.derived is None) for c in judged if c.mode != "ssd"} == {
         (1, True),
         (2, False),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mpissd.engine.backend.profile import load_profile
-from mpissd.lab.predict import jobfile
-from mpissd.lab.predict.from_row import forecast_row, job_of_row
+from mpissd.lab.predict.costs import load_job
+from mpissd.lab.predict.row import forecast_row, job_of_row
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables.load import load_rows
 
@@ -33,7 +33,7 @@ def test_a_row_says_its_whole_configuration(name: str) -> None:
         if not path.exists():
             continue
         checked += 1
-        mean = float(expected(job_of_row(row), *jobfile.load(str(path))).tok_per_s[0])
+        mean = float(expected(job_of_row(row), *load_job(str(path))).tok_per_s[0])
         assert mean == pytest.approx(row["expected_tok_per_s"], rel=6e-3), row["run_id"]
     assert checked > 10
 

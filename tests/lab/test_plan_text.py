@@ -16,12 +16,11 @@ from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.spec.acceptance import named_hit_law
-from mpissd.lab.predict.advice import ERROR, gain_text, heading, pays, render
+from mpissd.lab.predict.advice import ERROR, gain_text, heading, pays, report
 from mpissd.lab.predict.advisor import Advice, plan
-from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.from_row import forecast_row
-from mpissd.lab.predict.places import job_of, runnable, survey
-from mpissd.lab.predict.search import Choice
+from mpissd.lab.predict.row import forecast_row
+from mpissd.lab.predict.search import Choice, job_of, runnable, survey
+from mpissd.lab.predict.uses import replicas
 
 DEFAULT = named_hit_law("smollm2").label
 
@@ -33,7 +32,14 @@ H200 = load_profile("h200")
 def advise(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
     config = RunConfig(**{"pair": "8b/1b", "alpha": 0.8, "fuse": True, **flags})
     found = survey(config, H200, gpus)
-    return config, plan(config, HostCosts(), found.placements, gpus, found.unjudged)
+    return config, plan(config, found.placements, gpus, found.unjudged)
+
+
+def lines_of(gpus: int, **flags: Any) -> tuple[Advice, list[str]]:
+    """An advice for H200s, and its text."""
+    config, advice = advise(gpus, **flags)
+    uses = replicas(advice.judged, gpus)
+    return advice, report(config, H200, gpus, survey(config, H200, gpus), advice, uses)[0]
 
 
 def row_of(config: RunConfig, choice: Choice) -> Row:
@@ -78,13 +84,10 @@ def test_a_choice_is_labelled_as_its_row_would_be(
 
 @pytest.mark.parametrize("context", [0, 16384])
 def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
-    config, advice = advise(2, context=context)
-    lines = render(advice, "", survey(config, H200, 2), 2).splitlines()
+    advice, lines = lines_of(2, context=context)
     (line,) = (line for line in lines if "over the best other use of the 2 asked for" in line)
     assert line.endswith("(derived)") == (context > 0) == any("kv_tokens" in x for x in lines)
-    extra = advice.extra_gpu
-    assert extra is not None and bool(advice.to_probe) == (context > 0)
-    assert advice.rival is not None
+    assert advice.rival is not None and bool(advice.to_probe) == (context > 0)
     half = replace(advice, judged=(replace(advice.best, derived=None), *advice.judged[1:]))
     assert bool(half.to_probe) == (context > 0)  # by its rival
 
@@ -96,7 +99,7 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     other = replace(load_profile(PROBED), device_name="Another GPU")
     found = survey(config, other, 2)
     assert {Family("sd", 1, 1), Family("ssd", 1, 1)} <= set(found.unjudged)
-    advice = plan(config, HostCosts(), found.placements, 2, found.unjudged)
+    advice = plan(config, found.placements, 2, found.unjudged)
     assert {c.method for c in advice.judged} == {
         ("ar", 0),
         ("sd", 0),
@@ -120,12 +123,6 @@ SHIPPED = "measured on SmolLM2-135M-Instruct with the shipped draft"
 NONE = "no difference within the predictor's error of 5%"
 
 
-def planned(gpus: int, **flags: Any) -> tuple[Advice, list[str]]:
-    """An advice for H200s, and its text."""
-    config, advice = advise(gpus, **flags)
-    return advice, render(advice, "", survey(config, H200, gpus), gpus).splitlines()
-
-
 @pytest.mark.parametrize(
     ("gain", "says"), [(1.003, True), (1 / 1.049, True), (1.051, False), (1 / 1.051, False)]
 )
@@ -136,7 +133,7 @@ def test_a_gain_within_the_error_is_no_difference(gain: float, says: bool) -> No
 
 def test_every_ratio_names_its_gpus_and_no_words_stand_twice() -> None:
     """SSD is on three of the four GPUs, SD inline on three or on all: a sentence for each."""
-    advice, lines = planned(4, pair="70b/1b")
+    advice, lines = lines_of(4, pair="70b/1b")
     said = {x.partition(": ")[0].strip(): x.partition(": ")[2] for x in lines if " over " in x}
     assert len(said) == sum(" over " in x for x in lines) == 4
     rate = {(c.mode, c.tp, c.num_drafts): c.tok_per_s for c in advice.judged}
@@ -167,7 +164,7 @@ def test_every_ratio_names_its_gpus_and_no_words_stand_twice() -> None:
 def test_the_first_line_names_what_is_assumed(flags: dict[str, Any], terms: str) -> None:
     run = RunConfig(pair="8b/1b", alpha=0.8, **flags)
     h200 = load_profile("h200")
-    assert heading(run, h200, 2) == f"on 2 × NVIDIA H200, 8b/1b, {terms}"
+    assert heading(run, h200, 2) == [f"on 2 × NVIDIA H200, 8b/1b, {terms}"]
 
 
 def test_a_lookup_does_not_show_that_a_draft_pays() -> None:

@@ -19,11 +19,11 @@ from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.pool import Pool, simulate
 from mpissd.lab.predict.search import Choice
 from mpissd.lab.predict.simulation import expected
-from mpissd.lab.predict.uses import Use, frontier, gain_of, sizes
+from mpissd.lab.predict.uses import Use, frontier, rivals_of, sizes
 
 H200 = load_profile("h200")
 
@@ -97,9 +97,8 @@ def test_the_frontier_keeps_what_nothing_beats_in_both() -> None:
 def test_a_pool_is_compared_with_what_is_no_later_and_with_the_most() -> None:
     pool, each = use(20, 2.0, 4, "ssd"), use(8, 1.0, 1, "ssd")
     late, same = use(30, 4.0), use(15, 2.0)
-    gain = gain_of(pool, [use(25, 2.0, 3, "ssd"), late, same, each, pool])
-    assert (gain.in_time, gain.most, gain.each) == (same, late, each)
-    assert gain.over(gain.in_time) == pytest.approx(4 / 3)
+    rivals = rivals_of(pool, [use(25, 2.0, 3, "ssd"), late, same, each, pool])
+    assert rivals == {"in_time": same, "most": late, "each": each}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_profile_s_forwards_are_the_emulated_backend_s(
     for rows in job.target_buckets():
         cost = Shard(job.target, tp).cost(rows, 3, backend.itemsize, job.options, wide)
         program = backend.program(lambda: None, cost)
-        assert float(costs.verify_s(rows)) == program.elapsed_s()
+        assert float(costs.verify(rows)) == program.elapsed_s()
     wide, k = job.draft_buckets()[-1], job.draft_options.top_k
     for rows in job.draft_buckets():
         both = [

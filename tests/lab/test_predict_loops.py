@@ -345,5 +345,5 @@ def test_virtual_time_adds_up() -> None:
     """The harness by hand: an AR round is its forward and the lead's host work."""
     run = VirtualRun(make_job(mode="ar"), 5)
     _, round_s = run()
-    forward = float(run.device.verify_s(1))
+    forward = float(run.device.verify(1))
     np.testing.assert_allclose(round_s, forward + HOST.ask_s + HOST.lead_s, rtol=1e-12)

@@ -22,12 +22,16 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn import export  # noqa: E402
 from mpissd.learn.config import form_of  # noqa: E402
+from mpissd.learn.draft import (  # noqa: E402
+    ModelDraft,
+    draft_config,
+    fresh_layers,
+    started,
+    state_config,
+)
 from mpissd.learn.job import rounded  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, mapped, named  # noqa: E402
-from mpissd.learn.muon import optimizer_for, parameters  # noqa: E402
-from mpissd.learn.pair import Losses, Pair, batch_of  # noqa: E402
 from mpissd.learn.sample import Samples  # noqa: E402
-from mpissd.learn.shape import cut, draft_config, fresh, state_config  # noqa: E402
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 TOKENS = [3, 17, 4, 4, 41, 8, 29, 30, 2, 11]
@@ -56,8 +60,9 @@ def target_of(home: Path, family: str) -> Path:
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "optimizer"), [("llama", "adamw"), ("qwen2", "adamw"), ("qwen3", "muon")]
+)
 def test_a_draft_of_the_target_s_layers_trains_and_reloads(
     family: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -66,16 +71,17 @@ def test_a_draft_of_the_target_s_layers_trains_and_reloads(
     source = open_checkpoint(str(where))
     target, ids = load(source, "cpu", torch.float32), np.arange(2, 42, dtype=np.int32)
     config = draft_config(source.config, 2, len(ids))
-    draft, blocks = cut(target, (0, 2), ids), blocks_of(source.config, torch.float32)
-    before = {name: tensor.detach().clone() for name, tensor in named(draft, config).items()}
+    head_ids, blocks = torch.from_numpy(ids).long(), blocks_of(source.config, torch.float32)
     table = angles(source.config, len(TOKENS), "cpu")
-    pair = Pair(target, draft, torch.from_numpy(ids).long(), blocks, config, table)
+    draft = started(target, [target.layers[0], target.layers[2]], head_ids)
+    before = {name: tensor.detach().clone() for name, tensor in named(draft, config).items()}
+    learner = ModelDraft(config, draft, target, head_ids, blocks, table)
     tokens = torch.tensor([TOKENS])
-    batch = batch_of(Samples(tokens.int(), torch.ones_like(tokens).bool()), len(TOKENS))
-    steps, losses = optimizer_for(optimizer, parameters(draft), [draft.head]), []
+    samples = Samples(tokens.int(), torch.ones_like(tokens).bool())
+    steps, losses = learner.optimizer(optimizer), []
     for _ in range(30):
-        loss = Losses(pair, False).of(batch)[0]
-        for tensor in parameters(draft):
+        loss = learner.losses(samples, len(TOKENS))[0]
+        for tensor in learner.trained:
             tensor.grad = None
         loss.backward()
         steps.step(1e-2)
@@ -98,7 +104,8 @@ def test_fresh_drafts_are_llamas_whatever_the_target_is(family: str, tmp_path: P
     source = open_checkpoint(str(target_of(tmp_path, family)))
     ids = np.arange(40, dtype=np.int32)
     own = draft_config(source.config, form_of("1x4x2x64"), len(ids))
-    draft = fresh(load(source, "cpu", torch.float32), own, ids, 0)
+    target, layers = load(source, "cpu", torch.float32), fresh_layers(own, "cpu", 0)
+    draft = started(target, layers, torch.from_numpy(ids).long())
     assert not (own.qkv_bias or own.qk_norm) and np.isfinite(torch_logits(draft, own)).all()
     eagle = state_config(source.config, "eagle", 4, len(ids))
     for config in (own, eagle):

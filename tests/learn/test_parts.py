@@ -11,12 +11,11 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import BLOCK, dequantize, quantize
-from mpissd.learn.config import DistillConfig
 from tests.needs import module
 
 module("torch", "PyTorch")
 
-from mpissd.learn.evaluate import Judged, rounds_of, summary  # noqa: E402
+from mpissd.learn.evaluate import rounds_of, summary  # noqa: E402
 from mpissd.learn.source import Openings, TemplateParts, template_parts  # noqa: E402
 
 
@@ -49,7 +48,7 @@ def test_rounds_read_off_ranks_are_those_of_the_rule() -> None:
     # Accepted 0, 0; then rank 3. All four accepted; then rank 1. The end, with one accepted.
     ranks = [0, 0, 3, 0, 0, 0, 0, 1, 0]
     assert list(rounds_of(ranks, 4)) == [(2, 3), (4, 1), (1, None)]
-    told = summary(Judged([ranks], [0.5] * 9))
+    told = summary([ranks], [0.5] * 9, [])
     assert told["greedy_agreement"] == pytest.approx(7 / 9, abs=1e-4) and told["alpha"] == 0.5
     four = told["by_lookahead"]["4"]
     assert four["tokens_per_round"] == pytest.approx(9 / 3)
@@ -63,13 +62,16 @@ def test_rounds_read_off_ranks_are_those_of_the_rule() -> None:
 class Letters:
     """A tokenizer of one id a letter, with a template of two ids around each message."""
 
-    stop_ids = frozenset({9})
+    stop_ids, vocab_size = frozenset({9}), 300
 
     def __init__(self, end: int = 9) -> None:
         self.end = end
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
 
     def chat(self, messages: Sequence[Any]) -> list[int]:
         found = [1]
@@ -80,36 +82,14 @@ class Letters:
 
 
 def test_a_template_is_read_off_short_conversations() -> None:
-    assert template_parts(Letters()) == TemplateParts(
-        before=(1, 2), between=(8, 3), again=(8, 2), end=9
-    )
-
-
-def test_a_template_without_a_stop_token_is_refused() -> None:
+    parts = TemplateParts(before=(1, 2), between=(8, 3), again=(8, 2), end=9)
+    assert template_parts(Letters()) == parts
     with pytest.raises(ConfigError, match="stop token"):
         template_parts(Letters(end=7))
 
 
-def test_a_target_is_needed() -> None:
-    with pytest.raises(ConfigError, match="target: needed"):
-        DistillConfig()
-    assert DistillConfig(target="x").layer_numbers == (0, 1, 28, 29)
-
-
-class Words:
-    """A tokenizer of single letters."""
-
-    vocab_size = 300
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
-
-
 def test_messages_begin_with_an_opening_or_with_nothing() -> None:
-    openings, choose = Openings(Words()), random.Random(1)
-    drawn = [Words().decode(openings.draw(choose)) for _ in range(300)]
+    openings, choose = Openings(Letters()), random.Random(1)
+    drawn = [Letters().decode(openings.draw(choose)) for _ in range(300)]
     assert any(text.startswith("Explain") for text in drawn) and "" in drawn
     assert not any("|" in text for text in drawn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ torch = module("torch", "PyTorch")
 module("safetensors", "safetensors")
 
 from mpissd.learn import export  # noqa: E402
+from mpissd.learn.config import DistillConfig  # noqa: E402
+from mpissd.learn.draft import StateDraft, fresh_states, state_config  # noqa: E402
 from mpissd.learn.evaluate import chain_rounds  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
 from mpissd.learn.sample import Sampler, Samples  # noqa: E402
-from mpissd.learn.shape import state_config  # noqa: E402
-from mpissd.learn.states import StateDraft, StateLosses, fresh  # noqa: E402
-from mpissd.learn.train import Observer, Plan, learn  # noqa: E402
+from mpissd.learn.train import learn  # noqa: E402
 from tests.learn.test_command import SMALL, distill, folder, report_of  # noqa: E402
 from tests.learn.test_training import CONFIG, sampler, samples  # noqa: E402
 
@@ -46,7 +45,7 @@ def stored(target: Path, kind: str, home: Path) -> Path:
     """Writes an untrained draft as distill does: int8, the target's own head for even tokens."""
     ids = np.arange(0, V, 2)
     config = state_config(config_of(str(target)), kind, HEADS, len(ids))
-    weights = fresh(config, 1, 1.3)
+    weights = fresh_states(config, 1, 1.3)
     noisy = {n: (w + 0.1 * torch.randn_like(w)).numpy() for n, w in weights.items()}
     export.save(home, config, export.quantized(noisy, ids), {"head": "target"})
     return home
@@ -57,13 +56,13 @@ def in_torch(target: Path, draft: Path) -> StateDraft:
     checkpoint = open_checkpoint(str(draft), target=str(target))
     model = load(open_checkpoint(str(target)), "cpu", torch.float32)
     model = model._replace(embedding=model.embedding.bfloat16().float())
-    config, head = checkpoint.config, torch.from_numpy(checkpoint.matrix("lm_head.weight"))
-    names = fresh(config, 0, 1.0)
+    config, names = checkpoint.config, fresh_states(checkpoint.config, 0, 1.0)
     read = {1: checkpoint.vector, 2: checkpoint.matrix}
     weights = {n: torch.from_numpy(np.array(read[w.ndim](n))) for n, w in names.items()}
-    ids, blocks = torch.from_numpy(checkpoint.head_ids()), blocks_of(config, torch.float32)
+    ids, blocks = torch.from_numpy(checkpoint.head_ids()).long(), blocks_of(config, torch.float32)
+    model.head[ids] = torch.from_numpy(checkpoint.matrix("lm_head.weight"))  # as it is stored
     table = angles(config, LENGTH + HEADS, "cpu")
-    return StateDraft(config, weights, model, head, ids, blocks, table)
+    return StateDraft(config, weights, model, ids, blocks, table)
 
 
 class Engine:
@@ -122,17 +121,15 @@ def test_training_brings_it_closer_to_the_target(
     sampler: Sampler, samples: Samples, kind: str
 ) -> None:
     config, ids = state_config(CONFIG, kind, HEADS, V), torch.arange(V)
-    head = sampler.model.head[ids]
-    weights = {n: w.requires_grad_(True) for n, w in fresh(config, 1, 1.0).items()}
+    weights = {n: w.requires_grad_(True) for n, w in fresh_states(config, 1, 1.0).items()}
     table = angles(CONFIG, LENGTH + 40, "cpu")
-    draft = StateDraft(config, weights, sampler.model, head, ids, sampler.blocks, table)
-    losses = StateLosses(draft, HEADS, False)
+    draft = StateDraft(config, weights, sampler.model, ids, sampler.blocks, table, ahead=HEADS)
     held, others = samples.take(slice(0, 16)), samples.take(slice(16, 64))
     torch.manual_seed(0)
-    before = float(losses.of(held)[1].detach())
-    plan = Plan(60.0, time.monotonic() + 60, 40, 16, 5e-3, 0, False)
-    learn(losses, [others], plan, Observer(lambda point: None))
-    after = float(losses.of(held)[1].detach())
+    before = float(draft.losses(held, 0)[1].detach())
+    plan = DistillConfig(target="x", steps=40, batch=16, learning_rate=5e-3)
+    learn(draft, [others], plan, lambda point: None)
+    after = float(draft.losses(held, 0)[1].detach())
     assert after < before - 0.003, "total variation"
 
 

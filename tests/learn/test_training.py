@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.common.flags import unchecked
 from mpissd.common.presets import ModelShape
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
@@ -19,19 +19,19 @@ safetensors = module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
 from mpissd.learn import export  # noqa: E402
-from mpissd.learn.config import form_of  # noqa: E402
-from mpissd.learn.evaluate import judge, summary  # noqa: E402
-from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
-from mpissd.learn.pair import Losses, Pair, batch_of  # noqa: E402
-from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank, first_answers  # noqa: E402
-from mpissd.learn.shape import (  # noqa: E402
-    cut,
+from mpissd.learn.config import DistillConfig, form_of  # noqa: E402
+from mpissd.learn.draft import (  # noqa: E402
+    ModelDraft,
     draft_config,
     frequent_tokens,
-    fresh,
+    fresh_layers,
+    started,
 )
+from mpissd.learn.evaluate import judge, summary  # noqa: E402
+from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
+from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank, only_first  # noqa: E402
 from mpissd.learn.source import TemplateParts  # noqa: E402
-from mpissd.learn.train import Observer, Plan, learn  # noqa: E402
+from mpissd.learn.train import learn  # noqa: E402
 
 LENGTH, END = 40, 2
 SHAPE = ModelShape("tiny", 4, 64, 4, 2, 16, 96, True, 128)
@@ -53,21 +53,13 @@ def samples(sampler: Sampler) -> Samples:
     return sampler.write(given, TEMPLATE, USER, (torch.ones(64), torch.ones(64)), keep=True)
 
 
-def pair_of(sampler: Sampler, num_tokens: int = 96, shape: str = "") -> Pair:
-    """A pair with a draft of the target's layers 0 and 3, or of a fresh shape."""
-    ids = frequent_tokens(np.arange(128, dtype=np.int32), num_tokens, [END])
-    head_ids, blocks = torch.from_numpy(ids).long(), sampler.blocks
-    if not shape:
-        config = draft_config(CONFIG, 2, num_tokens)
-        draft = cut(sampler.model, (0, 3), ids)
-    else:
-        config = draft_config(CONFIG, form_of(shape), num_tokens)
-        draft = fresh(sampler.model, config, ids, 0)
-    return Pair(sampler.model, draft, head_ids, blocks, config, table(sampler))
-
-
-def table(sampler: Sampler) -> tuple[Any, Any]:
-    return sampler.cos, sampler.sin
+def draft_of(sampler: Sampler, shape: str = "") -> ModelDraft:
+    """A draft of the target's layers 0 and 3, or of a fresh shape."""
+    ids = torch.from_numpy(frequent_tokens(np.arange(128, dtype=np.int32), 96, [END])).long()
+    config = draft_config(CONFIG, form_of(shape) if shape else 2, len(ids))
+    layers = [sampler.model.layers[n] for n in (0, 3)]
+    weights = started(sampler.model, fresh_layers(config, "cpu", 0) if shape else layers, ids)
+    return ModelDraft(config, weights, sampler.model, ids, sampler.blocks, sampler.table)
 
 
 def test_a_conversation_follows_the_template(samples: Samples) -> None:
@@ -93,7 +85,7 @@ def test_at_temperature_0_each_answer_is_the_likeliest_of_a_whole_forward(
     given = blank([(1, 5, 40, 2, 7, 1), (1, 5, 41, 42, 2, 7, 1)], 20, "cpu")
     cold = torch.zeros(2)
     found = sampler.write(given, TEMPLATE, ANSWER, (cold, cold))
-    cos, sin = (part[:20] for part in table(sampler))
+    cos, sin = (part[:20] for part in sampler.table)
     hidden = sampler.blocks.hidden(sampler.model, found.tokens.long(), cos, sin)
     likeliest = sampler.blocks.product(hidden, sampler.model.head).argmax(-1)
     mask = found.answered[:, 1:]
@@ -104,33 +96,30 @@ def test_at_temperature_0_each_answer_is_the_likeliest_of_a_whole_forward(
 def test_conversations_are_cut_where_the_time_is_over(sampler: Sampler) -> None:
     given, ones = blank([TEMPLATE.before] * 4, LENGTH, "cpu"), torch.ones(4)
     cut_off = sampler.write(given, TEMPLATE, USER, (ones, ones), keep=True, deadline=0.0)
-    assert cut_off.states is not None
-    sizes = cut_off.tokens.shape, cut_off.answered.shape, cut_off.states.hidden.shape[:2]
+    sizes = cut_off.tokens.shape, cut_off.answered.shape, cut_off.hidden.shape[:2]
     assert len(set(sizes)) == 1 and sizes[0][0] == 4 and sizes[0][1] < LENGTH
 
 
 def test_the_first_answers_stop_at_their_end() -> None:
     tokens = torch.tensor([[1, 5, 6, END, 6, 6], [1, 5, 6, 6, 6, 6]])
     answered = torch.tensor([[False, True, True, True, False, True], [False, *[True] * 5]])
-    found = first_answers(Samples(tokens, answered), END, 4)
+    found = only_first(Samples(tokens, answered), END, 4)
     assert found.answered.int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
 
 
 def test_the_kept_states_are_those_of_a_whole_forward(sampler: Sampler, samples: Samples) -> None:
     """Training on them is training on the target, without its forward."""
-    torch.manual_seed(1)
-    batch = batch_of(samples.take(slice(0, 8)), 60)
-    losses = Losses(pair_of(sampler), False)
-    kept = losses.of(batch)
-    anew = losses.of(dataclasses.replace(batch, states=None))
+    draft, some, found = draft_of(sampler), samples.take(slice(0, 8)), []
+    for each in (some, some._replace(hidden=None)):
+        torch.manual_seed(1)  # of the rows that are drawn
+        found.append(draft.losses(each, 60))
+    kept, anew = found
     assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(kept, anew, strict=True))
     best = sampler.pick(torch.tensor([[0.0, 2.0, 1.0]]), torch.zeros(1))
     assert best[0].item() == best[2].item() == 1
 
 
-@pytest.mark.parametrize(
-    ("shape", "optimizer"), [("", "adamw"), ("", "muon"), ("2x6x3x64", "adamw")]
-)
+@pytest.mark.parametrize(("shape", "optimizer"), [("", "muon"), ("2x6x3x64", "adamw")])
 def test_training_raises_agreement_and_the_written_draft_reloads(
     sampler: Sampler,
     samples: Samples,
@@ -138,23 +127,23 @@ def test_training_raises_agreement_and_the_written_draft_reloads(
     shape: str,
     optimizer: str,
 ) -> None:
-    pair, points, copies = pair_of(sampler, shape=shape), list[dict[str, Any]](), list[Pair]()
-    before = summary(judge(pair, samples, time.monotonic() + 60))
-    plan = Plan(60.0, time.monotonic() + 60, 100, 16, 5e-3, 0, False, optimizer, 1e-3)
-    observer = Observer(points.append, copies.append)
-    held, trained_on = samples.take(slice(0, 8)), samples.take(slice(8, 64))
-    trained = learn(Losses(pair, False), [trained_on], plan, observer, held=held)
-    after = summary(judge(trained, samples, time.monotonic() + 60))
+    draft, points, copies = draft_of(sampler, shape), list[dict[str, Any]](), list[ModelDraft]()
+    before = summary(*judge(draft, samples, time.monotonic() + 60))
+    settings = {"steps": 100, "batch": 16, "learning_rate": 5e-3, "optimizer": optimizer}
+    plan = unchecked(DistillConfig, **settings, save_every=1e-3)
+    held, parts = samples.take(slice(0, 8)), [samples.take(slice(8, 64))]
+    trained = learn(draft, parts, plan, points.append, save=copies.append, held=held)
+    after = summary(*judge(trained, samples, time.monotonic() + 60))
     assert after["alpha"] > before["alpha"] + 0.05
     assert after["cross_entropy"] < before["cross_entropy"]
     assert points[-1]["step"] == 100
     assert points[-1]["tv"] < points[0]["tv"]
     assert points[-1]["held"]["tv"] < 1 - before["alpha"]
-    assert len(copies) > 3 and not copies[0].draft.head.requires_grad
+    assert len(copies) > 3 and not copies[0].weights.head.requires_grad
     reloaded(trained, tmp_path)
 
 
-def reloaded(trained: Pair, folder: Path) -> None:
+def reloaded(trained: ModelDraft, folder: Path) -> None:
     """Writes a draft and compares its files with its weights."""
     arrays = {name: t.numpy() for name, t in trained.named().items()}
     stored = export.quantized(arrays, trained.head_ids.numpy())

@@ -20,9 +20,8 @@ from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload import markov, sampled
-from mpissd.engine.workload.oracle import Branches, Proposals
-from mpissd.engine.workload.sampled import SampledDraft, SampledTarget
+from mpissd.engine.workload import markov, oracle
+from mpissd.engine.workload.oracle import Branches, Proposals, SampledDraft, SampledTarget
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.choices import Choices, Name, Path
@@ -266,7 +265,7 @@ def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[
     while stack:
         choices = Choices(stack.pop(), len(prefix), case)
         with (
-            mock.patch.object(sampled, "uniforms", choices.uniforms),
+            mock.patch.object(oracle, "uniforms", choices.uniforms),
         ):
             decoding = Decoding(case, choices, last)
             yield from decoding.run()

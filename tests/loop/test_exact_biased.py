@@ -16,7 +16,7 @@ import pytest
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Speculation
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload import sampled
+from mpissd.engine.workload import oracle
 from tests.loop.choices import Name
 from tests.loop.enumeration import EXACT, Case, Decoding, Judged, Rows, Watched, enumerate_
 from tests.loop.markov_rig import Pair
@@ -144,7 +144,7 @@ class ByPosition(Watched):
 class Forgiving(Judged):
     """Draws the first token from the target again if one is rejected."""
 
-    def _judge_one(self, case: sampled.Case) -> tuple[int, int]:
+    def _judge_one(self, case: oracle.Case) -> tuple[int, int]:
         k, bonus = super()._judge_one(case)
         if k == len(case.tokens):
             return k, bonus

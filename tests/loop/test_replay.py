@@ -26,7 +26,7 @@ from mpissd.engine.workload.markov import (
     MarkovWorkload,
 )
 from mpissd.engine.workload.replay.recording import Recording, save
-from mpissd.engine.workload.replay.stream import RecordedDraft, RecordedStream
+from mpissd.engine.workload.replay.workload import RecordedDraft, RecordedStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import WAITER, CountingForwards, SteppedSpeculator
 from tests.loop.recorded import greedy, ranked, recording_of

@@ -17,8 +17,7 @@ from mpissd.engine.decode.goodput import Goodput, Way
 from mpissd.engine.decode.round import RoundResult
 from mpissd.lab.load import simulated as server
 from mpissd.lab.load.simulated import Asked as Arrival
-from mpissd.lab.load.simulated import simulate
-from mpissd.lab.load.virtual_loop import VirtualLoop
+from mpissd.lab.load.simulated import VirtualLoop, simulate
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 
 RECORDING = "results/recordings/smollm2-chat.npz"
@@ -33,7 +32,7 @@ def arrivals(rate: float, count: int) -> list[Arrival]:
     return [Arrival(*one) for one in zip(times, prompts, tokens, strict=True)]
 
 
-def busy_s(requests: Sequence[server.Answered]) -> float:
+def busy_s(requests: Sequence[Arrival]) -> float:
     """Seconds from arrivals to last tokens, of all requests."""
     return sum(one.token_s[-1] - one.at_s for one in requests)
 
@@ -44,7 +43,7 @@ def h200_costs() -> tuple[DeviceCosts, HostCosts]:
     return DeviceCosts.from_dict(told), HostCosts(**told["host"])
 
 
-def inline(asked: Sequence[Arrival], mode: str, lookahead: int = 0) -> list[server.Answered]:
+def inline(asked: Sequence[Arrival], mode: str, lookahead: int = 0) -> list[Arrival]:
     """The requests of a load of SmolLM2 with its draft on the same H200."""
     flags = {"pair": "8b/1b", "backend": "emulated", "device": "h200", "batch_size": "32"}
     flags |= {"workload": "replay", "recording": RECORDING, "mode": "ar" if mode == "ar" else "sd"}

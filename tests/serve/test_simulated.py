@@ -19,10 +19,9 @@ from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.job import resolve
 from mpissd.lab.load import simulated as server
 from mpissd.lab.load.simulated import Asked as Arrival
-from mpissd.lab.load.simulated import simulate
-from mpissd.lab.load.virtual_loop import VirtualLoop, costs_of, outcomes_of
+from mpissd.lab.load.simulated import VirtualLoop, costs_of, outcomes_of, simulate
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.hosts import host_of
+from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.simulation import sampled
 
 RECORDING = "results/recordings/smollm2-chat.npz"

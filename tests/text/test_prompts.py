@@ -1,4 +1,4 @@
-"""Prompts from flags and files, and which of them are refused; the file of answers."""
+"""Prompts from flags and files, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Source
-from mpissd.engine.workload.text.answers import answer_of, sources_of, write_answers
-from mpissd.engine.workload.text.prompts import Prompt, read_prompts
-from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.prompts import read_prompts
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 
@@ -115,26 +112,3 @@ def test_stop_strings_are_one_or_a_json_list() -> None:
     assert text_config(stop="a,b").stop_strings == ("a,b",)
     assert text_config(stop="[x]").stop_strings == ("[x]",)
     assert text_config(stop='["\\n\\n", "#"]').stop_strings == ("\n\n", "#")
-
-
-def test_answers_are_written_whole_and_hold_every_token(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    prompt = Prompt({"prompt": "hi"}, (5, 6))
-    tokens = [*tokenizer.encode("hello wé"), 1]
-    sources = [*sources_of(len(tokens) - 2, Source.CACHE), *sources_of(0, Source.JIT)]
-    text = AnswerText(tokenizer, [], {1})
-    answer = answer_of(prompt, tokens, sources, text)
-    path = write_answers(str(tmp_path), "run", [answer, answer])
-    assert path == tmp_path / "text" / "run.jsonl"
-    assert [p.name for p in path.parent.iterdir()] == ["run.jsonl"]
-    assert path.stat().st_mode & 0o777 == 0o644
-    found = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    assert found[0] == found[1] == {
-        "prompt": "hi",
-        "text": "hello wé",
-        "prompt_tokens": [5, 6],
-        "tokens": tokens,
-        "sources": ["cache"] * (len(tokens) - 2) + ["bonus", "bonus"],
-        "ended": "stop_token",
-    }  # fmt: skip

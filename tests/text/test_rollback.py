@@ -116,7 +116,7 @@ def draft(worker: Worker, walk: Walk, speculation: Speculation) -> None:
         backup = worker.restart(batch, rows, Source.JIT)
         grow(worker, batch, [backup], dice.randint(0, K))
         speculation.num_draft[rows], speculation.tokens[rows] = backup.steps, backup.tokens
-    worker.served(batch, speculation)
+    batch.serve(speculation)
     if len(batch) and dice.random() < 0.7:
         worker.fill(batch, range(len(batch)), WAITER)
         worker.launch_glue(batch, speculation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.workload.text.stops import AnswerText, Cut, TextEndings, TextStream
+from mpissd.engine.workload.text.stops import AnswerText, TextEndings
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 
@@ -23,68 +23,60 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
     TOKENIZERS[:] = [load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("stream"))))]
 
 
-def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+def pieces(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    stops: Sequence[str] = (),
+    ends: Collection[int] = (),
+) -> list[str]:
     """The text that each token completes, and the rest at the end."""
-    stream = TextStream(tokenizer)
-    return [*(stream.push(token) for token in tokens), stream.flush()]
+    text = AnswerText(tokenizer, stops, ends)
+    return [*(text.push(token) for token in tokens), text.flush()]
 
 
 def of_bytes(text: str) -> list[int]:
     return [tiny.of_byte(byte) for byte in text.encode()]
 
 
-@given(st.text(max_size=30))
-def test_pieces_hold_whole_characters_and_add_up(text: str) -> None:
+@given(st.lists(st.integers(0, 263), max_size=30), st.text(max_size=9))
+def test_pieces_are_whole_characters_and_add_up_to_the_text_of_all(
+    tokens: list[int], text: str
+) -> None:
     found = pieces(TOKENIZERS[0], of_bytes(text))
     assert "".join(found) == text
     assert not any("\ufffd" in piece for piece in found) or "\ufffd" in text
-
-
-@given(st.lists(st.integers(0, 263), max_size=30))
-def test_pieces_of_any_tokens_add_up_to_the_text_of_all(tokens: list[int]) -> None:
     assert "".join(pieces(TOKENIZERS[0], tokens)) == TOKENIZERS[0].decode(tokens)
+    assert pieces(TOKENIZERS[0], of_bytes("é")[:1]) == ["", "\ufffd"]
 
 
-def test_a_character_that_never_completes_leaves_at_the_end() -> None:
-    stream = TextStream(TOKENIZERS[0])
-    assert [stream.push(token) for token in of_bytes("é")[:1]] == [""]
-    assert stream.flush() == "\ufffd"
-    assert stream.flush() == ""
-
-
-@given(
-    st.text("abc", max_size=20),
-    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
-    st.data(),
-)
+@given(st.data(), st.lists(st.text("helo", min_size=1, max_size=4), max_size=3))
 def test_a_text_is_cut_in_front_of_its_first_stop_however_it_is_split(
-    text: str, stops: list[str], data: st.DataObject
+    data: st.DataObject, stops: list[str]
 ) -> None:
-    cut, at, shown = Cut(stops), 0, ""
-    while at < len(text):
-        size = data.draw(st.integers(1, 4))
-        shown += cut.push(text[at : at + size])
-        at += size
-        ends = [n for stop in stops if (n := text[:at].find(stop)) >= 0]
-        assert cut.stopped == bool(ends)
-        assert len(shown) <= min(ends, default=len(text))
-        if cut.stopped:
-            assert shown == text[: min(ends)]
+    """The tiny vocabulary has tokens of one letter and of several."""
+    tokens = data.draw(
+        st.lists(st.sampled_from([*of_bytes("helo"), *range(259, 264)]), max_size=12)
+    )
+    text, shown, all_of_it = AnswerText(TOKENIZERS[0], stops, {END}), "", ""
+    for n, token in enumerate(tokens, 1):
+        shown += text.push(token)
+        all_of_it = TOKENIZERS[0].decode(tokens[:n])
+        ends = [at for stop in stops if (at := all_of_it.find(stop)) >= 0]
+        assert (text.ended == "stop") == bool(ends)
+        assert len(shown) <= min(ends, default=len(all_of_it))
+        if ends:
+            assert shown == all_of_it[: min(ends)] and text.flush() == ""
             return
-    assert shown + cut.flush() == text
-
-
-def test_a_stop_string_that_straddles_tokens_never_shows() -> None:
-    text = AnswerText(TOKENIZERS[0], ["\n\n#"], {END})
-    assert [text.push(t) for t in of_bytes("ab\n\n#c")] == ["a", "b", "", "", "", ""]
-    assert text.ended == "stop" and text.flush() == ""
+    assert shown + text.flush() == all_of_it
 
 
 def test_a_stop_token_ends_the_text_and_gives_what_was_held() -> None:
-    text = AnswerText(TOKENIZERS[0], ["ab"], {END})
-    assert text.push(tiny.of_byte(ord("a"))) == ""
-    assert text.push(END) == "a"
-    assert text.ended == "stop_token" and text.push(tiny.of_byte(ord("b"))) == ""
+    assert pieces(TOKENIZERS[0], [*of_bytes("a"), END, *of_bytes("b")], ["ab"], {END}) == [
+        "",
+        "a",
+        "",
+        "",
+    ]
 
 
 def test_endings_count_the_tokens_up_to_the_one_that_ends() -> None:

@@ -218,7 +218,14 @@ class Drafter:
         misses = [row for row, lane in enumerate(lanes) if lane is None]
         self.caught_up_s, self._num_jit = 0.0, 0
         if misses and self._most:
-            rollouts += yield from self._backup(misses)
+            if self.policy.backup == Source.JIT:
+                start = perf_counter()
+                if (yield from self._fill(misses, 1)):  # the first step stores one token itself
+                    self.caught_up_s = perf_counter() - start
+                self._num_jit = len(misses)
+            rollouts.append(self.worker.restart(self.batch, misses, self.policy.backup))
+            if self.policy.backup == Source.FAST:  # these tokens cost no draft step
+                rollouts[-1].steps = min(self.policy.backup_lookahead, self._most)
         yield from self._finish(rollouts)
         speculation = self._assembled(outcome.round + 1, len(lanes), rollouts)
         if self.rank_counts is not None:
@@ -231,21 +238,6 @@ class Drafter:
     def is_asked(self) -> bool:
         """Whether the lead waits for the answer: one without a token it knows."""
         return self._most > 0
-
-    def _backup(self, rows: list[int]) -> Steps[list[Rollout]]:
-        """Begins the tokens of these misses; FAST tokens cost no draft step."""
-        policy = self.policy
-        if policy.backup == Source.JIT:
-            start = perf_counter()
-            # The first step stores one token itself.
-            if (yield from self.worker.filling(self.batch, rows, 1)):
-                self.ledger.mark(DraftPhase.PREFILL)
-                self.caught_up_s = perf_counter() - start
-            self._num_jit = len(rows)
-        backup = self.worker.restart(self.batch, rows, policy.backup)
-        if policy.backup == Source.FAST:
-            backup.steps = min(policy.backup_lookahead, self._most)
-        return [backup]
 
     def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
         """Grows hits to K and misses to K_b, in shared forwards."""
@@ -312,7 +304,7 @@ class Drafter:
 
     def verification_started(self, speculation: Speculation) -> None:
         """Begins the round in which the target verifies this speculation."""
-        self.worker.served(self.batch, speculation)
+        self.batch.serve(speculation)
         if self.rank_counts is not None:
             self.rank_counts.count(speculation)
 
@@ -337,10 +329,11 @@ class Drafter:
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
-    def _fill(self, rows: Sequence[int], spare: int = 0) -> Steps[None]:
-        """Stores committed tokens that the cache of batch rows `rows` lacks."""
-        if (yield from self.worker.filling(self.batch, rows, spare)):
+    def _fill(self, rows: Sequence[int], spare: int = 0) -> Steps[int]:
+        """Stores committed tokens that the cache of batch rows `rows` lacks; returns how many."""
+        if stored := (yield from self.worker.filling(self.batch, rows, spare)):
             self.ledger.mark(DraftPhase.PREFILL)
+        return stored
 
     @property
     def is_storing(self) -> bool:

@@ -13,10 +13,10 @@ variance, so that values neither overflow nor vanish in 80 layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,22 +33,24 @@ _MATRICES = 7
 _HEAD_KEY = 0x7FFF0000
 _TABLE_KEY = 0x7FFF0001
 _FUSION_KEY = 0x7FFF0002
+Columns = tuple[str, int, int]  # of a buffer: its name, first column, and the column after the last
 
 
-@dataclass
-class Layer:
-    """Weights of one layer; with the option `fuse`, qkv and gate_up hold one weight each."""
+class Product(NamedTuple):
+    """out = x @ weight; its sum over the ranks if `summed`."""
 
-    qkv: list[Any]
-    o: Any
-    gate_up: list[Any]
-    down: Any
+    weight: Any
+    x: Columns
+    out: Columns
+    summed: bool = False
 
 
 class GemmWeights:
-    """One rank's weights: fusion product, layers, heads, LM heads, and embedding table.
+    """One rank's weights, as the products that read them, and its embedding table.
 
-    Stacks that differ only in their buffers (rows, sequences, outputs) may share them.
+    layers: a list of products each; with the option `fuse`, q, k, v are one and gate, up another.
+    fusion: of a head-sized draft, what joins its inputs. heads, lm_heads: by output. Stacks that
+    differ only in their buffers (rows, sequences, outputs) may share them.
     """
 
     def __init__(
@@ -56,80 +58,86 @@ class GemmWeights:
     ) -> None:
         """Makes the weights; `max_rows`, of their largest forward, decides a GPU's layout."""
         self.backend, self.shard, self.options = backend, shard, options
-        self._seed, self.max_rows = seed, max_rows
-        heads, lm_heads = enumerate(shard.behind_layers()), enumerate(shard.lm_heads(options))
+        self._seed, self.max_rows, shape = seed, max_rows, shard.shape
+        hidden = "hidden", 0, shape.hidden
         backend.plan_rows(max_rows)
-        self.layers = [self._layer(n) for n in range(shard.shape.num_layers)]
-        self.fusion = [self._whole(_FUSION_KEY, *size) for size in shard.before_layers()]
-        self.heads = [self._whole(_HEAD_KEY - 2 * n - 1, *size) for n, size in heads]
-        self.lm_heads = [self._whole(_HEAD_KEY - 2 * n, *size) for n, size in lm_heads]
+        self.layers = [self._layer(n) for n in range(shape.num_layers)]
+        self.fusion = [
+            self._whole(_FUSION_KEY, size, ("entry", 0, shape.fused_width), hidden)
+            for size in shard.before_layers()
+        ]
+        self.heads: list[Product] = []
+        for n, size in enumerate(shard.behind_layers()):
+            start = sum(shape.head_widths[:n])
+            out = "states", start, start + size[1]
+            self.heads.append(self._whole(_HEAD_KEY - 2 * n - 1, size, hidden, out))
+        states = [head.out for head in self.heads] or [hidden] * len(shape.lm_head_inputs)
+        self.lm_heads = [
+            self._whole(_HEAD_KEY - 2 * n, size, state, ("logits", 0, shard.vocab))
+            for n, (size, state) in enumerate(zip(shard.lm_heads(options), states, strict=False))
+        ]
         backend.plan_rows(None)
-        entry = shard.shape.fused_width or shard.shape.hidden
+        entry = shape.fused_width or shape.hidden
         self.table = backend.table(TABLE_ENTRIES, entry, self.key(_TABLE_KEY))
 
     @property
     def kernel(self) -> str:
         """Names of the kernels that multiply by these weights, joined by "+" if they differ."""
-        inside = [
-            w for layer in self.layers for w in (*layer.qkv, layer.o, *layer.gate_up, layer.down)
-        ]
-        every = [*inside, *self.fusion, *self.heads, *self.lm_heads]
-        return "+".join(sorted({self.backend.kernel(weight) for weight in every}))
+        layers = [product for layer in self.layers for product in layer]
+        every = [*self.fusion, *layers, *self.heads, *self.lm_heads]
+        return "+".join(sorted({self.backend.kernel(product.weight) for product in every}))
 
     def key(self, which: int) -> int:
         """Returns the random key of matrix `which`, which determines its elements."""
         return (self._seed * 0x9E3779B9 + which * 0x85EBCA77) & 0xFFFFFFFF
 
-    def _layer(self, n: int) -> Layer:
+    def _layer(self, n: int) -> list[Product]:
+        """Makes attention's and the FFN's products: by columns, then by rows and summed.
+
+        A scale is that of the whole matrix.
+        """
         shard, hidden, rank = self.shard, self.shard.shape.hidden, self.shard.rank
+        qkv = {_Q: shard.q_width, _K: shard.kv_width, _V: shard.kv_width}
+        gate_up = {_GATE: shard.ffn} | ({_UP: shard.ffn} if shard.shape.gated else {})
+        products = []
+        for x, widths, inner, last, out in (
+            ("hidden", qkv, "qkv", _O, "middle"),
+            ("middle", gate_up, "gate_up", _DOWN, "hidden"),
+        ):
+            parts = []
+            for which, width in widths.items():
+                columns = rank * width, (rank + 1) * width
+                key = self.key(n * _MATRICES + which + 1)
+                parts.append(WeightPart(key, 0, hidden, *columns, hidden**-0.5))
+            start = 0
+            for group in [parts] if self.options.fuse else [[part] for part in parts]:
+                stop = start + sum(part.out_stop - part.out_start for part in group)
+                weight = self.backend.weight(group)
+                products.append(Product(weight, (x, 0, hidden), (inner, start, stop)))
+                start = stop
+            width = next(iter(widths.values()))  # k, v and up are only written
+            key, rows = self.key(n * _MATRICES + last + 1), (rank * width, (rank + 1) * width)
+            weight = self.backend.weight(
+                [WeightPart(key, *rows, 0, hidden, (width * shard.tp) ** -0.5)]
+            )
+            products.append(Product(weight, (inner, 0, width), (out, 0, hidden), summed=True))
+        return products
 
-        def columns(which: int, width: int) -> WeightPart:
-            """Describes this rank's column shard [hidden, width] of a matrix."""
-            key = self.key(n * _MATRICES + which + 1)
-            return WeightPart(key, 0, hidden, rank * width, (rank + 1) * width, hidden**-0.5)
-
-        def rows(which: int, width: int) -> WeightPart:
-            """Describes this rank's row shard [width, hidden]; the scale is the whole matrix's."""
-            key, scale = self.key(n * _MATRICES + which + 1), (width * shard.tp) ** -0.5
-            return WeightPart(key, rank * width, (rank + 1) * width, 0, hidden, scale)
-
-        qkv = [columns(which, shard.kv_width) for which in (_K, _V)]
-        gate_up = [columns(which, shard.ffn) for which in (_GATE, _UP)]
-        return Layer(
-            qkv=self._weights([columns(_Q, shard.q_width), *qkv]),
-            o=self.backend.weight([rows(_O, shard.q_width)]),
-            gate_up=self._weights(gate_up if shard.shape.gated else gate_up[:1]),
-            down=self.backend.weight([rows(_DOWN, shard.ffn)]),
-        )
-
-    def _weights(self, parts: list[WeightPart]) -> list[Any]:
-        if self.options.fuse:
-            return [self.backend.weight(parts)]
-        return [self.backend.weight([part]) for part in parts]
-
-    def _whole(self, which: int, rows: int, width: int) -> Any:
-        """Makes a weight outside the layers: all rows, and this rank's `width` columns."""
-        rank = self.shard.rank
-        columns = (rank * width, (rank + 1) * width)
-        return self.backend.weight([WeightPart(self.key(which), 0, rows, *columns, rows**-0.5)])
-
-
-@dataclass
-class Buffers:
-    """Device and host buffers of a forward, for up to max_rows rows."""
-
-    tokens: Any  # host [max_rows] int32
-    entry: Any | None  # [max_rows, fused_width], the joined inputs of a head-sized draft
-    hidden: Any  # [max_rows, hidden]
-    qkv: Any  # [max_rows, q + 2 kv]
-    middle: Any  # [max_rows, hidden], after o
-    gate_up: Any  # [max_rows, 2 ffn] (ffn where not gated)
-    states: Any | None  # [max_rows, Σ head_widths], outputs of a draft's heads
-    logits: Any | None  # [max_rows, vocab / T], reused by each LM head in turn
+    def _whole(self, which: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
+        """Makes a product outside the layers: all rows, and this rank's share of the columns."""
+        (rows, width), rank = size, self.shard.rank
+        columns = rank * width, (rank + 1) * width
+        part = WeightPart(self.key(which), 0, rows, *columns, rows**-0.5)
+        return Product(self.backend.weight([part]), x, out)
 
 
 class GemmStack(Stack):
-    """One rank's weights and buffers of the GEMM-only model; `body(rows)` is its forward."""
+    """One rank's weights and buffers of the GEMM-only model; `body(rows)` is its forward.
+
+    buffers: tokens, on the host, int32 [max_rows]; on the device [max_rows, …] entry (the joined
+    inputs of a head-sized draft), hidden, qkv, middle (after o), gate_up, states (outputs of a
+    draft's heads), logits (of each LM head in turn). None if the model has none.
+    """
 
     def __init__(
         self,
@@ -144,75 +152,83 @@ class GemmStack(Stack):
     ) -> None:
         """Allocates the buffers; `weights` must be of this shard, options and max_rows."""
         super().__init__(backend, group, shard, options)
-        self.weights, self.layers, self.table = weights, weights.layers, weights.table
-        self.fusion, self.heads, self.lm_heads = weights.fusion, weights.heads, weights.lm_heads
-        self.buffers = self._buffers(max_rows)
+        self.weights, shape = weights, shard.shape
+        widths = {
+            "entry": shape.fused_width,
+            "hidden": shape.hidden,
+            "qkv": shard.q_width + 2 * shard.kv_width,
+            "middle": shape.hidden,
+            "gate_up": shard.ffn * (2 if shape.gated else 1),
+            "states": sum(shape.head_widths),
+            "logits": shard.vocab if weights.lm_heads else 0,
+        }
+        made = {
+            n: backend.activation(max_rows, width) if width else None for n, width in widths.items()
+        }
+        self.buffers = SimpleNamespace(tokens=backend.host_ints(max_rows), **made)
         # Without an LM head every rank has the whole hidden vector to choose from.
         self.candidates = ReadOut(
             backend,
-            group if self.lm_heads else SoloGroup(),
+            group if weights.lm_heads else SoloGroup(),
             max_rows,
             options.top_k,
-            heads=max(1, len(self.heads)),
+            heads=max(1, len(weights.heads)),
             values=options.values,
         )
         self._max_sequences = max_sequences
         # One buffer a layer: a buffer read twice would come from the device's cache.
-        count = shard.shape.num_layers if options.context else 0
+        count = shape.num_layers if options.context else 0
         self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
 
     def _kv_bytes(self, rows: int) -> int:
         """Returns the bytes of one layer's KV buffer that a forward of `rows` rows reads."""
         read: int = self.shard.kv_read(rows, self._max_sequences, self.options)
-        return read // max(1, len(self.layers))
+        return read // max(1, len(self.weights.layers))
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
+        """Returns a function that issues one forward of `rows` rows.
+
+        It reads the top-k of the logits out to the host, one head after the other; without an LM
+        head, of the hidden vector. With T shards every rank gets the top-k of each shard, in rank
+        order; ids count from the shard's first column.
+        """
         k = k or self.options.top_k
-        backend, shape, memory = self.backend, self.shard.shape, self.buffers
-        hidden = backend.view(memory.hidden, rows, 0, shape.hidden)
-        middle = backend.view(memory.middle, rows, 0, shape.hidden)
-        entry = backend.view(memory.entry, rows, 0, shape.fused_width) if self.fusion else hidden
-        q = backend.view(memory.qkv, rows, 0, self.shard.q_width)
-        inner = backend.view(memory.gate_up, rows, 0, self.shard.ffn)
+        backend, shape, weights, memory = self.backend, self.shard.shape, self.weights, self.buffers
+
+        @cache
+        def view(name: str, start: int, stop: int) -> Any:
+            return backend.view(getattr(memory, name), rows, start, stop)
+
+        entry = view("entry", 0, shape.fused_width) if weights.fusion else None
+        hidden = view("hidden", 0, shape.hidden)
+
+        def multiply(product: Product) -> None:
+            out = view(*product.out)
+            backend.matmul(view(*product.x), product.weight, out)
+            if product.summed:
+                self.group.all_reduce(out)
 
         def forward() -> None:
-            backend.gather(self.table, memory.tokens[:rows], entry)
-            for weight in self.fusion:
-                backend.matmul(entry, weight, hidden)
-            for number, layer in enumerate(self.layers):
-                self._multiply(hidden, layer.qkv, memory.qkv, rows, self._qkv_widths())
-                if self._read_kv:
-                    self._read_kv[number](self._kv_bytes(rows))
-                backend.matmul(q, layer.o, middle)
-                self.group.all_reduce(middle)
-                widths = self._ffn_widths()
-                self._multiply(middle, layer.gate_up, memory.gate_up, rows, widths)
-                backend.matmul(inner, layer.down, hidden)
-                self.group.all_reduce(hidden)
-            self._read_out(rows, k, hidden)
+            backend.gather(weights.table, memory.tokens[:rows], hidden if entry is None else entry)
+            for product in weights.fusion:
+                multiply(product)
+            for number, layer in enumerate(weights.layers):
+                for product in layer:
+                    if self._read_kv and product.x[0] == "qkv":
+                        self._read_kv[number](self._kv_bytes(rows))
+                    multiply(product)
+            for number in range(max(1, len(weights.heads))):
+                state = hidden
+                if weights.heads:
+                    multiply(weights.heads[number])
+                    state = view(*weights.heads[number].out)
+                find: Find = partial(backend.top_k, state)
+                if weights.lm_heads:
+                    multiply(weights.lm_heads[number])
+                    find = self.best(rows)
+                self.candidates.issue(find, rows, k, number)
 
         return forward
-
-    def _multiply(self, x: Any, weights: list[Any], out: Any, rows: int, widths: list[int]) -> None:
-        """Writes the products of x with these weights side by side."""
-        start = 0
-        for weight, width in zip(weights, widths, strict=True):
-            self.backend.matmul(x, weight, self.backend.view(out, rows, start, start + width))
-            start += width
-
-    def _read_out(self, rows: int, k: int, hidden: Any) -> None:
-        """Reads the top-k of the logits out to the host, one head after the other.
-
-        Without an LM head it reads the top-k of the hidden vector. With T shards every rank gets
-        the top-k of each shard, in rank order; ids count from the shard's first column.
-        """
-        for number, state in enumerate(self._states(rows, hidden)):
-            find: Find = partial(self.backend.top_k, state)
-            if self.lm_heads:
-                scores = self.backend.view(self.buffers.logits, rows, 0, self.shard.vocab)
-                self.backend.matmul(state, self.lm_heads[number], scores)
-                find = self.best(rows)
-            self.candidates.issue(find, rows, k, number)
 
     def best(self, rows: int) -> Find:
         scores = self.backend.view(self.buffers.logits, rows, 0, self.shard.vocab)
@@ -227,37 +243,3 @@ class GemmStack(Stack):
         """Returns this rank's logits of these rows, of the last LM head."""
         scores = self.backend.view(self.buffers.logits, max(rows) + 1, 0, self.shard.vocab)
         return np.asarray(self.backend.to_host(scores)[list(rows)], np.float32)
-
-    def _states(self, rows: int, hidden: Any) -> Iterator[Any]:
-        """Yields the vectors to read out: the hidden vector, or each head's product with it."""
-        if not self.heads:
-            yield hidden
-        start = 0
-        for weight, width in zip(self.heads, self.shard.shape.head_widths, strict=True):
-            state = self.backend.view(self.buffers.states, rows, start, start + width)
-            self.backend.matmul(hidden, weight, state)
-            yield state
-            start += width
-
-    def _qkv_widths(self) -> list[int]:
-        q, kv = self.shard.q_width, self.shard.kv_width
-        return [q + 2 * kv] if self.options.fuse else [q, kv, kv]
-
-    def _ffn_widths(self) -> list[int]:
-        count = 2 if self.shard.shape.gated else 1
-        ffn = self.shard.ffn
-        return [count * ffn] if self.options.fuse else [ffn] * count
-
-    def _buffers(self, rows: int) -> Buffers:
-        shard, activation = self.shard, partial(self.backend.activation, rows)
-        entry, states = shard.shape.fused_width, sum(shard.shape.head_widths)
-        return Buffers(
-            tokens=self.backend.host_ints(rows),
-            entry=activation(entry) if entry else None,
-            hidden=activation(shard.shape.hidden),
-            qkv=activation(shard.q_width + 2 * shard.kv_width),
-            middle=activation(shard.shape.hidden),
-            gate_up=activation(sum(self._ffn_widths())),
-            states=activation(states) if states else None,
-            logits=activation(shard.vocab) if self.lm_heads else None,
-        )

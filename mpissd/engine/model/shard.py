@@ -47,7 +47,12 @@ class Shard:
         if self.shape.head is not None and self.tp > 1:
             raise ConfigError(f"{self.shape.name}: a head-sized draft at tp={self.tp}: allowed: 1")
         for what in ("num_heads", "num_kv_heads", "ffn"):
-            check_divides(self.shape, what, self.tp)
+            if (value := getattr(self.shape, what)) % self.tp:
+                divisors = [str(t) for t in range(1, 17) if value % t == 0]
+                raise ConfigError(
+                    f"{self.shape.name}: {what}={value} is not divisible by tp={self.tp}; "
+                    f"allowed for it: {', '.join(divisors)}"
+                )
 
     @property
     def q_width(self) -> int:
@@ -69,24 +74,14 @@ class Shard:
         """Vocabulary entries on this rank: V / T."""
         return self.shape.vocab_size // self.tp
 
-    def layer_params(self) -> int:
-        """Returns the number of weights of one layer on this rank."""
-        products = 2 if self.shape.gated else 1
-        attention = self.shape.hidden * (2 * self.q_width + 2 * self.kv_width)
-        return attention + self.shape.hidden * self.ffn * (products + 1)
-
-    def num_params(self, options: ForwardOptions) -> int:
-        """Returns the number of weights that one forward reads on this rank."""
-        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
-        return self.shape.num_layers * self.layer_params() + sum(k * n for k, n in around)
-
-    def num_products(self, options: ForwardOptions) -> int:
-        """Returns the number of matrix products that one forward issues."""
-        per_layer = self.shape.gemms_per_layer
+    def layer_products(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        """Returns the (in, out) sizes of one layer's products on this rank, in forward order."""
+        hidden, q, kv = self.shape.hidden, self.q_width, self.kv_width
+        qkv, gate_up = [q, kv, kv], [self.ffn] * (2 if self.shape.gated else 1)
         if options.fuse:
-            per_layer = 4
-        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
-        return self.shape.num_layers * per_layer + len(around)
+            qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+        before, after = ([(hidden, width) for width in widths] for widths in (qkv, gate_up))
+        return [*before, (q, hidden), *after, (self.ffn, hidden)]
 
     def before_layers(self) -> list[tuple[int, int]]:
         """Returns the (in, out) sizes of the product that joins a head-sized draft's inputs.
@@ -103,23 +98,20 @@ class Shard:
         """Returns the (in, out) sizes of each LM head's shard, in drafting order."""
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
-    def products(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of this rank's weights, in the order of the forward.
+    def _read(self, options: ForwardOptions) -> tuple[int, int]:
+        """Returns the weights and the products of one forward."""
+        layer, num_layers = self.layer_products(options), self.shape.num_layers
+        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
+        params = num_layers * sum(k * n for k, n in layer) + sum(k * n for k, n in around)
+        return params, num_layers * len(layer) + len(around)
 
-        These are the product before the layers, one layer's products (if there is a layer), the
-        heads after the layers, and the LM heads.
-        """
-        layer = self._layer_products(options) if self.shape.num_layers else []
-        return [*self.before_layers(), *layer, *self.behind_layers(), *self.lm_heads(options)]
+    def num_params(self, options: ForwardOptions) -> int:
+        """Returns the number of weights that one forward reads on this rank."""
+        return self._read(options)[0]
 
-    def _layer_products(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        hidden, q, kv = self.shape.hidden, self.q_width, self.kv_width
-        qkv, gate_up = [q, kv, kv], [self.ffn] * (2 if self.shape.gated else 1)
-        if options.fuse:
-            qkv, gate_up = [sum(qkv)], [sum(gate_up)]
-        attention = [*((hidden, width) for width in qkv), (q, hidden)]
-        feed_forward = [*((hidden, width) for width in gate_up), (self.ffn, hidden)]
-        return attention + feed_forward
+    def num_products(self, options: ForwardOptions) -> int:
+        """Returns the number of matrix products that one forward issues."""
+        return self._read(options)[1]
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
         """Returns the key of this kind of forward in tables of measured times."""
@@ -180,15 +172,4 @@ class Shard:
             params=params,
             candidates=options.top_k,
             columns=self.vocab * options.lm_head,
-        )
-
-
-def check_divides(shape: ModelShape, what: str, tp: int) -> None:
-    """Raises ConfigError if dimension `what` of `shape` is not divisible by `tp`."""
-    value = getattr(shape, what)
-    if value % tp:
-        divisors = [str(t) for t in range(1, 17) if value % t == 0]
-        raise ConfigError(
-            f"{shape.name}: {what}={value} is not divisible by tp={tp}; "
-            f"allowed for it: {', '.join(divisors)}"
         )

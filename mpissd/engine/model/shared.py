@@ -9,7 +9,7 @@ on, and the results of its own rows only. Forwards are batch-invariant
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter_ns
 
 import numpy as np
@@ -22,16 +22,6 @@ from mpissd.engine.model.forwards import Forwards, Places, Results
 from mpissd.engine.model.stepper import Stepper
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rows of one seat in the next forward; as in Forwards.upload."""
-
-    rows: int
-    tokens: Ints
-    places: Places | None
-    lists: bool
-
-
 class SharedForwards:
     """A stepper with seats: the forwards that they have launched run when one of them waits."""
 
@@ -42,40 +32,32 @@ class SharedForwards:
         self.stepper = stepper
         self.most_rows = stepper.most_rows // seats
         self.seats = [GroupView(self, n * slots, n * lanes) for n in range(seats)]
-        self._launched: list[GroupView] = []
+        self.launched: list[GroupView] = []
         self._log = Tape("q")  # the values of COLUMNS, forward after forward
-
-    def launch(self, seat: GroupView) -> None:
-        """Adds a seat's uploaded rows to the next forward."""
-        assert seat not in self._launched, "a second forward before the first one is over"
-        self._launched.append(seat)
-
-    def is_over(self, seat: GroupView) -> bool:
-        """Returns whether a seat's last forward is over; never blocks."""
-        return seat not in self._launched and self.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
         """Runs the launched rows, then waits for them; chunks of prompts run separately."""
-        launched, self._launched = self._launched, []
+        launched, self.launched = self.launched, []
         for seat in launched:
             if seat.chunk is not None:
                 self.stepper.upload_chunk(*seat.chunk)
                 self._run(len(seat.chunk[2]), 1, waiter)
                 seat.chunk = None
-        if together := [seat for seat in launched if seat.part is not None]:
-            self._run(self._upload(together), len(together), waiter)
-
-    def _upload(self, seats: Sequence[GroupView]) -> int:
-        """Uploads the rows of these seats, in order; returns how many there are."""
-        parts, start = [seat.take() for seat in seats], 0
-        for seat, part in zip(seats, parts, strict=True):
-            seat.window = slice(start, start + len(part.tokens))
-            start += len(part.tokens)
-        rows, lists = sum(part.rows for part in parts), any(part.lists for part in parts)
-        tokens = np.concatenate([part.tokens for part in parts])
-        placed = [part.places for part in parts if part.places is not None]
-        self.stepper.upload(rows, tokens, _joined(placed) if placed else None, lists=lists)
-        return rows
+        together = [seat for seat in launched if seat.part is not None]
+        if not together:
+            return
+        rows, tokens, placed = 0, list[Ints](), list[Places]()
+        start = 0
+        for seat in together:
+            assert seat.part is not None
+            count, own, places = seat.part
+            seat.window, seat.part = slice(start, start + len(own)), None
+            start, rows = start + len(own), rows + count
+            tokens.append(own)
+            placed += [] if places is None else [places]
+        lists = any(seat.lists for seat in together)
+        self.stepper.upload(rows, np.concatenate(tokens), _joined(placed), lists=lists)
+        self._run(rows, len(together), waiter)
 
     def _run(self, rows: int, seats: int, waiter: Waiter) -> None:
         begin = perf_counter_ns()
@@ -93,15 +75,18 @@ class SharedForwards:
 
 
 class GroupView(Forwards):
-    """The part of a shared model that one user sees; its slots and lanes begin at 0."""
+    """The part of a shared model that one user sees; its slots and lanes begin at 0.
+
+    part, chunk: what was uploaded, and is not in a forward yet. window: the rows of this seat in
+    the last forward. lists: whether lists of candidates are read.
+    """
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
         self.shared = shared
         self._first_slot, self._first_lane = first_slot, first_lane
-        self.part: _Part | None = None  # uploaded, and not in a forward yet
+        self.part: tuple[int, Ints, Places | None] | None = None
         self.chunk: tuple[int, int, Ints] | None = None
-        self.window = slice(0, 0)  # this seat's rows in the last forward
-        self._lists = False
+        self.window, self.lists = slice(0, 0), False
 
     @property
     def most_rows(self) -> int:
@@ -111,14 +96,11 @@ class GroupView(Forwards):
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        moved = None if places is None else self._moved(places)
-        self.part, self._lists = _Part(rows, tokens, moved, lists), lists
-
-    def _moved(self, places: Places) -> Places:
-        lanes = np.where(places.lanes < 0, places.lanes, places.lanes + self._first_lane)
-        slots = places.slots + np.int32(self._first_slot)
-        moved = lanes.astype(np.int32)
-        return Places(slots, places.positions, moved, places.trunks, places.reads)
+        if places is not None:
+            lanes = np.where(places.lanes < 0, places.lanes, places.lanes + self._first_lane)
+            slots = places.slots + np.int32(self._first_slot)
+            places = replace(places, slots=slots, lanes=lanes.astype(np.int32))
+        self.part, self.lists = (rows, tokens, places), lists
 
     @property
     def chunk_rows(self) -> int:
@@ -127,18 +109,13 @@ class GroupView(Forwards):
     def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
         self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
 
-    def take(self) -> _Part:
-        """Returns the uploaded rows, for the forward that runs now."""
-        part, self.part = self.part, None
-        assert part is not None, "a launch without an upload"
-        return part
-
     def launch(self) -> None:
         """Adds the uploaded rows to the next forward."""
-        self.shared.launch(self)
+        assert self not in self.shared.launched, "a second forward before the first one is over"
+        self.shared.launched.append(self)
 
     def done(self) -> bool:
-        return self.shared.is_over(self)
+        return self not in self.shared.launched and self.shared.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
         """Runs what all seats have launched, and waits until it is over."""
@@ -151,7 +128,7 @@ class GroupView(Forwards):
     def results(self) -> Results:
         """Returns the candidates of this seat's rows, from the last finished forward."""
         whole = self.shared.stepper.results()
-        window = slice(None), self.window, slice(None if self._lists else 1)
+        window = slice(None), self.window, slice(None if self.lists else 1)
         return Results(whole.ids[window], None if whole.values is None else whole.values[window])
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -166,7 +143,9 @@ class GroupView(Forwards):
         """Does nothing: the owner of the stepper closes it."""
 
 
-def _joined(parts: Sequence[Places]) -> Places:
+def _joined(parts: Sequence[Places]) -> Places | None:
+    if not parts:
+        return None
     names = "slots", "positions", "lanes", "trunks"
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     return Places(**columns, reads=any(part.reads for part in parts))

@@ -25,8 +25,14 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.base import RowFields, Workload
-from mpissd.engine.workload.oracle import OpenGather, Proposals
-from mpissd.engine.workload.sampled import Lane, Proposal, SampledDraft, SampledTarget
+from mpissd.engine.workload.oracle import (
+    Lane,
+    OpenGather,
+    Proposal,
+    Proposals,
+    SampledDraft,
+    SampledTarget,
+)
 from mpissd.engine.workload.sequence import Batch
 
 Logits = NDArray[np.float32]
@@ -114,8 +120,6 @@ def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
 class MarkovLaws:
     """Target and draft model of a markov job, and how tokens are sampled from them.
 
-    Raises ConfigError if the two vocabularies differ.
-
     saguaro_c: C of σ_{F,C} (1: plain sampling). prompt_tokens: length of each sequence's prompt.
     """
 
@@ -125,12 +129,6 @@ class MarkovLaws:
     seed: int
     saguaro_c: float = 1.0
     prompt_tokens: int = 1
-
-    def __post_init__(self) -> None:
-        if self.target.vocab != self.draft.vocab:
-            raise ConfigError(
-                f"vocabularies of {self.target.vocab} and {self.draft.vocab} tokens: allowed: one"
-            )
 
     @property
     def vocab(self) -> int:

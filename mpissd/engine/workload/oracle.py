@@ -4,26 +4,40 @@ There is one target worker and one draft worker (workload.workers), which run a 
 an oracle decides their tokens. Imposed distributions (gemm), a recording (replay), a known language
 model (markov) and the forwards' own logits (text) are oracles. Every rank's oracle sees the same
 batch, because every rank applies the same outcomes. Oracles send no messages and read no clock.
+
+SampledDraft and SampledTarget sample tokens from two models: they draft, reject and replace tokens.
+A subclass provides the models' distributions: `markov` computes them from the context, `text` reads
+the logits of its forwards. Draws are keyed by (seed, purpose, sequence, round), so that every
+oracle may draw them in any order.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.errors import DivergedError
+from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
+from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.lookup import LONGEST
 from mpissd.engine.workload.sequence import Batch, Index, LanePlaces
 from mpissd.engine.workload.sequence import Sequence as Live
 
+Logits = NDArray[np.float32]
+Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
+# A token, its probability, and the row that it is drawn from (None if it was certain).
+Proposal = tuple[int, float, sampling.Row | None]
+_NOBODY: Index = np.zeros(0, np.int64)
 _NO_LOGPROBS: Mapping[int, list[float]] = {}
 # (batch row, i) → float32 [V]: the distribution from which uncertain token i was drawn.
 Proposals = Callable[[int, int], NDArray[np.float32]]
@@ -226,3 +240,243 @@ class DraftOracle(Oracle, ABC):
 
     def forget(self) -> None:
         """Notes that the model's weights have changed. The default does nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence to verify: sampling.judge's arguments, and its first row.
+
+    row: of the batch; start: of the forward.
+    """
+
+    row: int
+    start: int
+    request: Request
+    tokens: Sequence[int]
+    q: Sequence[float]
+    proposal: Callable[[int], sampling.Row]
+    coins: Sequence[float]
+    u: float
+
+
+@dataclass
+class Lane:
+    """The state from which a lane (a branch slot) draws its next token.
+
+    seed, sequence: of its random draws. first_draw: the index of the first one of the round that
+    will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
+    keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
+    the two the oracle uses.
+    """
+
+    seed: int
+    sequence: int
+    first_draw: int
+    context: tuple[int, ...]
+    fan_out: tuple[int, ...]
+    temperature: float
+    logits: Logits | None = None
+
+    def u(self, place: int, drawn: Draws) -> float:
+        """Returns the uniform that draws token `place`; lanes of a sequence share it."""
+        key = self.seed, self.sequence, self.first_draw + place
+        if key not in drawn:
+            drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
+        return drawn[key]
+
+
+class SampledRollout(Rollout):
+    """A rollout that records, with each sampled token, its probability and distribution."""
+
+    def __init__(self, rows: Index, first: Ints, lanes: list[Lane], K: int) -> None:
+        super().__init__(rows, first, np.zeros((len(first), K), np.int32))
+        self.q: NDArray[np.float64] = np.ones((len(first), K))
+        self.lanes = lanes
+        self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes]
+
+    def record(self, n: int, proposal: Proposal) -> None:
+        """Records the next token of lane n."""
+        token, q, row = proposal
+        self.tokens[n, self.steps], self.q[n, self.steps] = token, q
+        self.recorded[n].append(row if q < 1 else None)
+
+    def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
+        super().keep(lanes, rows)
+        self.q = self.q.take(np.array(lanes, np.int64), axis=0)
+        self.lanes = [self.lanes[n] for n in lanes]
+        self.recorded = [self.recorded[n] for n in lanes]
+
+    def fill(self, count: int) -> None:
+        self.q[:, self.steps : count] = 1.0
+        for row in self.recorded:
+            row[self.steps :] = [None] * max(0, count - self.steps)
+        super().fill(count)
+
+    def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
+        return [row for row in self.recorded[lane][:steps] if row is not None]
+
+
+class SampledDraft(DraftOracle):
+    """A draft oracle that draws each drafted token; a subclass provides the distribution.
+
+    Saguaro sampling uses the fan-outs of the job until `branches` is given others.
+    """
+
+    reads_tokens = True
+    samples = True  # whether tokens are drawn, or always the likeliest
+    # Kind of lookup of a fast backup, the tokens that it compares, and the token that fills places
+    # which the lookup leaves open (None: the sequence's last token).
+    copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
+
+    def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts) -> None:
+        self._seed, self.lookahead, self._fan_outs = seed, lookahead, fan_outs
+
+    def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
+        self._fan_outs = fan_outs
+        entries: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
+        best = self._likeliest(batch, fan_outs.widest + 1)
+        for row, source in enumerate(speculation.source.tolist()):
+            served, fan_out = batch.sequences[row].served, fan_outs.behind(source)
+            for k in range(len(served) + 1):
+                token = served[k] if k < len(served) else None
+                others = [candidate for candidate in next(best) if candidate != token]
+                entries += [(row, k, place, t) for place, t in enumerate(others[: fan_out[k]])]
+        table = np.array(entries, np.int64).reshape(-1, 4)
+        rows, k_of = table[:, 0], table[:, 1].astype(np.int32)
+        lanes = Lanes(rows, k_of, table[:, 2].astype(np.int32))
+        return Branches(lanes, self._rollout(batch, _NOBODY, table[:, 3], rows, k_of.tolist()))
+
+    @abstractmethod
+    def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
+        """Yields, for each row of the trunks, at least `count` of the draft's likeliest tokens,
+        best first."""
+
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+        """Returns new lanes that continue batch rows `rows` from their last committed token.
+
+        FAST lanes get all K tokens at once, with q = 1: copied from the sequence by a lookup. JIT
+        lanes are grown step by step.
+        """
+        chosen = np.asarray(rows, np.int64)
+        rollout = self._rollout(batch, chosen, batch.last_tokens[chosen], chosen)
+        if source == Source.FAST:
+            for lane, row in enumerate(rows):
+                rollout.tokens[lane] = batch.sequences[row].copied(self.lookahead, *self.copies)
+        return rollout
+
+    def _rollout(
+        self,
+        batch: Batch,
+        chosen: Index,
+        first: Index | Ints,
+        rows: Index,
+        k: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Returns lanes after the tokens `first` of batch rows `rows`, not grown yet.
+
+        chosen: the batch rows that the lanes answer. k: by lane, the served tokens before its first
+        token, of branches that are verified in the next round; None: lanes of this round.
+        """
+        first = first.astype(np.int32)
+        if not self.samples:
+            return Rollout(chosen, first, np.zeros((len(first), self.lookahead), np.int32))
+        fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
+        lanes = []
+        for n, row in enumerate(rows.tolist()):
+            one = batch.sequences[row]
+            ahead = [] if k is None else [*one.served[: k[n]], int(first[n])]
+            draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
+            seed, name = one.stream(self._seed)
+            lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))
+        return SampledRollout(chosen, first, lanes, self.lookahead)
+
+    def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
+        """Returns the context of a lane after committed tokens and those ahead of them."""
+        return ()
+
+    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
+        drawn: Draws = {}
+        for rollout in rollouts:
+            assert isinstance(rollout, SampledRollout)
+            for n, lane in enumerate(rollout.lanes):
+                u = lane.u(rollout.steps, drawn)
+                rollout.record(n, self._propose(lane, rollout.steps, u))
+            rollout.steps += 1
+
+    @abstractmethod
+    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
+        """Draws the lane's next token with u."""
+
+
+class SampledTarget(TargetOracle):
+    """A target oracle that verifies by rejection sampling (greedily at temperature 0)."""
+
+    reads_tokens = True
+    # The tokens that the entries of a proposal's row stand for, rising; None: entry t is token t.
+    _draft_ids: Ints | None = None
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @abstractmethod
+    def _target_row(
+        self, request: Request, start: int, i: int
+    ) -> sampling.Floats | sampling.Weights:
+        """Returns the target's distribution [V] of row start + i of the finished forward."""
+
+    def judge(
+        self, batch: Batch, speculation: Speculation, proposals: Proposals
+    ) -> tuple[Ints, Ints]:
+        """Applies rejection sampling (spec.sampling.judge) to each sequence.
+
+        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round). Of a
+        speculation whose distributions are lost no sampled token is judged.
+        """
+        accepted, bonus = np.zeros((2, len(batch)), np.int32)
+        start, cases = 0, list[Case]()
+        for row, one in enumerate(batch.sequences):
+            count = len(one.served)
+            if (sure := self._certain(one, start)) is not None:
+                accepted[row], bonus[row] = sure
+            else:
+                q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
+                if speculation.is_lost and min(q, default=1.0) < 1:
+                    q = []  # draw the token after the last committed one, whatever was drafted
+                coins = self._draws(Purpose.ACCEPT, one, len(q))
+                (u,) = self._draws(Purpose.BONUS, one, 1)
+                proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]
+                cases.append(Case(row, start, one.request, served, q, proposal, coins, u))
+            start += count + 1
+        for case, verdict in zip(cases, self._judge_all(cases), strict=True):
+            accepted[case.row], bonus[case.row] = verdict
+        return accepted, bonus
+
+    def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
+        """Returns (k, t*) of each of these sequences."""
+        return [self._judge_one(case) for case in cases]
+
+    def _judge_one(self, case: Case) -> tuple[int, int]:
+        p = partial(self._target_row, case.request, case.start)
+        drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
+        return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids)
+
+    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
+        """Returns (k, t*) from the rows after row `start` if no draw decides them, or None."""
+        return None
+
+    def _draws(self, purpose: Purpose, one: Live, count: int) -> list[float]:
+        seed, sequence = one.stream(self._seed)
+        drawn: list[float] = uniforms(seed, purpose, sequence, one.first_draw(), count).tolist()
+        return drawn
+
+
+def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
+    """Returns the distribution that drafted token i was drawn from; certain tokens have none."""
+    return proposals(row, sum(one < 1 for one in q[:i]))
+
+
+def check_finite(logits: Logits, model: str) -> None:
+    """Raises DivergedError if a logit is not finite, which would decide a token silently."""
+    if not np.isfinite(logits).all():
+        raise DivergedError(f"{model}: a logit is not finite: its weights are damaged, or overflow")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import abc
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -43,13 +43,18 @@ class Placement:
     the attention reads their bytes, and no token depends on their values. window: the committed
     tokens after which such a sequence's positions begin again, so that a run of any length stays
     within the cache (None: never). keeps: whether sequences reuse pages that store the same first
-    tokens. stateless: of a draft without keys and values, which never lacks a token.
+    tokens. stateless: of a draft without keys and values, which never lacks a token. lag: of a
+    draft that reads the hidden states of the target's verification. Keys and values of its last
+    accepted tokens come from its own states: its first step computes them again, so it leaves as
+    many as a round accepts, and no part of a prompt is stored before the target's states of it are
+    known.
     """
 
     context: int = 0
     window: int | None = None
     keeps: bool = False
     stateless: bool = False
+    lag: int = 0
 
 
 class Gap(NamedTuple):
@@ -202,59 +207,58 @@ class Batch:
         return change
 
     def _apply_changes(self, outcome: Outcome) -> Change:
+        """Applies an outcome that admits, opens, joins or releases sequences."""
         known = len(self.ids)
-        old = outcome.rows[:known]
-        if len(old) < known or (old[:, 0] != self.ids).any() or (old[:, 1] != self.epochs).any():
-            raise self._mismatch(outcome)
-        if (old[:, 2] > Event.RELEASE).any() or (old[:, 2] == Event.ADMIT).any():
+        old, others = outcome.rows[:known], outcome.rows[known:].tolist()
+        is_same = len(old) == known and (old[:, :2] == self.identity[:, :2]).all()
+        if not is_same or (old[:, 2] > Event.RELEASE).any() or (old[:, 2] == Event.ADMIT).any():
             raise self._mismatch(outcome)
         stays = old[:, 2] == Event.COMMIT
         kept = [self.sequences[n] for n in np.flatnonzero(stays)]
-        joined, dropped = self._close(outcome, known)
-        gone = [*(self.sequences[n] for n in np.flatnonzero(~stays)), *dropped]
+        gone = [self.sequences[n] for n in np.flatnonzero(~stays)]
+        started, placed = list[Sequence](), list[Sequence]()
+        for name, epoch, event, *_ in others:  # opened sequences that join or are released
+            if event not in (Event.ADMIT, Event.PREFILL):
+                slots = [
+                    slot
+                    for slot, one in self.opened.items()
+                    if (one.request.request_id, one.request.epoch) == (name, epoch)
+                ]
+                if event == Event.COMMIT or not slots:
+                    raise self._mismatch(outcome)
+                (started if event == Event.START else gone).append(self.opened.pop(slots[0]))
         left = [(one.slot, self.stored_of(one)) for one in gone]
-        fresh = outcome.fresh
-        held = {*self.opened, *(one.slot for one in (*kept, *joined))}
+        held = {*self.opened, *(one.slot for one in (*kept, *started))}
         free = sorted(set(range(self.capacity)) - held)
+        fresh = outcome.fresh
         if len(fresh) > len(free):
             raise ProtocolError(
                 f"round {outcome.round}: {len(fresh)} admissions, room for {len(free)}"
             )
-        placed, started = [], joined
-        for slot, row in zip(free, fresh.tolist(), strict=False):
-            sequence = self._place(slot, self._request(row, outcome))
-            placed.append(sequence)
-            if row[2] == Event.PREFILL:
-                self.opened[slot] = sequence
+        for slot, (name, epoch, event, _, token) in zip(free, fresh.tolist(), strict=False):
+            request = outcome.prompts.get((name, epoch)) or Request(name, token, epoch)
+            if request.prompt:  # the digest covers it
+                self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
+            placed.append(self._place(slot, request))
+            if event == Event.PREFILL:
+                self.opened[slot] = placed[-1]
             else:
-                started.append(sequence)
+                started.append(placed[-1])
+        rows = old[stays]
         if self._prompt is not None:
-            for sequence, row in zip(kept, old[stays].tolist(), strict=True):
+            for sequence, row in zip(kept, rows.tolist(), strict=True):
                 sequence.commit(row[3], row[4])
-        self._enter(old[stays], self.lengths[stays], kept, started)
+        new = Outcome.admission(0, [one.request for one in started]).rows
+        lengths = self.lengths[stays] + rows[:, 3] + 1
+        self.lengths = np.concatenate([lengths, np.ones(len(new), np.int64)])
+        rows = np.concatenate([rows, new])
+        self.sequences = [*kept, *started]
+        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
+        self.slots = np.array([one.slot for one in self.sequences], np.int64)
+        self.identity = np.zeros_like(rows)
+        self.identity[:, :2] = rows[:, :2]
+        self._steady = self.identity[:, :3].tobytes()
         return Change(left, placed, started)
-
-    def _close(self, outcome: Outcome, known: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Takes the opened sequences that join or are released out of `opened`; returns (those
-        that join, the others)."""
-        joined, dropped = list[Sequence](), list[Sequence]()
-        for row in outcome.rows[known:].tolist():
-            if row[2] in (Event.ADMIT, Event.PREFILL):
-                continue
-            name = Request(row[0], epoch=row[1])
-            slot = next((s for s, one in self.opened.items() if _is_same(one.request, name)), -1)
-            if row[2] == Event.COMMIT or slot < 0:
-                raise self._mismatch(outcome)
-            (joined if row[2] == Event.START else dropped).append(self.opened.pop(slot))
-        return joined, dropped
-
-    def _request(self, row: abc.Sequence[int], outcome: Outcome) -> Request:
-        """Returns the request of a new row; the digest covers its prompt."""
-        name, epoch, token = row[0], row[1], row[4]
-        request = outcome.prompts.get((name, epoch)) or Request(name, token, epoch)
-        if request.prompt:
-            self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
-        return request
 
     def _place(self, slot: int, request: Request) -> Sequence:
         """Returns a new sequence in a free slot; raises ProtocolError if its prompt does not end
@@ -272,20 +276,6 @@ class Batch:
         self._by_slot[slot] = sequence = Sequence(request, slot, tokens)
         return sequence
 
-    def _enter(
-        self, kept: Ints, lengths: Index, stay: list[Sequence], started: list[Sequence]
-    ) -> None:
-        """Makes the batch of the outcome rows `kept` and of the sequences that start."""
-        new = Outcome.admission(0, [one.request for one in started]).rows
-        rows = np.concatenate([kept, new])
-        self.sequences = [*stay, *started]
-        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
-        self.lengths = np.concatenate([lengths + kept[:, 3] + 1, np.ones(len(new), np.int64)])
-        self.slots = np.array([one.slot for one in self.sequences], np.int64)
-        self.identity = np.zeros_like(rows)
-        self.identity[:, :2] = rows[:, :2]
-        self._steady = self.identity[:, :3].tobytes()
-
     def _mismatch(self, outcome: Outcome) -> ProtocolError:
         return ProtocolError(
             f"round {outcome.round}: outcome rows {outcome.rows[:, :3].tolist()} do not fit the "
@@ -294,6 +284,8 @@ class Batch:
 
     def serve(self, speculation: Speculation) -> None:
         """Notes the drafted tokens that the target verifies now, if tokens are kept."""
+        if self.placement is not None and self.placement.lag:
+            self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last() + 1)
         if self._prompt is None:
             return
         served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
@@ -327,14 +319,14 @@ class Batch:
         chosen = np.asarray(rows, np.int64)
         slots, last = self.slots[chosen], self.last()[chosen]
         filled = self.filled[slots]
-        short = np.flatnonzero(last - filled > spare)
+        short = np.flatnonzero(last - filled > max(spare, self.placement.lag))
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
 
     def opened_gaps(self, most: int = _ALL) -> list[Gap]:
         """Returns the next `most` tokens of opened prompts that the cache lacks; the last token of
         a prompt is never one of them, since its first round reads it."""
         gaps: list[Gap] = []
-        if self.placement is None:
+        if self.placement is None or self.placement.lag:
             return gaps
         for slot, one in self.opened.items():
             start, end = int(self.filled[slot]), len(one.request.prompt) - 1
@@ -363,9 +355,9 @@ class Batch:
         """Returns the places of each sequence's last token and its num_draft served tokens."""
         if len(num_draft) == 1:
             return self._trunk_of_one(int(num_draft[0]) + 1)
-        counts = num_draft + 1
-        last = self.last()
-        rows, ahead = _consecutive(counts)
+        counts, last = num_draft + 1, self.last()
+        rows = np.repeat(np.arange(len(counts)), counts)
+        ahead = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         assert (self.filled[self.slots] >= last).all(), "a trunk after tokens that are missing"
         self.filled[self.slots] = last + counts
         return _trunk(self.slots[rows], last[rows] + ahead)
@@ -431,10 +423,6 @@ class Batch:
         return [Gap(int(lanes.slots[n]), int(filled[n]), int(lanes.first[n])) for n in short]
 
 
-def _is_same(one: Request, other: Request) -> bool:
-    return (one.request_id, one.epoch) == (other.request_id, other.epoch)
-
-
 def places_of(gaps: abc.Sequence[Gap]) -> Places:
     """Returns the places of all tokens of these gaps, in their order."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
@@ -475,13 +463,6 @@ def chunk(places: Places, part: slice) -> Places:
     """Returns the places of some rows of a prompt, whose candidates are not read."""
     rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
     return Places(*rows, False)
-
-
-def _consecutive(counts: NDArray[np.integer[Any]]) -> tuple[Index, Index]:
-    """Returns (n, i) of each row, of consecutive groups: group n has counts[n] rows, i = 0 …."""
-    groups = np.repeat(np.arange(len(counts)), counts)
-    starts = np.cumsum(counts) - counts
-    return groups, np.arange(len(groups)) - starts[groups]
 
 
 def _trunk(slots: Index, positions: Index) -> Places:

@@ -124,7 +124,7 @@ class Worker(Generic[AnyOracle]):
         Rows that lack at most `spare` tokens are left out. Returns how many tokens were stored;
         collective over the target ranks, which all see the same batch.
         """
-        gaps = self.gaps(batch, rows, spare)
+        gaps = batch.gaps(rows, spare)
         if not gaps:
             return 0
         batch.fill(gaps)
@@ -143,10 +143,6 @@ class Worker(Generic[AnyOracle]):
             yield
         yield from self._fill_rows(batch, others)
         return sum(gap.size for gap in gaps)
-
-    def gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
-        """Returns the tokens that `filling` stores (Batch.gaps)."""
-        return batch.gaps(rows, spare)
 
     def _fill_rows(self, batch: Batch, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
@@ -232,40 +228,6 @@ class TargetWorker(Worker[TargetOracle]):
 
 class DraftWorker(Worker[DraftOracle]):
     """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
-
-    def __init__(
-        self,
-        stepper: Forwards,
-        oracle: DraftOracle,
-        placement: Placement | None = None,
-        *,
-        reads_states: bool = False,
-    ) -> None:
-        """reads_states: whether the draft reads the hidden states of the target's verification.
-
-        Keys and values of accepted tokens were then computed from the draft's own states. They are
-        computed again from the target's, together with the next round's first token.
-        """
-        super().__init__(stepper, oracle, placement)
-        self._reads_states = reads_states
-
-    def served(self, batch: Batch, speculation: Speculation) -> None:
-        """Notes the speculation that was served, also in rounds without a glue forward."""
-        batch.serve(speculation)
-        if self._reads_states and self.placement is not None:
-            slots = batch.slots
-            batch.filled[slots] = np.minimum(batch.filled[slots], batch.last() + 1)
-
-    def gaps(self, batch: Batch, rows: Sequence[int], spare: int) -> list[Gap]:
-        """Returns the tokens that `filling` stores; a draft on hidden states leaves as many as a
-        round accepts to its first step."""
-        least = self.oracle.lookahead if self._reads_states else 0
-        return batch.gaps(rows, max(spare, least))
-
-    def store_opened(self, batch: Batch, rows: int) -> Steps[int]:
-        """Stores parts of opened prompts, as Worker; a draft on hidden states stores none, because
-        the target computes the states of these tokens in this very round."""
-        return (yield from super().store_opened(batch, 0 if self._reads_states else rows))
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, K+1 rows a sequence."""

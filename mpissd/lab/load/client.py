@@ -59,9 +59,9 @@ class Client:
         """
         try:
             answer = await self._http.get("models")
-            found = answer.raise_for_status().json()["data"]
-            self.model = self.model or found[0]["id"]
-            of_model = [each.get("mpissd") for each in found if each["id"] == self.model]
+            models = answer.raise_for_status().json()["data"]
+            self.model = self.model or models[0]["id"]
+            of_model = [each.get("mpissd") for each in models if each["id"] == self.model]
         except (self._broken, *_DAMAGED) as error:
             why = str(error).partition("\n")[0]
             raise FaultError(f"url={self.url}: no models there: {why}") from error
@@ -74,34 +74,30 @@ class Client:
         return await asyncio.gather(*(self._send(start, n, each) for n, each in arrivals))
 
     async def _send(self, start: float, number: int, arrival: Arrival) -> Served:
+        """Sends one request when it is due; each has a seed of its own, or equal ones would draw by
+        the same numbers."""
         due = start + arrival.at_s
         await asyncio.sleep(due - time.monotonic())
         late = time.monotonic() - due
-        try:
-            return await self._asked(due, self._body(number, arrival), arrival, late)
-        except (self._broken, *_DAMAGED):
-            return Served(arrival.at_s, _FAILED, late_s=late)
-
-    async def _asked(
-        self, due: float, body: dict[str, Any], arrival: Arrival, late: float
-    ) -> Served:
+        body: dict[str, Any] = {
+            name: arrival.entry[name]
+            for name in ("messages", "prompt")
+            if arrival.entry.get(name) is not None
+        }
+        if self._config.chat_template and "messages" not in body:
+            body = {"messages": [{"role": "user", "content": arrival.entry.get("prompt")}]}
         path = "chat/completions" if "messages" in body else "completions"
-        async with self._http.stream("POST", path, json=body) as response:
-            if response.status_code != ANSWERED:
-                return Served(arrival.at_s, response.status_code, late_s=late)
-            return await self._read(due, arrival, late, response)
-
-    def _body(self, number: int, arrival: Arrival) -> dict[str, Any]:
-        """Returns the request of the arrival of this number, which has a seed of its own: equal
-        ones would draw by the same numbers."""
-        subject = {"messages": arrival.entry.get("messages"), "prompt": arrival.entry.get("prompt")}
-        if self._config.chat_template and subject["messages"] is None:
-            subject = {"messages": [{"role": "user", "content": subject["prompt"]}]}
-        subject = {name: found for name, found in subject.items() if found is not None}
-        body = {**subject, "model": self.model, "max_tokens": arrival.max_tokens, "stream": True}
+        body |= {"model": self.model, "max_tokens": arrival.max_tokens, "stream": True}
         if self._config.stream_usage:
             body["stream_options"] = {"include_usage": True}
-        return {**body, "temperature": self._config.temperature, "seed": self._config.seed + number}
+        body |= {"temperature": self._config.temperature, "seed": self._config.seed + number}
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != ANSWERED:
+                    return Served(arrival.at_s, response.status_code, late_s=late)
+                return await self._read(due, arrival, late, response)
+        except (self._broken, *_DAMAGED):
+            return Served(arrival.at_s, _FAILED, late_s=late)
 
     async def _read(
         self, due: float, arrival: Arrival, late: float, response: httpx.Response
@@ -112,31 +108,26 @@ class Client:
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
-            found = json.loads(line.removeprefix("data: "))
-            if "error" in found:
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
                 return Served(arrival.at_s, _FAILED, late_s=late)
-            usage = found.get("usage") or usage
-            if _has_text(found):
+            usage = chunk.get("usage") or usage
+            # A chunk that only names the role has no text.
+            if any(
+                choice.get("text")
+                or choice.get("finish_reason")
+                or (choice.get("delta") or {}).get("content")
+                for choice in chunk.get("choices", ())
+            ):
                 last = time.monotonic() - due
                 first, chunks = first or last, chunks + 1
-        tokens = usage.get("completion_tokens", chunks)
         return Served(
             at_s=arrival.at_s,
             status=ANSWERED if chunks else _FAILED,
             ttft_s=first,
             latency_s=last,
-            num_tokens=tokens,
+            num_tokens=usage.get("completion_tokens", chunks),
             prompt_tokens=usage.get("prompt_tokens", 0),
             late_s=late,
             speculation=usage.get("speculation"),
         )
-
-
-def _has_text(chunk: Mapping[str, Any]) -> bool:
-    """Whether a chunk has text, or ends an answer; the one that only names the role has none."""
-    for choice in chunk.get("choices", ()):
-        if choice.get("text") or choice.get("finish_reason"):
-            return True
-        if (choice.get("delta") or {}).get("content"):
-            return True
-    return False

@@ -19,7 +19,7 @@ from mpissd.common.load_row import LoadRow
 from mpissd.common.output import append_row, check_output, json_line
 from mpissd.lab.load.client import Client
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.load.requests import Load, Served, arrays, digest, loads, row_of
+from mpissd.lab.load.requests import Load, Served, loads, row_of
 
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
@@ -33,24 +33,21 @@ def load(config: LoadConfig) -> int:
     check_output(config.out)
     planned = list(loads(config))
     try:
-        rows = _simulate(config, planned) if config.is_simulated else _ask(config, planned)
+        if config.is_simulated:
+            from mpissd.lab.load import simulated
+
+            about = simulated.about(config)
+            print(_HEAD, flush=True)
+            rows = [
+                _kept(config, each, simulated.send_all(config, each), about) for each in planned
+            ]
+        else:
+            rows = asyncio.run(_send_all(config, planned))
     except FaultError as fault:
         print(f"mpissd: {fault}", file=sys.stderr)
         return fault.exit_code
     print(json_line(rows[-1].to_dict()))
     return 0
-
-
-def _simulate(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
-    from mpissd.lab.load import simulated
-
-    about = simulated.about(config)
-    print(_HEAD, flush=True)
-    return [_kept(config, each, simulated.send_all(config, each), about) for each in planned]
-
-
-def _ask(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
-    return asyncio.run(_send_all(config, planned))
 
 
 async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
@@ -68,59 +65,43 @@ async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow
 def _kept(
     config: LoadConfig, load: Load, served: Sequence[Served], about: Mapping[str, Any]
 ) -> LoadRow:
-    """Makes a load's row, keeps it and prints its line."""
-    assert config.prompts is not None, "checked"
+    """Makes a load's row and prints its line; keeps it in OUT/loads.jsonl, and its requests'
+    numbers in OUT/loads."""
     named = {
         "load_id": f"load-{about.get('mode') or 'server'}-{secrets.token_hex(6)}",
         "server": about.get("server", "in-process"),
         "model": about["model"],
-        "prompts": digest(config.prompts),
-        "seed": config.seed,
-        "provenance": provenance(),
+        "provenance": {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "host": platform.node(),
+            "python": platform.python_version(),
+            "command": without(sys.argv[1:], "api_key"),
+        },
     }
-    row = row_of(load, served, (config.ttft, config.tpot), about, named)
-    keep(config.out, row, arrays(served))
-    print(line(row), flush=True)
-    return row
-
-
-def provenance() -> dict[str, Any]:
-    """Returns the place, time and command of a load's measurement; a key is left out."""
-    words = without(sys.argv[1:], "api_key")
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {
-        "time": now,
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "command": words,
+    row, folder = row_of(config, load, served, about, named), Path(config.out, "loads")
+    kinds = dict.fromkeys(("at_s", "ttft_s", "latency_s"), "f4")
+    kinds |= dict.fromkeys(("num_tokens", "prompt_tokens", "status"), "i4")
+    numbers: dict[str, Any] = {
+        n: np.array([getattr(e, n) for e in served], kind) for n, kind in kinds.items()
     }
-
-
-def keep(out: str, row: LoadRow, numbers: Mapping[str, Any]) -> None:
-    """Appends the row to OUT/loads.jsonl, and writes the requests' numbers next to it."""
-    folder = Path(out, "loads")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(folder / f"{row.load_id}.npz", **numbers)
-        append_row(Path(out, "loads.jsonl"), row.to_dict())
+        append_row(Path(config.out, "loads.jsonl"), row.to_dict())
     except OSError as error:
-        raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error
-
-
-def line(row: LoadRow) -> str:
-    """Returns a line of the table."""
-    first, each = (_milliseconds(found) for found in (row.ttft_s, row.tpot_s))
-    share = f"{row.num_answered}/{row.num_requests}"
-    rate = "at once" if row.rate is None else f"{row.rate:.3g}"
-    return (
-        f"{rate:>7} {share:>9} {row.num_refused:7d} {row.tok_per_s:8.1f}   {first}      "
-        f"{each}      {row.goodput_per_s:6.2f} ({row.good_share:.0%})"
+        raise ConfigError(f"out={config.out!r}: cannot be written: {error.strerror}") from error
+    texts = []
+    for times in (row.ttft_s, row.tpot_s):
+        cells = ["–"] * 3
+        if times is not None:
+            ms = [1e3 * times[name] for name in ("p50", "p90", "p99")]
+            cells = [f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in ms]
+        texts.append(f"{cells[0]:>8}{cells[1]:>6}{cells[2]:>6}")
+    rate, share = "at once" if row.rate is None else f"{row.rate:.3g}", row.good_share
+    print(
+        f"{rate:>7} {f'{row.num_answered}/{row.num_requests}':>9} {row.num_refused:7d} "
+        f"{row.tok_per_s:8.1f}   {texts[0]}      {texts[1]}      {row.goodput_per_s:6.2f} "
+        f"({share:.0%})",
+        flush=True,
     )
-
-
-def _milliseconds(found: Mapping[str, float] | None) -> str:
-    if found is None:
-        return f"{'–':>8}{'–':>6}{'–':>6}"
-    times = [1e3 * found[name] for name in ("p50", "p90", "p99")]
-    texts = [f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in times]
-    return f"{texts[0]:>8}{texts[1]:>6}{texts[2]:>6}"
+    return row

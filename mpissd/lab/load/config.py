@@ -52,9 +52,6 @@ class LoadConfig(Checked):
     requests: int | None = flag(
         None, integer(1), "number of requests at each rate, instead of a duration"
     )
-    arrivals: str | None = flag(
-        None, words, "file of arrivals, a time in seconds a line, instead of rates"
-    )
     prompts: str | None = flag(
         None, words, 'file of lines {"prompt": …} or {"messages": …}; with "max_tokens" if it has'
     )
@@ -121,5 +118,3 @@ class LoadConfig(Checked):
             raise ConfigError("rate=inf without requests: allowed: with requests=N, all at once")
         if self.prompts is None:
             raise ConfigError("prompts: needed: a file, such as tests/data/prompts/chat.jsonl")
-        if self.arrivals is not None and self.requests is not None:
-            raise ConfigError("arrivals and requests say the same thing: give one")

@@ -16,7 +16,7 @@ from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.topology import Topology
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
-from mpissd.engine.workload.text.answers import answers_file
+from mpissd.lab.measure.row import answers_file
 from mpissd.lab.predict.row import price_of, under_default_law
 
 

@@ -26,7 +26,6 @@ from mpissd.common.records import (
     percentiles_us,
     token_digest,
 )
-from mpissd.common.rounds import Source
 from mpissd.common.row import SCHEMA, Row
 from mpissd.common.trace import LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
@@ -36,19 +35,17 @@ from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.doubts import drafts_of
 from mpissd.engine.session.session import Session
-from mpissd.engine.workload.text.answers import BONUS, answer_of, write_answers
-from mpissd.engine.workload.text.stops import AnswerText
+from mpissd.engine.workload.text.stops import SOURCES, AnswerText
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
-from mpissd.lab.predict import jobfile
+from mpissd.lab.predict.costs import job_to_dict
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 from mpissd.lab.predict.simulation import follow
 
 _STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 _FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
-_SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
@@ -373,7 +370,7 @@ def write_row(
     with whole_file(out / "rounds" / f"{row.run_id}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     costs = profile.device, profile.host, rates(measured)
-    saved = jobfile.to_dict(job, session.backend.name, row.num_rounds, *costs)
+    saved = job_to_dict(job, session.backend.name, row.num_rounds, *costs)
     with whole_file(out / "profiles" / f"{row.run_id}.json") as file:
         file.write(f"{json.dumps(saved, indent=1)}\n".encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
@@ -381,20 +378,45 @@ def write_row(
     append_row(out / name, {**row.to_dict(), **gates})
 
 
+def answers_file(out: str, run_id: str) -> Path:
+    """Returns the file of a run's answers."""
+    return Path(out, "text", f"{run_id}.jsonl")
+
+
 def _write_text(
     workload: TextWorkload, lead: LeadReport, run_id: str, faults: Sequence[str]
 ) -> None:
-    """Writes the answer to each prompt whose sequence began, in the prompts' order."""
-    records, config, answers = lead.records, workload.job.config, []
+    """Writes the answer to each prompt whose sequence began, in the prompts' order.
+
+    The prompt as it was given, and: text, without the stop token, and cut in front of a stop string
+    (None without a tokenizer). tokens: those emitted, up to and including the one that ended the
+    answer. sources: the origin of each. ended: "stop_token", "stop" (a stop string), "length"
+    (num_tokens, or the model's context), or "rounds" if the run ended first. gates: the faults.
+    """
+    records, config = lead.records, workload.job.config
     sources, limit = records.source_arrays(), config.token_limit
-    for request_id, emitted in sorted(records.token_arrays().items()):
-        tokens, text = emitted[:limit].tolist(), None
-        if workload.tokenizer is not None:
-            text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
-        is_over = request_id in records.ends or len(tokens) == limit
-        ended = "length" if is_over else "rounds"
-        if tokens[-1] in workload.stop_ids:
-            ended = "stop_token"
-        named = [_SOURCES[source] for source in sources[request_id][: len(tokens)].tolist()]
-        answers.append(answer_of(workload.prompts[request_id], tokens, named, text, ended))
-    write_answers(config.out, run_id, answers, faults)
+    flagged = {"gates": list(faults)} if faults else {}
+    path = answers_file(config.out, run_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        for request_id, emitted in sorted(records.token_arrays().items()):
+            tokens, shown = emitted[:limit].tolist(), None
+            is_over = request_id in records.ends or len(tokens) == limit
+            ended = "length" if is_over else "rounds"
+            if tokens[-1] in workload.stop_ids:
+                ended = "stop_token"
+            if workload.tokenizer is not None:
+                text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
+                shown = "".join([text.push(token) for token in tokens]) + text.flush()
+                ended = text.ended or ended
+            prompt, origins = workload.prompts[request_id], sources[request_id].tolist()
+            answer = {
+                **prompt.entry,
+                "text": shown,
+                "prompt_tokens": list(prompt.tokens),
+                "tokens": tokens,
+                "sources": [SOURCES[source] for source in origins[: len(tokens)]],
+                "ended": ended,
+                **flagged,
+            }
+            file.write(f"{json.dumps(answer, ensure_ascii=False)}\n".encode())

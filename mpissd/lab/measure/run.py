@@ -35,7 +35,7 @@ from mpissd.lab.measure.host_costs import host_costs, warm_up
 from mpissd.lab.measure.reports import LeadReport, Measured, draft_report, joined_leads
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import compare_clocks, write_trace
-from mpissd.lab.show import NOBODY, shown
+from mpissd.lab.show import shown
 
 _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
@@ -174,16 +174,16 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     prefilled, proposed = loop.prefill_s, rank.proposals
     records, limit = RoundRecords(session.job.lookahead), config.max_rounds
     records.ends = sequences.ends
-    with shown(session.workload) if is_alone else nullcontext(NOBODY) as audience:
-        has_bar = not audience.is_live and session.topology.is_lead
+    with shown(session.workload) if is_alone else nullcontext() as show:
+        has_bar = not (show is not None and show.is_live) and session.topology.is_lead
         with progress_bar(config, limit) if has_bar else nullcontext() as advance:
             start = last = _begin(loop.ledger)
             while sequences.are_live and (limit is None or len(records) < limit):
                 result = loop.step()
                 sequences.take(result, loop)
                 records.add(result.t_target_s, result.speculation, result.outcome)
-                if audience.take is not None:
-                    audience.take(result)
+                if show is not None:
+                    show.take(result)
                 if advance is not None:
                     advance(1)
                 loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)

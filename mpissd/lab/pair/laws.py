@@ -36,7 +36,7 @@ from mpissd.engine.spec.acceptance import SCHEMA, hazards_of_counts
 from mpissd.engine.spec.fit import most_likely
 from mpissd.engine.spec.lookup import LOOKUPS
 from mpissd.engine.workload.replay.recording import Ids, Recorded, Recording, load
-from mpissd.engine.workload.replay.stream import copied
+from mpissd.engine.workload.replay.workload import copied
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.load import load_rows
 

@@ -1,11 +1,11 @@
 """Predicts a job's measurement, advises which job to run, and explains why a result is not faster.
 
 costs       seconds of a round's pieces: host work by phase, forwards by row count
-grid        configurations and the durations of their rounds; draws: their tokens and hits
+grid        configurations, the durations of their rounds, and the draws of their tokens and hits
+derive      what a profile knows of a job: measured and derived forwards and host costs
 simulation  the model of a round: simulates many configurations; pool: targets that share a draft
-row         predict_row: a prediction with the keys of a result row
-search      the configurations that `plan` weighs, and where two of them tie
-places      a machine's possible T for a pair; derive, hosts: what a profile did not measure
+row         a prediction with the keys of a result row; a row's rate from another job's profile
+search      a pair's places on a machine, and the configurations that `plan` weighs there
 advisor     which mode, T, K, fan-out and backup to run on given GPUs; uses: copies and pools
 advice      plan's text
 accuracy    the errors of predictions over rows, and the regret of their choices

@@ -3,9 +3,8 @@
 `plan` searches the simulation coarsely, then finely around the best few; a test compares it with
 the exhaustive search of FULL. All results come from costs and imposed models:
 
-    profile = load_profile("h100")
-    places = places.survey(config, profile, gpus=4).placements
-    advice = plan(config, HostCosts(), places, gpus=4)
+    places = survey(config, load_profile("h100"), gpus=4).placements
+    advice = plan(config, places, gpus=4)
 """
 
 from __future__ import annotations
@@ -14,57 +13,35 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rivals import Family, Others, other_uses
-from mpissd.lab.predict.costs import HostCosts
+from mpissd.common.rivals import Family
+from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
+from mpissd.lab.predict.costs import Floats
+from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.search import (
     COARSE,
     FULL,
+    LOOKUP,
     ROUGH,
     Choice,
     Laws,
     Placement,
-    Scales,
     Space,
     candidates,
+    config_of,
+    grid_of,
     ssd_choices,
+    weigh,
 )
+from mpissd.lab.predict.simulation import expect
 
 _FEW = 8  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _FINALISTS = 4  # choices of each use that are simulated for more rounds
-
-
-@dataclass(frozen=True)
-class ExtraGpu:
-    """The gains of SSD over other uses of the GPU that its draft occupies.
-
-    ssd: the best SSD, on N = T + D GPUs. without: the best other use of N − 1 GPUs. otherwise: the
-    best other use of N GPUs (a larger T, or SD's draft). A field is None if there is no such use,
-    or if not all that would fit could be judged.
-    """
-
-    ssd: Choice
-    without: Choice | None
-    otherwise: Choice | None
-
-    @property
-    def gain(self) -> float | None:
-        """SSD's tok/s over the best use's on one GPU less."""
-        return None if self.without is None else self.ssd.tok_per_s / self.without.tok_per_s
-
-    @property
-    def gain_per_gpu(self) -> float | None:
-        """The ratio of `gain`, with both sides in tok/s per GPU."""
-        if self.without is None:
-            return None
-        return self.ssd.tok_per_s_per_gpu / self.without.tok_per_s_per_gpu
-
-    @property
-    def gain_at_equal_gpus(self) -> float | None:
-        """SSD's tok/s over the best other use's on as many GPUs, for one batch."""
-        return None if self.otherwise is None else self.ssd.tok_per_s / self.otherwise.tok_per_s
+_RATES = np.linspace(0.0, 1.0, 101)  # tried for a break-even
 
 
 @dataclass(frozen=True)
@@ -73,7 +50,7 @@ class Advice:
 
     judged: the fastest choice of each mode, T and D, fastest first. missing: uses that would fit
     but could not be judged (plan's unjudged). break_even_alpha: for the best choice that drafts;
-    break_even_p_hit: for the best SSD; each against the other uses of its GPUs (Scales).
+    break_even_p_hit: for the best SSD; each against the other uses of its GPUs.
     """
 
     judged: tuple[Choice, ...]
@@ -90,27 +67,47 @@ class Advice:
         """Returns the fastest choice in one of these modes; None if there is none."""
         return next((c for c in self.judged if c.mode in modes), None)
 
-    def others(self, mode: str, gpus: int) -> Others[Choice]:
-        """Returns the uses of this many GPUs in other modes."""
-        return other_uses(mode, gpus, self.judged, self.missing)
+    def others(self, mode: str, gpus: int) -> list[Choice] | None:
+        """Returns the uses of at most so many GPUs in other modes, fastest first.
+
+        Returns None if one of them that would fit could not be judged: it may be the fastest.
+        """
+        if any(family.mode != mode and family.gpus <= gpus for family in self.missing):
+            return None
+        return [c for c in self.judged if c.mode != mode and c.gpus <= gpus]
+
+    def other(self, mode: str, gpus: int) -> Choice | None:
+        """Returns the fastest of `others`; None if there is none, or if one was not judged."""
+        return next(iter(self.others(mode, gpus) or ()), None)
 
     @property
     def rival(self) -> Choice | None:
-        """The best other use of best's GPUs (rivals.py); None if any use is missing."""
-        return None if self.missing else self.others(self.best.mode, self.best.gpus).best
+        """The best other use of best's GPUs; None if any use is missing."""
+        return None if self.missing else self.other(self.best.mode, self.best.gpus)
 
     @property
     def gain(self) -> float | None:
         """The ratio best / rival in tok/s; None without a rival."""
         return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
 
-    @property
-    def extra_gpu(self) -> ExtraGpu | None:
-        """The gains of the best SSD; None without SSD."""
+    def extra_gpu(self) -> dict[str, float | None] | None:
+        """Returns the gains of the best SSD over other uses of the GPU of its draft; None without
+        SSD.
+
+        gain: its tok/s over the best other use's on one GPU less. gain_per_gpu: that in tok/s a
+        GPU. gain_at_equal_gpus: over the best other use on as many GPUs (a larger T, or SD's
+        draft). Each is None without such a use, or if not all that would fit could be judged.
+        """
         ssd = self.first("ssd")
         if ssd is None:
             return None
-        return ExtraGpu(ssd, *(self.others("ssd", ssd.gpus - less).best for less in (1, 0)))
+        fewer, equal = (self.other("ssd", ssd.gpus - less) for less in (1, 0))
+        per_gpu = None if fewer is None else ssd.tok_per_s_per_gpu / fewer.tok_per_s_per_gpu
+        return {
+            "gain": None if fewer is None else ssd.tok_per_s / fewer.tok_per_s,
+            "gain_per_gpu": per_gpu,
+            "gain_at_equal_gpus": None if equal is None else ssd.tok_per_s / equal.tok_per_s,
+        }
 
     @property
     def to_probe(self) -> tuple[Choice, ...]:
@@ -124,7 +121,6 @@ class Advice:
 
 def plan(
     config: RunConfig,
-    host: HostCosts,
     places: Sequence[Placement],
     gpus: int,
     unjudged: Collection[Family] = (),
@@ -132,67 +128,61 @@ def plan(
     """Returns the advice for one batch of config.batch_size on at most `gpus` GPUs.
 
     Only the imposed models and the batch size of `config` are used; the search finds mode, K,
-    fan-out and backup. unjudged: further uses that would fit (places.survey). Raises ConfigError
-    without placements or GPUs.
+    fan-out and backup. unjudged: further uses that would fit (search.survey). Raises ConfigError
+    without placements or GPUs, and where rounds take no time.
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
-    scales, batch = Scales(Laws.of(config), host, places), config.batch_size
+    laws, batch = Laws.of(config), config.batch_size
+    by_tp = {place.tp: place for place in places}
     space = COARSE if batch <= _FEW else ROUGH
-    every = (c for p in places for c in candidates(p, scales.laws, batch, gpus, space))
-    choices = scales.weigh(every, quick=True)
-    for around in (_fan_outs, _policies):
+    every = (c for place in places for c in candidates(place, laws, batch, gpus, space))
+    choices = weigh(every, laws, places, quick=True)
+    for spaces_around in (_fan_outs_around, _policies_around):
         leaders = [c for c in by_speed(choices) if c.mode == "ssd"][:_REFINED]
-        steps = dict.fromkeys(step for leader in leaders for step in around(leader))
+        steps = dict.fromkeys(
+            (leader.tp, space) for leader in leaders for space in spaces_around(leader)
+        )
         finer = (
             choice
             for tp, space in steps
-            for choice in ssd_choices(scales.place(tp), scales.laws, batch, gpus, space)
+            for choice in ssd_choices(by_tp[tp], laws, batch, gpus, space)
         )
-        choices += scales.weigh(finer, quick=True)
-    ranked = by_speed(scales.weigh(_finalists(choices)))
-    judged = (replace(c, derived=scales.place(c.tp).label(c)) for c in firsts(ranked, Family.of))
-    return _with_break_evens(Advice(tuple(judged), tuple(sorted(unjudged))), scales)
-
-
-def _finalists(choices: Iterable[Choice]) -> list[Choice]:
-    """Returns the fastest choices of each use, one a K."""
+        choices += weigh(finer, laws, places, quick=True)
+    # The fastest choices of each use, one a K.
     counts, finalists = Counter[Family](), list[Choice]()
     for choice in firsts(by_speed(choices), lambda c: (Family.of(c), c.lookahead)):
         counts[Family.of(choice)] += 1
         if counts[Family.of(choice)] <= _FINALISTS:
             finalists.append(choice)
-    return finalists
-
-
-def _with_break_evens(advice: Advice, scales: Scales) -> Advice:
-    """Adds the break-even rates whose rivals are all judged."""
-    drafting, ssd = advice.first("sd", "ssd"), advice.first("ssd")
+    ranked = firsts(by_speed(weigh(finalists, laws, places)), Family.of)
+    if any(not choice.round_us for choice in ranked):
+        raise ConfigError("plan: this profile's rounds take no time: allowed: one with durations")
+    judged = (replace(choice, derived=by_tp[choice.tp].label(choice)) for choice in ranked)
+    advice = Advice(tuple(judged), tuple(sorted(unjudged)))
     alpha = p_hit = None
+    drafting, ssd = advice.first("sd", "ssd"), advice.first("ssd")
     if drafting is not None:
-        mode, gpus = drafting.method[0], drafting.gpus
-        rivals = [c for c in advice.judged if c.mode != mode and c.gpus <= gpus]
-        if not advice.others(mode, gpus).missing:
-            alpha = scales.break_even_alpha(drafting, rivals)
+        rivals = advice.others(drafting.mode, drafting.gpus)
+        alpha = None if rivals is None else _break_even_alpha(drafting, rivals, laws, places)
     if ssd is not None:
-        others = advice.others("ssd", ssd.gpus)
-        if not others.missing:
-            p_hit = scales.break_even_p_hit(ssd, others.best)
+        rivals = advice.others("ssd", ssd.gpus)
+        p_hit = None if rivals is None else _break_even_p_hit(ssd, rivals, laws, by_tp[ssd.tp])
     return replace(advice, break_even_alpha=alpha, break_even_p_hit=p_hit)
 
 
-def _fan_outs(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs with every fan-out at a leader's K and K ± 1, and its backup."""
+def _fan_outs_around(leader: Choice) -> list[Space]:
+    """Returns spaces with every fan-out at a leader's K and K ± 1, and its backup."""
     near = (leader.lookahead - 1, leader.lookahead, leader.lookahead + 1)
     share = leader.backup_lookahead / leader.lookahead
     own = replace(FULL, backup_shares=(share,), fast=(leader.backup == "fast",))
-    return [(leader.tp, replace(own, lookaheads=(k,))) for k in near if k in FULL.lookaheads]
+    return [replace(own, lookaheads=(k,)) for k in near if k in FULL.lookaheads]
 
 
-def _policies(leader: Choice) -> list[tuple[int, Space]]:
-    """Returns (T, space) pairs: every backup and K_b at a leader's K and fan-out."""
+def _policies_around(leader: Choice) -> list[Space]:
+    """Returns the space of every backup and K_b at a leader's K and fan-out."""
     assert leader.fan_out is not None, leader
-    return [(leader.tp, Space((leader.lookahead,), (leader.fan_out,)))]
+    return [Space((leader.lookahead,), (leader.fan_out,))]
 
 
 def by_speed(choices: Iterable[Choice]) -> list[Choice]:
@@ -206,3 +196,73 @@ def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> lis
     for choice in choices:
         first.setdefault(kind(choice), choice)
     return list(first.values())
+
+
+def _repeated(choice: Choice, laws: Laws, place: Placement) -> Grid:
+    """Returns a choice once for each of the rates that are tried."""
+    config = config_of(choice, laws)
+    assert config is not None, choice
+    return grid_of([config] * len(_RATES), place, choice.method)
+
+
+def _over_alpha(choice: Choice, laws: Laws, places: Sequence[Placement]) -> Floats:
+    """Returns the tok/s of a choice at each tried alpha, one rate for every drafted token."""
+    if choice.mode in ("ar", LOOKUP):
+        return np.full(len(_RATES), choice.tok_per_s)
+    if choice.mode == "sd":
+        tokens = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
+        return np.asarray(choice.batch_size * tokens / (choice.round_us * 1e-6))
+    grid = _repeated(choice, laws, next(place for place in places if place.tp == choice.tp))
+    hazards = np.tile(_RATES[:, None], (1, choice.lookahead))
+    return expect(replace(grid, hazards=hazards)).tok_per_s
+
+
+def _break_even_alpha(
+    choice: Choice, rivals: Sequence[Choice], laws: Laws, places: Sequence[Placement]
+) -> float | None:
+    """Returns the alpha, one for every drafted token, above which `choice` beats its rivals.
+
+    If it wins under the given models, that is the rate below which it stops winning (0.0: it
+    always wins); if it loses, the rate above which it wins (None: it never does). The choice
+    and rivals of SSD keep their parameters; SD has its best K at each rate.
+    """
+    if choice.mode != "sd":
+        tuned = (
+            sd
+            for place in places
+            for sd in candidates(place, laws, choice.batch_size, choice.gpus, FULL)
+            if sd.mode == "sd"
+        )
+        rivals = [*(rival for rival in rivals if rival.mode != "sd"), *weigh(tuned, laws, places)]
+    if not rivals:
+        return 0.0
+    best = np.max([_over_alpha(rival, laws, places) for rival in rivals], axis=0)
+    tokens = expected_tokens_from_rates(laws.hazards[choice.lookahead - 1])
+    lengths = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
+    now = int(np.abs(lengths - tokens).argmin())
+    return _crossing(np.log(_over_alpha(choice, laws, places) / best), now)
+
+
+def _break_even_p_hit(
+    ssd: Choice, rivals: Sequence[Choice], laws: Laws, place: Placement
+) -> float | None:
+    """Returns the hit rate, for every k, above which `ssd` beats its rivals; 0.0: always, None:
+    never."""
+    if not rivals:
+        return 0.0
+    grid = _repeated(ssd, laws, place)
+    p_hit = np.broadcast_to(_RATES[:, None, None, None], grid.p_hit.shape)
+    rates = expect(replace(grid, p_hit=p_hit)).tok_per_s
+    return _crossing(np.log(rates / rivals[0].tok_per_s), 0)
+
+
+def _crossing(advantage: Floats, now: int) -> float | None:
+    """Returns where the advantage turns positive: last before `now` if winning there, or first
+    after."""
+    wins = advantage > 0
+    turns = np.flatnonzero(~wins[:now]) if wins[now] else np.flatnonzero(wins[now:]) + now - 1
+    if not len(turns):
+        return 0.0 if wins[now] else None
+    at = int(turns[-1] if wins[now] else turns[0])  # loses at this rate, and wins at the next
+    loss, gain = -advantage[at], advantage[at + 1]
+    return float(_RATES[at] + loss / (loss + gain) * (_RATES[at + 1] - _RATES[at]))

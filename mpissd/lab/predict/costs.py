@@ -18,10 +18,11 @@ HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trac
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,9 @@ from mpissd.engine.model.stacks import AnyShard
 
 Floats = NDArray[np.float64]
 
-EMULATED_ITEMSIZE = 2  # Bytes of a weight on the emulated backend.
+EMULATED_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element on the emulated backend
+JOB_SCHEMA = 1  # of a job's own profile
+_JOB_FILE = "OUT/profiles/RUN_ID.json"
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class HostCosts:
 
     def to_dict(self) -> dict[str, float]:
         """Returns {field: seconds}, for a profile's JSON."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
@@ -123,14 +126,17 @@ class HostCosts:
 
         lead_upload may be missing: profiles older than the phase UPLOAD count it in lead_launch.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, **values}
         for name in values:
             if name not in names:
                 raise unknown("host cost", name, names)
         if missing := [name for name in names if name not in values]:
             raise ConfigError(f"host costs: missing {', '.join(missing)}")
-        return cls(**{name: _number(f"host cost {name}", values[name]) for name in names})
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"host cost {name}: {value!r}: allowed: seconds, at least 0")
+        return cls(**{name: float(values[name]) for name in names})
 
 
 @dataclass(frozen=True)
@@ -185,10 +191,6 @@ class DeviceCosts:
     draft: RowTable | None = None  # None: there is no draft (AR).
     # (k, draft forwards that read out k candidates a row), k rising; empty: as long as with one.
     lists: tuple[tuple[int, RowTable], ...] = ()
-
-    def verify_s(self, rows: ArrayLike) -> Floats:
-        """Returns the seconds of target forwards with these row counts."""
-        return self.verify(rows)
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
         """Returns the seconds of draft forwards (growth or backup) with these row counts.
@@ -246,7 +248,7 @@ class DeviceCosts:
             return cls(verify)
         rows, options, profile = job.draft_buckets(), job.draft_options, draft_profile or profile
         tables = {
-            k: forwards(profile, alone, rows, batch, dataclasses.replace(options, top_k=k))
+            k: forwards(profile, alone, rows, batch, replace(options, top_k=k))
             for k in {1, options.top_k}
         }
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))
@@ -256,9 +258,15 @@ class DeviceCosts:
 
         This is their form in a profile's JSON.
         """
-        draft = None if self.draft is None else _points(self.draft)
-        lists = {str(k): _points(table) for k, table in self.lists}
-        return {"verify": _points(self.verify), "draft": draft, "lists": lists}
+
+        def points(table: RowTable) -> dict[str, float]:
+            return {str(n): s for n, s in zip(table.rows, table.seconds, strict=True)}
+
+        return {
+            "verify": points(self.verify),
+            "draft": None if self.draft is None else points(self.draft),
+            "lists": {str(k): points(table) for k, table in self.lists},
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:
@@ -285,37 +293,65 @@ def forwards(
     rows: Iterable[int],
     sequences: int,
     options: ForwardOptions,
-    most_rows: int | None = None,
+    *,
+    any_job: bool = False,
 ) -> RowTable:
     """Returns the seconds of one rank's forward at each row count, by the profile.
 
-    most_rows: the rows of the job's largest forward (None: the largest of `rows`).
+    They are those of a job whose largest forward has the most of these rows, which selects the
+    kernel. any_job: that row count is not chosen yet, so that the table holds both kernels.
     """
-    rows = sorted(rows)
-    most = most_rows or rows[-1]
-    costs = {n: shard.cost(n, sequences, EMULATED_ITEMSIZE, options, most) for n in rows}
-    return RowTable.of({n: profile.forward_s(cost) for n, cost in costs.items()})
-
-
-def forwards_of_any_job(
-    profile: Profile, shard: AnyShard, rows: Iterable[int], sequences: int, options: ForwardOptions
-) -> RowTable:
-    """Like `forwards`, for jobs whose largest row count is not chosen yet."""
     rows, limit = sorted(rows), profile.few_rows
-    most = max(rows[-1], limit + 1)
-    many = forwards(profile, shard, rows, sequences, options, most)
-    within = [n for n in rows if n <= limit]
-    if not within:
-        return many
-    few = forwards(profile, shard, within, sequences, options)
-    return dataclasses.replace(many, few=few, few_rows=limit)
+
+    def table(counts: Sequence[int], most: int) -> RowTable:
+        costs = (shard.cost(n, sequences, EMULATED_ITEMSIZE, options, most) for n in counts)
+        return RowTable(tuple(counts), tuple(float(profile.forward_s(cost)) for cost in costs))
+
+    within = [n for n in rows if n <= limit] if any_job else []
+    many = table(rows, max(rows[-1], limit + 1) if any_job else rows[-1])
+    return replace(many, few=table(within, within[-1]), few_rows=limit) if within else many
 
 
-def _points(table: RowTable) -> dict[str, float]:
-    return {str(n): s for n, s in zip(table.rows, table.seconds, strict=True)}
+def job_to_dict(
+    job: Job,
+    backend: str,
+    num_rounds: int,
+    device: DeviceCosts,
+    host: HostCosts,
+    rates: Mapping[str, float | None],
+) -> dict[str, Any]:
+    """Returns a job's own profile as JSON: its flags, T, and the durations measured in it.
+
+    `run` writes one for each row (OUT/profiles/RUN_ID.json). `plan --rows --host=` reads its host
+    costs. rates: of the lead's device, by their keys in a row.
+    """
+    config = asdict(job.config)
+    # The default pair depends on the machine, so the file names the pair.
+    if config["pair"] is None and config["target"] is None:
+        config["target"] = job.target.name
+        config["draft"] = None if job.draft is None else job.draft.name
+    return {
+        "schema": JOB_SCHEMA,
+        "kind": "job",
+        "backend": backend,
+        "tp": job.tp,
+        "num_rounds": num_rounds,
+        "config": config,
+        **rates,
+        "device": device.to_dict(),
+        "host": host.to_dict(),
+    }
 
 
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{where}: {value!r}: allowed: seconds, at least 0")
-    return float(value)
+def load_job(name: str) -> tuple[DeviceCosts, HostCosts]:
+    """Loads the durations of a run's profile.
+
+    Raises ConfigError for another file, another schema or a missing field.
+    """
+    try:
+        data = json.loads(Path(name).read_text())
+        if data["kind"] == "job" and data["schema"] == JOB_SCHEMA:
+            return DeviceCosts.from_dict(data["device"]), HostCosts.from_dict(data["host"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"host {name!r}: {error}: allowed: a run's {_JOB_FILE}") from error
+    raise ConfigError(f"host {name!r}: allowed: a run's {_JOB_FILE} of schema {JOB_SCHEMA}")

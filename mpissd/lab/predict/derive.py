@@ -1,4 +1,6 @@
-"""Derives a forward's time at a T that was not measured from the same model at a measured T.
+"""What a profile knows of a job: measured forwards and host costs, and those derived from others.
+
+Forwards at a T that was not measured are derived from the same model at a measured T':
 
     derived(T) = kept + (measured(T') − kept − reduces(T')) · bytes(T) / bytes(T') + reduces(T)
 
@@ -11,22 +13,38 @@ forwards that were measured at two T, the rule is within 2% at one row (docs/pro
 If one rank's share of the model at T was measured without all-reduces, that is used instead:
 
     derived(T) = share(T) + reduces(T)
+
+Host costs are those of the most similar method. If a method was measured at several batch sizes b,
+each cost is interpolated linearly over b as a Curve, except `keys`: it is interpolated over the
+lanes of all sequences, because the fan-out determines them, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.presets import PAIRS
 from mpissd.engine.backend.base import Cost
-from mpissd.engine.backend.profile import Curve, Forward, Profile, known_profiles, load_profile
+from mpissd.engine.backend.profile import (
+    Curve,
+    Forward,
+    HostEntry,
+    Profile,
+    known_profiles,
+    load_profile,
+)
+from mpissd.engine.job import Job
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
+from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
-DERIVED = "derived"  # first word in the source of a derived forward
-_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element
+DERIVED = "derived"  # first word in the source of derived times
+METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, D)
 
 
 def with_derived(
@@ -37,39 +55,41 @@ def with_derived(
     The profile is returned unchanged if it has only rates, has the forward already, or has the
     model at no T. Raises ConfigError if no all-reduce over T ranks is known.
     """
-    forwards, key = profile.tables.forwards, shard.key(sequences, options)
-    is_known = key in forwards or profile.tables.kernels(key, shard.num_params(options))
-    if is_known:
+    tables, key = profile.tables, shard.key(sequences, options)
+    params = shard.num_params(options)
+    if key in tables.forwards or tables.kernels(key, params):
         return profile
-    derived = _of_share(profile, shard, sequences, options)
-    if not derived:
-        near = _nearest(profile, shard, sequences, options)
-        if near is None:
-            return profile
-        derived = derive(profile, near, shard, sequences, options)
-    return replace(profile, tables=replace(profile.tables, forwards={**forwards, key: derived}))
-
-
-def _of_share(
-    profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
-) -> tuple[Forward, ...]:
-    """Returns the forwards of one rank's measured share, with all-reduces; () if there are none."""
     derived = []
-    key, params = shard.key(sequences, options), shard.num_params(options)
-    for alone in profile.tables.kernels(key, params, alone=True):
+    for alone in tables.kernels(key, params, alone=True):
         reduces, share = _all_reduces_of(profile, shard.tp), alone.seconds
-        costs = (shard.cost(rows, sequences, _ITEMSIZE, options) for rows in share.points)
-        added = (_all_reduces_s(reduces, cost) for cost in costs)
-        seconds = tuple(map(sum, zip(share.seconds, added, strict=True)))
+        seconds = tuple(
+            time + _all_reduces_s(reduces, shard.cost(rows, sequences, EMULATED_ITEMSIZE, options))
+            for rows, time in zip(share.points, share.seconds, strict=True)
+        )
         source = f"{DERIVED}: one rank's share ({share.source}) and the all-reduces of "
         curve = Curve(share.points, seconds, source + reduces.name)
         derived.append(replace(alone, seconds=curve))
-    return tuple(derived)
+    if not derived:
+        others = []  # the model on the numbers of ranks that were measured
+        for tp in sorted({measured.tp for measured in tables.forwards}):
+            try:
+                other = replace(shard, tp=tp)
+            except ConfigError:  # the model cannot be divided among so many ranks
+                continue
+            if tables.forward(other.cost(1, sequences, EMULATED_ITEMSIZE, options)) is not None:
+                others.append(other)
+        if not others:
+            return profile
+        near = min(others, key=lambda other: abs(math.log(other.tp / shard.tp)))
+        derived = derive(profile, near, shard, sequences, options)
+    return replace(
+        profile, tables=replace(tables, forwards={**tables.forwards, key: tuple(derived)})
+    )
 
 
 def derive(
     profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
-) -> tuple[Forward, ...]:
+) -> list[Forward]:
     """Derives the forwards of `shard` from `near`'s, the same model on other ranks.
 
     There is one for each kernel that `near` was measured with, at the same row counts. Their
@@ -81,66 +101,238 @@ def derive(
         source += f"; all-reduces of profile {reduces.name}: {reduces.sources['all_reduce']}"
     for known in profile.tables.kernels(near.key(sequences, options), near.num_params(options)):
         points, times = known.seconds.points, list[float]()
-        first = near.cost(points[0], sequences, _ITEMSIZE, options)
-        unchanged = _kept_s(profile, reduces, known, first)
+        first = near.cost(points[0], sequences, EMULATED_ITEMSIZE, options)
+        floor = profile.floor_s(first)
+        if known.most_rows is not None:  # only the chain kernel, for few rows, has a limit
+            unchanged = profile.launch_s
+        elif floor is None:
+            unchanged = first.num_products * profile.product_overhead_s + profile.launch_s
+        else:
+            unchanged = max(0.0, known.seconds.seconds[0] - _all_reduces_s(reduces, first) - floor)
         for rows, measured_s in zip(points, known.seconds.seconds, strict=True):
-            there, here = (s.cost(rows, sequences, _ITEMSIZE, options) for s in (near, shard))
+            there = near.cost(rows, sequences, EMULATED_ITEMSIZE, options)
+            here = shard.cost(rows, sequences, EMULATED_ITEMSIZE, options)
             alone_s = measured_s - _all_reduces_s(reduces, there)
             kept = min(alone_s, unchanged)
             share = (here.weight_bytes + here.kv_bytes) / (there.weight_bytes + there.kv_bytes)
             times.append(kept + (alone_s - kept) * share + _all_reduces_s(reduces, here))
         curve = Curve(points, tuple(times), source)
         derived.append(replace(known, params=shard.num_params(options), seconds=curve))
-    return tuple(derived)
-
-
-def _kept_s(profile: Profile, reduces: Profile, known: Forward, first: Cost) -> float:
-    """Returns the seconds of a forward that T does not change.
-
-    first: cost of the forward with the fewest rows measured.
-    """
-    floor = profile.floor_s(first)
-    if known.most_rows is not None:  # only the chain kernel, for few rows, has a limit
-        return profile.launch_s
-    if floor is None:
-        return first.num_products * profile.product_overhead_s + profile.launch_s
-    return max(0.0, known.seconds.seconds[0] - _all_reduces_s(reduces, first) - floor)
+    return derived
 
 
 def _all_reduces_s(profile: Profile, cost: Cost) -> float:
     return cost.num_all_reduces * profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
 
 
-def _nearest(
-    profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
-) -> AnyShard | None:
-    """Returns the model on the measured number of ranks that is nearest to T by ratio, or None."""
-    others = []
-    for tp in sorted({key.tp for key in profile.tables.forwards}):
-        try:
-            other = replace(shard, tp=tp)
-        except ConfigError:  # the model cannot be divided among so many ranks
-            continue
-        if profile.tables.forward(other.cost(1, sequences, _ITEMSIZE, options)) is not None:
-            others.append(other)
-    return min(others, key=lambda other: abs(math.log(other.tp / shard.tp)), default=None)
-
-
 def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
-    """Returns the profile whose all-reduces to use for this many ranks.
-
-    It is this profile if it has any, or a built-in profile of the same device that has.
-    """
+    """Returns this profile if it has all-reduces, or a built-in one of its device that has."""
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile
-    return next((o for o in same_device(profile) if o.all_reduce_latency_s), profile)
+    return next((o for o in _same_device(profile) if o.all_reduce_latency_s), profile)
 
 
-def same_device(profile: Profile) -> tuple[Profile, ...]:
+def _same_device(profile: Profile) -> list[Profile]:
     """Returns the built-in profiles of this profile's device."""
-    return tuple(o for o in _built_in() if o.kind == profile.kind)
+    return [other for other in _built_in() if other.kind == profile.kind]
 
 
 @lru_cache(maxsize=1)
 def _built_in() -> tuple[Profile, ...]:
     return tuple(map(load_profile, known_profiles()))
+
+
+def with_hosts(profile: Profile) -> Profile:
+    """Returns the profile with host costs for every method that has been measured on its device.
+
+    Methods missing from this profile are taken from the built-in profile of the same device and
+    labelled "derived". A profile without any host costs is returned unchanged: it treats the host's
+    work as free.
+    """
+    if not profile.hosts:
+        return profile
+    added = [
+        replace(entry, source=f"{DERIVED} from profile {other.name}: {entry.source}")
+        for mode, drafts in METHODS
+        if not _entries(profile, mode, drafts)
+        for other in _same_device(profile)[:1]
+        for entry in _entries(other, mode, drafts)
+    ]
+    return replace(profile, hosts=(*profile.hosts, *added)) if added else profile
+
+
+def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
+    """Returns the host costs of a mode with the draft in the same place (D > 0 or not)."""
+    return [e for e in profile.hosts if (e.mode, e.num_drafts > 0) == (mode, drafts > 0)]
+
+
+def host_entry(
+    profile: Profile,
+    mode: str,
+    tp: int,
+    num_drafts: int,
+    batch_size: int,
+    lookahead: int,
+    forward: str,
+) -> HostEntry | None:
+    """Returns the entry of this mode whose T, then b, then K are nearest, or None.
+
+    A transformer's own entries hold only at the same T, because a GPU chains the rounds of one rank
+    without the host. Without one, a transformer uses the entries of products, and products use a
+    transformer's.
+    """
+    alike = _entries(profile, mode, num_drafts)
+    whole = [entry for entry in alike if entry.forward == "transformer"]
+    products = [entry for entry in alike if entry.forward == "gemm"]
+    own = [entry for entry in whole if entry.tp == tp] if forward == "transformer" else products
+
+    def distance(entry: HostEntry) -> tuple[int, float, int]:
+        ratio = abs(math.log2(entry.batch_size / batch_size))
+        return abs(entry.tp - tp), ratio, abs(entry.lookahead - lookahead)
+
+    return min(own or products or whole, key=distance, default=None)
+
+
+def entry_of(profile: Profile, job: Job) -> HostEntry | None:
+    """Returns the entry of host costs that holds for a job, or None."""
+    config, forward = job.config, "transformer" if job.config.is_transformer else "gemm"
+    where = job.tp, config.drafts, config.batch_size, job.lookahead, forward
+    return host_entry(profile, config.mode, *where)
+
+
+def host_of(profile: Profile, job: Job) -> HostCosts:
+    """Returns a job's host costs from the profile (with_hosts); zero costs if none are known."""
+    profile = with_hosts(profile)
+    context = job.options.context if job.config.is_transformer else 0
+    return costs_at(profile, entry_of(profile, job), job.config.batch_size, context)
+
+
+def costs_at(
+    profile: Profile, entry: HostEntry | None, batch_size: int, context: int = 0
+) -> HostCosts:
+    """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
+
+    Uses the entries that differ from `entry` only in b and in a transformer's context; interpolates
+    over b first, then over the context. Without an entry all costs are zero. Raises ConfigError
+    for a missing or unknown field.
+    """
+    if entry is None:
+        return HostCosts()
+
+    def method(each: HostEntry) -> tuple[str | int, ...]:
+        return each.mode, each.tp, each.num_drafts, each.lookahead, each.lanes, each.forward
+
+    alike: dict[int, dict[int, HostEntry]] = {}
+    for each in profile.hosts:
+        if method(each) == method(entry):
+            alike.setdefault(each.context, {})[each.batch_size] = each
+    by_context: dict[int, dict[str, float]] = {}
+    for past, by_batch in sorted(alike.items()):
+        entries = [by_batch[batch] for batch in sorted(by_batch)]
+        batches = tuple(each.batch_size for each in entries)
+        costs = {
+            name: Curve(batches, tuple(each.seconds[name] for each in entries))(batch_size)
+            for name in entries[0].seconds
+            if all(name in each.seconds for each in entries)
+        }
+        least, most = entries[0], entries[-1]
+        lanes = most.lanes * (most.batch_size - least.batch_size)
+        if lanes:  # a line through two entries: the host's seconds for `keys`, and those of a lane
+            slope = max(0.0, most.seconds["keys"] - least.seconds["keys"]) / lanes
+            none = least.seconds["keys"] - slope * least.lanes * least.batch_size
+            costs |= {"keys": max(0.0, none), "keys_lane": slope}
+        by_context[past] = HostCosts.from_dict(costs).to_dict()
+    points, names = tuple(past + 1 for past in by_context), next(iter(by_context.values()))
+    return HostCosts.from_dict(
+        {n: Curve(points, tuple(c[n] for c in by_context.values()))(context + 1) for n in names}
+    )
+
+
+def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
+    """Raises ConfigError if a probed profile has no forwards of the job's models.
+
+    A built-in profile (h100, h200, …) models any pair. draft_profile: the profile of the draft
+    ranks' devices, if they differ.
+    """
+    batch = job.config.batch_size
+    for known, shard, options in (
+        (profile, job.target_shard, job.options),
+        (draft_profile or profile, job.draft_shard, job.draft_options),
+    ):
+        if shard is not None and known.tables.forwards and not known.models_others:
+            known.require(shard.key(batch, options), shard.num_params(options))
+
+
+def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
+    """Returns the flags that a probed profile implies if the user sets none.
+
+    These are pair, and fuse and lm_head, or forward. Each is included if all measured forwards
+    agree on it; pair only if the profile does not model every pair. forward: if the user set it,
+    only forwards of that kind count.
+    """
+    measured = [
+        key
+        for key, kinds in profile.tables.forwards.items()
+        if not any(known.seconds.source.startswith(DERIVED) for known in kinds)
+        and forward in (None, "transformer" if key.sequences else "gemm")
+    ]
+    if forward is None and not all(key.sequences for key in measured):
+        measured = [key for key in measured if not key.sequences]  # runs are of products by default
+    models = {key.model for key in measured}
+    pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
+    flags: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
+    if any(key.sequences for key in measured):
+        return {**flags, "forward": "transformer"}
+    for name in ("fuse", "lm_head"):
+        values = {getattr(key, name) for key in measured}
+        if len(values) == 1:
+            flags[name] = values.pop()
+    return flags
+
+
+def derived_from(profile: Profile, drafts: Profile, job: Job, *, hosts: bool = True) -> str | None:
+    """Returns the origin of a job's derived times, as text beginning with "derived", or None.
+
+    profile: the target's, including its forward (with_derived), and the hosts'. drafts: the draft
+    device's. A forward is derived if its table is marked so, if its table ends before the job's
+    rows, or if the profile was measured but lacks this forward. On a modelled device it is derived
+    if the all-reduces are. Host costs are derived from another T or by a stated rule, or are not
+    known at all, unless the profile has none. hosts: whether host costs count.
+    """
+    sources = [*_forward(profile, job.target_shard, job.options, job.target_buckets()[-1], job)]
+    if job.draft_shard is not None and not job.config.is_lookup:
+        rows = job.draft_buckets()[-1]
+        sources += _forward(drafts, job.draft_shard, job.draft_options, rows, job)
+    forwards = "; ".join(dict.fromkeys(sources))
+    entry = entry_of(with_hosts(profile), job) if hosts and profile.hosts else None
+    host = ""
+    if entry is not None:
+        if entry.source.startswith(DERIVED):
+            host = entry.source
+        elif entry.tp != job.tp:
+            host = f"{DERIVED}: host costs of T={entry.tp}"
+        elif job.config.is_transformer != (entry.forward == "transformer"):
+            host = f"{DERIVED}: host costs of products for whole transformers"
+    elif hosts and profile.hosts:
+        host = f"{DERIVED}: host costs of {job.config.mode} are not known"
+    return "; ".join(filter(None, (forwards, host))) or None
+
+
+def _forward(
+    known: Profile, shard: AnyShard, options: ForwardOptions, rows: int, job: Job
+) -> Iterator[str]:
+    """Yields a forward's origin if it is derived, neither measured nor modelled."""
+    batch = job.config.batch_size
+    cost = shard.cost(rows, batch, EMULATED_ITEMSIZE, options)
+    curve, lists = known.tables.forward(cost), max(known.tables.candidates(cost), default=1)
+    source = known.sources["all_reduce"] if curve is None else curve.source
+    if source.startswith(DERIVED):
+        yield source
+    elif curve is not None and rows > curve.points[-1]:
+        beyond = f"{rows} rows of {shard.shape.name}, measured up to {curve.points[-1]}"
+        yield f"{DERIVED}: {beyond}"
+    elif curve is not None and options.top_k > lists:
+        beyond = f"{options.top_k} candidates a row of {shard.shape.name}, measured with"
+        yield f"{DERIVED}: {beyond} {lists}, which takes less time"
+    elif curve is None and known.tables.forwards:
+        yield f"{DERIVED}: {shard.key(batch, options)} not measured, by the profile's numbers"

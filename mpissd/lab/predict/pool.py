@@ -16,14 +16,14 @@ import heapq
 import sys
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, buckets
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
-from mpissd.lab.predict.draws import Outcomes
+from mpissd.lab.predict.grid import Outcomes
 
 _BURN_IN = 8  # rounds a target before those that count
 _FRESH = 1 << 28  # first sequence of fresh draws; no request of a run has such a large id
@@ -60,25 +60,6 @@ class Pool:
     def batch(self) -> int:
         """b, the sequences of one target."""
         return self.job.config.batch_size
-
-    @cached_property
-    def verify_s(self) -> tuple[float, ...]:
-        """Seconds of a verification, by its rows, from 0 to b(K+1)."""
-        held = self.job.target_buckets()
-        rows = [bucket(held, n) for n in range(self.job.verify_rows + 1)]
-        return tuple(self.device.verify_s(rows).tolist())
-
-    @cached_property
-    def step_s(self) -> Callable[[int], float]:
-        """Seconds of a draft forward without a glue in it, by its rows."""
-        held = _buckets_of(self.job, self.targets)
-        return lru_cache(None)(lambda n: float(self.device.draft_s(bucket(held, n))))
-
-    @cached_property
-    def glue_s(self) -> Callable[[int], float]:
-        """Seconds of a draft forward with a glue in it, which reads candidates, by its rows."""
-        held, read = _buckets_of(self.job, self.targets), self.job.widest + 1
-        return lru_cache(None)(lambda n: float(self.device.glue_s(bucket(held, n), read)))
 
 
 def _buckets_of(job: Job, targets: int) -> list[int]:
@@ -123,17 +104,16 @@ def simulate(pool: Pool, num_rounds: int, seed: int = 0) -> Simulated:
 
     The same pool and seed give the same numbers.
     """
-    spread = pool.verify_s[-1] / pool.targets  # between the first outcomes of two targets
+    full = bucket(pool.job.target_buckets(), pool.job.verify_rows)
+    spread = float(pool.device.verify(full)) / pool.targets  # between first outcomes of two targets
     positions = (num_rounds + _BURN_IN) * 2 * (pool.job.lookahead + 1)
     targets = [
         _Target(_outcomes(pool, _FRESH, n, positions, seed), n * spread)
         for n in range(pool.targets)
     ]
     draft = _Draft(pool, targets)
-    draft.frames_until(_BURN_IN * pool.targets)
-    draft.restart()
-    draft.frames_until(num_rounds * pool.targets)
-    return draft.means(draft.now)
+    draft.run(_BURN_IN * pool.targets)
+    return draft.run(num_rounds * pool.targets)
 
 
 def replay(pool: Pool, num_rounds: int) -> Simulated:
@@ -146,9 +126,7 @@ def replay(pool: Pool, num_rounds: int) -> Simulated:
         _Target(_outcomes(pool, 0, n, positions, pool.job.config.seed), 0.0, left=num_rounds)
         for n in range(pool.targets)
     ]
-    draft = _Draft(pool, targets)
-    draft.frames_until(num_rounds * pool.targets)
-    return draft.means(max(target.clock for target in targets))
+    return _Draft(pool, targets).run(num_rounds * pool.targets, to_last_round=True)
 
 
 def _outcomes(pool: Pool, first: int, target: int, positions: int, seed: int) -> list[Outcomes]:
@@ -174,34 +152,11 @@ class _Target:
     began: int = -1
     lanes: int = 0
     glues: bool = False
+    won: int = 0  # sequences whose outcomes hit
     round_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.hits, self.lengths = [False] * len(self.outcomes), [1] * len(self.outcomes)
-
-    @property
-    def won(self) -> int:
-        """The number of sequences whose outcomes hit."""
-        return sum(self.hits)
-
-    @property
-    def answer_lanes(self) -> int:
-        """The lanes with which its answer takes part in the next forward."""
-        won = self.won
-        return won * (self.finish > 0) + (len(self.hits) - won) * (self.backup > 0)
-
-    def decode(self, served: tuple[int, int], fan_outs: tuple[Sequence[int], ...]) -> int:
-        """Decides a round of every sequence; returns the tokens that it commits.
-
-        served, fan_outs: tokens and candidates after a (miss, hit).
-        """
-        before = sum(self.lengths)
-        for n, outcomes in enumerate(self.outcomes):
-            hit, at = self.hits[n], self.lengths[n]
-            k = outcomes.accepted(at, served[hit], hit)
-            self.hits[n] = outcomes.hits(at, k, fan_outs[hit][k], k == served[hit])
-            self.lengths[n] = at + k + 1
-        return sum(self.lengths) - before
 
 
 class _Draft:
@@ -209,14 +164,20 @@ class _Draft:
 
     def __init__(self, pool: Pool, targets: list[_Target]) -> None:
         """Takes targets whose first outcomes come at their clocks."""
-        self._pool, self._host, self._targets = pool, pool.host, targets
-        job = pool.job
+        self._pool, self._host, self._targets, job = pool, pool.host, targets, pool.job
         self._most, self._served = job.lookahead, (job.backup_lookahead, job.lookahead)
         self._backup = job.backup_lookahead if job.config.backup == "jit" else 0
         nothing = (0,) * (job.lookahead + 1)
         self._fan_outs = job.fan_out_miss or nothing, job.fan_out or nothing
         self._branches = sum(self._fan_outs[0]), sum(self._fan_outs[1])
-        self.now = self._idle_since = 0.0
+        held, shared, device = job.target_buckets(), _buckets_of(job, pool.targets), pool.device
+        rows = [bucket(held, n) for n in range(job.verify_rows + 1)]
+        self._verify_s = device.verify(rows).tolist()  # by its rows
+        self._step_s = lru_cache(None)(lambda n: float(device.draft_s(bucket(shared, n))))
+        # Forwards with a glue in them read out candidates.
+        read = job.widest + 1
+        self._glue_s = lru_cache(None)(lambda n: float(device.glue_s(bucket(shared, n), read)))
+        self._now = self._idle_since = 0.0
         self._number = 0  # of the next forward
         travel_s = pool.host.send_s
         self._asked = [(target.clock + travel_s, n) for n, target in enumerate(targets)]
@@ -225,17 +186,30 @@ class _Draft:
         self._glueing: list[int] = []
         self._growing: deque[tuple[int, int]] = deque()  # (target, began), oldest first
         self._growing_lanes = self._num_growing = 0
-        self.restart()
 
-    def restart(self) -> None:
-        """Begins to count."""
-        self._start, self._waits = self.now, list[float]()
+    def run(self, rounds: int, *, to_last_round: bool = False) -> Simulated:
+        """Runs frames until so many more rounds have been decoded; returns their means.
+
+        to_last_round: the means end with the last target's round, not with the draft's frame.
+        """
+        start, asked, host = self._now, self._asked, self._host
+        self._waits, self._forward_s = list[float](), 0.0
         self._tokens = self._hits = self._forwards = self._rows = self._seats = 0
-        self._forward_s = 0.0
-
-    def means(self, end: float) -> Simulated:
-        """Returns the means of what was counted until a time."""
-        wall, count, forwards = end - self._start, len(self._waits), max(1, self._forwards)
+        while len(self._waits) < rounds:
+            while asked and asked[0][0] <= self._now:
+                number = heapq.heappop(asked)[1]
+                if self._targets[number].glues:
+                    self._held.append(number)
+                else:
+                    self._look_up(number, self._targets[number])
+            if self._answering or self._glueing or self._growing_lanes:
+                self._forward()
+            else:  # wait for the next outcome
+                until = asked[0][0]
+                napped = until - self._idle_since > host.patience
+                self._now = max(self._now, until + host.nap * napped)
+        end = max(target.clock for target in self._targets) if to_last_round else self._now
+        wall, count, forwards = end - start, len(self._waits), max(1, self._forwards)
         return Simulated(
             tok_per_s=self._tokens / wall,
             round_s=wall * self._pool.targets / count,
@@ -247,64 +221,50 @@ class _Draft:
             rounds_s=tuple(tuple(target.round_s) for target in self._targets),
         )
 
-    def frames_until(self, rounds: int) -> None:
-        """Runs frames until so many rounds are counted."""
-        asked = self._asked
-        while len(self._waits) < rounds:
-            while asked and asked[0][0] <= self.now:
-                number = heapq.heappop(asked)[1]
-                if self._targets[number].glues:
-                    self._held.append(number)
-                else:
-                    self._outcome(number, self._targets[number])
-            if self._answering or self._glueing or self._growing_lanes:
-                self._forward()
-            else:  # wait for the next outcome
-                until, host = asked[0][0], self._host
-                napped = until - self._idle_since > host.patience
-                self.now = max(self.now, until + host.nap * napped)
-
-    def _outcome(self, number: int, target: _Target) -> None:
+    def _look_up(self, number: int, target: _Target) -> None:
         """Looks an outcome up: ends the growth, and sets the steps that the answer needs."""
         steps = 0
         if target.began >= 0:
             steps = min(self._most, self._number - target.began)
             if steps < self._most:
-                self._leave(target)
+                self._end_growth(target)
             target.began = -1
         if not target.left:  # It is the stop message.
             return
-        won = target.won
-        target.finish = self._most - steps if won else 0
-        target.backup = self._backup if won < len(target.hits) else 0
-        self.now += self._host.reply_s - self._host.draft_send
+        target.finish = self._most - steps if target.won else 0
+        target.backup = self._backup if target.won < len(target.hits) else 0
+        self._now += self._host.reply_s - self._host.draft_send
         if target.finish or target.backup:
             self._answering.append(number)
         else:
             self._send(number, target)
 
-    def _leave(self, target: _Target) -> None:
-        """Takes a target's lanes out of the growth."""
+    def _end_growth(self, target: _Target) -> None:
         self._growing_lanes -= target.lanes
         self._num_growing -= 1
-        self.now += self._host.draft_record
+        self._now += self._host.draft_record
 
     def _send(self, number: int, target: _Target) -> None:
         """Sends a speculation, and follows its target to the next outcome."""
-        host, won = self._host, target.won
-        self.now += host.draft_send
+        host, won, served = self._host, target.won, self._served
+        self._now += host.draft_send
         missed = len(target.hits) - won
-        served = self._served
-        ready, arrived = target.clock + host.ask_s, self.now + host.link
+        ready, arrived = target.clock + host.ask_s, self._now + host.link
         seen = max(ready, arrived + host.nap * (arrived - ready > host.patience))
-        verify_s = self._pool.verify_s[won * (served[1] + 1) + missed * (served[0] + 1)]
+        verify_s = self._verify_s[won * (served[1] + 1) + missed * (served[0] + 1)]
         self._hits += won
         self._waits.append(seen - ready)
-        self._tokens += target.decode(served, self._fan_outs)
         if self._branches[1]:
             target.glues = True
             target.lanes = won * self._branches[1] + missed * self._branches[0]
             self._glueing.append(number)
+        for n, outcomes in enumerate(target.outcomes):
+            hit, at = target.hits[n], target.lengths[n]
+            k = outcomes.accepted(at, served[hit], hit)
+            target.hits[n] = outcomes.hits(at, k, self._fan_outs[hit][k], k == served[hit])
+            target.lengths[n] = at + k + 1
+            self._tokens += k + 1
+        target.won = sum(target.hits)
         over = seen + verify_s + host.lead_s
         target.round_s.append(over - target.clock)
         target.clock = over
@@ -315,21 +275,32 @@ class _Draft:
         """Runs one forward with every group's next turn, and its consequences."""
         glueing, answering, host = self._glueing, self._answering, self._host
         rows = self._growing_lanes + len(glueing) * self._pool.job.verify_rows
-        rows += sum(self._targets[n].answer_lanes for n in answering)
-        seconds = self._pool.glue_s(rows) if glueing else self._pool.step_s(rows)
+        for target in (self._targets[n] for n in answering):
+            missed = len(target.hits) - target.won
+            rows += target.won * (target.finish > 0) + missed * (target.backup > 0)
+        seconds = self._glue_s(rows) if glueing else self._step_s(rows)
         self._forwards += 1
         self._forward_s += seconds
         self._rows += rows
         self._seats += len(glueing) + len(answering) + self._num_growing
-        self.now += seconds + (host.step if answering or self._num_growing else host.glue)
+        self._now += seconds + (host.step if answering or self._num_growing else host.glue)
         self._number += 1
-        self._complete()
+        # Growths that are complete end, and those that were cut are forgotten.
+        growing = self._growing
+        while growing:
+            number, began = growing[0]
+            target = self._targets[number]
+            if target.began == began:
+                if self._number - began < self._most:
+                    break
+                self._end_growth(target)
+            growing.popleft()
         self._glueing, self._answering = [], []
         for number in glueing:  # the keys after a glue; lanes grow from the next forward on
             target = self._targets[number]
-            self.now += host.keys + host.keys_lane * target.lanes
+            self._now += host.keys + host.keys_lane * target.lanes
             target.glues, target.began = False, self._number
-            self._growing.append((number, target.began))
+            growing.append((number, target.began))
             self._growing_lanes += target.lanes
             self._num_growing += 1
         for number in answering:
@@ -340,18 +311,6 @@ class _Draft:
             else:
                 self._send(number, target)
         for number in self._held:
-            heapq.heappush(self._asked, (self.now, number))
+            heapq.heappush(self._asked, (self._now, number))
         self._held = []
-        self._idle_since = self.now
-
-    def _complete(self) -> None:
-        """Takes out the targets whose growth is complete, and forgets growths that were cut."""
-        growing = self._growing
-        while growing:
-            number, began = growing[0]
-            target = self._targets[number]
-            if target.began == began:
-                if self._number - began < self._most:
-                    return
-                self._leave(target)
-            growing.popleft()
+        self._idle_since = self._now

@@ -1,55 +1,59 @@
-"""Predicts a run's row, under the same keys, only from costs and draws.
+"""Predicts a run's row under the same keys, and a row's rate from the profile of another job.
 
-An imposed p_hit hits as often with one candidate a row as with ten, so such a run grows fewer
-branches than a measured hit model would need: imposed_hits is the price.
+`predict_row` uses only costs and draws. An imposed p_hit hits as often with one candidate a row as
+with ten, so such a run grows fewer branches than a measured hit model would need: imposed_hits is
+the price. `forecast_row` gives the mean under the imposed models, as `plan` gives it to a user: it
+uses neither the row's draws nor its own job's profile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.common.records import outcome_digest, percentiles_us
 from mpissd.common.rounds import Source
-from mpissd.engine.backend.profile import Profile
-from mpissd.engine.job import Job
+from mpissd.common.row import Row
+from mpissd.engine.backend.profile import Profile, device_kind
+from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.engine.spec.fanout import MAX_BRANCHES
+from mpissd.lab.predict import pool as pools
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.pool import Pool
-from mpissd.lab.predict.pool import replay as replay_pool
-from mpissd.lab.predict.pool import simulate as simulate_pool
+from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
 from mpissd.lab.predict.simulation import expected, replay, sampled
 
 _CHAINS = 64
 _LAW_ROUNDS = 32
 _POOL_ROUNDS = 8000  # of the simulated mean, of all targets together
+_GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
+_DRAFTED = (
+    *("lookahead", "acceptance", "acceptance_fast"),
+    *("backup", "backup_lookahead", "hit_law"),
+)
 
 
 def is_predictable(job: Job) -> bool:
-    """Returns whether the recurrence can predict this job.
+    """Returns whether the simulation can predict this job.
 
     The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
     same in every round.
     """
-    return job.workload.is_imposed and _is_fixed(job)
+    return job.workload.is_imposed and (job.draft is None or job.draft.num_tokens == 1)
 
 
 def is_followable(job: Job) -> bool:
-    """Returns whether the recurrence can time this job's rounds from their own outcomes.
+    """Returns whether the simulation can time this job's rounds from their own outcomes.
 
     Of text and of replays: acceptance and hits are a pair's own.
     """
-    has_steps = job.draft is None or job.draft.head is None  # looking up has no forwards
-    return job.workload.reports_outcomes and has_steps and _is_fixed(job)
-
-
-def _is_fixed(job: Job) -> bool:
-    return job.draft is None or job.draft.num_tokens == 1
+    has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
+    return job.workload.reports_outcomes and has_steps  # looking up has no forwards
 
 
 def predict_row(
@@ -65,7 +69,7 @@ def predict_row(
     come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
     expected_tok_per_s (the long-run mean under the imposed models), sampling_error (tok_per_s /
     expected_tok_per_s − 1: how lucky these draws are), sampling_sd (the standard deviation of that
-    error over runs of as many rounds) and imposed_hits (predict.imposed).
+    error over runs of as many rounds) and imposed_hits.
 
     Measured / tok_per_s − 1 is the error of the replay; predict/accuracy gives the error of a
     prediction without these draws. Raises ConfigError for a job that cannot be predicted.
@@ -78,10 +82,12 @@ def predict_row(
     replayed = replay(job, device, host, num_rounds, seed)
     mean = float(expected(job, device, host).tok_per_s[0])
     law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
+    target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
     rate = replayed.tok_per_s if math.isfinite(mean) else None  # None if rounds take no time
+    rounds = len(replayed.round_s)
     return {
         "mode": job.config.mode,
-        "num_rounds": replayed.num_rounds,
+        "num_rounds": rounds,
         "num_tokens": int(replayed.tokens.sum()),
         "wall_s": float(replayed.round_s.sum()),
         "tok_per_s": rate,
@@ -89,12 +95,42 @@ def predict_row(
         "round_us": replayed.round_us(),
         "acceptance_length": float(replayed.accepted[replayed.live].mean() + 1),
         "hit_rate": replayed.hit_rate,
-        **replayed.times,
+        "t_target_s": target,
+        "t_draft_s": draft,
+        "t_growth_s": growth,
+        "T_SD": draft / target if draft is not None and target else None,
+        "T_p": growth / target if growth is not None and target else None,
+        "exposed_us": float(replayed.wait_s.mean()) * 1e6,
         "outcome_digest": outcome_digest(replayed.sequences()),
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
-        "sampling_sd": None if rate is None else law.tok_per_s_noise(replayed.num_rounds) / mean,
+        "sampling_sd": None if rate is None else law.tok_per_s_noise(rounds) / mean,
         "imposed_hits": None if rate is None else imposed_hits(job, device, host),
+    }
+
+
+def predict_pool(job: Job, targets: int, profile: Profile, host: HostCosts) -> dict[str, Any]:
+    """Predicts a run of G groups that share a draft under the keys of its row, by its own draws.
+
+    job: of one group. expected_tok_per_s is the long-run mean under the imposed models. Raises
+    ConfigError for a job whose rounds cannot be replayed: text, a limit of tokens, or no draft.
+    """
+    rounds = job.config.max_rounds
+    if not is_predictable(job) or job.config.drafts != 1 or rounds is None:
+        raise ConfigError(f"groups={targets}: allowed: imposed laws, a draft rank, and rounds")
+    pool = pools.Pool.of(job, targets, profile, host)
+    replayed = pools.replay(pool, rounds)
+    mean = pools.simulate(pool, max(100, _POOL_ROUNDS // targets), job.config.seed)
+    waits = replayed.waits
+    return {
+        "groups": targets,
+        "tok_per_s": replayed.tok_per_s,
+        "tok_per_s_per_gpu": replayed.tok_per_s / (targets * job.tp + 1),
+        "round_us": percentiles_us([s for each in replayed.rounds_s for s in each]),
+        "draft_wait_us": {"mean": replayed.wait_s * 1e6, "p90": waits[int(0.9 * len(waits))] * 1e6},
+        "hit_rate": replayed.hit_rate if job.fan_outs.branches else None,
+        "pool": {"rows": replayed.rows, "seats": replayed.seats, "busy": replayed.busy},
+        "expected_tok_per_s": mean.tok_per_s,
     }
 
 
@@ -143,26 +179,108 @@ def price_of(price: Mapping[str, Any] | None, imposed_tok_per_s: float) -> str:
     )
 
 
-def predict_pool(job: Job, targets: int, profile: Profile, host: HostCosts) -> dict[str, Any]:
-    """Predicts a run of G groups that share a draft under the keys of its row, by its own draws.
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted rate, or the reason why there is none.
 
-    job: of one group. expected_tok_per_s is the long-run mean under the imposed models. Raises
-    ConfigError for a job whose rounds cannot be replayed: text, a limit of tokens, or no draft.
+    tok_per_s: the mean under the imposed models, of all sequences; None if `reason` is given.
+    derived: the profile did not measure all forwards and host costs that were needed, but derived
+    some by a stated rule.
     """
-    rounds = job.config.max_rounds
-    if not is_predictable(job) or job.config.drafts != 1 or rounds is None:
-        raise ConfigError(f"groups={targets}: allowed: imposed laws, a draft rank, and rounds")
-    pool = Pool.of(job, targets, profile, host)
-    replayed = replay_pool(pool, rounds)
-    mean = simulate_pool(pool, max(100, _POOL_ROUNDS // targets), job.config.seed)
-    waits = replayed.waits
-    return {
-        "groups": targets,
-        "tok_per_s": replayed.tok_per_s,
-        "tok_per_s_per_gpu": replayed.tok_per_s / (targets * job.tp + 1),
-        "round_us": percentiles_us([s for each in replayed.rounds_s for s in each]),
-        "draft_wait_us": {"mean": replayed.wait_s * 1e6, "p90": waits[int(0.9 * len(waits))] * 1e6},
-        "hit_rate": replayed.hit_rate if job.fan_outs.branches else None,
-        "pool": {"rows": replayed.rows, "seats": replayed.seats, "busy": replayed.busy},
-        "expected_tok_per_s": mean.tok_per_s,
+
+    tok_per_s: float | None = None
+    reason: str | None = None
+    derived: bool = False
+
+
+def forecast_row(
+    row: Row,
+    profile: Profile,
+    host: HostCosts | None = None,
+    draft_profile: Profile | None = None,
+) -> Forecast:
+    """Predicts the long-run mean rate of a row's configuration on a device.
+
+    row: written by `run`, possibly an earlier version. profile: of the row's device. host: costs of
+    the host's work and the link there (None: the profile's). draft_profile: of the draft ranks'
+    device, if it is of another kind. Raises nothing: if there is no prediction, the forecast has a
+    reason.
+    """
+    drafts = draft_profile or profile
+    try:
+        job = job_of_row(row)
+        for role, name, known in (
+            ("target", row.device_name, profile),
+            ("draft", row.draft_device or row.device_name, drafts),
+        ):
+            if device_kind(name) != known.kind and (role == "target" or row.num_drafts):
+                of = f"the profile is of {known.device_name}"
+                raise ConfigError(f"their {role} ran on {name}, {of}")
+        profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
+        _check_kernels(row, profile, job)
+        check_device(profile, job, drafts)
+        device = DeviceCosts.from_profile(profile, job, drafts)
+        rate = float(expected(job, device, host or host_of(profile, job)).tok_per_s[0])
+        if not math.isfinite(rate):
+            raise ConfigError("a null device without host costs takes no time")
+    except ConfigError as error:
+        return Forecast(reason=str(error))
+    label = derived_from(profile, drafts, job, hosts=host is None)
+    return Forecast(rate, derived=label is not None)
+
+
+def job_of_row(row: Row) -> Job:
+    """Returns the job that repeats a row of imposed tokens.
+
+    Flags that the run chose by itself (fan-out lists, models) have the values that the row reports.
+    Raises ConfigError if the imposed models give no mean for the row's rounds.
+    """
+    decided = {
+        "replay": "a recording decides their tokens",
+        "text": "the models' own text decides their tokens",
     }
+    reasons = {
+        decided.get(row.workload, "their tokens are sampled (markov)"): row.workload != "gemm",
+        "they adapt": row.learned,
+        "their draft was lost": row.draft_lost_round is not None,
+        "several target groups share their drafts": (row.groups or 1) > 1,
+        f"{row.schedule} keeps candidates behind the last served token alone": row.schedule
+        in ("pearl", "amusd"),
+        "they serve late hits as they are, which is retired": row.on_late == "serve",
+    }
+    if reason := next((why for why, applies in reasons.items() if applies), None):
+        raise ConfigError(f"no law's mean: {reason}")
+    flags = {name: row.get(name) for name in _GIVEN}
+    if row.mode == "ar":
+        flags["draft"] = None
+    else:
+        flags |= {name: row.get(name) for name in _DRAFTED}
+    lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
+    if lists:
+        flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
+    if row.forward == "transformer":  # whose mean context the run's length decides
+        flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **given)
+    job = resolve(config, int(row.tp), backend="emulated", memory_bytes=None)
+    if not is_predictable(job):
+        raise ConfigError("no law's mean: they draft several tokens a forward")
+    return job
+
+
+def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
+    """Raises ConfigError if the row's commit ran other kernels than the probe.
+
+    Rows of whole transformers name their kernel; older rows do not.
+    """
+    provenance = row.provenance or {}
+    commit = str(provenance.get("commit")).removesuffix("+")
+    own, known = str(provenance.get("kernel") or "cuda"), list[str]()
+    if row.backend == "cupy" and row.forward == "transformer":
+        key = job.target_shard.key(job.config.batch_size, job.options)
+        measured = profile.tables.kernels(key, job.target_shard.num_params(job.options))
+        known = [each.kernel for each in measured]
+    if job.draft_options.top_k > 1 and commit in profile.other_lists:
+        raise ConfigError("their commit read lists of candidates in every draft forward")
+    if commit in profile.other_kernels or (known and own not in known):
+        raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")

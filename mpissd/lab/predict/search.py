@@ -1,7 +1,8 @@
-"""The configurations that `plan` weighs: every mode, K, fan-out and backup on T target ranks.
+"""The configurations that `plan` weighs: every mode, K, fan-out and backup, at every T that fits.
 
-A Space lists the K, fan-outs and K_b to try. FULL is the exhaustive grid; the advisor starts from
-COARSE, or from ROUGH for large batches.
+`survey` places a pair on a machine: it finds every T that fits, and its forwards' durations. A
+Space lists the K, fan-outs and K_b to try. FULL is the exhaustive grid; the advisor starts from
+COARSE, or from ROUGH for large batches. `weigh` simulates choices.
 """
 
 from __future__ import annotations
@@ -11,28 +12,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-import numpy as np
-
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
+from mpissd.common.rivals import Family, between, tps_of
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.spec.acceptance import HitLaw, hit_law_of, load_laws, resolve_acceptance
 from mpissd.engine.spec.fanout import MAX_BRANCHES, resolve_fan_out
-from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.lab.predict.costs import (
+    EMULATED_ITEMSIZE,
+    DeviceCosts,
+    HostCosts,
+    RowTable,
+    forwards,
+)
+from mpissd.lab.predict.derive import (
+    DERIVED,
+    METHODS,
+    check_device,
+    costs_at,
+    derived_from,
+    host_entry,
+    with_derived,
+    with_hosts,
+)
 from mpissd.lab.predict.grid import Config, Grid
 from mpissd.lab.predict.simulation import expect
 
 MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
-_RATES = np.linspace(0.0, 1.0, 101)  # tried for a break-even
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
 
 
 @dataclass(frozen=True)
 class Laws:
     """Acceptance rates ("hazards") and the hit model at every K, and the most candidates.
 
-    hazards, hazards_fast, hits: by K, from 1. most_candidates limits what a row may keep (an LM
-    head returns only its top 64).
+    hazards, hazards_fast, hits: by K, from 1, up to the longest K that the models cover.
+    most_candidates limits what a row may keep (an LM head returns only its top 64).
     """
 
     hazards: tuple[tuple[float, ...], ...]
@@ -44,8 +64,14 @@ class Laws:
     def of(cls, config: RunConfig) -> Laws:
         """Returns the models of a configuration; a list of rates, or a --laws file, limits K to its
         length."""
-        texts = config.acceptance_text, config.acceptance_fast_text
-        each = range(1, min(_length(text) for text in texts) + 1)
+        texts, longest = (config.acceptance_text, config.acceptance_fast_text), MOST_LOOKAHEAD
+        for text in texts:
+            kind, _, values = text.strip().partition(":")
+            if kind in ("laws", "prompt", "suffix"):
+                longest = min(longest, load_laws(values).longest_fitted)
+            elif kind in ("rates", "marginal"):
+                longest = min(longest, values.count(",") + 1)
+        each = range(1, longest + 1)
         hazards, fast = (
             tuple(resolve_acceptance(cut_law(text, most), most).hazards for most in each)
             for text in texts
@@ -53,20 +79,6 @@ class Laws:
         hits = tuple(hit_law_of(config, most) for most in each)
         has_head = config.lm_head or config.is_transformer
         return cls(hazards, fast, hits, 63 if has_head else MAX_BRANCHES)
-
-    @property
-    def longest(self) -> int:
-        """The longest K that the models cover."""
-        return len(self.hits)
-
-
-def _length(text: str) -> int:
-    """Returns the longest K that an acceptance model covers, up to MOST_LOOKAHEAD."""
-    kind, _, values = text.strip().partition(":")
-    if kind in ("laws", "prompt", "suffix"):
-        return min(load_laws(values).longest_fitted, MOST_LOOKAHEAD)
-    listed = values.count(",") + 1 if kind in ("rates", "marginal") else MOST_LOOKAHEAD
-    return min(listed, MOST_LOOKAHEAD)
 
 
 def cut_law(text: str, most: int) -> str:
@@ -127,9 +139,8 @@ class Placement:
     """T target ranks with their forwards.
 
     label: returns the origin of a derived choice, None if its parts were measured. hosts: the
-    host's costs by (mode, D of 0 or 1); None: not known; a missing key: the search's own costs.
-    most_rows: of the largest forward whose time is known well enough to advise it (None: any). A
-    lookup has the host's costs of SD inline.
+    host's costs by (mode, D of 0 or 1); None: not known; a missing key: no costs. most_rows: of the
+    largest forward whose time is known well enough to advise it (None: any).
     """
 
     tp: int
@@ -139,21 +150,230 @@ class Placement:
     hosts: Mapping[tuple[str, int], HostCosts | None] = field(default_factory=dict)
     most_rows: int | None = None
 
-    def host(self, method: tuple[str, int], otherwise: HostCosts) -> HostCosts:
-        """Returns the host's costs of a method (mode, D), which must be known."""
-        costs = self.hosts.get(_way(method), otherwise)
-        assert costs is not None, method
-        return costs
+    def host(self, method: tuple[str, int]) -> HostCosts | None:
+        """Returns the host's costs of a method (mode, D); None if they are not known.
 
-    def judges(self, method: tuple[str, int]) -> bool:
-        """Returns whether the host's costs of a method (mode, D) are known."""
-        return self.hosts.get(_way(method), HostCosts()) is not None
+        A lookup has those of SD inline.
+        """
+        mode, drafts = method
+        way = ("sd", 0) if mode == LOOKUP else (mode, min(drafts, 1))
+        return self.hosts.get(way, HostCosts())
 
 
-def _way(method: tuple[str, int]) -> tuple[str, int]:
-    """Returns the (mode, D) whose host costs a method has."""
-    mode, drafts = method
-    return ("sd", 0) if mode == LOOKUP else (mode, min(drafts, 1))
+@dataclass(frozen=True)
+class Survey:
+    """The placements of a pair on a machine, and the uses that could not be placed.
+
+    unjudged: uses that would fit, with the reason why no forwards or host costs are known.
+    too_large: uses (with D of 0 and 1) that do not fit in memory.
+    """
+
+    placements: tuple[Placement, ...]
+    unjudged: Mapping[Family, str]
+    too_large: tuple[Family, ...] = ()
+
+
+def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
+    """Finds every T that the model can be divided into and that fits in the profile's memory.
+
+    Forwards are measured, modelled or derived (derive.py; if T cannot divide products equally,
+    from the T below and above), in this order; if none is possible, the use goes to `unjudged`.
+    Host costs are handled the same way. Raises ConfigError if nothing can be judged: it names the
+    profile's models, or the fault of the last T.
+    """
+    placements: list[Placement] = []
+    reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
+    unjudged: dict[Family, str] = {}
+    large: list[Family] = []
+    profile = with_hosts(profile)
+    for tp in range(1, gpus + 1):
+        run = runnable(config, tp)
+
+        def families(most_drafts: int, tp: int = tp) -> list[Family]:
+            with_draft = [Family("sd", tp, 1), Family("ssd", tp, 1)]
+            return [
+                Family("ar", tp, 0),
+                Family("sd", tp, 0),
+                *(with_draft if most_drafts and tp < gpus else ()),
+            ]
+
+        every = families(1 if run == config else 0)
+        fits = (family for family in every if _fits(run, family, None))
+        large += [family for family in fits if not _fits(run, family, profile)]
+        try:
+            _resolved(run, "ar", tp, 0, profile)
+        except ConfigError as error:
+            reason = error
+            continue
+        try:
+            place = (_placement if run == config else _uneven)(config, profile, tp, gpus)
+        except ConfigError as error:
+            unjudged |= dict.fromkeys((*every, Family(LOOKUP, tp, 0)), str(error))
+            continue
+        placements.append(place)
+        unjudged |= {
+            family: f"profile {profile.name} has no host costs of {family.mode.upper()}"
+            for family in families(max(place.num_drafts, default=0))
+            if place.host((family.mode, family.num_drafts)) is None
+        }
+    if all(place.host(method) is None for place in placements for method in METHODS):
+        raise ConfigError(next(iter(unjudged.values()), str(reason)))
+    return Survey(tuple(placements), unjudged, tuple(large))
+
+
+def runnable(config: RunConfig, tp: int) -> RunConfig:
+    """Returns the configuration under which T ranks can hold the pair.
+
+    Products need shares of equal size; at another T only a whole transformer runs, if it can.
+    """
+    whole, here = replace(config, forward="transformer", fuse=False), Family("ar", tp, 0)
+    return whole if not _fits(config, here, None) and _fits(whole, here, None) else config
+
+
+def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+    """Returns the placement on T = tp target ranks. Raises ConfigError for unknown forwards."""
+    device, batch = _device_costs(config, profile, tp), config.batch_size
+    drafts = tuple(
+        d for d in range(1 + min(1, gpus - tp)) if _fits(config, Family("sd", tp, d), profile)
+    )
+
+    def label(choice: Choice) -> str | None:
+        job = job_of(config, choice)
+        known = with_derived(profile, job.shard(tp), batch, job.options)
+        return derived_from(known, known, job)
+
+    most_rows = None
+    if config.is_transformer:
+        # No more rows than both whole models were measured at: a whole forward modelled by the
+        # profile's numbers was 20 to 42% too fast.
+        job, measured = _resolved(config, "sd", tp, 1, None), list[int]()
+        target, draft = job.shard(tp), job.draft_shard
+        assert draft is not None, "a pair without a draft"
+        known = with_derived(profile, target, batch, job.options)
+        for shard, options in ((target, job.options), (draft, job.draft_options)):
+            curve = known.tables.forward(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
+            if curve is None:
+                pair = f"--target={job.target.name} --draft={draft.shape.name}"
+                raise ConfigError(
+                    f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
+                    f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"
+                )
+            measured.append(curve.points[-1])
+        most_rows = min(measured)
+    return Placement(tp, device, drafts, label, _hosts(config, profile, tp), most_rows)
+
+
+def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+    """Returns the placement of products on T ranks that hold shares of unequal size.
+
+    It has no draft rank. Raises ConfigError if the forwards of no T below and above are known.
+    """
+    tps = tps_of(_resolved(config, "ar", 1, 0, None).target.name, 8 * tp)
+    evens = [t for t in tps if _fits(config, Family("ar", t, 0), None)]
+    low, high = max(t for t in evens if t < tp), min((t for t in evens if t > tp), default=0)
+    if not high:
+        raise ConfigError(f"profile {profile.name} has no forwards of T above {tp}: probe first")
+
+    def verify(slow: RowTable, fast: RowTable) -> RowTable:
+        points = zip(slow.seconds, fast(slow.rows).tolist(), strict=True)
+        seconds = tuple(between(tp, (low, ours), (high, theirs)) for ours, theirs in points)
+        few = verify(slow.few, fast.few) if slow.few is not None and fast.few is not None else None
+        return replace(slow, seconds=seconds, few=few)
+
+    below, above = (_device_costs(config, profile, t) for t in (low, high))
+    device = replace(below, verify=verify(below.verify, above.verify))
+    source = f"{DERIVED}: a forward of T={tp} takes a + c/T, by those of T={low} and T={high}; "
+    source += "its shares are of unequal size, which only --forward=transformer runs"
+    return Placement(tp, device, (0,), lambda _: source, _hosts(config, profile, tp))
+
+
+def _device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
+    """Returns the profile's forwards at every row count that a search may ask for.
+
+    A lane reads its own KV, whose length depends on K. The KV of the middle K is used for all
+    (wrong by less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a
+    probed profile does not cover the row counts, or if all-reduces over T ranks are unknown.
+    """
+    batch = config.batch_size
+    job = replace(_resolved(config, "sd", tp, 1, None), lookahead=MOST_LOOKAHEAD // 2)
+    target, draft, options = job.shard(tp), job.draft_shard, job.draft_options
+    assert draft is not None, "a pair without a draft"
+    profile = with_derived(profile, target, batch, job.options)
+    check_device(profile, job)
+
+    def table(shard: AnyShard, most: int, options: ForwardOptions) -> RowTable:
+        # Every multiple of b up to `most`, and the smaller powers of two.
+        rows = {batch * n for n in range(1, most + 1)}
+        rows |= {1 << n for n in range((batch * most).bit_length())}
+        return forwards(profile, shard, rows, batch, options, any_job=True)
+
+    has_head = job.config.lm_head or job.drafts_by_transformer
+    tables = {
+        k: table(draft, _MOST_BRANCHES, replace(options, top_k=k))
+        for k in (_CANDIDATES if has_head else (1,))
+    }
+    verify = table(target, MOST_LOOKAHEAD + 1, job.options)
+    return DeviceCosts(verify, tables[1], tuple(tables.items()) if has_head else ())
+
+
+def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int], HostCosts | None]:
+    """Returns {(mode, D): host costs} of every method, None for those that are unknown.
+
+    The result is empty if the profile has no host costs at all.
+    """
+    costs: dict[tuple[str, int], HostCosts | None] = {}
+    batch, context = config.batch_size, config.context if config.is_transformer else 0
+    forward = "transformer" if config.is_transformer else "gemm"
+    for mode, drafts in METHODS if profile.hosts else ():
+        entry = host_entry(profile, mode, tp, drafts, batch, config.lookahead, forward)
+        costs[mode, drafts] = None if entry is None else costs_at(profile, entry, batch, context)
+    return costs
+
+
+def job_of(config: RunConfig, choice: Choice) -> Job:
+    """Returns the job of a choice, under the models and options of `config`."""
+    if choice.mode == "ar":
+        return _resolved(config, "ar", choice.tp, 0, None)
+    looks_up = choice.mode == LOOKUP
+    config = replace(
+        config,
+        mode="sd" if looks_up else choice.mode,
+        backup="fast" if looks_up else "jit",
+        num_drafts=choice.num_drafts,
+        lookahead=choice.lookahead,
+        alpha=None,
+        acceptance=cut_law(config.acceptance_text, choice.lookahead),
+        acceptance_fast=cut_law(config.acceptance_fast_text, choice.lookahead),
+    )
+    if choice.fan_out is not None:
+        config = replace(
+            config,
+            fan_out=choice.fan_out,
+            backup=choice.backup,
+            backup_lookahead=choice.backup_lookahead,
+        )
+    return resolve(config, choice.tp, backend="emulated", memory_bytes=None)
+
+
+def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile | None) -> Job:
+    """Returns the job of `config`'s pair under another mode; its imposed models do not matter here.
+
+    profile: its memory must hold the job (None: no limit).
+    """
+    if config.pair is None and (config.target is None or config.draft is None):
+        raise ConfigError("plan: needs a pair, or a target and a draft")
+    wanted = replace(config, mode=mode, num_drafts=drafts, lookahead=1, backup_lookahead=None)
+    wanted = replace(wanted, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
+    memory = None if profile is None else profile.memory_bytes
+    return resolve(wanted, tp, backend="emulated", memory_bytes=memory)
+
+
+def _fits(config: RunConfig, family: Family, profile: Profile | None) -> bool:
+    try:
+        _resolved(config, family.mode, family.tp, family.num_drafts, profile)
+    except ConfigError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -203,13 +423,13 @@ def candidates(
     """
     if place.tp > gpus:
         return
-    if place.judges(("ar", 0)):
+    if place.host(("ar", 0)) is not None:
         yield Choice("ar", place.tp, 0, batch)
-    for k in range(1, laws.longest + 1):
+    for k in range(1, len(laws.hits) + 1):
         for drafts in place.num_drafts:
-            if place.tp + drafts <= gpus and place.judges(("sd", drafts)):
+            if place.tp + drafts <= gpus and place.host(("sd", drafts)) is not None:
                 yield Choice("sd", place.tp, drafts, batch, k, backup_lookahead=k)
-        if place.judges((LOOKUP, 0)) and laws.hazards_fast[k - 1][0]:
+        if place.host((LOOKUP, 0)) is not None and laws.hazards_fast[k - 1][0]:
             yield Choice(LOOKUP, place.tp, 0, batch, k, backup="fast", backup_lookahead=k)
     yield from ssd_choices(place, laws, batch, gpus, space)
 
@@ -218,11 +438,11 @@ def ssd_choices(
     place: Placement, laws: Laws, batch: int, gpus: int, space: Space
 ) -> Iterator[Choice]:
     """Yields the choices of SSD on T + 1 GPUs; imposed hits need only one candidate."""
-    if 1 not in place.num_drafts or place.tp + 1 > gpus or not place.judges(("ssd", 1)):
+    if 1 not in place.num_drafts or place.tp + 1 > gpus or place.host(("ssd", 1)) is None:
         return
     texts = space.fan_outs if laws.hits[0].p_hit is None else ("uniform:1",)
     for k in space.lookaheads:
-        if k <= laws.longest:
+        if k <= len(laws.hits):
             for text in texts:
                 for served in space.backups(k):
                     for backup in ("fast" if is_fast else "jit" for is_fast in space.fast):
@@ -274,12 +494,12 @@ def _fan_out(
         # shared.
         while reached and not hazards[reached - 1]:
             reached -= 1
-    resolved = _resolved(text, hazards[:reached], min(served, reached + 1), hit)
+    resolved = _resolved_fan_out(text, hazards[:reached], min(served, reached + 1), hit)
     return None if resolved is None else (*resolved, *(0,) * (len(hazards) - reached))
 
 
 @lru_cache(maxsize=4096)
-def _resolved(
+def _resolved_fan_out(
     text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
 ) -> tuple[int, ...] | None:
     try:
@@ -290,111 +510,41 @@ def _resolved(
         return None
 
 
-@dataclass(frozen=True)
-class Scales:
-    """Weighs choices: their rates by the simulation, on placements, under imposed models."""
+def weigh(
+    choices: Iterable[Choice], laws: Laws, places: Sequence[Placement], *, quick: bool = False
+) -> list[Choice]:
+    """Returns the possible ones of these choices with their simulated rates.
 
-    laws: Laws
-    host: HostCosts
-    places: Sequence[Placement]
-
-    def place(self, tp: int) -> Placement:
-        """Returns the placement on T ranks."""
-        return next(place for place in self.places if place.tp == tp)
-
-    def weigh(self, choices: Iterable[Choice], *, quick: bool = False) -> list[Choice]:
-        """Returns the possible ones of these choices with their rates.
-
-        quick: of fewer rounds, to rank many. Without it the rates are those of the choice's job.
-        """
-        alike: dict[tuple[int, tuple[str, int]], list[tuple[Choice, Config]]] = {}
-        for choice in choices:
-            config, most = config_of(choice, self.laws), self.place(choice.tp).most_rows
-            if config is not None and (most is None or config.most_rows <= most):
-                alike.setdefault((choice.tp, choice.method), []).append((choice, config))
-        if not alike:
-            return []
-        grids = [self._grid([c for _, c in members], *way) for way, members in alike.items()]
-        found = expect(Grid.joined(grids), quick=quick)
-        columns = found.tok_per_s.tolist(), found.round_s.tolist(), found.hit_rate.tolist()
-        weighed = [choice for members in alike.values() for choice, _ in members]
-        return [
-            replace(
-                choice,
-                tok_per_s=rate,
-                round_us=round_s * 1e6,
-                hit_rate=hits if choice.fan_out is not None else None,
-            )
-            for choice, rate, round_s, hits in zip(weighed, *columns, strict=True)
-        ]
-
-    def _grid(self, configs: Sequence[Config], tp: int, method: tuple[str, int]) -> Grid:
-        place = self.place(tp)
-        return Grid.of(configs, place.device, place.host(method, self.host))
-
-    def _repeated(self, choice: Choice) -> Grid:
-        """Returns a choice once for each of the rates that are tried."""
-        config = config_of(choice, self.laws)
-        assert config is not None, choice
-        return self._grid([config] * len(_RATES), choice.tp, choice.method)
-
-    def over_alpha(self, choice: Choice) -> Floats:
-        """Returns the tok/s of a choice at each tried alpha, one rate for every drafted token."""
-        if choice.mode in ("ar", LOOKUP):
-            return np.full(len(_RATES), choice.tok_per_s)
-        if choice.mode == "sd":
-            tokens = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
-            return np.asarray(choice.batch_size * tokens / (choice.round_us * 1e-6))
-        grid = self._repeated(choice)
-        hazards = np.tile(_RATES[:, None], (1, choice.lookahead))
-        return expect(replace(grid, hazards=hazards)).tok_per_s
-
-    def break_even_alpha(self, choice: Choice, rivals: Sequence[Choice]) -> float | None:
-        """Returns the alpha, one for every drafted token, above which `choice` beats its rivals.
-
-        If it wins under the given models, that is the rate below which it stops winning (0.0: it
-        always wins); if it loses, the rate above which it wins (None: it never does). The choice
-        and rivals of SSD keep their parameters; SD has its best K at each rate.
-        """
-        if choice.mode != "sd":
-            tuned = (
-                sd
-                for place in self.places
-                for sd in candidates(place, self.laws, choice.batch_size, choice.gpus, FULL)
-                if sd.mode == "sd"
-            )
-            rivals = [*(rival for rival in rivals if rival.mode != "sd"), *self.weigh(tuned)]
-        if not rivals:
-            return 0.0
-        best = np.max([self.over_alpha(rival) for rival in rivals], axis=0)
-        tokens = expected_tokens_from_rates(self.laws.hazards[choice.lookahead - 1])
-        lengths = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
-        now = int(np.abs(lengths - tokens).argmin())
-        return _crossing(np.log(self.over_alpha(choice) / best), now)
-
-    def break_even_p_hit(self, ssd: Choice, rival: Choice | None) -> float | None:
-        """Returns the hit rate, for every k, above which `ssd` beats `rival`; 0.0: always, None:
-        never."""
-        if rival is None:
-            return 0.0
-        grid = self._repeated(ssd)
-        p_hit = np.broadcast_to(_RATES[:, None, None, None], grid.p_hit.shape)
-        rates = expect(replace(grid, p_hit=p_hit)).tok_per_s
-        return _crossing(np.log(rates / rival.tok_per_s), 0)
+    quick: of fewer rounds, to rank many. Without it the rates are those of the choice's job.
+    """
+    by_tp = {place.tp: place for place in places}
+    alike: dict[tuple[int, tuple[str, int]], list[tuple[Choice, Config]]] = {}
+    for choice in choices:
+        config, most = config_of(choice, laws), by_tp[choice.tp].most_rows
+        if config is not None and (most is None or config.most_rows <= most):
+            alike.setdefault((choice.tp, choice.method), []).append((choice, config))
+    if not alike:
+        return []
+    grids = [
+        grid_of([config for _, config in members], by_tp[tp], method)
+        for (tp, method), members in alike.items()
+    ]
+    means = expect(Grid.joined(grids), quick=quick)
+    columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
+    weighed = [choice for members in alike.values() for choice, _ in members]
+    return [
+        replace(
+            choice,
+            tok_per_s=rate,
+            round_us=round_s * 1e6,
+            hit_rate=hits if choice.fan_out is not None else None,
+        )
+        for choice, rate, round_s, hits in zip(weighed, *columns, strict=True)
+    ]
 
 
-def _crossing(advantage: Floats, now: int) -> float | None:
-    """Returns where the advantage turns positive: last before `now` if winning there, or first
-    after."""
-    wins = advantage > 0
-    if wins[now]:
-        losses = np.flatnonzero(~wins[:now])
-        return _tie(advantage, int(losses[-1])) if len(losses) else 0.0
-    later = np.flatnonzero(wins[now:])
-    return _tie(advantage, now + int(later[0]) - 1) if len(later) else None
-
-
-def _tie(advantage: Floats, index: int) -> float:
-    """Interpolates the tie between rate `index`, which loses, and the next one, which wins."""
-    loss, gain = -advantage[index], advantage[index + 1]
-    return float(_RATES[index] + loss / (loss + gain) * (_RATES[index + 1] - _RATES[index]))
+def grid_of(configs: Sequence[Config], place: Placement, method: tuple[str, int]) -> Grid:
+    """Returns configurations of one method, (mode, D), on a placement that judges it."""
+    host = place.host(method)
+    assert host is not None, method
+    return Grid.of(configs, place.device, host)

@@ -25,14 +25,23 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.lab.predict.draws import Draws, LawDraws, NoHits, RecordedDraws, ReplayDraws
-from mpissd.lab.predict.grid import Config, Grid, Ints, Mask
+from mpissd.lab.predict.grid import (
+    Config,
+    Draws,
+    Grid,
+    Ints,
+    LawDraws,
+    Mask,
+    RecordedDraws,
+    ReplayDraws,
+)
 
 _BURN_IN = 8  # first rounds of a chain, which do not count
 _SETTLED = 4  # rounds after which rounds without growth are all equal
 _PRECISE = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
 _QUICK = 64, 16, 16  # the same, to rank many configurations
 _AT_ONCE = 1 << 17  # sequences of all configurations that are simulated at once, to stay in caches
+_SUMMED = {"tokens": "tokens", "round_s": "round_s", "hit_rate": "hit", "wait_s": "wait_s"}
 
 
 class Rounds:
@@ -48,7 +57,6 @@ class Rounds:
         self._inline_s, self._record_s, self._nap_s, self._patience_s = hosts[5:]
         count, batch = len(grid), grid.batch_size
         shape = count, draws.chains, batch
-        self._ends = grid.verify_s.shape[1] > 1
         self._first = np.arange(count)[:, None] * grid.verify_s[0].size
         self._lane = np.arange(count)[:, None] * (batch + 1)
         self.live: Mask = np.ones(shape, np.bool_)
@@ -63,31 +71,52 @@ class Rounds:
 
     def _place(self, live: Ints, won: Ints) -> Ints:
         """Returns indices into the flattened tables of durations, [G, R]."""
-        offset = live * (self._grid.batch_size + 1) if self._ends else 0
+        grid = self._grid
+        offset = live * (grid.batch_size + 1) if grid.verify_s.shape[1] > 1 else 0
         return np.asarray(self._first + won + offset, np.int64)
 
     def advance(self, number: int) -> dict[str, NDArray[Any]]:
         """Simulates OUTCOME r-1 → SPECULATION r → verification → outcome r; returns its fields."""
-        grid = self._grid
-        self.live = self._draws.live(number, self.live)
+        grid, draws = self._grid, self._draws
+        self.live = draws.live(number, self.live)
         hit = self._hit & self.live
         won, live = hit.sum(axis=2), self.live.sum(axis=2)
         place = self._place(live, won)
-        ready = self._clock + self._ask_s
-        seen, steps = self._answer(ready, won, live, place)
+        ready, inline = self._clock + self._ask_s, grid.inline[:, None]
+        steps = np.zeros(ready.shape, np.int64)
+        if inline.all():
+            seen = ready + self._drafting_s(won, live, steps) + self._inline_s
+        else:
+            # The draft polls between growth steps: it sees the outcome when the running one ends.
+            asked, grown = self._clock + self._send_s, self._grown
+            step_s, free = grid.step_s.ravel()[grown], self._sent + grid.keys_s.ravel()[grown]
+            steps = steps_seen(asked - free, step_s, grid.most_steps.ravel()[grown])
+            free = free + steps * step_s + self._record_s
+            noticed = np.maximum(free, asked + self._late_s(asked - free))
+            drafting_s = self._drafting_s(won, live, steps)
+            self._sent, self._grown = noticed + drafting_s + self._reply_s, place
+            arrived = self._sent + self._link_s
+            seen = np.maximum(ready, arrived + self._late_s(arrived - ready))
+            if inline.any():
+                seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
         num_draft = np.where(
             hit, grid.lookahead[:, None, None], grid.backup_lookahead[:, None, None]
         )
         over = seen + grid.verify_s.ravel()[place] + self._lead_s
-        accepted = self._draws.accepted(hit, num_draft)
-        bonus = self._draws.bonus(accepted)
+        accepted = draws.accepted(hit, num_draft)
+        bonus = draws.bonus(accepted)
         fresh, self._fresh = self._fresh, False
-        self._hit = self._draws.hits(hit, accepted, accepted == num_draft)
+        self._hit = draws.hits(hit, accepted, accepted == num_draft)
         round_s = np.where(self.live.any(axis=2), over - self._clock, 0.0)
         self._clock = over
+        decoded, tokens = self.live, np.where(self.live, accepted + 1, 0)
+        if self._num_tokens is not None:
+            tokens = np.minimum(tokens, self._num_tokens - self._emitted)
+            self._emitted += tokens
+            self.live = self._emitted < self._num_tokens
         return {
-            "live": self.live,
-            "counted": self.live & (not fresh),
+            "live": decoded,
+            "counted": decoded & (not fresh),
             "hit": hit,
             "num_draft": num_draft,
             "accepted": accepted,
@@ -95,45 +124,13 @@ class Rounds:
             "steps": steps,
             "wait_s": seen - ready,
             "round_s": round_s,
-            "tokens": self._commit(accepted),
+            "tokens": np.asarray(tokens.sum(axis=2), np.int64),
         }
 
-    def _commit(self, accepted: Ints) -> Ints:
-        """Adds a round's tokens to the sequences; returns those that count, [G, R]."""
-        count = np.where(self.live, accepted + 1, 0)
-        if self._num_tokens is not None:
-            count = np.minimum(count, self._num_tokens - self._emitted)
-            self._emitted += count
-            self.live = self._emitted < self._num_tokens
-        return np.asarray(count.sum(axis=2), np.int64)
+    def _late_s(self, waited: Floats) -> Floats:
+        """Returns the delay from a message's arrival until a rank that waited so long sees it.
 
-    def _answer(self, ready: Floats, won: Ints, live: Ints, place: Ints) -> tuple[Floats, Ints]:
-        """Returns (when the lead has SPECULATION r, growth steps by the time it was asked)."""
-        inline = self._grid.inline[:, None]
-        steps = np.zeros(ready.shape, np.int64)
-        if inline.all():
-            return ready + self._drafting_s(won, live, steps) + self._inline_s, steps
-        noticed, steps = self._poll(self._clock + self._send_s)
-        drafting_s = self._drafting_s(won, live, steps)
-        self._sent, self._grown = noticed + drafting_s + self._reply_s, place
-        arrived = self._sent + self._link_s
-        seen = np.maximum(ready, arrived + self._found_after_s(arrived - ready))
-        if inline.any():
-            seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
-        return seen, steps
-
-    def _poll(self, asked: Floats) -> tuple[Floats, Ints]:
-        """Returns (when the draft sees the outcome, growth steps taken by then), each [G, R]."""
-        grid, grown = self._grid, self._grown
-        step_s, free = grid.step_s.ravel()[grown], self._sent + grid.keys_s.ravel()[grown]
-        steps = steps_seen(asked - free, step_s, grid.most_steps.ravel()[grown])
-        free = free + steps * step_s + self._record_s
-        return np.maximum(free, asked + self._found_after_s(asked - free)), steps
-
-    def _found_after_s(self, waited: Floats) -> Floats:
-        """Returns the delay from a message's arrival until a rank that waited so long finds it.
-
-        A rank that begins to wait after the arrival (waited ≤ 0) finds it at once: 0.
+        A rank that begins to wait after the arrival (waited ≤ 0) sees it at once: 0.
         """
         if not self._nap_s.any():
             return np.zeros(1)
@@ -189,45 +186,37 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
     rounds last as long, and the means are exact.
     """
     columns = {f.name: np.zeros(len(grid)) for f in fields(Expected)}
-    grows, (sequences, least, _) = grid.grows, _QUICK if quick else _PRECISE
+    sequences, least, num_rounds = _QUICK if quick else _PRECISE
+    chains = max(least, sequences // grid.batch_size)
     at_once = max(1, _AT_ONCE // max(sequences, least * grid.batch_size))
-    growing, alone = np.flatnonzero(grows), np.flatnonzero(~grows)
-    parts = [growing[n : n + at_once] for n in range(0, len(growing), at_once)]
-    for chosen in (*parts, alone):
-        if len(chosen):
-            means = _simulated if len(chosen) and grows[chosen[0]] else _exact
-            for name, values in means(grid.take(chosen), quick).items():
-                columns[name][chosen] = values
+    growing = np.flatnonzero(grid.grows)
+    for chosen in (growing[n : n + at_once] for n in range(0, len(growing), at_once)):
+        part = grid.take(chosen)
+        rounds, count = Rounds(part, LawDraws(part, chains)), chains * num_rounds
+        for number in range(_BURN_IN + num_rounds):
+            of_round = rounds.advance(number)
+            if number >= _BURN_IN:
+                for name, key in _SUMMED.items():
+                    columns[name][chosen] += of_round[key].reshape(len(part), -1).sum(axis=1)
+        for name in _SUMMED:
+            columns[name][chosen] /= count
+        columns["hit_rate"][chosen] /= grid.batch_size
+    # Where nothing grows only the tokens of a round are random.
+    exact = np.flatnonzero(~grid.grows)
+    if len(exact):
+        part = grid.take(exact)
+        rounds = Rounds(part, Draws())
+        for number in range(_SETTLED):
+            of_round = rounds.advance(number)
+        served = np.arange(part.hazards.shape[1]) < part.backup_lookahead[:, None]
+        hazards = np.where(part.fast[:, None], part.hazards_fast, part.hazards)
+        tokens = 1 + np.cumprod(np.where(served, hazards, 0.0), axis=1).sum(axis=1)
+        columns["tokens"][exact] = grid.batch_size * tokens
+        for name in ("round_s", "wait_s"):
+            columns[name][exact] = of_round[name][:, 0]
     with np.errstate(divide="ignore"):  # inf if a round takes no time
         columns["tok_per_s"] = columns["tokens"] / columns["round_s"]
     return Expected(**columns)
-
-
-def _simulated(grid: Grid, quick: bool) -> dict[str, Floats]:
-    sequences, least, num_rounds = _QUICK if quick else _PRECISE
-    chains = max(least, sequences // grid.batch_size)
-    rounds = Rounds(grid, LawDraws(grid, chains))
-    sums = {name: np.zeros(len(grid)) for name in ("tokens", "round_s", "hit", "wait_s")}
-    for number in range(_BURN_IN + num_rounds):
-        of_round = rounds.advance(number)
-        if number >= _BURN_IN:
-            for name, total in sums.items():
-                total += of_round[name].reshape(len(grid), -1).sum(axis=1)
-    means = {name: total / (chains * num_rounds) for name, total in sums.items()}
-    means["hit_rate"] = means.pop("hit") / grid.batch_size
-    return means
-
-
-def _exact(grid: Grid, quick: bool) -> dict[str, Floats]:
-    """Returns the means of rounds that grow nothing, of which only the tokens are random."""
-    rounds = Rounds(grid, NoHits())
-    for number in range(_SETTLED):
-        of_round = rounds.advance(number)
-    served = np.arange(grid.hazards.shape[1]) < grid.backup_lookahead[:, None]
-    hazards = np.where(grid.fast[:, None], grid.hazards_fast, grid.hazards)
-    tokens = 1 + np.cumprod(np.where(served, hazards, 0.0), axis=1).sum(axis=1)
-    times = {name: of_round[name][:, 0] for name in ("round_s", "wait_s")}
-    return {"tokens": grid.batch_size * tokens, "hit_rate": np.zeros(len(grid)), **times}
 
 
 @dataclass(frozen=True)
@@ -256,11 +245,6 @@ class Prediction:
     t_growth_s: float | None
 
     @property
-    def num_rounds(self) -> int:
-        """The number of rounds of each chain."""
-        return len(self.round_s)
-
-    @property
     def tok_per_s(self) -> float:
         """Tokens over wall time, all chains together; inf if rounds take no time."""
         wall = float(self.round_s.sum())
@@ -275,7 +259,7 @@ class Prediction:
         if len(wall) < 2:
             return math.nan
         spread = float(np.std(tokens - self.tok_per_s * wall, ddof=1) / wall.mean())
-        return spread * math.sqrt(self.num_rounds / num_rounds)
+        return spread * math.sqrt(len(self.round_s) / num_rounds)
 
     @property
     def hit_rate(self) -> float | None:
@@ -286,26 +270,12 @@ class Prediction:
             return None
         return float((self.hit & self.counted).sum() / asked)
 
-    @property
-    def times(self) -> dict[str, Any]:
-        """The keys of a row that are the job's, whatever was drawn; None without such a part."""
-        target, draft, growth = self.t_target_s, self.t_draft_s, self.t_growth_s
-        return {
-            "t_target_s": target,
-            "t_draft_s": draft,
-            "t_growth_s": growth,
-            "T_SD": draft / target if draft is not None and target else None,
-            "T_p": growth / target if growth is not None and target else None,
-            "exposed_us": float(self.wait_s.mean()) * 1e6,
-        }
-
     def round_us(self) -> dict[str, float | int]:
         """Returns {mean, p50, p90, p99, n} of all chains' round durations in µs, as in a result
         row."""
         us = self.round_s.ravel() * 1e6
-        p50, p90, p99 = np.percentile(us, [50, 90, 99])
-        mean = float(us.mean())
-        return {"mean": mean, "p50": float(p50), "p90": float(p90), "p99": float(p99), "n": us.size}
+        p50, p90, p99 = (float(each) for each in np.percentile(us, [50, 90, 99]))
+        return {"mean": float(us.mean()), "p50": p50, "p90": p90, "p99": p99, "n": us.size}
 
     def sequences(self) -> NDArray[np.int64]:
         """The first chain's rows as RoundRecords.sequences() has them, [n, 8].

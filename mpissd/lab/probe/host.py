@@ -78,7 +78,7 @@ def _measured(session: Session, source: str) -> Entry | None:
         profile = calibrate(rank)
         if profile is not None:
             # The forwards' times limit the rounds: a large model takes seconds a round on a CPU.
-            round_s = float(profile.device.verify_s(job.verify_rows))
+            round_s = float(profile.device.verify(job.verify_rows))
             if profile.device.draft is not None:
                 step_s = float(profile.device.draft_s(job.config.batch_size))
                 round_s += job.num_forwards(job.lookahead) * step_s

@@ -124,48 +124,31 @@ def load(path: str) -> Recording:
     """Reads a recording; raises ConfigError in one line for a file that is none."""
     try:
         stat = Path(path).stat()
-    except OSError as error:
-        raise _refused(path, error.strerror or str(error)) from error
-    return _load(path, stat.st_mtime_ns, stat.st_size)
+        return _load(path, stat.st_mtime_ns, stat.st_size)
+    except _BROKEN as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        reason = " ".join((reason or str(error) or type(error).__name__).split())
+        allowed = "allowed: a whole file of `mpissd pair`"
+        raise ConfigError(f"recording={path}: {reason}: {allowed}") from error
 
 
 @lru_cache(maxsize=4)
 def _load(path: str, changed: int, size: int) -> Recording:
-    """Reads a recording; a file that has not changed is read once."""
-    try:
-        data = Path(path).read_bytes()
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            arrays = {name: _array(archive, name) for name in ("header", *_ARRAYS)}
-            known = _array(archive, "known") if "known.npy" in archive.namelist() else None
-        header = json.loads(arrays.pop("header").tobytes())
-        if header.get("schema") != SCHEMA:
-            raise ValueError(f"schema {header.get('schema')}: allowed: {SCHEMA}")
-        _check(header["vocab"], arrays)
-        return Recording(
-            vocab=header["vocab"],
-            sequences=_split(arrays),
-            about=header["about"],
-            longest=header["longest"],
-            filler=header["filler"],
-            known=known,
-            name=Path(path).name,
-            sha256=hashlib.sha256(data).hexdigest(),
-        )
-    except _BROKEN as error:
-        raise _refused(path, str(error) or type(error).__name__) from error
+    """Reads a recording; a file that has not changed is read once.
 
-
-def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    with archive.open(f"{name}.npy") as file:
-        array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
-        return array
-
-
-def _check(vocab: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raises ValueError for arrays of other lengths than they need, or of unknown tokens."""
-    ends, (rows, lookahead) = arrays["ends"], arrays["rollout"].shape
+    Raises ValueError for arrays of other lengths than they need, or of unknown tokens.
+    """
+    data = Path(path).read_bytes()
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        header = json.loads(archive["header"].tobytes())
+        arrays = {name: archive[name] for name in _ARRAYS}
+        known = archive.get("known")
+    if header.get("schema") != SCHEMA:
+        raise ValueError(f"schema {header.get('schema')}: allowed: {SCHEMA}")
+    ends, counts = (arrays[name].astype(np.int64) for name in ("ends", "prompt_counts"))
+    rows, lookahead = arrays["rollout"].shape
     wanted = {
-        "prompts": int(arrays["prompt_counts"].sum()),
+        "prompts": int(counts.sum()),
         "prompt_counts": len(ends),
         "tokens": rows + len(ends) * lookahead,
         "stopped": len(ends),
@@ -175,22 +158,17 @@ def _check(vocab: int, arrays: Mapping[str, NDArray[Any]]) -> None:
     for name, count in wanted.items():
         if len(arrays[name]) != count:
             raise ValueError(f"{name} has {len(arrays[name])} rows, {count} are meant")
-    if not rows or not lookahead or min(ends.min(), arrays["prompt_counts"].min()) < 1:
+    if not rows or not lookahead or min(ends.min(), counts.min()) < 1:
         raise ValueError("a prompt, its answer or its drafts are empty")
     for name in ("prompts", "tokens", "rollout", "top"):
-        if int(arrays[name].max()) >= vocab or int(arrays[name].min()) < 0:
-            raise ValueError(f"{name} holds a token beyond the vocabulary of {vocab}")
+        if int(arrays[name].max()) >= header["vocab"] or int(arrays[name].min()) < 0:
+            raise ValueError(f"{name} holds a token beyond the vocabulary of {header['vocab']}")
 
-
-def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:
-    ends = arrays["ends"].astype(np.int64)
-    lookahead = arrays["rollout"].shape[1]
-
-    def parts(name: str, counts: NDArray[np.int64]) -> list[Ids]:
-        return np.split(arrays[name], np.cumsum(counts)[:-1])
+    def parts(name: str, sizes: NDArray[np.int64]) -> list[Ids]:
+        return np.split(arrays[name], np.cumsum(sizes)[:-1])
 
     columns = zip(
-        parts("prompts", arrays["prompt_counts"].astype(np.int64)),
+        parts("prompts", counts),
         parts("tokens", ends + lookahead),
         ends.tolist(),
         arrays["stopped"].tolist(),
@@ -198,9 +176,13 @@ def _split(arrays: Mapping[str, NDArray[Any]]) -> tuple[Recorded, ...]:
         parts("top", ends),
         strict=True,
     )
-    return tuple(Recorded(*column) for column in columns)
-
-
-def _refused(path: str, reason: str) -> ConfigError:
-    reason = " ".join(reason.split())
-    return ConfigError(f"recording={path}: {reason}: allowed: a whole file of `mpissd pair`")
+    return Recording(
+        vocab=header["vocab"],
+        sequences=tuple(Recorded(*column) for column in columns),
+        about=header["about"],
+        longest=header["longest"],
+        filler=header["filler"],
+        known=known,
+        name=Path(path).name,
+        sha256=hashlib.sha256(data).hexdigest(),
+    )

@@ -12,11 +12,11 @@ from mpissd.engine.model.forwards import Draws as DeviceDraws
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import LONGEST
-from mpissd.engine.workload.oracle import Rollout
-from mpissd.engine.workload.sampled import (
+from mpissd.engine.workload.oracle import (
     Draws,
     Lane,
     Proposal,
+    Rollout,
     SampledDraft,
     SampledRollout,
     check_finite,

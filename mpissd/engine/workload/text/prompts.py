@@ -51,52 +51,34 @@ def read_prompts(
     the file: no prompt, an empty one, invalid UTF-8 or JSON, or a prompt that leaves no room for an
     answer.
     """
-    if config.prompt_ids is not None:
-        named = _prompts_of_ids(config.prompt_ids)
+    named: list[tuple[str, Prompt]] = []
+    if config.prompt_ids is not None:  # 1,2,3;4,5: two prompts
+        for number, part in enumerate(config.prompt_ids.split(";"), 1):
+            where, ids = f"prompt_ids: prompt {number}", part.split(",")
+            if not all(_ID.fullmatch(token.strip()) for token in ids):
+                raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
+            named.append((where, Prompt({}, tuple(int(token) for token in ids))))
     else:
         assert tokenizer is not None, "text without a tokenizer"
-        named = [
-            (where, Prompt(entry, _encoded(where, entry, tokenizer, chat=config.chat_template)))
-            for where, entry in _entries(config)
-        ]
+        entries = [] if config.prompts is None else read_entries(config.prompts)
+        if not entries and config.prompt is None:
+            needed = "prompt: needed with workload=text (or prompts=FILE.jsonl, prompt_ids)"
+            raise ConfigError(needed)
+        for where, entry in entries or [("prompt", {"prompt": config.prompt})]:
+            tokens = _encoded(where, entry, tokenizer, chat=config.chat_template)
+            named.append((where, Prompt(entry, tokens)))
     for where, prompt in named:
-        _check_room(where, prompt.tokens, context, vocab)
+        count, largest = len(prompt.tokens), max(prompt.tokens, default=0)
+        if not count:
+            raise ConfigError(f"{where}: has no tokens")
+        if vocab is not None and largest >= vocab:
+            raise ConfigError(f"{where}: token {largest}: allowed: 0..{vocab - 1}")
+        if context is not None and count >= context:
+            raise ConfigError(
+                f"{where}: {count} tokens: allowed: at most {context - 1}, since the model's "
+                f"context has {context}"
+            )
     return [prompt for _, prompt in named]
-
-
-def _check_room(
-    where: str, tokens: tuple[int, ...], context: int | None, vocab: int | None
-) -> None:
-    """Refuses a prompt without tokens, with an unknown token, or without room after it."""
-    if not tokens:
-        raise ConfigError(f"{where}: has no tokens")
-    if vocab is not None and max(tokens) >= vocab:
-        raise ConfigError(f"{where}: token {max(tokens)}: allowed: 0..{vocab - 1}")
-    if context is not None and len(tokens) >= context:
-        raise ConfigError(
-            f"{where}: {len(tokens)} tokens: allowed: at most {context - 1}, since the model's "
-            f"context has {context}"
-        )
-
-
-def _prompts_of_ids(text: str) -> list[tuple[str, Prompt]]:
-    """Parses 1,2,3;4,5 to two prompts."""
-    prompts = []
-    for number, part in enumerate(text.split(";"), 1):
-        where, ids = f"prompt_ids: prompt {number}", part.split(",")
-        if not all(_ID.fullmatch(token.strip()) for token in ids):
-            raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
-        prompts.append((where, Prompt({}, tuple(int(token) for token in ids))))
-    return prompts
-
-
-def _entries(config: RunConfig) -> list[tuple[str, Entry]]:
-    """Returns each prompt as it was given, with its name for error messages."""
-    if config.prompts is not None:
-        return read_entries(config.prompts)
-    if config.prompt is None:
-        raise ConfigError("prompt: needed with workload=text (or prompts=FILE.jsonl, prompt_ids)")
-    return [("prompt", {"prompt": config.prompt})]
 
 
 def read_entries(file: str) -> list[tuple[str, Entry]]:
@@ -108,54 +90,46 @@ def read_entries(file: str) -> list[tuple[str, Entry]]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from error
-    named = [(f"{name}: line {number}", line) for number, line in enumerate(lines, 1)]
-    entries = [(where, _entry(where, line)) for where, line in named if line.strip()]
+    entries: list[tuple[str, Entry]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{name}: line {number}"
+        try:
+            entry = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: is no UTF-8 text (byte {error.start + 1})") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: is no JSON: {error}") from error
+        if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
+            raise ConfigError(f'{where}: allowed: {{"prompt": "…"}} or {{"messages": […]}}')
+        _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # the answers repeat it all
+        entries.append((where, entry))
     if not entries:
         raise ConfigError(f"{name}: holds no prompt")
     return entries
 
 
-def _entry(where: str, line: bytes) -> Entry:
-    try:
-        entry = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: is no UTF-8 text (byte {error.start + 1})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is no JSON: {error}") from error
-    if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
-        raise ConfigError(f'{where}: allowed: {{"prompt": "…"}} or {{"messages": […]}}')
-    _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # the answers repeat it all
-    return entry
-
-
 def _encoded(where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
     """Returns the tokens of an entry; raises ConfigError for an empty one."""
     if "messages" in entry:
-        return _chatted(where, _messages(where, entry["messages"]), tokenizer)
-    text = check_text(where, entry["prompt"])
-    if chat and tokenizer.template is not None:
-        return _chatted(where, [{"role": "user", "content": text}], tokenizer)
-    return tuple(tokenizer.encode(text))
-
-
-def _chatted(where: str, messages: list[dict[str, str]], tokenizer: Tokenizer) -> tuple[int, ...]:
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ConfigError(f"{where}: messages: allowed: a list of at least one message")
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                allowed = 'allowed: {"role": "…", "content": "…"}'
+                raise ConfigError(f"{where}: message {number}: {allowed}")
+            check_text(f"{where}: message {number}", message.get("content"))
+    else:
+        text = check_text(where, entry["prompt"])
+        if not chat or tokenizer.template is None:
+            return tuple(tokenizer.encode(text))
+        messages = [{"role": "user", "content": text}]
     try:
         return tuple(tokenizer.chat(messages))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-def _messages(where: str, messages: Any) -> list[dict[str, str]]:
-    """Returns messages that have a role and a content each."""
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages: allowed: a list of at least one message")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f'{where}: message {number}: allowed: {{"role": "…", "content": "…"}}'
-            )
-        check_text(f"{where}: message {number}", message.get("content"))
-    return messages
 
 
 def check_text(where: str, text: Any) -> str:

@@ -14,8 +14,14 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Draws, Forwards, Judging
 from mpissd.engine.spec import sampling
-from mpissd.engine.workload.oracle import LogitsGather, Proposals
-from mpissd.engine.workload.sampled import Case, Logits, SampledTarget, check_finite
+from mpissd.engine.workload.oracle import (
+    Case,
+    Logits,
+    LogitsGather,
+    Proposals,
+    SampledTarget,
+    check_finite,
+)
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.sequence import Sequence as Live
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,7 +58,12 @@ class Tokenizer:
         """
         if self.template is None:
             raise ConfigError(f"{self.name}: has no chat template: allowed: a plain prompt")
-        text = render(self.template, messages, self.specials)
+        try:
+            compiled, specials = _compiled(self.template), self.specials
+            text = compiled.render(messages=messages, add_generation_prompt=True, **specials)
+            text.encode("utf-8")
+        except Exception as error:  # a program of the model's: it may fail in any way
+            raise ConfigError(f"chat template: {' '.join(str(error).split())}") from error
         return self._vocabulary.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
@@ -104,46 +109,23 @@ def tokenizer_digest(where: str) -> str | None:
     return digest(paths)[0] if paths else None
 
 
-def render(
-    template: str, messages: Sequence[Mapping[str, str]], specials: Mapping[str, str]
-) -> str:
-    """Returns the text of a conversation, up to the beginning of the model's answer.
-
-    specials: named special tokens, such as bos_token. Raises ConfigError with the reason if the
-    template refuses the messages or is no template.
-    """
-    try:
-        compiled = _compiled(template)
-        text = compiled.render(messages=messages, add_generation_prompt=True, **specials)
-        text.encode("utf-8")
-        return text
-    except Exception as error:  # a program of the model's: it may fail in any way
-        raise ConfigError(f"chat template: {' '.join(str(error).split())}") from error
-
-
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Template:
     """Compiles a template with the functions that Hugging Face's templates may use."""
+    from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(reason: str) -> NoReturn:
+        raise TemplateError(reason)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(reason: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(reason)
 
 
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -177,48 +159,28 @@ def from_folder(folder: Path) -> Tokenizer:
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{str(path)!r}: no tokenizer: {_first_line(error)}") from error
     config = _json(folder / "tokenizer_config.json")
-    specials = {name: _content(config.get(name)) for name in _SPECIALS}
-    return Tokenizer(
-        folder.name,
-        _stop_ids(folder, vocabulary, specials["eos_token"]),
-        _template(folder, config),
-        {name: token for name, token in specials.items() if token is not None},
-        vocabulary,
-    )
-
-
-def _stop_ids(
-    folder: Path, vocabulary: tokenizers.Tokenizer, eos_token: str | None
-) -> frozenset[int]:
-    """Returns the ids of eos_token and of generation_config's eos_token_id (one or a list).
-
-    config.json is read without a generation_config.json.
-    """
-    ids = set[int]()
-    if eos_token is not None:
-        token = vocabulary.token_to_id(eos_token)
-        if token is None:
-            raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos_token!r}")
-        ids.add(token)
+    specials: dict[str, str] = {}
+    for name in _SPECIALS:  # a string, or {"content": …}
+        token = config.get(name)
+        if (text := token.get("content") if isinstance(token, dict) else token) is not None:
+            specials[name] = text
+    # Stop tokens: eos_token, and generation_config's (or else config's) eos_token_id.
+    stops = set[int]()
+    if (eos := specials.get("eos_token")) is not None:
+        if (token := vocabulary.token_to_id(eos)) is None:
+            raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos!r}")
+        stops.add(token)
     known = _json(folder / "generation_config.json") or _json(folder / "config.json")
     also = known.get("eos_token_id")
-    return frozenset(ids.union(also if isinstance(also, list) else [] if also is None else [also]))
-
-
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the chat template: a file of its own, a text, or the one named "default"."""
-    alone = folder / "chat_template.jinja"
-    if alone.is_file():
-        return alone.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return next((each["template"] for each in template if each.get("name") == "default"), None)
-    return template
-
-
-def _content(token: Any) -> str | None:
-    """Returns the text of a special token, which is a string or {"content": …}."""
-    return token.get("content") if isinstance(token, dict) else token
+    stops.update(also if isinstance(also, list) else [] if also is None else [also])
+    # The chat template: a file, a text, or the one named "default".
+    template, file = config.get("chat_template"), folder / "chat_template.jinja"
+    if file.is_file():
+        template = file.read_text(encoding="utf-8")
+    elif isinstance(template, list):
+        named = (each["template"] for each in template if each.get("name") == "default")
+        template = next(named, None)
+    return Tokenizer(folder.name, frozenset(stops), template, specials, vocabulary)
 
 
 def _json(path: Path) -> dict[str, Any]:

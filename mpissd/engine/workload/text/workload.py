@@ -11,9 +11,8 @@ from mpissd.common.rounds import Ints, Request
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.base import WARM_TOKENS, Resolved, RowFields, Workload, laws_label
 from mpissd.engine.workload.oracle import OpenGather
-from mpissd.engine.workload.resolved import WARM_TOKENS, Resolved
 from mpissd.engine.workload.text.draft import LogitsDraft
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.stops import TextEndings

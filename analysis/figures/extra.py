@@ -1,0 +1,204 @@
+"""Where an extra GPU pays, and what a slower or faster draft device changes: closed formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+from analysis.model import Times
+from analysis.rows import Data
+from analysis.select import (
+    Case,
+    best_a_gpu,
+    best_rows,
+    cases,
+    claim_of,
+    gain,
+    over_strongest,
+    plain,
+    points,
+    richest,
+    where,
+)
+from analysis.style import BLACK, BLUE, GREEN, GREY, RED, SKY, Poster, caption, need, note, parity
+from mpissd.common.compare import Comparison
+from mpissd.lab.tables.claims import Claim
+
+Dot = tuple[Comparison | None, float, float, bool]  # gain, alpha, hit rate, whether imposed
+_ALPHAS = np.linspace(0.3, 0.98, 35)
+_HITS = np.linspace(0.0, 1.0, 41)
+_TICKS = (0.4, 0.6, 0.8, 1, 1.25, 1.5, 2)
+_COLOURS: dict[str, Any] = {"cmap": "PuOr_r", "norm": TwoSlopeNorm(1.0, 0.4, 2.0)}
+_FACTORS = np.geomspace(0.25, 8, 61)
+_LAW = ["hit_law", "policy"]
+
+
+def break_even(data: Data) -> Poster:
+    """Colour: the gain by the closed formulas with measured times. Dots: measured rows."""
+    wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
+    candidates = cases(data, wanted, ["alpha", "hit_law"])
+    shown = [(c, t, _measured(c)) for c in candidates if (t := Times.of(c)) is not None]
+    shown = [item for item in shown if len(item[2]) >= 3][:2]
+    need(
+        shown,
+        "AR, SD and SSD of a pair at batch 1, SSD at three alphas or hit laws, with t_growth_s",
+    )
+    poster = Poster(8.0 if len(shown) == 1 else 13.4)
+    grid = poster.panels(len(shown), 2, sharex=True, sharey=True)
+    image: Any = None
+    for line, (case, times, measured) in zip(grid, shown, strict=True):
+        ssd = np.array([[times.best_ssd(a, h) for a in _ALPHAS] for h in _HITS])
+        expected = f" (T={case.tp + 1}: expected)" if times.is_expected else ""
+        best = np.array([times.best_other(a) for a in _ALPHAS])
+        rivals = f"raw, over the best other use of {case.tp + 1} GPUs{expected}"
+        dots = [(over_strongest(claim), *at) for claim, *at in measured]
+        _map(poster, line[0], f"{case.label}+1", rivals, ssd / best, dots)
+        best = np.array([max(1.0, times.best_sd(a)) for a in _ALPHAS])
+        rivals = f"per GPU, over AR or SD on {case.tp} GPU{'s' * (case.tp > 1)}"
+        dots = [(best_a_gpu(claim), *at) for claim, *at in measured]
+        per_gpu = case.tp / (case.tp + 1) * ssd / best
+        image = _map(poster, line[1], f"{case.label}+1", rivals, per_gpu, dots)
+        line[0].set_ylabel("cache-hit rate")
+    for ax in grid[-1]:
+        ax.set_xlabel("acceptance α")
+    bar = poster.colorbar(image, ax=list(grid.flat), pad=0.01, ticks=_TICKS, format="{x:g}")
+    bar.set_label("SSD over the best other use, ×", labelpad=12)
+    lacking = [case.label for case, times, _ in shown if times.is_expected]
+    text = caption(
+        [part for case, *_ in shown for part in (case.rows, case.ar, case.wide)],
+        "MODELLED: the closed formulas with these rows' median times; every method at its own best "
+        "K ≤ 16; a miss is drafted just in time; a lookup on all GPUs accepts .3. Black line: "
+        "nothing is gained. Dots: measured SSD rows, at the best K measured with their hits, over "
+        "the fastest use of as many GPUs, measured on any visit or expected from measured times; "
+        "squares: imposed hits, which cost no branches; grey rims: no difference",
+        f"Expected, not measured, of {', '.join(lacking)}: the uses of T + 1 GPUs as targets"
+        if lacking
+        else "",
+    )
+    return poster.finish("Where the extra GPU pays", text, legend=False)
+
+
+def _map(poster: Poster, ax: Axes, name: str, rivals: str, values: Any, dots: list[Dot]) -> Any:
+    """Draws a map of gains [hit rates, alphas] and measured ones; returns its image."""
+    ax.set_label(f"{name}: {rivals}")
+    ax.set_title(f"{name}\n{rivals}", fontsize=14)
+    image = ax.pcolormesh(_ALPHAS, _HITS, values, rasterized=True, **_COLOURS)
+    if values.min() < 1 < values.max():
+        ax.contour(_ALPHAS, _HITS, values, [1.0], colors=BLACK, linewidths=2.2)
+    for over, alpha, hits, imposed in dots:
+        if over is None:
+            continue
+        marker, rim = "s" if imposed else "o", BLACK if over.is_real else GREY
+        dot = {"marker": marker, "edgecolors": rim, "s": 95, "linewidths": 1.4}
+        ax.scatter(alpha, hits, c=[over.speedup], zorder=4, clip_on=False, **dot, **_COLOURS)
+        series = "measured, hits imposed" if imposed else "measured"
+        ends = {"low": over.low, "high": over.high, "headline": over.is_headline}
+        poster.keep(ax, series, x=alpha, y=hits, gain=over.speedup, **ends)
+    for i, j in np.ndindex(values.shape):
+        if not i % 5 and not j % 4:
+            poster.keep(ax, "formula", x=_ALPHAS[j], y=_HITS[i], gain=values[i, j])
+    ax.grid(False)
+    return image
+
+
+def _measured(case: Case) -> list[tuple[Claim, float, float, bool]]:
+    """Returns (claim, alpha, hit rate, whether hits were imposed) of SSD at its best K.
+
+    There is one for each alpha, hit model and fan-out.
+    """
+    ssd = case.method("SSD", batch_size=1).dropna(subset=["alpha", "hit_rate"])
+    measured = []
+    for (alpha, _, _), cell in ssd.groupby(["alpha", "hit_law", "policy"]):
+        best = best_rows(cell)
+        if (claim := claim_of(case, best)) is not None:
+            hits, imposed = float(best["hit_rate"].median()), bool(best["p_hit"].notna().all())
+            measured.append((claim, float(alpha), hits, imposed))
+    return measured
+
+
+def heterogeneity(data: Data) -> Poster:
+    """x = draft step time over this machine's; y = gain of SD and SSD over AR, raw and per GPU."""
+    wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
+    every = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
+    every = [_named(case) for case in every]
+    shown = [(c, t) for c in every if (t := Times.of(c.only(other_draft=""))) is not None][:2]
+    need(shown, "AR, SD and SSD of one pair at batch 1, with t_target_s, t_draft_s, t_growth_s")
+    poster = Poster(7.8)
+    grid = poster.panels(1, len(shown), sharey=True)[0]
+    used = []
+    for ax, (case, times) in zip(grid, shown, strict=True):
+        used += [case.ar, _steps(poster, ax, case, times)]
+    grid[0].set_ylabel("gain over AR on the target GPUs, ×")
+    used = [rows.assign(other_draft=rows["other_draft"].replace("", None)) for rows in used]
+    text = caption(
+        used,
+        "Lines: MODELLED by the closed formulas from these rows' times, the draft's multiplied by "
+        "x, each method at its own best K ≤ 16. Points: measured rows, at their own draft step; "
+        "open: the draft's device is another than the targets'",
+    )
+    return poster.finish("Heterogeneity: a slower or faster draft device", text)
+
+
+def _named(case: Case) -> Case:
+    """Returns the case with "" as other_draft of drafts on a device like the targets'."""
+    rows = case.rows.assign(other_draft=case.rows["other_draft"].fillna(""))
+    return Case(**{**vars(case), "rows": rows})
+
+
+def _steps(poster: Poster, ax: Axes, case: Case, times: Times) -> pd.DataFrame:
+    """Draws a case; returns the measured rows."""
+    rows = case.rows[case.rows["alpha"].notna()]
+    sweep = where(rows, other_draft="", method="SSD")
+    sweep = richest(richest(sweep, ["alpha"], [*_LAW, "lookahead"]), _LAW, ["lookahead"])
+    alpha, hits = float(sweep["alpha"].iloc[0]), float(sweep["hit_rate"].median())
+    share = case.tp / (case.tp + 1)
+    expected = f"\nAR and SD inline on {case.tp + 1} GPUs: not measured, expected"
+    ax.set_title(f"{case.label}+1, α={alpha:g}, hit rate {hits:.2f}" + expected * times.is_expected)
+    for name, color, values in (
+        ("SSD", RED, [times.drafting(x).best_ssd(alpha, hits) for x in _FACTORS]),
+        ("SD", BLUE, [times.drafting(x).best_sd(alpha) for x in _FACTORS]),
+    ):
+        y = np.array(values)
+        poster.line(ax, f"{name}, raw", _FACTORS, y, color=color)
+        poster.line(ax, f"{name}, per GPU", _FACTORS, y * share, color=color, linestyle=":")
+    for name, value, color in (
+        ("SD inline", times.best_sd_wide(alpha), SKY),
+        ("lookup at .3", times.lookup_wide, GREEN),
+        ("AR", times.ar / times.ar_wide, GREY),
+    ):
+        label = f"{name} with the extra GPU as a target"
+        ax.axhline(value, color=color, linestyle="--", linewidth=1.6, label=label)
+        poster.keep(ax, label + f" (T={case.tp + 1}: expected)" * times.is_expected, y=value)
+    parity(ax, 1.0, "AR")
+    is_swept = (rows[_LAW] == sweep[_LAW].iloc[0]).all(axis=1)
+    used = rows[(rows["alpha"] == alpha) & ((rows["method"] == "SD") | is_swept)]
+    for method, color in (("SSD", RED), ("SD", BLUE)):
+        here = where(used, method=method).dropna(subset=["step_s"])
+        for _, group in here.groupby("other_draft"):
+            _point(poster, ax, case, times, best_rows(group, ["lookahead"]), (method, color))
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("draft step, over this machine's own")
+    return used
+
+
+def _point(
+    poster: Poster, ax: Axes, case: Case, times: Times, best: pd.DataFrame, look: tuple[str, str]
+) -> None:
+    """Draws the best measured K of a method on one draft device."""
+    over = gain(best, where(case.own_ar, batch_size=1))
+    if over is None:
+        return
+    (method, color), device = look, str(best["other_draft"].iloc[0])
+    x = float(points(best, ["lookahead"])["step_s"].iloc[0]) / times.step
+    if device and method == "SSD":
+        name = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
+        note(ax, name, x, over.high, dx=0, dy=6, ha="center", fontsize=9)
+    style = {"color": color, "markerfacecolor": "white" if device else color, "marker": "o"}
+    ends = {"low": [over.low], "high": [over.high], "also": {"headline": [over.is_headline]}}
+    label = f"{method}, measured"
+    poster.line(ax, label, [x], [over.speedup], linestyle="none", markersize=10, **ends, **style)

@@ -1,0 +1,407 @@
+"""Drafts in training: a small model, or one that reads its target's last hidden state.
+
+Both are judged by the target's distributions over its own answers: by divergence first, then mostly
+by total variation (train.py). The target's probability of tokens that the draft cannot name counts
+as lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Ints
+from mpissd.engine.model.transformer.checkpoint import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    HEAD_NORM,
+    JOINED,
+    JOINS,
+    LAST_NORM,
+    tensors,
+)
+from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.learn.config import DistillConfig, Form
+from mpissd.learn.llama import (
+    Blocks,
+    Layer,
+    Llama,
+    Tensor,
+    blocks_of,
+    compiled,
+    mapped,
+    named,
+    parameters,
+    trained,
+)
+from mpissd.learn.sample import Samples
+
+INITIAL = 0.02  # standard deviation of fresh weights
+PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
+FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
+ROWS = {"cpu": 256, "cuda": 8192}  # of a step's LM head, in drafts on hidden states
+DECAY = 0.01  # of weights, in both optimisers
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """What both kinds of drafts hold: their own weights, and what they read of their target.
+
+    head_ids: the tokens of the rows of the LM head, rising. blocks: the target's arithmetic. table:
+    cosines and sines by position. compiled: whether the losses are compiled.
+    """
+
+    config: TransformerConfig
+    weights: Any
+    target: Llama
+    head_ids: Tensor
+    blocks: Blocks
+    table: tuple[Tensor, Tensor]
+    compiled: bool = False
+
+    @cached_property
+    def known(self) -> Tensor:
+        """The target's rows of `head_ids` in its LM head."""
+        return self.target.head[self.head_ids]
+
+    @cached_property
+    def _distance(self) -> Any:
+        return torch.compile(distance, dynamic=False) if self.compiled else distance
+
+    def angles(self, length: int) -> list[Tensor]:
+        """Returns cos and sin of the first positions."""
+        return [part[:length] for part in self.table]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDraft(_Draft):
+    """A model by itself; weights: Llama, with the target's embedding."""
+
+    weights: Llama
+
+    @cached_property
+    def own_blocks(self) -> Blocks:
+        """The draft's arithmetic."""
+        return blocks_of(self.config, self.blocks.dtype)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelDraft:
+        """Returns the draft with `change` applied to each of its own weights."""
+        return replace(self, weights=mapped(self.weights, change))
+
+    def named(self) -> dict[str, Tensor]:
+        """Returns the draft's own weights by their names in files."""
+        return named(self.weights, self.config)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that are trained."""
+        return parameters(self.weights)
+
+    def optimizer(self, name: str) -> Optimizer:
+        """Returns the optimiser of the trained tensors; name: "adamw" or "muon"."""
+        return Optimizer(name, self.trained, [self.weights.head])
+
+    @cached_property
+    def _loss_blocks(self) -> tuple[Blocks, Blocks]:
+        """The target's and the draft's arithmetic for whole sequences."""
+        both = self.blocks, self.own_blocks
+        return (compiled(both[0]), compiled(both[1])) if self.compiled else both
+
+    def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
+        """Returns mean divergence, total variation and greedy agreement over about `num_rows`
+        answered positions."""
+        counts = samples.answered[:, 1:].flatten().float()
+        rows = (counts + 0.5 * torch.rand_like(counts)).topk(min(num_rows, len(counts))).indices
+        tokens = samples.tokens[:, :-1].long()
+        angles, (target_blocks, own_blocks) = self.angles(tokens.shape[1]), self._loss_blocks
+        if samples.hidden is None:
+            with torch.no_grad():
+                states = target_blocks.hidden(self.target, tokens, *angles).flatten(0, 1)[rows]
+                logits = self.blocks.product(states, self.target.head)
+                total, best = logits.float().logsumexp(-1), logits.argmax(-1)
+        else:
+            states = samples.hidden[:, :-1].flatten(0, 1)[rows]
+            total = samples.total[:, :-1].flatten()[rows]
+            best = samples.best[:, :-1].flatten()[rows].long()
+        hidden = own_blocks.hidden(self.weights, tokens, *angles).flatten(0, 1)[rows]
+        p_logits = self.blocks.product(states, self.known)
+        q_logits = self.own_blocks.product(hidden, self.weights.head)
+        means = self._distance(p_logits, total, best, q_logits, self.head_ids, counts[rows])
+        return tuple(means)
+
+
+@dataclass(frozen=True, eq=False)
+class StateDraft(_Draft):
+    """A draft on the target's last hidden state (model/transformer/stack.py); weights: by name.
+
+    Row p of a sequence holds its token at position p and the state before it (zeros before the
+    first). A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's own, as
+    after accepted tokens they are. The relative error of the states is trained, too (2401.15077,
+    section 4.2), which costs no LM head, so that only some rows need one.
+    """
+
+    weights: Mapping[str, Tensor]
+    ahead: int = 1  # steps that it is trained for
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StateDraft:
+        return replace(self, weights={name: change(w) for name, w in self.weights.items()})
+
+    def named(self) -> dict[str, Tensor]:
+        return dict(self.weights)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return list(self.weights.values())
+
+    def optimizer(self, name: str) -> Optimizer:
+        return Optimizer(name, self.trained)
+
+    def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """Yields, for t = 1 … count, the states s_t [b, n − count, hidden] that the head reads.
+
+        tokens: int64 [b, n]. hidden: the target's states after them, [b, n, hidden].
+        """
+        norm, weights = self.blocks.norm, self.weights
+        before = F.pad(hidden, (0, 0, 1, 0))[:, : tokens.shape[1] - count].float()
+        past: list[tuple[Tensor, Tensor]] = []
+        for step in range(count):
+            if self.config.kind == "medusa":
+                prefix = f"model.layers.{step}."
+                yield norm(self._feed_forward(prefix, before), weights[prefix + HEAD_NORM])
+                continue
+            part = slice(step, step + before.shape[1])
+            read = self.target.embedding[tokens[:, part]].float(), before
+            for x, name, join in zip(read, JOINED, JOINS, strict=True):
+                before = before + self._product(norm(x, weights[name]), join)
+            if self.config.kind == "eagle":
+                before = self._attention(before, part, past)
+            before = norm(self._feed_forward("model.layers.0.", before), weights[LAST_NORM])
+            yield before
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns the LM head's logits of rows of states."""
+        return self.blocks.product(states, self.known)
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        return self.blocks.product(x, self.weights[name]).float()
+
+    def _feed_forward(self, prefix: str, x: Tensor) -> Tensor:
+        normed = self.blocks.norm(x, self.weights[f"{prefix}post_attention_layernorm.weight"])
+        gate, up = (self._product(normed, f"{prefix}mlp.{n}_proj.weight") for n in ("gate", "up"))
+        return x + self._product(F.silu(gate) * up, f"{prefix}mlp.down_proj.weight")
+
+    def _attention(self, x: Tensor, part: slice, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Returns the residual stream after the attention of one step; adds its keys to `past`.
+
+        A row attends the first step's rows up to its own, whose states are the target's, and its
+        own rows of the steps since then.
+        """
+        blocks, prefix = self.blocks, "model.layers.0."
+        qkv = torch.cat([self.weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
+        norm = self.weights[f"{prefix}input_layernorm.weight"]
+        layer = Layer(qkv, None, None, None, norm, None)
+        cos, sin = (each[part] for each in self.table)
+        q, k, v = (each.transpose(1, 2) for each in blocks.front(x, layer, cos, sin))
+        groups = blocks.heads // blocks.kv_heads
+        past.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        (keys, values), later = past[0], past[1:]
+        scores = q @ keys.mT
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+        own = [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in later]
+        shares = (torch.cat([scores, *own], -1) * blocks.head_dim**-0.5).float().softmax(-1)
+        shares, width = shares.to(values.dtype), scores.shape[-1]
+        attended = shares[..., :width] @ values
+        for number, (_, own_values) in enumerate(later):
+            attended = attended + shares[..., width + number, None] * own_values
+        joined = attended.transpose(1, 2).flatten(-2)
+        return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
+
+    def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
+        """Returns means over the steps, earlier ones weighing more, and the states' relative error.
+
+        Row p of a step is judged by the target at p + step, and ROWS of the rows, not num_rows.
+        """
+        assert samples.hidden is not None, "samples without states"
+        tokens, parts = samples.tokens.long(), []
+        for step, states in enumerate(self.steps(tokens, samples.hidden, self.ahead)):
+            part = slice(step, step + states.shape[1])
+            answered = samples.answered[:, step + 1 : part.stop + 1].flatten().float()
+            wanted = samples.hidden[:, part].flatten(0, 1).float()
+            mine = states.flatten(0, 1)
+            error = ((mine - wanted) ** 2).sum(-1) / (wanted**2).sum(-1).clamp(min=1e-6)
+            error = (error * answered).sum() / answered.sum().clamp(min=1)
+            most = min(ROWS[answered.device.type], len(answered))
+            rows = (answered + 0.5 * torch.rand_like(answered)).topk(most).indices
+            total, best = (t[:, part].flatten()[rows] for t in (samples.total, samples.best))
+            p_logits, q_logits = self.logits(wanted[rows]), self.logits(mine[rows])
+            judged = p_logits, total, best.long(), q_logits, self.head_ids, answered[rows]
+            parts.append(torch.stack([*self._distance(*judged), error]))
+        fading = torch.tensor([FADING**n for n in range(len(parts))], device=tokens.device)
+        return tuple(((torch.stack(parts) * fading[:, None]).sum(0) / fading.sum()).unbind())
+
+
+Draft = ModelDraft | StateDraft
+
+
+def distance(
+    p_logits: Tensor, total: Tensor, best: Tensor, q_logits: Tensor, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns weighted means of cross-entropy, total variation and greedy agreement over rows.
+
+    p_logits, q_logits: the target's and the draft's logits of the tokens `ids`. total: logsumexp of
+    all logits of the target; best: its likeliest token of all.
+    """
+    p = (p_logits.float() - total[:, None]).exp()
+    log_q = q_logits.float().log_softmax(-1)
+    cross_entropy = -(p * log_q).sum(-1)
+    variation = 1 - torch.minimum(p, log_q.exp()).sum(-1)
+    agrees = (ids[log_q.argmax(-1)] == best).float()
+    size = weights.sum().clamp(min=1)
+    means = [(part * weights).sum() / size for part in (cross_entropy, variation, agrees)]
+    return means[0], means[1], means[2]
+
+
+class Optimizer:
+    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, at one learning rate.
+
+    Muon's updates are scaled so that the rate serves both (2502.16982).
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], heads: Sequence[Tensor] = ()) -> None:
+        """name: "adamw" or "muon", which leaves vectors and `heads` to AdamW."""
+        left = {id(tensor) for tensor in tensors if name == "adamw" or tensor.ndim == 1}
+        left |= set(map(id, heads))
+        rest = [tensor for tensor in tensors if id(tensor) in left]
+        matrices = [tensor for tensor in tensors if id(tensor) not in left]
+        settings: dict[str, Any] = {"betas": (0.9, 0.95), "fused": rest[0].is_cuda or None}
+        self._parts: list[Any] = [torch.optim.AdamW(rest, weight_decay=DECAY, **settings)]
+        if matrices:
+            settings = {"weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+            self._parts.append(torch.optim.Muon(matrices, **settings))
+
+    def step(self, rate: float) -> None:
+        """Changes the tensors by their gradients."""
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.step()
+
+
+def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
+    """Returns the architecture of a draft with a reduced head; form: or a number of layers.
+
+    Fresh layers are Llama's, whatever the target's are: no bias, no norm of q and k. Raises
+    ConfigError for heads whose outputs cannot be quantised in blocks.
+    """
+    shape = replace(target.shape, name=f"{target.shape.name}-draft")
+    if isinstance(form, int):
+        shape = replace(shape, num_layers=form)
+    else:
+        layers, heads, kv_heads, ffn = form
+        shape = replace(shape, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn=ffn)
+        target = replace(target, **PLAIN)
+    if shape.q_width % BLOCK:
+        told = f"{shape.num_heads} heads of {shape.head_dim}"
+        raise ConfigError(
+            f"shapes: {told}: allowed: heads that are {BLOCK} wide together, or 64, …"
+        )
+    return replace(target, shape=shape, tied=False, head_vocab=head_vocab)
+
+
+def state_config(
+    target: TransformerConfig, kind: str, heads: int, head_vocab: int
+) -> TransformerConfig:
+    """Returns the architecture of a draft of one of heads.STATE_KINDS, with the target's widths.
+
+    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns; eagle's
+    attention is Llama's. Raises ConfigError for widths that cannot be quantised.
+    """
+    shape = replace(target.shape, name=f"{target.shape.name}-{kind}", num_layers=1)
+    if shape.hidden % BLOCK or shape.ffn % BLOCK:
+        told = f"a hidden state of {shape.hidden} and an FFN of {shape.ffn}"
+        raise ConfigError(f"kinds={kind}: {told}: allowed: multiples of {BLOCK}")
+    if kind == "medusa":
+        ffn = max(BLOCK, shape.ffn // heads // BLOCK * BLOCK)
+        shape = replace(shape, num_layers=heads, ffn=ffn)
+    own = {**PLAIN, "tied": False, "head_vocab": head_vocab, "kind": kind}
+    return replace(target, shape=shape, **own)
+
+
+def architectures(
+    config: DistillConfig, target: TransformerConfig, head_vocab: int
+) -> dict[str, TransformerConfig]:
+    """Returns the architectures of the wanted drafts by kind or form; "": of the target's layers.
+
+    Raises ConfigError for one of which no draft can be made.
+    """
+    if config.kind_names:
+        heads = config.heads
+        return {kind: state_config(target, kind, heads, head_vocab) for kind in config.kind_names}
+    if config.forms:
+        return {name: draft_config(target, f, head_vocab) for name, f in config.forms.items()}
+    return {"": draft_config(target, len(config.layer_numbers), head_vocab)}
+
+
+def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:
+    """Returns the most frequent token ids, rising: int32 [num_tokens].
+
+    counts: [vocab]. always: ids that are kept whatever their count (stop tokens). Equal counts are
+    decided for the lower id: byte-pair merges are numbered from the most frequent on.
+    """
+    weights = np.asarray(counts, np.int64).copy()
+    weights[list(always)] = np.iinfo(np.int64).max
+    order = np.argsort(-weights, kind="stable")
+    return np.sort(order[:num_tokens]).astype(np.int32)
+
+
+def started(target: Llama, layers: Sequence[Layer], head_ids: Tensor) -> Llama:
+    """Returns a draft of these layers that can be trained, in float32.
+
+    Its norm and its head's rows start as the target's; the embedding is the target's, and frozen.
+    """
+    return mapped(target._replace(layers=tuple(layers), head=target.head[head_ids]), trained)
+
+
+def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Layer]:
+    """Returns random layers of an architecture."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, hidden = config.shape, config.shape.hidden
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # of a layer's addition to the residual
+    sizes = [
+        (shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
+        (hidden, shape.q_width, residual),
+        (2 * shape.ffn, hidden, INITIAL),
+        (hidden, shape.ffn, residual),
+    ]
+    layers = []
+    for _ in range(shape.num_layers):
+        matrices = (torch.randn(n, m, generator=generator) * scale for n, m, scale in sizes)
+        norms = (torch.ones(hidden) for _ in range(2))
+        layers.append(Layer(*(tensor.to(device) for tensor in (*matrices, *norms))))
+    return layers
+
+
+def fresh_states(config: TransformerConfig, seed: int, scale: float) -> dict[str, Tensor]:
+    """Returns the weights that a draft on hidden states starts from, in float32.
+
+    scale: root mean square of the target's states. Products that are added to the state start near
+    0, so that the first states are those in front.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, size in tensors(config):
+        if len(size) == 1:
+            is_last = name == LAST_NORM or name.endswith(f".{HEAD_NORM}")
+            weights[name] = torch.full(size, scale if is_last else 1.0)
+        elif name not in (EMBEDDING, HEAD):  # those are the target's
+            weights[name] = torch.randn(size, generator=generator) * INITIAL
+    return weights
