@@ -16,12 +16,11 @@ from typing import Any
 import pandas as pd
 
 from analysis.rows import Data, Notes, NothingLeft
-from mpissd.common.choice import are_predicted
 from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.rates import Rounds, student_t
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import setting_of
+from mpissd.lab.tables.best import are_predicted, setting_of
 from mpissd.lab.tables.claims import Claim, judged
 
 # The conditions that a figure's rows share besides the machine, unless the figure varies one.
@@ -112,7 +111,7 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 def best_rows(rows: pd.DataFrame, by: Sequence[str] = ("lookahead", "policy")) -> pd.DataFrame:
     """Returns the rows of the fastest combination of `by`, chosen as `compare` does
-    (common/choice.py)."""
+    (lab/tables/best.py)."""
     if rows.empty:
         return rows
     errors = rows["prediction_error"]

@@ -22,15 +22,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-try:
-    from mpissd.cli import arguments as cli
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] == "mpissd":
-        raise
-    venv = Path(__file__).resolve().parents[1] / ".venv/bin/python"
-    use = f"use {venv}" if venv.exists() else "pip install . there, or make venv"
-    print(f"mpissd: {sys.executable} has no {missing.name}: {use}", file=sys.stderr)
-    sys.exit(2)
+from mpissd.cli import arguments as cli  # noqa: E402
 from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
 from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
@@ -48,6 +40,7 @@ from mpissd.engine.comm.topology import (  # noqa: E402
 from mpissd.lab.sweep.plan import SweepConfig  # noqa: E402
 
 HEAD_START_S = 5.0
+HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
 # The functions of the commands, imported on use: --help needs neither NumPy nor MPI.
 FRONTS = {  # the half that talks to people, and starts the ranks by itself
@@ -78,13 +71,24 @@ def call(where: str, *arguments: Any) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
-    if launcher_size() is None:
-        try:
-            return unless_unread(lambda: execute(arguments))
-        except KeyboardInterrupt:  # Ctrl-C, if the command does not handle it
-            return 130
-    return execute(arguments)  # mpi4py aborts the other ranks if this one raises
+    """Runs a command; returns its exit code, and 141 if stdout's reader is gone (`| head`)."""
+    is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
+    try:
+        return execute(arguments) if is_rank else unless_unread(lambda: execute(arguments))
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "mpissd").partition(".")[0]
+        if package == "mpissd":
+            raise
+        venv = Path(__file__).resolve().parents[1] / ".venv/bin/python"
+        use = f"use {venv}" if venv.exists() else "pip install . there, or make venv"
+        if package in HTTP:
+            use = "pip install 'mpissd[serve]'"
+        print(f"mpissd: {sys.executable} has no {package}: {use}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # Ctrl-C, if the command does not handle it
+        if is_rank:
+            raise
+        return 130
 
 
 def execute(arguments: list[str] | None) -> int:

@@ -86,11 +86,7 @@ def tiny_pair(
 
 def _weights(where: str, seed: int) -> dict[str, NDArray[np.float32]]:
     checkpoint = open_checkpoint(where, seed)
-    found = {}
-    for name, shape in tensors(checkpoint.config):
-        read = checkpoint.matrix if len(shape) == 2 else checkpoint.vector
-        found[name] = np.array(read(name), np.float32)
-    return found
+    return {name: np.array(checkpoint.read(name)) for name, _ in tensors(checkpoint.config)}
 
 
 def _mixed(

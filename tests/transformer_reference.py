@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    ArrayTensor,
+    Checkpoint,
+    Tensor,
+    tensors,
+)
 
 Floats = NDArray[np.float32]
 
@@ -20,7 +28,7 @@ def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Floats:
     config = checkpoint.config
     ids = np.asarray(tokens)
     first, last = int(ids.min()), int(ids.max()) + 1
-    table = checkpoint.matrix("model.embed_tokens.weight", slice(first, last))
+    table = checkpoint.read("model.embed_tokens.weight", slice(first, last))
     x = table[ids - first]
     for layer in range(config.shape.num_layers):
         name = f"model.layers.{layer}."
@@ -33,14 +41,14 @@ def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Floats:
 
 
 def product(checkpoint: Checkpoint, name: str, x: Floats) -> Floats:
-    out = x @ checkpoint.matrix(f"{name}.weight").T
+    out = x @ checkpoint.read(f"{name}.weight").T
     has_bias = checkpoint.config.qkv_bias and name.endswith(("q_proj", "k_proj", "v_proj"))
-    return out + checkpoint.vector(f"{name}.bias") if has_bias else out
+    return out + checkpoint.read(f"{name}.bias") if has_bias else out
 
 
 def norm(checkpoint: Checkpoint, name: str, x: Floats) -> Floats:
     mean = np.mean(x * x, -1, keepdims=True) + np.float32(checkpoint.config.norm_eps)
-    return x / np.sqrt(mean) * checkpoint.vector(f"{name}.weight")
+    return x / np.sqrt(mean) * checkpoint.read(f"{name}.weight")
 
 
 def attention(checkpoint: Checkpoint, name: str, x: Floats) -> Floats:
@@ -71,19 +79,31 @@ def rotated(x: Floats, angles: NDArray[np.float64]) -> Floats:
 class Kept:
     """A checkpoint that keeps its matrices, rounded to a type."""
 
-    def __init__(self, inner: Any, dtype: Any) -> None:
+    def __init__(self, inner: Checkpoint, dtype: Any) -> None:
         self.inner, self.config = inner, inner.config
         self._dtype, self._kept = dtype, dict[Any, Any]()
 
-    def matrix(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Any:
+    def read(self, name: str, rows: slice = slice(None)) -> Any:
         key = name, str(rows)
         if key not in self._kept:
-            values = self.inner.matrix(name, rows, columns)
-            self._kept[key] = values.astype(self._dtype).astype(np.float32)
+            values = self.inner.read(name, rows)
+            is_matrix = values.ndim == 2
+            self._kept[key] = values.astype(self._dtype).astype("f4") if is_matrix else values
         return self._kept[key]
 
-    def vector(self, name: str, part: slice = slice(None)) -> Any:
-        return self.inner.vector(name, part)
+
+def stored(source: Checkpoint, kept: Callable[[str, Floats], Tensor]) -> Checkpoint:
+    """Returns a checkpoint with another one's tensors in memory, as of files.
+
+    kept: makes the tensor of each matrix from its name and values.
+    """
+    by_name: dict[str, Tensor] = {}
+    for name, size in tensors(source.config):
+        values = np.ascontiguousarray(source.read(name))
+        by_name[name] = kept(name, values) if len(size) == 2 else ArrayTensor(values)
+    if source.config.tied:
+        by_name[HEAD] = by_name[EMBEDDING]
+    return replace(source, by_name=by_name)
 
 
 def margins(checkpoint: Any, prompt: Sequence[int], answer: Sequence[int]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +15,18 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.checkpoint import ALL
+from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
+    ArrayTensor,
+    Tensor,
+    quantize,
+    random_checkpoint,
+)
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
+from tests.transformer_reference import stored
 
 Floats = NDArray[np.float32]
 TINY = ModelShape("tiny", 2, 48, 6, 3, 16, 80, True, 150)
@@ -39,37 +44,15 @@ FAMILIES = {
 }
 
 
-class Rounded:
-    """A checkpoint with another one's matrices, rounded to bfloat16."""
-
-    def __init__(self, source: Any) -> None:
-        self._source, self.config = source, source.config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def matrix(self, *what: Any) -> Floats:
-        bits = np.ascontiguousarray(self._source.matrix(*what)).view(np.uint32)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-        return np.asarray(even.astype(np.uint32).view(np.float32))
+def rounded(name: str, matrix: Floats) -> Tensor:
+    """Rounds a matrix to bfloat16."""
+    bits = matrix.view(np.uint32)
+    return ArrayTensor(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
 
 
-class Int8(Rounded):
-    """A checkpoint with another one's matrices, stored as int8 except for the embedding."""
-
-    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Any:
-        whole = self._source.matrix(name)
-        groups = whole.reshape(len(whole), -1, 32)
-        scales = (np.abs(groups).max(-1) / 127).astype(np.float16).astype(np.float32)
-        values = np.round(groups / scales[..., None]).astype(np.int8).reshape(whole.shape)
-        start, stop, _ = columns.indices(whole.shape[1])
-        return values[rows, columns], scales[rows, start // 32 : stop // 32]
-
-    def matrix(self, *what: Any) -> Floats:
-        if "embed" in what[0]:
-            return super().matrix(*what)
-        values, scales = self.int8_part(*what)
-        return np.asarray(values * np.repeat(scales, 32, axis=1), np.float32)
+def quantized(name: str, matrix: Floats) -> Tensor:
+    """Stores a matrix as int8, except for the embedding."""
+    return rounded(name, matrix) if name == EMBEDDING else ArrayTensor(*quantize(matrix))
 
 
 class Rig:
@@ -94,8 +77,8 @@ class Rig:
         options = ForwardOptions(
             lm_head=True, top_k=top_k, values=True, capacity=capacity, lanes=lanes, steps=steps
         )
-        kind = Int8 if config.shape.name == "int8" else Rounded
-        self.checkpoint = kind(RandomCheckpoint(config, 5))
+        kind = quantized if config.shape.name == "int8" else rounded
+        self.checkpoint = stored(random_checkpoint(config, 5), kind)
         weights = weights or load_weights(
             backend, self.checkpoint, shard, max_rows=max_rows, page=page
         )

@@ -29,10 +29,7 @@ CONFIG: dict[str, Any] = {
 def values_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, float32."""
     return {
-        name: np.ascontiguousarray(
-            (checkpoint.matrix if len(size) == 2 else checkpoint.vector)(name)
-        )
-        for name, size in tensors(checkpoint.config)
+        name: np.ascontiguousarray(checkpoint.read(name)) for name, _ in tensors(checkpoint.config)
     }
 
 

@@ -1,27 +1,25 @@
-"""The command line, read by fire: a command returns a request, which main then carries out.
-
-fire would call a command with its defaults before it reports an unknown flag. Every command
-therefore accepts any flag and checks it itself: a mistyped one gives one line with a suggestion.
-"""
+"""The command line: the commands, and the one path from arguments to a checked configuration."""
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import fire
-from fire.decorators import SetParseFn
-
-from mpissd.cli.configs import (
-    CompareConfig,
-    PlanConfig,
-    ProbeConfig,
-)
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.flags import flags_of, parse_into
+from mpissd.common.flags import (
+    Checked,
+    choice,
+    contained,
+    flag,
+    flags_of,
+    integer,
+    parse_into,
+    words,
+)
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.plan import SweepConfig
@@ -29,28 +27,109 @@ from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor import DoctorConfig
 from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
+_ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A validated request: the command's name and its configuration."""
 
-    name: str
-    config: Any
-    given: frozenset[str] = frozenset()  # the flags that the user gave
+@dataclass(frozen=True)
+class ProbeConfig(Checked):
+    """Flags of `probe`: a run's flags (mode=ar: no draft), and the profile's name."""
+
+    run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
+    name: str | None = flag(
+        None, words, "name of the profile (default: made of device, T and pair)"
+    )
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds mode=sd to num_drafts=0, the one mode whose draft needs no rank."""
+        completed = super().completed(flags)
+        return {"mode": "sd", **completed} if flags.get("num_drafts") == "0" else completed
+
+
+PLANNED = (  # flags of a run that apply to every configuration that `plan` weighs
+    "pair",
+    "alpha",
+    "acceptance",
+    "acceptance_fast",
+    "p_hit",
+    "hit_law",
+    "laws",
+    "lookup",
+    "batch_size",
+    "forward",
+    "fuse",
+    "lm_head",
+    "context",
+)
+
+
+@dataclass(frozen=True)
+class PlanConfig(Checked):
+    """Flags of `plan`: the device profile and the number of GPUs, or one configuration, or rows."""
+
+    profile: str | None = flag(
+        None,
+        words,
+        "device profile: a name or a file (default: h100; with rows: several, separated by commas, "
+        "default: of each row's device)",
+    )
+    gpus: int = flag(2, integer(1), "largest number of GPUs to use")
+    run: RunConfig = contained(
+        RunConfig,
+        mode=flag("ssd", choice("ar", "sd", "ssd"), "predict the configuration of these flags"),
+    )
+    tp: int | None = flag(None, integer(1), "with mode: target ranks (default: 1)")
+    rows: str | None = flag(
+        None,
+        words,
+        "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
+    )
+    host: str | None = flag(
+        None, words, "with rows: a run's profile that gives the host costs (default: the profile)"
+    )
 
     @property
-    def run(self) -> RunConfig:
-        """The run's configuration, or its defaults for a command that has none."""
-        if isinstance(self.config, RunConfig):
-            return self.config
-        return getattr(self.config, "run", None) or RunConfig()
+    def device(self) -> str:
+        """The profile of an advice or a prediction."""
+        return self.profile or "h100"
+
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
+        if self.host is not None and self.rows is None:
+            raise ConfigError(f"host={self.host} without rows: allowed: with rows")
+        if self.run.groups > 1 and self.rows is not None:
+            raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
+@dataclass(frozen=True)
+class CompareConfig(Checked):
+    """Flags of `compare`: the results, and what to show of them."""
+
+    a: str | None = flag(
+        None, words, "a run id in OUT, a runs.jsonl or a folder; best, claims: several, by commas"
+    )
+    b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
+    show: str | None = flag(
+        None,
+        choice("pair", "best", "claims", "tables", "why"),
+        "pair: B over A; best: the fastest method; claims: SSD over the strongest other use of its "
+        "GPUs; tables: the milestone report's; why: the gaps between a row and its floor "
+        "(default: pair where there are two configurations, else best)",
+    )
+    out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
+
+    def check(self) -> None:
+        """Refuses contradictory flags; raises ConfigError."""
+        super().check()
+        if self.b is not None and self.show not in (None, "pair"):
+            raise ConfigError(f"b={self.b} with show={self.show}: allowed: with show=pair")
+
+
+class Spec(NamedTuple):
     """Description of a command: its configuration class, help, and positional flags."""
 
-    config: type
+    config: type[Checked]
     about: str
     words: tuple[str, ...] = ()  # the flags that arguments without -- give, in order
 
@@ -81,20 +160,6 @@ SPECS = {
 }
 
 
-def _command(name: str, spec: Spec) -> Callable[..., Command]:
-    """Returns a function that fire calls with the words and flags of a command."""
-
-    @SetParseFn(str)  # type: ignore[untyped-decorator]
-    def command(*words: str, **flags: str) -> Command:
-        names = [name for name in spec.words if name not in flags]
-        if len(words) > len(names):
-            raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
-        given = {**flags, **dict(zip(names, words, strict=False))}
-        return Command(name, parse_into(spec.config, given), frozenset(given))
-
-    return command  # type: ignore[no-any-return]
-
-
 _RETIRED = {  # what takes the place of a retired command
     "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
     **dict.fromkeys(("record", "laws"), "pair"),
@@ -102,32 +167,73 @@ _RETIRED = {  # what takes the place of a retired command
     "bench-gpu": "make bench-gpu",
 }
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
-COMMANDS = {name: _command(name, spec) for name, spec in SPECS.items()}
+_FLAG = re.compile(r"--?[A-Za-z]")
 
 
-def parse(arguments: list[str]) -> Command:
+@dataclass(frozen=True)
+class Command:
+    """A validated request: the command's name, its configuration, and the flags that were given."""
+
+    name: str
+    config: Any
+    given: frozenset[str] = frozenset()
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's configuration, or its defaults for a command that has none."""
+        if isinstance(self.config, RunConfig):
+            return self.config
+        return getattr(self.config, "run", None) or RunConfig()
+
+
+def parse(arguments: Sequence[str]) -> Command:
     """Returns the command that the arguments name.
 
     Help goes to stdout and ends with SystemExit(0). Raises ConfigError: an unknown command or flag,
     a value of the wrong type, a device that would not be emulated.
     """
-    command = [name for name in arguments[:1] if name not in ("-h", "--help", "--")]
-    if command and command[0] not in COMMANDS:
-        if command[0] in _RETIRED:
-            raise ConfigError(f"{command[0]} is retired: instead: {_RETIRED[command[0]]}")
-        raise unknown("command", command[0], COMMANDS)
+    name = next((word for word in arguments[:1] if word not in ("-h", "--help", "--")), None)
+    if name is not None and name not in SPECS:
+        if name in _RETIRED:
+            raise ConfigError(f"{name} is retired: instead: {_RETIRED[name]}")
+        raise unknown("command", name, SPECS)
     if not arguments or {"-h", "--help"} & set(arguments):
-        print("\n".join(_help_of(command[0]) if command else _help()))
+        print("\n".join(_help() if name is None else _help_of(name)))
         sys.exit(0)
-    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+    if stray := {"-", "--"} & set(arguments):
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
-    request = fire.Fire(COMMANDS, command=arguments, name="mpissd", serialize=lambda _: None)
-    if request.name in _ON_A_BACKEND and "device" in request.given:
-        backend = request.run.backend
-        if backend != "emulated":  # it would change nothing
-            device = f"device={request.run.device} with backend={backend}"
-            raise ConfigError(f"{device}: allowed: backend=emulated")
-    return cast(Command, request)
+    assert name is not None, "only options of help name no command"
+    spec = SPECS[name]
+    given = _flags(arguments[1:], flags_of(spec.config), spec.words)
+    command = Command(name, parse_into(spec.config, given), frozenset(given))
+    if name in _ON_A_BACKEND and "device" in given and command.run.backend != "emulated":
+        device = f"device={command.run.device} with backend={command.run.backend}"
+        raise ConfigError(f"{device}: allowed: backend=emulated")  # it would change nothing
+    return command
+
+
+def _flags(
+    arguments: Sequence[str], known: Collection[str], positional: Sequence[str]
+) -> dict[str, str]:
+    """Returns flags as text: --name=value, --name value, --name, --noname, or with hyphens."""
+    flags, loose, left = dict[str, str](), list[str](), list(reversed(arguments))
+    while left:
+        word = left.pop()
+        if not _FLAG.match(word):
+            loose.append(word)
+            continue
+        name, is_said, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not is_said and left and not _FLAG.match(left[-1]):
+            value = left.pop()
+        elif not is_said:
+            is_no = name not in known and name.startswith("no") and name[2:] in known
+            name, value = (name[2:], "False") if is_no else (name, "True")
+        flags[name] = value
+    free = [name for name in positional if name not in flags]
+    if len(loose) > len(free):
+        raise ConfigError(f"{loose[-1]!r} is not a flag: write --name=value")
+    return {**flags, **dict(zip(free, loose, strict=False))}
 
 
 def _help() -> Iterator[str]:
@@ -142,7 +248,7 @@ def _help_of(name: str) -> Iterator[str]:
         ["python -m mpissd", name, *(f"[{w.upper()}]" for w in spec.words), "[--flag …]"]
     )
     yield f"  {spec.about}"
-    for flag, known in flags_of(spec.config).items():
+    for flag_name, known in flags_of(spec.config).items():
         default = "" if known.default is None else f"={known.default}"
-        yield f"  --{flag}{default}\n      {known.metadata['help']}"
+        yield f"  --{flag_name}{default}\n      {known.metadata['help']}"
     yield from (f"  {word.upper()} is the value of --{word}" for word in spec.words)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from mpissd.cli.configs import PLANNED, PlanConfig
+from mpissd.cli.arguments import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import json_line
@@ -15,11 +15,11 @@ from mpissd.engine.job import resolve
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
 from mpissd.lab.predict.advice import report
 from mpissd.lab.predict.advisor import plan as advice_of
+from mpissd.lab.predict.advisor import pools, replicas
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import survey
-from mpissd.lab.predict.uses import pools, replicas
 from mpissd.lab.tables.load import load_rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpissd.cli.configs import CompareConfig
+from mpissd.cli.arguments import CompareConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import json_line
 from mpissd.lab.predict.why import gaps

@@ -12,9 +12,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from mpissd.common.default_flags import with_measured, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import (
     DRAFTING,
@@ -32,17 +32,72 @@ from mpissd.common.flags import (
     switch,
     words,
 )
+from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import parse_name, readers
 
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
 DEFAULT_VOCAB = 64
 _ANSWER_TOKENS = 256
+PROMPTS = ("prompt", "prompts", "prompt_ids")
+DEFAULT_PAIR = "smollm2"
+_ON_TWO_CORES = {"lookahead": "3", "fan_out": "uniform:2"}  # of that pair: results/cpu-text
+
+
+def with_text(flags: Mapping[str, str]) -> dict[str, str]:
+    """Adds workload=text for a prompt or a target with weights, and pair=smollm2 for a text prompt
+    without models.
+
+    Adds nothing if --workload or --forward is given. Raises ConfigError if a target's weights
+    belong to a package that is not installed.
+    """
+    given = dict(flags)
+    if not {"workload", "forward"} & given.keys() and _wants_text(given):
+        given["workload"] = "text"
+    is_text = given.get("workload") == "text" and "prompt_ids" not in given
+    if is_text and not {"pair", "target"} & given.keys():
+        given["pair"] = DEFAULT_PAIR
+    return given
+
+
+def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
+    """Adds K and fan-out at which the shipped pair's SSD was fastest on two cores, if a CPU runs
+    its text and the flags give neither."""
+    is_ssd = flags.get("workload") == "text" and flags.get("mode", "ssd") == "ssd"
+    is_shipped = flags.get("pair", "").lower() == DEFAULT_PAIR
+    backend = flags.get("backend", "auto")
+    on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
+    if is_ssd and is_shipped and on_cpu:
+        return {**_ON_TWO_CORES, **flags}
+    return dict(flags)
+
+
+def _wants_text(flags: Mapping[str, str]) -> bool:
+    """Returns whether flags give a prompt, or a target with weights, fetched or not."""
+    if any(name in flags for name in PROMPTS):
+        return True
+    try:
+        target = target_of(flags["pair"]) if "pair" in flags else flags.get("target")
+    except ConfigError:
+        return False  # resolving the job reports an unknown name
+    if target is None or is_missing(target):
+        return target is not None
+    try:
+        path = files_of(target)
+    except ConfigError:
+        try:
+            resolve_model(target)
+        except ConfigError:
+            return False
+        raise
+    if path is None:
+        return False
+    return path.suffix == ".gguf" or any(path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
 class MethodFlags(Checked):
-    """Flags of the method: how tokens are drafted and served."""
+    """Flags of the method, of the target and draft models, and of their forwards."""
 
     mode: str = flag(
         "ssd",
@@ -79,35 +134,6 @@ class MethodFlags(Checked):
         None, integer(1), "number K_b of tokens that a backup drafts (default: K)", modes=DRAFTING
     )
 
-    @property
-    def drafts(self) -> int:
-        """Number of draft ranks D; by default 0 for ar, 1 for sd and ssd."""
-        if self.num_drafts is not None:
-            return self.num_drafts
-        return 0 if self.mode == "ar" else 1
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether only prompt lookup drafts, without a draft model (sd with backup=fast)."""
-        return self.mode == "sd" and self.backup == "fast"
-
-    def effective(self, name: str) -> Any:
-        """Returns the value of a flag, with the default that the mode gives it."""
-        return self.drafts if name == "num_drafts" else super().effective(name)
-
-    def check(self) -> None:
-        """Refuses a backup that drafts more than K tokens; raises ConfigError."""
-        super().check()
-        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
-            raise ConfigError(
-                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
-            )
-
-
-@dataclass(frozen=True)
-class ModelFlags(Checked):
-    """Flags of the target and draft models, and of their forwards."""
-
     pair: str | None = flag(
         None,
         words,
@@ -131,6 +157,30 @@ class ModelFlags(Checked):
     context: int = flag(
         0, integer(0), "tokens of KV cache that each forward reads, as attention would"
     )
+
+    @property
+    def drafts(self) -> int:
+        """Number of draft ranks D; by default 0 for ar, 1 for sd and ssd."""
+        if self.num_drafts is not None:
+            return self.num_drafts
+        return 0 if self.mode == "ar" else 1
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether only prompt lookup drafts, without a draft model (sd with backup=fast)."""
+        return self.mode == "sd" and self.backup == "fast"
+
+    def effective(self, name: str) -> Any:
+        """Returns the value of a flag, with the default that the mode gives it."""
+        return self.drafts if name == "num_drafts" else super().effective(name)
+
+    def check(self) -> None:
+        """Refuses a backup that drafts more than K tokens; raises ConfigError."""
+        super().check()
+        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
+            raise ConfigError(
+                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
+            )
 
 
 @dataclass(frozen=True)
@@ -367,27 +417,6 @@ class MachineFlags(Checked):
 
 
 @dataclass(frozen=True)
-class MeasurementFlags(Checked):
-    """Flags of the length of the measurement, and its seed."""
-
-    rounds: int | None = flag(
-        None, integer(1), "number of measured rounds (default 200 without num_tokens)"
-    )
-    num_tokens: int | None = flag(
-        None, integer(1), "tokens to decode in each sequence; with rounds, the earlier limit counts"
-    )
-    seed: int = flag(0, integer(0, 2**64 - 1), "seed of all random draws")
-    warmup_rounds: int = flag(10, integer(1), "warm-up rounds, on sequences that are thrown away")
-
-    @property
-    def max_rounds(self) -> int | None:
-        """Limit of measured rounds; None: rounds continue until num_tokens are emitted."""
-        if self.rounds is None and self.num_tokens is None:
-            return 200
-        return self.rounds
-
-
-@dataclass(frozen=True)
 class Learning(Checked):
     """The values of --learn.
 
@@ -403,31 +432,6 @@ class Learning(Checked):
     steps: float = flag(1.0, number(0.01), "steps for each finished sequence")
     publish_s: float = flag(10.0, number(0), "shortest time between two versions, in seconds")
     device: str = flag("auto", choice("auto", "cuda", "cpu"), "where it computes")
-
-
-@dataclass(frozen=True)
-class LearnerFlags(Checked):
-    """Flags of learner ranks: their number, and how they train."""
-
-    learners: int = flag(
-        0,
-        integer(0, 1),
-        "number L of learner ranks, the last ones, which train the draft while it drafts (text)",
-        modes=DRAFTING,
-        needs="workload=text num_drafts=1 on_draft_loss=abort groups=1",
-    )
-    learn: str | None = flag(
-        None,
-        mapping(Learning),
-        "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
-        "device=auto|cuda|cpu",
-        modes=DRAFTING,
-    )
-
-    @property
-    def learning(self) -> Learning:
-        """The values of --learn, with their defaults."""
-        return mapped(Learning, self.learn, "learn")
 
 
 @dataclass(frozen=True)
@@ -462,14 +466,34 @@ class OutputFlags(Checked):
 @dataclass(frozen=True)
 class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags,
-    LearnerFlags,
-    MeasurementFlags,
     MachineFlags,
     WorkloadFlags,
-    ModelFlags,
     MethodFlags,
 ):
     """All flags of a run; None means not given, and is resolved when the machine is known."""
+
+    rounds: int | None = flag(
+        None, integer(1), "number of measured rounds (default 200 without num_tokens)"
+    )
+    num_tokens: int | None = flag(
+        None, integer(1), "tokens to decode in each sequence; with rounds, the earlier limit counts"
+    )
+    seed: int = flag(0, integer(0, 2**64 - 1), "seed of all random draws")
+    warmup_rounds: int = flag(10, integer(1), "warm-up rounds, on sequences that are thrown away")
+    learners: int = flag(
+        0,
+        integer(0, 1),
+        "number L of learner ranks, the last ones, which train the draft while it drafts (text)",
+        modes=DRAFTING,
+        needs="workload=text num_drafts=1 on_draft_loss=abort groups=1",
+    )
+    learn: str | None = flag(
+        None,
+        mapping(Learning),
+        "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
+        "device=auto|cuda|cpu",
+        modes=DRAFTING,
+    )
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
@@ -501,7 +525,13 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     @property
     def max_rounds(self) -> int | None:
         """Most measured rounds; None: rounds continue until every sequence has ended."""
-        return self.rounds if self.is_text else super().max_rounds
+        is_limited = self.is_text or self.num_tokens is not None
+        return 200 if self.rounds is None and not is_limited else self.rounds
+
+    @property
+    def learning(self) -> Learning:
+        """The values of --learn, with their defaults."""
+        return mapped(Learning, self.learn, "learn")
 
     def check(self) -> None:
         """Refuses flags of other workloads, and a draft or target that misses the other."""

@@ -95,23 +95,34 @@ class _Reader:
 
     def read(self) -> GgufFile:
         magic, version, num_tensors, num_entries = self._next(_HEADER)
+        where = repr(str(self._path))
         if magic != b"GGUF":
-            raise ConfigError(f"{str(self._path)!r}: is no GGUF file")
+            raise ConfigError(f"{where}: is no GGUF file")
         if version not in _VERSIONS:
-            raise ConfigError(f"{str(self._path)!r}: GGUF version {version}: allowed: 2, 3")
-        metadata = dict(self._entry() for _ in range(num_entries))
-        tensors = dict(self._tensor() for _ in range(num_tensors))
+            raise ConfigError(f"{where}: GGUF version {version}: allowed: 2, 3")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            name = self._string()
+            metadata[name] = self._value(self._next(_KIND)[0])
+        tensors: dict[str, TensorInfo] = {}
+        for _ in range(num_tensors):
+            name = self._string()
+            (num_dims,) = self._next(_KIND)
+            if num_dims > _MOST_DIMS:
+                raise ValueError(f"tensor {name!r} of {num_dims} dimensions")
+            shape = self._next(Struct(f"<{num_dims}Q"))
+            tensors[name] = TensorInfo(shape, *self._next(Struct("<IQ")))
         align = int(metadata.get("general.alignment", 32))
         start = -(-self._at // align) * align
         for name, info in tensors.items():
             if start + info.offset >= len(self._data):
-                raise ConfigError(f"{str(self._path)!r}: cut off before tensor {name!r}")
+                raise ConfigError(f"{where}: cut off before tensor {name!r}")
         return GgufFile(self._path, metadata, tensors, start)
 
     def _next(self, form: Struct) -> tuple[Any, ...]:
-        found = form.unpack_from(self._data, self._at)
+        values = form.unpack_from(self._data, self._at)
         self._at += form.size
-        return found
+        return values
 
     def _string(self) -> str:
         (length,) = self._next(_LENGTH)
@@ -121,11 +132,6 @@ class _Reader:
         text = self._data[self._at : end].decode(errors="replace")
         self._at = end
         return text
-
-    def _entry(self) -> tuple[str, Any]:
-        name = self._string()
-        (kind,) = self._next(_KIND)
-        return name, self._value(kind)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -139,15 +145,6 @@ class _Reader:
             return list(self._next(Struct(f"<{count}{_SCALARS[item]}")))
         return [self._value(item) for _ in range(count)]
 
-    def _tensor(self) -> tuple[str, TensorInfo]:
-        name = self._string()
-        (num_dims,) = self._next(_KIND)
-        if num_dims > _MOST_DIMS:
-            raise ValueError(f"tensor {name!r} of {num_dims} dimensions")
-        shape = self._next(Struct(f"<{num_dims}Q"))
-        kind, offset = self._next(Struct("<IQ"))
-        return name, TensorInfo(shape, kind, offset)
-
 
 def read_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape by name.
@@ -155,40 +152,30 @@ def read_fields(path: Path) -> dict[str, Any]:
     Raises ConfigError, one line naming the file and the key, if it is unreadable or incomplete, or
     of an architecture that is not supported.
     """
-    file = read_gguf(path)
+    file, where = read_gguf(path), repr(str(path))
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{str(path)!r}: general.architecture={architecture!r} is not supported: allowed: "
+            f"{where}: general.architecture={architecture!r} is not supported: allowed: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    experts = file.metadata.get(f"{architecture}.expert_count")
-    if experts:
+    if experts := file.metadata.get(f"{architecture}.expert_count"):
         raise ConfigError(
-            f"{str(path)!r}: {architecture}.expert_count={experts} says mixture-of-experts, which "
-            "is not supported"
+            f"{where}: {architecture}.expert_count={experts} says mixture-of-experts, which is not "
+            "supported"
         )
-    fields = {field: _integer(file, f"{architecture}.{key}") for field, key in _KEYS.items()}
-    fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
-    if not fields["head_dim"]:
-        fields["head_dim"] = (fields["hidden"] or 0) // (fields["num_heads"] or 1)
-    vocabulary = {"vocab_size": _vocab_size(file), "gated": True}
-    missing = [_KEYS[field] for field, value in fields.items() if not value]
-    if missing:
-        raise ConfigError(f"{str(path)!r}: {architecture}.{missing[0]} is missing")
-    return {"name": path.stem, **fields, **vocabulary}
-
-
-def _integer(file: GgufFile, key: str) -> int | None:
-    value = file.metadata.get(key)
-    if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"{str(file.path)!r}: {key}={value!r}: allowed: whole numbers from 1")
-    return value
-
-
-def _vocab_size(file: GgufFile) -> int:
-    """Returns the number of rows of the embedding, whose first dimension here is the hidden one."""
-    found = file.tensors.get("token_embd.weight")
-    if found is None or len(found.shape) != 2:
-        raise ConfigError(f"{str(file.path)!r}: the tensor token_embd.weight is missing")
-    return int(found.shape[1])
+    shape: dict[str, Any] = {"name": path.stem}
+    for field, name in _KEYS.items():
+        key = f"{architecture}.{name}"
+        value = shape[field] = file.metadata.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{where}: {key}={value!r}: allowed: whole numbers from 1")
+    shape["num_kv_heads"] = shape["num_kv_heads"] or shape["num_heads"]
+    shape["head_dim"] = shape["head_dim"] or (shape["hidden"] or 0) // (shape["num_heads"] or 1)
+    # The embedding has a row for each token; its first dimension here is the hidden one.
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError(f"{where}: the tensor token_embd.weight is missing")
+    if missing := [name for field, name in _KEYS.items() if not shape[field]]:
+        raise ConfigError(f"{where}: {architecture}.{missing[0]} is missing")
+    return {**shape, "vocab_size": int(embedding.shape[1]), "gated": True}

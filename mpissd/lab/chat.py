@@ -13,8 +13,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+import httpx
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import MODES
@@ -23,9 +24,6 @@ from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
 from mpissd.lab.show import Meter, Painter, columns_of, legend, open_terminal
 from mpissd.serve.config import KEY_VARIABLE, ChatConfig
-
-if TYPE_CHECKING:
-    import httpx
 
 HELP = """\
 /mode ar|sd|ssd   decode otherwise from the next answer on
@@ -58,31 +56,25 @@ class Chat:
         self._meters: list[Meter] = []
         self._prompt = ""  # the last answer's numbers of prompt tokens
 
-    def say(self, text: str) -> None:
-        """Prints a line for the person."""
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
     def greet(self, about: Mapping[str, Any], model: str) -> None:
         """Prints the models, the ranks, and the colours' meanings."""
         draft = f", drafts by {about['draft']}" if about["draft"] else ""
         ranks = f"T={about['tp']}" + (f", D={about['num_drafts']}" if about["num_drafts"] else "")
-        self.say(f"{model}{draft}; {ranks} on {about['backend']}; /help lists the commands")
+        say(f"{model}{draft}; {ranks} on {about['backend']}; /help lists the commands")
         if self._colours:
-            self.say(f"{legend()}\n")
+            say(f"{legend()}\n")
 
     def take(self, line: str) -> bool:
         """Executes the person's line; returns False if the line ends the chat."""
-        if not line.strip():
-            return True
         if line.startswith("/"):
             return self._command(*line[1:].split())
         try:
             line.encode()
         except UnicodeEncodeError:
-            self.say("that is no UTF-8 text")
+            say("that is no UTF-8 text")
             return True
-        self._ask(line)
+        if line.strip():
+            self._ask(line)
         return True
 
     def _command(self, name: str = "help", *values: str) -> bool:
@@ -91,40 +83,32 @@ class Chat:
             case "quit" | "exit":
                 return False
             case "mode":
-                self._set_mode(*values[:1])
+                mode = values[0] if values else self.mode
+                if mode not in MODES:
+                    say(f"mode={mode}: allowed: {', '.join(MODES)}")
+                    return True
+                self.mode = mode
+                say(f"mode {mode}")
+            case "stats" if self._meters:
+                every = self._meters
+                say(f"last: {every[-1].long()}{self._prompt}")
+                tokens, seconds = sum(m.num_tokens for m in every), sum(m.seconds for m in every)
+                rounds = max(1, sum(m.num_rounds for m in every))
+                answers = f"{len(every)} answers, {tokens} tokens in {seconds:.1f} s"
+                say(f"all:  {answers}, {tokens / rounds:.2f} a round")
             case "stats":
-                self._stats()
+                say("no answer yet")
             case "show":
                 self._colours = not self._colours and self._terminal is not None
-                self.say(f"colours {'on' if self._colours else 'off'}")
+                say(f"colours {'on' if self._colours else 'off'}")
             case "reset":
                 self._messages = []
-                self.say("the conversation is forgotten")
+                say("the conversation is forgotten")
             case "help":
-                self.say(HELP)
+                say(HELP)
             case _:
-                self.say(f"/{name}: unknown; /help lists the commands")
+                say(f"/{name}: unknown; /help lists the commands")
         return True
-
-    def _set_mode(self, mode: str = "") -> None:
-        if mode and mode not in MODES:
-            self.say(f"mode={mode}: allowed: {', '.join(MODES)}")
-            return
-        self.mode = mode or self.mode
-        self.say(f"mode {self.mode}")
-
-    def _stats(self) -> None:
-        if not self._meters:
-            self.say("no answer yet")
-            return
-        every = self._meters
-        self.say(f"last: {every[-1].long()}{self._prompt}")
-        tokens, seconds = sum(m.num_tokens for m in every), sum(m.seconds for m in every)
-        rounds = max(1, sum(m.num_rounds for m in every))
-        self.say(
-            f"all:  {len(every)} answers, {tokens} tokens in {seconds:.1f} s, "
-            f"{tokens / rounds:.2f} a round"
-        )
 
     def _ask(self, text: str) -> None:
         """Sends the conversation and shows the answer; a refused question is forgotten."""
@@ -142,41 +126,32 @@ class Chat:
         }
         columns = columns_of(self._terminal) if self._terminal else _NO_WRAP
         painter = Painter(sys.stdout.write, columns, colours=self._colours)
-        meter, ended, said = Meter(has_cache=self.mode == "ssd"), "stopped", list[str]()
+        meter, ended, texts = Meter(has_cache=self.mode == "ssd"), "stopped", list[str]()
         self._prompt = ""
         try:
             for chunk in self._chunks(body):
-                ended = self._show(chunk, painter, meter, said) or ended
+                if usage := chunk.get("usage"):
+                    cached = usage["prompt_tokens_details"]["cached_tokens"]
+                    tokens = f"prompt of {usage['prompt_tokens']} tokens"
+                    self._prompt = f"; {tokens}, {cached} of them in the KV cache"
+                if part := chunk.get("speculation"):
+                    meter.count(part["tokens"], part["rounds"], part["hits"])
+                    pieces = [(text, source or "bonus") for text, source in part["pieces"] if text]
+                    texts += [text for text, _ in pieces]
+                    painter.add(pieces, meter.short())
+                    sys.stdout.flush()
+                    ended = chunk["choices"][0]["finish_reason"] or ended
         except KeyboardInterrupt:  # leaving the stream cancels the request
             pass
         except ConfigError as refused:
-            self.say(str(refused))
+            say(str(refused))
             return
         painter.end()
         notes = {"length": "the longest answer that is allowed; ", "stopped": "stopped; "}
         summary = f"{notes.get(ended, '')}{meter.long()}"
-        self.say(f"\x1b[2m{summary}\x1b[0m\n" if self._colours else "")
-        self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        say(f"\x1b[2m{summary}\x1b[0m\n" if self._colours else "")
+        self._messages = [*asked, {"role": "assistant", "content": "".join(texts)}]
         self._meters.append(meter)
-
-    def _show(
-        self, chunk: Mapping[str, Any], painter: Painter, meter: Meter, said: list[str]
-    ) -> str | None:
-        """Shows a part of the answer; returns the finish reason, if it has one."""
-        if usage := chunk.get("usage"):
-            cached = usage["prompt_tokens_details"]["cached_tokens"]
-            tokens = usage["prompt_tokens"]
-            self._prompt = f"; prompt of {tokens} tokens, {cached} of them in the KV cache"
-        if "speculation" not in chunk:
-            return None
-        part = chunk["speculation"]
-        meter.count(part["tokens"], part["rounds"], part["hits"])
-        pieces = [(text, source or "bonus") for text, source in part["pieces"] if text]
-        said += [text for text, _ in pieces]
-        painter.add(pieces, meter.short())
-        sys.stdout.flush()
-        reason: str | None = chunk["choices"][0]["finish_reason"]
-        return reason
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a streamed answer.
@@ -202,10 +177,8 @@ class Chat:
 def chat(config: ChatConfig) -> int:
     """Runs the command; returns the exit code, the server's if it ends first.
 
-    Raises ConfigError if a model cannot be loaded or cannot chat, or without httpx.
+    Raises ConfigError if a model cannot be loaded or cannot chat.
     """
-    if find_spec("httpx") is None:
-        raise ConfigError("chat needs httpx: pip install 'mpissd[serve]'")
     try:
         if config.url is not None:
             code = _converse(config, config.url)
@@ -217,24 +190,20 @@ def chat(config: ChatConfig) -> int:
             assert server.stdout is not None
             url = server.stdout.readline().partition(" ")[0]
             code = _converse(config, url) if url else None
-            return _exit_code(server) if code is None else code
+            if code is None:  # the server has failed, and prints why
+                try:
+                    code = server.wait(_LEAVE_S) or FaultError.exit_code
+                except subprocess.TimeoutExpired:
+                    code = FaultError.exit_code
+            return code
     except KeyboardInterrupt:  # while the models load
         return 128 + signal.SIGINT
-
-
-def _exit_code(server: subprocess.Popen[str]) -> int:
-    """Returns the exit code of a server that has failed; it prints why."""
-    try:
-        return server.wait(_LEAVE_S) or FaultError.exit_code
-    except subprocess.TimeoutExpired:
-        return FaultError.exit_code
 
 
 @contextmanager
 def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
     """Starts a server on this machine, and ends it after the block."""
-    key = {KEY_VARIABLE: os.urandom(16).hex()}  # other users reach 127.0.0.1 as well
-    os.environ.update(key)
+    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # other users reach 127.0.0.1 as well
     server = subprocess.Popen(
         [sys.executable, "-m", "mpissd", *config.server_arguments()],
         stdin=subprocess.DEVNULL,
@@ -254,9 +223,10 @@ def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
 
 
 def _converse(config: ChatConfig, url: str) -> int | None:
-    """Runs a chat with the server at this address; returns 0, or None if the server is gone."""
-    import httpx
+    """Takes lines until the person leaves; returns 0, or None if the server is gone.
 
+    Ctrl-C at the prompt only drops the line.
+    """
     key = os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (
@@ -271,27 +241,27 @@ def _converse(config: ChatConfig, url: str) -> int | None:
             raise ConfigError(f"url={url}: no mpissd serve there: {why}") from error
         chat = Chat(http, config, about, terminal)
         chat.greet(about, model)
-        try:
-            _read_lines(chat)
-        except (FaultError, httpx.HTTPError) as error:
-            sys.stderr.write(f"mpissd: {error}\n")
-            return None
-    return 0
+        is_typed = sys.stdin.isatty()
+        if is_typed:
+            import readline  # noqa: F401  (gives input() editing and a history)
+        while True:
+            try:
+                line = input(f"{chat.mode}> ")
+                if not is_typed:
+                    say(line)
+                if not chat.take(line):
+                    return 0
+            except EOFError:
+                say("")
+                return 0
+            except KeyboardInterrupt:
+                say("")
+            except (FaultError, httpx.HTTPError) as error:
+                sys.stderr.write(f"mpissd: {error}\n")
+                return None
 
 
-def _read_lines(chat: Chat) -> None:
-    """Takes lines until the person leaves; Ctrl-C at the prompt only drops the line."""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (gives input() editing and a history)
-    while True:
-        try:
-            line = input(f"{chat.mode}> ")
-            if not sys.stdin.isatty():
-                chat.say(line)
-            if not chat.take(line):
-                return
-        except EOFError:
-            chat.say("")
-            return
-        except KeyboardInterrupt:
-            chat.say("")
+def say(text: str) -> None:
+    """Prints a line for the person."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

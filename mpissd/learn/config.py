@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
-from mpissd.common.heads import STATE_KINDS
+from mpissd.common.shapes import STATE_KINDS
 
 Form = tuple[int, int, int, int]  # of fresh layers: layers, heads, KV heads, FFN
 

@@ -320,7 +320,7 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
 def state_config(
     target: TransformerConfig, kind: str, heads: int, head_vocab: int
 ) -> TransformerConfig:
-    """Returns the architecture of a draft of one of heads.STATE_KINDS, with the target's widths.
+    """Returns the architecture of a draft of one of shapes.STATE_KINDS, with the target's widths.
 
     Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns; eagle's
     attention is Llama's. Raises ConfigError for widths that cannot be quantised.

@@ -141,7 +141,7 @@ _FIELDS = {
 def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
     """Returns a checkpoint's weights on a device."""
     embedding, *head = (
-        torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
+        torch.tensor(checkpoint.read(name), dtype=dtype, device=device)
         for name in (EMBEDDING, HEAD)[: 1 if checkpoint.config.tied else 2]
     )
     model = Llama(embedding, (), None, head[0] if head else embedding)
@@ -153,9 +153,8 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
     config, device = checkpoint.config, model.embedding.device
 
     def get(name: str) -> Tensor:
-        if name.endswith("_proj.weight"):
-            return torch.tensor(checkpoint.matrix(name), dtype=dtype, device=device)
-        return torch.tensor(checkpoint.vector(name), dtype=torch.float32, device=device)
+        kind = dtype if name.endswith("_proj.weight") else torch.float32
+        return torch.tensor(checkpoint.read(name), dtype=kind, device=device)
 
     lacking = {"bias"} if not config.qkv_bias else set()
     lacking |= {"norm_q", "norm_k"} if not config.qk_norm else set()

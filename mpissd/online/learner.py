@@ -19,9 +19,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, quantize
+from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    new_version,
+    quantize,
+)
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.versions import Version
 from mpissd.learn.draft import Optimizer, distance
 from mpissd.learn.llama import (
     Llama,
@@ -87,7 +92,7 @@ class Student:
         self.table = angles(config, longest, device)
         self._loaded = load(self.source, device, torch.float32)
         self.shares_head = config.tied or self.source.shares_head
-        ids = self.source.head_ids()
+        ids = self.source.head_ids
         ids = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
         self.head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(device)
         self.places = torch.full((config.shape.vocab_size,), -1, device=device)
@@ -185,10 +190,10 @@ class Student:
         """
         own, self.draft = self.draft, weights
         try:
-            version = Version(self.source, self.arrays())
+            version = new_version(self.source, self.arrays())
             self.draft = load_trunk(version, weights, torch.float32)
             if not self.shares_head:
-                head = torch.from_numpy(version.matrix(HEAD))
+                head = torch.from_numpy(version.read(HEAD))
                 self.draft = self.draft._replace(head=head.to(self.device))
             yield
         finally:

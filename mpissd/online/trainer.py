@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.versions import packed
+from mpissd.engine.model.transformer.checkpoint import packed
 from mpissd.online.examples import Example
 from mpissd.online.learner import Learner, Step, Student
 from mpissd.online.process import receive, send

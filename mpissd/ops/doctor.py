@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mpissd
-from mpissd.common.config import RunConfig
-from mpissd.common.default_flags import PROMPTS, with_text
+from mpissd.common.config import PROMPTS, RunConfig, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, number, said, switch
 from mpissd.common.ranks import launcher, ranks_command
@@ -73,6 +72,7 @@ _WHY = {  # this all-reduce was chosen
     "device": "--all_reduce=mpi",
 }
 # (pattern of an error of mpirun, MPI or a session, how to fix it); the first match is used.
+# Refusals of a configuration name what is allowed.
 _FIXES = (
     (
         "slots",
@@ -89,20 +89,9 @@ _FIXES = (
     ("No module named 'mpi4py'", "pip install mpi4py (or: make venv)"),
     ("MPI library|libmpi", f"unset MPI4PY_LIBMPI, or point it at mpirun's libmpi; or {_INSTALL}"),
     ("no answer within", "try mpirun -np 2 hostname; --deadline_s=300 if the machine is slow"),
-    ("is not divisible by tp", "another TP (1, 2, 4 or 8 divide most models), or another PAIR"),
-    ("too small for num_drafts", "more ranks: make … TP=1, or fewer drafts: DRAFTS=0 with MODE=sd"),
-    ("do not divide into", "G·T + D ranks: make … GROUPS=G TP=T DRAFTS=D starts as many"),
     ("needs", "a larger TP, fewer layers (70b@8L), or a smaller PAIR (PAIR=toy always fits)"),
-    ("out=", "another folder: OUT=~/mpissd-out"),
-    ("CuPy is not installed", "make venv on a GPU node, or pip install 'mpissd[cuda12]'"),
-    ("no usable GPU", "BACKEND=numpy or emulated, or run on a GPU node (srun --gpus=…)"),
-    ("visible GPU", "fewer ranks on this node, more GPUs, or BACKEND=emulated"),
-    ("share GPU", "one rank a GPU (CUDA_VISIBLE_DEVICES, fewer ranks), or --all_reduce=auto"),
-    ("all-reduce", "--all_reduce=auto"),
-    ("unknown (pair|model)", "make … PAIR=toy|8b/1b|70b/1b, or --target and --draft"),
-    ("on_draft_loss=ar", "MPIRUN='mpirun --enable-recovery' (Open MPI 5), or abort"),
-    ("backends by rank", "say which: BACKEND=cupy or BACKEND=numpy"),
-    ("CuPy on rank", "reinstall it: pip uninstall -y cupy-cuda12x cupy-cuda13x; make venv"),
+    ("visible GPU|no usable GPU", "fewer ranks on this node, a GPU node, or BACKEND=numpy"),
+    ("allowed: |pip install", "as the line says; docs/troubleshooting.md"),
     ("Error: ", "a defect of mpissd or of what it imports: the run itself shows the traceback"),
 )
 
@@ -536,8 +525,7 @@ def _try_session(config: RunConfig) -> list[Finding]:
 def _choices(session: Session) -> list[Finding]:
     """Returns the findings about a session's backend, all-reduce, pair and drafts. Collective."""
     from mpissd.engine.comm.mpi_group import open_group
-    from mpissd.engine.session.doubts import doubts
-    from mpissd.engine.session.session import memory_shares
+    from mpissd.engine.session.session import doubts, memory_shares
 
     job, topology, infos, group = session.job, session.topology, session.infos, session.group
     run, backend = job.config, session.backend.name

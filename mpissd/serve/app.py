@@ -6,13 +6,20 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
@@ -24,39 +31,247 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpissd.common.flags import MODES
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from mpissd.serve.config import is_local
+from mpissd.serve.config import ServeConfig, is_local
 from mpissd.serve.lead import Lead
-from mpissd.serve.metrics import Metrics
-from mpissd.serve.protocol import Ready, Tokens
-from mpissd.serve.request import Piece, Problem, Request, parse
+from mpissd.serve.protocol import Tokens
+from mpissd.serve.request import Problem, Request, parse
 
 BODY_BYTES = 1 << 20  # of a request; larger ones get 413
 DRAINED_BYTES = 1 << 25  # of a refused body: most clients send it all before they read the response
 BODY_S = 20.0  # in which a body has to arrive
 REQUESTS = 512  # under way at once, one a connection; below the usual limit of 1,024 open files
+_CHAT = "/v1/chat/completions"
 _OPEN = ("/health", "/ready")  # answered without a key
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_STATS = {
+    "running": "sequences that decode",
+    "waiting": "requests that wait for the lead",
+    "free_pages": "free pages of the KV cache",
+    "pages": "pages of the KV cache",
+    "lookahead": "K of the last round",
+    "preempted": "sequences that were preempted, from the start",
+    "rounds": "rounds, from the start",
+}
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """Values for requests that leave them out, and limits.
+class Endpoints:
+    """The functions that answer each path, and their counters for /metrics."""
 
-    names: of the model. about: the server's description in /v1/models. replica: its id, if it is
-    one of several servers. modes: those that a request may ask for.
-    """
+    def __init__(
+        self,
+        lead: Lead,
+        tokenizer: Tokenizer,
+        config: ServeConfig,
+        names: Sequence[str],
+        about: Mapping[str, Any],
+        replica: str | None = None,
+    ) -> None:
+        """names: of the model. about: the server's description in /v1/models. replica: its id, if
+        it is one of several servers."""
+        self._lead, self._tokenizer, self._config = lead, tokenizer, config
+        self._names, self._about, self._replica = names, about, replica
+        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not block the loop
+        self._encoding = 0  # prompts that are being encoded, or wait for it
+        registry = self._registry = CollectorRegistry()
 
-    names: tuple[str, ...]
-    num_tokens: int = 512
-    temperature: float = 0.0
-    max_wait_s: float = 600.0
-    key: str | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
-    replica: str | None = None
-    modes: tuple[str, ...] = MODES
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"mpissd_{name}", about, labels, registry=registry)
+
+        def times(name: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            about = f"{name.replace('_', ' ')}, in seconds"
+            return Histogram(f"mpissd_{name}_seconds", about, buckets=buckets, registry=registry)
+
+        def gauge(name: str, about: str, value: Callable[[], float]) -> None:
+            Gauge(f"mpissd_{name}", about, registry=registry).set_function(value)
+
+        self._responses = counter("responses", "responses by status", "endpoint", "status")
+        self._tokens = counter("tokens", "tokens by kind", "kind")
+        self._hits = counter("cache_hits", "rounds whose outcome was in the cache")
+        self._first_s = times("time_to_first_token")
+        self._token_s = times("time_per_output_token", _TOKEN_SECONDS)
+        self._request_s = times("request")
+        for name, meaning in _STATS.items():
+            gauge(name, meaning, partial(lambda name: getattr(lead.stats, name), name))
+        gauge("outstanding", "requests that the lead has not ended", lambda: lead.outstanding)
+        gauge("draft_present", "is the draft there?", lambda: lead.stats.draft == "present")
+        gauge("stats_age_seconds", "since the lead's last report", lambda: lead.stats_age_s)
+        gauge("up", "whether the ranks are there", lambda: lead.is_serving)
+
+    def app(self) -> Starlette:
+        """Returns the ASGI application."""
+        routes = [Route(path, self._post, methods=["POST"]) for path in (_CHAT, "/v1/completions")]
+        gets = {
+            "/v1/models": self._models,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._page,
+        }
+        routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Guard, key=self._config.key)],
+            exception_handlers={HTTPException: _unrouted},
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    async def _post(self, http: Http) -> Response:
+        try:
+            response = await self._answer(http)
+        except Problem as problem:
+            response = refusal(problem)
+        except ClientDisconnect:
+            response = Response(status_code=499)  # the client is gone
+        self._responses.labels(http.url.path, str(response.status_code)).inc()
+        return response
+
+    async def _answer(self, http: Http) -> Response:
+        """Answers a chat or a completion: as a whole, or as a stream."""
+        arrived_s = time.monotonic()
+        self._lead.check_room()
+        request = parse(await read_body(http), is_chat=http.url.path == _CHAT)
+        await self._complete(request, http, arrived_s)
+        self._lead.submit(request)
+        arriving = self._arriving(request, arrived_s)
+
+        async def first_part() -> dict[str, Any]:
+            async for _ in arriving:
+                if request.stream:
+                    break
+            return request.to_dict(is_first=True)
+
+        async def events(first: dict[str, Any]) -> AsyncIterator[bytes]:
+            yield event(first)
+            try:
+                async for _ in arriving:
+                    yield event(request.to_dict())
+                if request.include_usage:
+                    yield event(request.last())
+            except Problem as problem:  # the status has been sent
+                yield event(problem.to_dict())
+            yield b"data: [DONE]\n\n"
+
+        try:  # a stream waits for its first part, so that a refusal has its status
+            first = await unless_gone(http, first_part())
+        except BaseException:
+            self._lead.leave(request)
+            raise
+        if not request.stream:
+            return JSONResponse(first)
+        return StreamingResponse(
+            events(first),
+            headers={"cache-control": "no-store"},
+            media_type="text/event-stream",
+            background=BackgroundTask(self._lead.leave, request),  # also if the client is gone
+        )
+
+    async def _complete(self, request: Request, http: Http, arrived_s: float) -> None:
+        """Encodes a request's prompt and adds the defaults that it leaves out.
+
+        Raises Problem for what this server cannot do. Prompts that wait for their turn count as
+        waiting requests. If the client leaves before its turn, the prompt is not encoded.
+        """
+        config, names = self._config, self._names
+        if request.model is not None and request.model not in names:
+            message = f"model={request.model!r}: allowed: {', '.join(names)}"
+            raise Problem(404, message, "model", code="model_not_found")
+        if request.mode is not None and request.mode not in config.modes:
+            allowed = ", ".join(config.modes)
+            raise Problem(400, f"mode={request.mode}: allowed: {allowed}", "mode")
+        if request.temperature is None:
+            request.temperature = config.run.temperature
+        if request.temperature and not config.sampling:
+            message = f"temperature={request.temperature}: allowed: 0, without sampling"
+            raise Problem(400, message, "temperature")
+        if not request.temperature:
+            request.top_p = 1.0  # unused
+
+        self._lead.check_room(self._encoding)
+        self._encoding += 1
+        try:
+            loop = asyncio.get_running_loop()
+            encoded = loop.run_in_executor(self._encoder, request.encode, self._tokenizer)
+            request.prompt = await unless_gone(http, encoded)
+        finally:
+            self._encoding -= 1
+        ready, subject = self._lead.check(), "messages" if request.is_chat else "prompt"
+        if max(request.prompt) >= ready.vocab:
+            message = f"prompt: token {max(request.prompt)}: allowed: 0..{ready.vocab - 1}"
+            raise Problem(400, message, subject)
+        room = ready.context - len(request.prompt)
+        if room < 1 or (request.max_tokens or 0) > room:
+            raise Problem(
+                400,
+                f"{len(request.prompt)} tokens of prompt and max_tokens={request.max_tokens or 1}: "
+                f"allowed: {ready.context} together, the model's context",
+                "max_tokens" if room > 0 else subject,
+                code="context_length_exceeded",
+            )
+        request.max_tokens = request.max_tokens or min(room, config.run.num_tokens or 512)
+        longest_s = min(request.deadline_s or config.max_wait_s, config.max_wait_s)
+        request.deadline_s = max(1e-9, longest_s - (time.monotonic() - arrived_s))
+        request.begin(self._tokenizer, ready.stop_ids, names[0])
+
+    async def _arriving(self, request: Request, arrived_s: float) -> AsyncIterator[None]:
+        """Yields when text has arrived; raises Problem if the lead refuses, or is gone."""
+        first_s = 0.0
+        while isinstance(message := await request.messages.get(), Tokens):
+            if not first_s and message.tokens:
+                first_s = time.monotonic()
+                self._first_s.observe(first_s - arrived_s)
+            request.add(message)
+            if request.is_stopped:
+                self._lead.cancel(request)
+            if request.messages.empty():
+                yield
+        if isinstance(message, Problem):
+            raise message
+        request.close(message)
+        kinds = {"prompt": len(request.prompt), "cached": message.cached}
+        kinds |= {"drafted": message.drafted, "accepted": message.accepted}
+        for kind, count in {**kinds, "completion": request.num_tokens}.items():
+            self._tokens.labels(kind).inc(count)
+        self._hits.inc(message.hits)
+        self._request_s.observe(time.monotonic() - arrived_s)
+        if request.num_tokens > 1:
+            self._token_s.observe((time.monotonic() - first_s) / (request.num_tokens - 1))
+        yield
+
+    async def _models(self, http: Http) -> Response:
+        names = ("max_running", "context", "backend", "device_name")
+        known = {name: getattr(self._lead.ready, name, None) for name in names}
+        model = {"object": "model", "created": 0, "owned_by": "mpissd"}
+        model["mpissd"] = {**self._about, **known}
+        data = [{"id": name, **model} for name in self._names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _health(self, http: Http) -> Response:
+        gone = self._lead.gone
+        return JSONResponse({"healthy": not gone, "reason": gone}, 503 if gone else 200)
+
+    async def _ready(self, http: Http) -> Response:
+        stats, replica, reason = self._lead.stats, self._replica, None
+        try:
+            self._lead.check_ready()
+        except Problem as problem:
+            reason = problem.message
+        meant = http.headers.get("x-replica")
+        if reason is None and meant not in (None, replica):  # its port is this server's now
+            reason = f"this is not replica {meant}"
+        state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
+        return JSONResponse(
+            {"ready": reason is None, "reason": reason, **state},
+            503 if reason else 200,
+            {} if replica is None else {"x-replica": replica},
+        )
+
+    async def _page(self, http: Http) -> Response:
+        page = generate_latest(self._registry)
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class Guard:
@@ -87,8 +302,11 @@ class Guard:
             busy = {"retry-after": "5", "connection": "close"}
             return Problem(503, message, code="connections", headers=busy)
         if self._key is None:
-            is_here = _is_here(headers.get("host"))
-            return None if is_here else Problem(403, "host: is not this one")
+            try:
+                host = urlsplit(f"//{headers.get('host', 'localhost')}").hostname
+            except ValueError:
+                host = None
+            return None if is_local(host or "") else Problem(403, "host: is not this one")
         given = headers.get("authorization", "")
         wanted = f"Bearer {self._key}".encode()
         if path in _OPEN or hmac.compare_digest(given.encode("latin-1"), wanted):
@@ -97,235 +315,45 @@ class Guard:
         return Problem(401, wrong, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-def _is_here(host: str | None) -> bool:
-    try:
-        return host is None or is_local(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
-
-
-class Endpoints:
-    """The functions that answer each path."""
-
-    def __init__(self, lead: Lead, tokenizer: Tokenizer, defaults: Defaults) -> None:
-        self._lead, self._tokenizer, self._defaults = lead, tokenizer, defaults
-        self._metrics = Metrics(lead)
-        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not block the loop
-        self._encoding = 0  # prompts that are being encoded, or wait for it
-
-    def app(self) -> Starlette:
-        """Returns the ASGI application."""
-        posts = {"/v1/chat/completions": True, "/v1/completions": False}
-        gets = {
-            "/v1/models": self._models,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/metrics": self._page,
-        }
-        routes = [
-            Route(path, self._post(path, chat), methods=["POST"]) for path, chat in posts.items()
-        ]
-        routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
-        app = Starlette(
-            routes=routes,
-            middleware=[Middleware(Guard, key=self._defaults.key)],
-            exception_handlers={HTTPException: _unrouted},
-        )
-        app.router.redirect_slashes = False
-        return app
-
-    def _post(self, path: str, is_chat: bool) -> Callable[[Http], Awaitable[Response]]:
-        """Returns the function of an endpoint; it turns a Problem into a response."""
-
-        async def answer(http: Http) -> Response:
-            try:
-                response = await self._answer(http, is_chat=is_chat)
-            except Problem as problem:
-                response = refusal(problem)
-            except ClientDisconnect:
-                response = Response(status_code=499)  # the client is gone
-            self._metrics.responses.labels(path, str(response.status_code)).inc()
-            return response
-
-        return answer
-
-    async def _answer(self, http: Http, *, is_chat: bool) -> Response:
-        arrived_s = time.monotonic()
-        self._lead.check_room()
-        request = parse(await read_body(http), is_chat=is_chat)
-        request.arrived_s = arrived_s
-        self._check(request)
-        request.prompt = await unless_gone(http, self._encoded(request))
-        ready = self._lead.check()
-        self._complete(request, ready)
-        request.begin(self._tokenizer, ready.stop_ids, self._defaults.names[0])
-        self._lead.submit(request)
-        try:
-            if request.stream:
-                return await self._streamed(http, request)
-            return JSONResponse(await unless_gone(http, self._whole(request)))
-        except BaseException:
-            self._lead.leave(request)
-            raise
-
-    def _check(self, request: Request) -> None:
-        """Raises Problem for a model or a mode that this server does not have."""
-        names, modes = self._defaults.names, self._defaults.modes
-        if request.model is not None and request.model not in names:
-            message = f"model={request.model!r}: allowed: {', '.join(names)}"
-            raise Problem(404, message, "model", code="model_not_found")
-        if request.mode is not None and request.mode not in modes:
-            raise Problem(400, f"mode={request.mode}: allowed: {', '.join(modes)}", "mode")
-
-    async def _encoded(self, request: Request) -> list[int]:
-        """Returns the tokens of a prompt.
-
-        Prompts that wait for their turn count as waiting requests. If the client leaves before its
-        turn, the prompt is not encoded.
-        """
-        self._lead.check_room(self._encoding)
-        self._encoding += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._encoder, request.encode, self._tokenizer)
-        finally:
-            self._encoding -= 1
-
-    def _complete(self, request: Request, ready: Ready) -> None:
-        """Adds the defaults that a request leaves out; raises Problem if it has no room."""
-        defaults, room = self._defaults, ready.context - len(request.prompt)
-        if room < 1 or (request.max_tokens or 0) > room:
-            raise Problem(
-                400,
-                f"{len(request.prompt)} tokens of prompt and max_tokens={request.max_tokens or 1}: "
-                f"allowed: {ready.context} together, the model's context",
-                "max_tokens" if room > 0 else ("messages" if request.is_chat else "prompt"),
-                code="context_length_exceeded",
-            )
-        request.max_tokens = request.max_tokens or min(room, defaults.num_tokens)
-        if request.temperature is None:
-            request.temperature = defaults.temperature
-        if not request.temperature:
-            request.top_p = 1.0  # unused
-        longest_s = min(request.deadline_s or defaults.max_wait_s, defaults.max_wait_s)
-        passed_s = time.monotonic() - request.arrived_s
-        request.deadline_s = max(1e-9, longest_s - passed_s)
-
-    async def _pieces(self, request: Request) -> AsyncIterator[Piece]:
-        """Yields an answer's text as it becomes known; text that arrived meanwhile is one piece."""
-        piece = Piece()
-        while isinstance(message := await request.take(), Tokens):
-            if not request.first_s and message.tokens:
-                request.first_s = time.monotonic()
-                self._metrics.first_token(request.first_s - request.arrived_s)
-            piece += request.add(message)
-            if request.is_stopped:
-                self._lead.cancel(request)
-            if not request.has_more:
-                yield piece
-                piece = Piece()
-        piece += request.close(message)
-        self._metrics.ended(request, message)
-        yield piece
-
-    async def _whole(self, request: Request) -> dict[str, Any]:
-        piece = Piece()
-        async for more in self._pieces(request):
-            piece += more
-        return request.whole(piece)
-
-    async def _streamed(self, http: Http, request: Request) -> Response:
-        """Waits for the first piece, so that a refusal has its status, and streams from there."""
-        pieces = self._pieces(request)
-
-        async def next_piece() -> Piece:
-            return await anext(pieces)
-
-        first = await unless_gone(http, next_piece())
-
-        async def events() -> AsyncIterator[bytes]:
-            yield event(request.chunk(first, is_first=True))
-            try:
-                async for piece in pieces:
-                    yield event(request.chunk(piece))
-                if request.include_usage:
-                    yield event(request.last())
-            except Problem as problem:  # the status has been sent
-                yield event(problem.to_dict())
-            yield b"data: [DONE]\n\n"
-
-        return StreamingResponse(
-            events(),
-            headers={"cache-control": "no-store"},
-            media_type="text/event-stream",
-            background=BackgroundTask(self._lead.leave, request),  # also if the client is gone
-        )
-
-    async def _models(self, http: Http) -> Response:
-        names = ("max_running", "context", "backend", "device_name")
-        known = {name: getattr(self._lead.ready, name, None) for name in names}
-        about = {**self._defaults.about, **known}
-        model = {"object": "model", "created": 0, "owned_by": "mpissd", "mpissd": about}
-        data = [{"id": name, **model} for name in self._defaults.names]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def _health(self, http: Http) -> Response:
-        gone = self._lead.gone
-        return JSONResponse({"healthy": not gone, "reason": gone}, 503 if gone else 200)
-
-    async def _ready(self, http: Http) -> Response:
-        stats, replica, reason = self._lead.stats, self._defaults.replica, None
-        try:
-            self._lead.check_ready()
-        except Problem as problem:
-            reason = problem.message
-        meant = http.headers.get("x-replica")
-        if reason is None and meant not in (None, replica):  # its port is this server's now
-            reason = f"this is not replica {meant}"
-        state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
-        return JSONResponse(
-            {"ready": reason is None, "reason": reason, **state},
-            503 if reason else 200,
-            {} if replica is None else {"x-replica": replica},
-        )
-
-    async def _page(self, http: Http) -> Response:
-        return Response(self._metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-
 async def read_body(http: Http) -> bytes:
     """Returns the body of JSON; raises Problem for another type, or one too long or too slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page cannot send this type without asking first
         raise Problem(415, f"content-type={kind!r}: allowed: application/json")
+
+    async def read() -> bytes:
+        parts, size = list[bytes](), 0
+        async for part in http.stream():
+            size += len(part)
+            if size <= BODY_BYTES:
+                parts.append(part)
+            elif size > DRAINED_BYTES:
+                break
+        if size > BODY_BYTES:
+            message = f"a body of more than {BODY_BYTES} bytes"
+            raise Problem(413, message, headers={"connection": "close"})
+        return b"".join(parts)
+
     try:
-        return await asyncio.wait_for(_read(http), BODY_S)
+        return await asyncio.wait_for(read(), BODY_S)
     except asyncio.TimeoutError as error:
         message = f"the body did not arrive in {BODY_S:g} s"
         raise Problem(408, message, headers={"connection": "close"}) from error
 
 
-async def _read(http: Http) -> bytes:
-    """Reads a body; drops the bytes beyond the limit, up to DRAINED_BYTES."""
-    parts, size = list[bytes](), 0
-    async for part in http.stream():
-        size += len(part)
-        if size <= BODY_BYTES:
-            parts.append(part)
-        elif size > DRAINED_BYTES:
-            break
-    if size > BODY_BYTES:
-        message = f"a body of more than {BODY_BYTES} bytes"
-        raise Problem(413, message, headers={"connection": "close"})
-    return b"".join(parts)
-
-
-async def unless_gone(http: Http, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(
+    http: Http, work: Coroutine[Any, Any, Result] | asyncio.Future[Result]
+) -> Result:
     """Does the work; raises ClientDisconnect if the client leaves before it is done.
 
     The body has been read.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(http.receive))
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
@@ -335,11 +363,6 @@ async def unless_gone(http: Http, work: Coroutine[Any, Any, Result]) -> Result:
         doing.cancel()
         leaving.cancel()
         await asyncio.wait({doing, leaving})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def refusal(problem: Problem) -> Response:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mpissd.common.config import RunConfig
-from mpissd.common.default_flags import with_measured, with_text
+from mpissd.common.config import RunConfig, with_measured, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import (
+    MODES,
     Checked,
     choice,
     contained,
@@ -102,6 +102,13 @@ class ServeConfig(RanksFlags):
         """The ranks' configuration; each request has its own temperature."""
         run = self.of_mode(self.run.mode)
         return replace(run, batch_size=self.max_running, temperature=0.0)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that a request may ask for."""
+        if not self.auto:
+            return (self.run.mode,)
+        return MODES if self.drafts else MODES[:2]
 
     @property
     def key(self) -> str | None:

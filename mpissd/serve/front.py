@@ -16,23 +16,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.flags import MODES, without
+from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
 from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.serve.app import Endpoints
 from mpissd.serve.config import AUTO, FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
+HEAD_S = 15.0  # in which a request's headers have to arrive, from the last answer on
+WRITE_S = 30.0  # in which a client must read some of its waiting data
+SEND_BYTES = 1 << 16
 NOTICE_S = 5.0  # of a drain, in which balancers turn away; HAProxy's checks take 1.5 s
-LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
+_GRACE_S = 2
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
 _DIE_S = 3.0  # longest wait after each signal
 _LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
@@ -41,44 +48,23 @@ _LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
     """Runs the command `serve`, whose arguments its ranks get as well; returns the exit code.
 
-    Raises ConfigError if the models cannot be loaded, a library is missing, or the port is taken.
+    Raises ConfigError if the models cannot be loaded, or the port is taken.
     """
-    for name in LIBRARIES:
-        if find_spec(name) is None:
-            raise ConfigError(f"serve needs {name}: pip install 'mpissd[serve]'")
     job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
     load_tokenizer(job.target_where)
-    command = _command(config, arguments)
-    from mpissd.serve.server import bound
-
-    with bound(config.host, config.port) as listener:
-        return asyncio.run(_serve(config, job, listener, command))
-
-
-def _command(config: ServeConfig, arguments: Sequence[str]) -> list[str]:
-    """Returns the command that starts the ranks.
-
-    Flags that only the front reads are left out: every user can read a command line, and so a key.
-    If the launcher can keep the target alive when its draft dies, the ranks do so.
-    """
+    # Without the flags that only the front reads: every user can read a command line, and so a key.
     words = list(arguments)
     for name in FRONT_FLAGS:
         words = without(words, name)
-    is_given = any(word.lstrip("-").startswith("on_draft_loss") for word in arguments)
     options = []
-    if config.drafts and not is_given and _can_recover():
-        words, options = [*words, "--on_draft_loss=ar"], ["--enable-recovery"]
-    return ranks_command(words, config.num_ranks, options)
-
-
-def _can_recover() -> bool:
-    """Returns whether the launcher is Open MPI 5 and all ranks are on this host."""
-    if not os.environ.get("MPISSD_ONE_HOST"):  # set by launch/env.sh
-        return False
-    asked = [*launcher(), "--version"]
-    return (
-        "(Open MPI) 5." in subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    )
+    is_given = any(word.lstrip("-").startswith("on_draft_loss") for word in arguments)
+    if config.drafts and not is_given and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
+        version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
+        if "(Open MPI) 5." in version.stdout:  # it can keep the target alive without the draft
+            words, options = [*words, "--on_draft_loss=ar"], ["--enable-recovery"]
+    command = ranks_command(words, config.num_ranks, options)
+    with bound(config.host, config.port) as listener:
+        return asyncio.run(_serve(config, job, listener, command))
 
 
 async def _serve(
@@ -88,10 +74,7 @@ async def _serve(
 
     That is 0 if a signal asked for the end, or the job's.
     """
-    from mpissd.serve.app import Defaults, Endpoints
-    from mpissd.serve.server import Server, settings
-
-    run, lead = config.run, Lead(config.max_queue)
+    run, lead, loop = config.run, Lead(config.max_queue), asyncio.get_running_loop()
     host, port = listener.getsockname()[:2]
     about = {
         "mode": AUTO if config.auto else run.mode,
@@ -104,51 +87,70 @@ async def _serve(
     }
     member = None  # keeps this server's address in the folder
     if config.register is not None:
-        told = {"model": job.target.name, **about}
-        member = Member(config.register, host, port, config.max_wait_s, told)
-    defaults = Defaults(
-        names=tuple(dict.fromkeys(name for name in (job.target.name, run.pair) if name)),
-        num_tokens=run.num_tokens or 512,
-        temperature=run.temperature,
-        max_wait_s=config.max_wait_s,
-        key=config.key,
-        about=about,
-        replica=member.id if member else None,
-        modes=(MODES if config.drafts else MODES[:2]) if config.auto else (run.mode,),
-    )
-    app = Endpoints(lead, load_tokenizer(job.target_where), defaults).app()
-    server = Server(settings(app), lead, config.drain_s, NOTICE_S if member else 0.0)
+        described = {"model": job.target.name, **about}
+        member = Member(config.register, host, port, config.max_wait_s, described)
+    names = list(dict.fromkeys(name for name in (job.target.name, run.pair) if name))
+    tokenizer = load_tokenizer(job.target_where)
+    endpoints = Endpoints(lead, tokenizer, config, names, about, member.id if member else None)
+    server = Server(endpoints.app(), lead)
     with_draft = "" if job.draft is None else f" with {job.draft.name}"
+    draining: asyncio.Task[None] | None = None
 
-    def drain() -> None:
+    async def drain() -> None:
+        """Makes balancers turn away, refuses new requests, and waits until the others have ended.
+
+        A balancer asks /ready only now and then, so requests are still taken for NOTICE_S.
+        """
+        started = loop.time()
+        lead.is_leaving = True
         if member is not None:
             member.leave()
         _note(f"SIGTERM: {lead.outstanding} requests have {config.drain_s:g} s to end")
+        tasks = server.server_state.tasks
+        try:
+            if member is not None and lead.is_serving:
+                await asyncio.sleep(min(NOTICE_S, config.drain_s))
+            lead.is_refusing = True
+            while tasks and loop.time() < started + config.drain_s:
+                await asyncio.sleep(0.05)
+        finally:  # also after a second signal
+            took = f"drained in {loop.time() - started:.1f} s"
+            _note(f"{took}; requests cut off: {len(tasks) or 'none'}")
+            server.should_exit = True
 
-    def announce() -> None:
-        """Prints the address. The lead is connected and needs the socket's path no longer."""
-        shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves no files
-        if member is not None:
-            member.join()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        line = f"{url} serves {lead.check().model}{with_draft} ({about['mode']}); Ctrl-C ends it"
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+    def on_signal(number: int) -> None:
+        nonlocal draining
+        if draining is not None:
+            draining.cancel()
+        elif number == signal.SIGTERM and config.drain_s:
+            draining = loop.create_task(drain())
+        else:
+            server.should_exit = True
 
-    async def watch() -> None:
-        """Ends the server when the job is gone, after the last responses."""
+    async def watch(ranks: asyncio.subprocess.Process) -> None:
+        """Prints the address once the lead is there; ends the server when the job is gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
+        ready = asyncio.create_task(lead.connected.wait())
+        await asyncio.wait([*over, ready], return_when=asyncio.FIRST_COMPLETED)
+        if lead.is_serving:
+            shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves no files
+            if member is not None and draining is None:
+                member.join()
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            line = f"{url} serves {lead.check().model}{with_draft} ({about['mode']})"
+            sys.stdout.write(f"{line}; Ctrl-C ends it\n")
+            sys.stdout.flush()
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         lead.lose("the job is gone")
         lead.ended.set()
         if member is not None:
             member.leave()
         await asyncio.sleep(_LAST_WORDS_S)
-        server.end()
+        server.should_exit = True
 
-    server.on_drain, lead.on_ready = drain, announce
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, on_signal, each)
     with (
-        _signals(server.end),
         tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
         member or contextlib.nullcontext(),
     ):
@@ -156,12 +158,18 @@ async def _serve(
         async with await lead.accept(path):
             first = "a first start compiles, too"
             _note(f"loads {job.target.name}{with_draft} on {config.num_ranks} ranks; {first}")
-            ranks = await _started(command, path)
-            watching = asyncio.create_task(watch())
+            environment = {name: text for name, text in os.environ.items() if name != KEY_VARIABLE}
+            ranks = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                env={**environment, SOCKET_VARIABLE: path},
+                start_new_session=True,  # keeps the terminal's Ctrl-C from the ranks
+                preexec_fn=end_with_parent,
+            )
+            watching = asyncio.create_task(watch(ranks))
             await server.serve(sockets=[listener])
             watching.cancel()
-            if summary := server.summary():
-                _note(summary)
             is_asked = not lead.ended.is_set()
             lead.stop()
             try:  # ranks that are loading read no message, so they are ended at once
@@ -189,35 +197,103 @@ async def ended(ranks: asyncio.subprocess.Process) -> int:
     return await ranks.wait()
 
 
-async def _started(command: Sequence[str], path: str) -> asyncio.subprocess.Process:
-    """Starts the ranks; their stdout joins this process's stderr."""
-    environment = {name: text for name, text in os.environ.items() if name != KEY_VARIABLE}
-    return await asyncio.create_subprocess_exec(
-        *command,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno(),
-        env={**environment, SOCKET_VARIABLE: path},
-        start_new_session=True,  # keeps the terminal's Ctrl-C from the ranks
-        preexec_fn=end_with_parent,
-    )
-
-
-@contextmanager
-def _signals(end: Callable[[], None]) -> Iterator[None]:
-    """Makes SIGINT and SIGTERM end only the server, also before uvicorn handles them.
-
-    uvicorn raises them again when it is done.
-    """
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, lambda number, frame: end()) for each in both]
-    try:
-        yield
-    finally:
-        for each, handler in zip(both, before, strict=True):
-            signal.signal(each, handler)
-        logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)
-
-
 def _note(line: str) -> None:
     sys.stderr.write(f"mpissd: serve: {line}\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Yields a socket bound to an address; raises ConfigError if that fails.
+
+    Connections inherit the socket's options. A small send buffer keeps the kernel from holding
+    megabytes for a slow client. The kernel closes a connection whose client reads nothing for
+    WRITE_S.
+    """
+    try:
+        info = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(info[0], socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            unread_ms = int(1000 * WRITE_S)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
+        listener.bind(info[4])
+    except OSError as error:
+        raise ConfigError(
+            f"host={host} port={port}: {error.strerror}: allowed: a free one"
+        ) from error
+    with listener:
+        yield listener
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection that is cut if no request arrives on it for HEAD_S.
+
+    uvicorn itself waits without limit for headers.
+    """
+
+    _silent: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Starts the timer."""
+        super().connection_made(transport)
+        self._await_request()
+
+    def on_response_complete(self) -> None:
+        """Gives the client HEAD_S for its next request."""
+        super().on_response_complete()
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the timer."""
+        super().connection_lost(exc)
+        if self._silent is not None:
+            self._silent.cancel()
+
+    def _await_request(self) -> None:
+        if self._silent is not None:
+            self._silent.cancel()
+        self._silent = self.loop.call_later(HEAD_S, self._cut_if_silent)
+
+    def _cut_if_silent(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # a request is under way
+        if self.transport.get_write_buffer_size():  # the client reads its last answer
+            self._await_request()
+        else:
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which fails the requests that are left when it ends. Its caller handles signals."""
+
+    def __init__(self, app: Any, lead: Lead) -> None:
+        self._lead = lead
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=int(HEAD_S),  # longer than clients keep an idle connection
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+
+    def capture_signals(self) -> Any:
+        """Leaves the process's signal handlers as they are."""
+        return contextlib.nullcontext()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Fails requests that are left, and closes all connections."""
+        self._lead.lose("the server ends")
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await asyncio.sleep(0)  # lets the responses be written first
+        await super().shutdown(sockets)

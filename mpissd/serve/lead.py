@@ -10,23 +10,10 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import fields
 
 from mpissd.common.errors import ProtocolError
-from mpissd.serve.protocol import (
-    Cancel,
-    End,
-    Message,
-    Ready,
-    RefusedRequest,
-    Stats,
-    Stop,
-    Submit,
-    Tokens,
-    pack,
-    unpack,
-)
+from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, Tokens, pack, unpack
 from mpissd.serve.request import Problem, Request
 
 _LINE_LIMIT = 1 << 22
@@ -36,17 +23,19 @@ _HUNG_S = 30.0  # a lead sends statistics ten times a second, but not during a f
 
 
 class Lead:
-    """The state of the lead as the front knows it, and the requests that the lead has."""
+    """The state of the lead as the front knows it, and the requests that the lead has.
+
+    ready: its description, None until it has connected. gone: why it is gone. is_leaving: /ready is
+    503, because the server is about to end. is_refusing: so is every new request.
+    """
 
     def __init__(self, max_queue: int) -> None:
         """max_queue: most requests beyond those that the lead decodes together."""
         self.ready: Ready | None = None
         self.stats = Stats()
-        self.gone: str | None = None  # why the lead is gone
-        self.on_ready: Callable[[], object] = lambda: None
-        self.ended = asyncio.Event()
-        self.is_leaving = False  # /ready is 503
-        self.is_refusing = False  # so is every new request
+        self.gone: str | None = None
+        self.is_leaving = self.is_refusing = False
+        self.connected, self.ended = asyncio.Event(), asyncio.Event()
         self._max_queue = max_queue
         self._open: dict[int, Request] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -59,23 +48,6 @@ class Lead:
         """The number of requests that the lead has not ended yet."""
         return len(self._open)
 
-    def check(self) -> Ready:
-        """Returns the lead's description; raises Problem(503) without a lead."""
-        if self.gone is not None:
-            raise Problem(503, self.gone, code="job_gone")
-        if self.ready is None:
-            raise Problem(503, "the models are being loaded", headers=RETRY)
-        return self.ready
-
-    def check_ready(self) -> None:
-        """Raises Problem(503) without a lead, if it hangs, or if the server is about to end."""
-        if self.is_leaving:
-            raise _leaving()
-        self.check()
-        if (age := self.stats_age_s) > _HUNG_S:
-            message = f"the lead has said nothing for {age:.0f} s"
-            raise Problem(503, message, code="lead_hangs", headers=RETRY)
-
     @property
     def stats_age_s(self) -> float:
         """Seconds since the last statistics; 0 before the first ones."""
@@ -86,13 +58,28 @@ class Lead:
         """Whether requests are decoded: the lead has connected, and is not gone."""
         return self.ready is not None and self.gone is None
 
+    def check(self) -> Ready:
+        """Returns the lead's description; raises Problem(503) without a lead."""
+        if self.gone is not None:
+            raise Problem(503, self.gone, code="job_gone")
+        if self.ready is None:
+            raise Problem(503, "the models are being loaded", headers=RETRY)
+        return self.ready
+
+    def check_ready(self) -> None:
+        """Raises Problem(503) without a lead, if it hangs, or if the server is about to end."""
+        self._check_stays(self.is_leaving)
+        self.check()
+        if (age := self.stats_age_s) > _HUNG_S:
+            message = f"the lead has said nothing for {age:.0f} s"
+            raise Problem(503, message, code="lead_hangs", headers=RETRY)
+
     def check_room(self, more: int = 0) -> None:
         """Raises Problem(429) if the queue is full, Problem(503) if nothing new is taken.
 
         more: requests that are not submitted yet and count as well.
         """
-        if self.is_refusing:
-            raise _leaving()
+        self._check_stays(self.is_refusing)
         most = self.check().max_running + self._max_queue
         if (count := self.outstanding + more) >= most:
             after_s = 1  # the mean time between the last ends, at least 1
@@ -102,6 +89,12 @@ class Lead:
             message = f"{count} requests are waiting or running: try again in {after_s} s"
             retry = {"retry-after": str(after_s)}
             raise Problem(429, message, code="queue_full", headers=retry)
+
+    @staticmethod
+    def _check_stays(is_ending: bool) -> None:
+        if is_ending:
+            message = "the server finishes what it has, and ends"
+            raise Problem(503, message, code="draining", headers=RETRY)
 
     def submit(self, request: Request) -> None:
         """Numbers a request and sends it; raises Problem if there is no lead or no room."""
@@ -123,8 +116,9 @@ class Lead:
         request.is_left = True
 
     def stop(self) -> None:
-        """Asks the lead to end the job."""
-        self._send(Stop())
+        """Ends the job, by closing the lead's connection."""
+        if self._writer is not None:
+            self._writer.close()
 
     def _send(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -160,19 +154,14 @@ class Lead:
         """Handles a message of the lead."""
         if isinstance(message, Ready):
             self.ready = message
-            if self.gone is None:
-                self.on_ready()
+            self.connected.set()
         elif isinstance(message, Stats):
             self.stats, self._stats_s = message, time.monotonic()
         elif isinstance(message, Tokens) and message.id in self._open:
             self._open[message.id].put(message)
-        elif isinstance(message, (End, RefusedRequest)) and message.id in self._open:
+        elif isinstance(message, End) and message.id in self._open:
             self._ends.append(time.monotonic())
-            self._open.pop(message.id).put(message)
+            is_refused = message.reason == "refused"
+            self._open.pop(message.id).put(Problem(400, message.why) if is_refused else message)
             if not self._open:
                 self._ends.clear()  # idle time is not time that a request takes
-
-
-def _leaving() -> Problem:
-    message = "the server finishes what it has, and ends"
-    return Problem(503, message, code="draining", headers=RETRY)

@@ -1,10 +1,11 @@
 """Messages between the front and the lead: JSON objects, one a line, over a local socket.
 
-    front → lead    submit, cancel, stop
-    lead → front    ready, tokens, end, refused, stats
+    front → lead    submit, cancel
+    lead → front    ready, tokens, end, stats
 
-A closed socket means that the other side is gone. A message is a frozen dataclass; its line is an
-object of its fields and `op`. Only the front decodes text: the lead handles token ids.
+A closed socket means that the other side is gone; the front closes it to end the job. A message is
+a frozen dataclass; its line is an object of its fields and `op`. Only the front decodes text, and
+checks requests: the lead handles token ids.
 """
 
 from __future__ import annotations
@@ -53,18 +54,11 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Ends the job and every request of it."""
-
-    op: ClassVar[str] = "stop"
-
-
-@dataclass(frozen=True)
 class Ready:
     """The lead decodes from now on.
 
-    model: the target's name. context: most tokens of prompt and answer together. backend,
-    device_name: the lead's.
+    model: the target's name. context: most tokens of prompt and answer together. vocab: token ids
+    are below it. backend, device_name: the lead's.
     """
 
     op: ClassVar[str] = "ready"
@@ -73,6 +67,7 @@ class Ready:
     stop_ids: Sequence[int]
     max_running: int
     mode: str
+    vocab: int
     backend: str | None = None
     device_name: str | None = None
 
@@ -95,10 +90,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a request: "stop" (a stop token), "length", "cancelled" or "deadline".
+    """The end of a request: "stop" (a stop token), "length", "cancelled", "deadline" or "refused".
 
     drafted, accepted: tokens over all of its rounds. hits: rounds whose outcome was in the
-    speculation cache. cached: tokens of the prompt whose KV cache an earlier request had left.
+    speculation cache. cached: tokens of the prompt whose KV cache an earlier request had left. why:
+    of a refusal.
     """
 
     op: ClassVar[str] = "end"
@@ -109,16 +105,7 @@ class End:
     hits: int = 0
     rounds: int = 0
     cached: int = 0
-
-
-@dataclass(frozen=True)
-class RefusedRequest:
-    """A request that does not run. status: 400 (the request is wrong) or 503 (not now)."""
-
-    op: ClassVar[str] = "refused"
-    id: int
-    status: int
-    message: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,7 @@ class Stats:
     tokens: int = 0
 
 
-Message = Submit | Cancel | Stop | Ready | Tokens | End | RefusedRequest | Stats
+Message = Submit | Cancel | Ready | Tokens | End | Stats
 _KINDS: dict[str, Any] = {kind.op: kind for kind in Message.__args__}
 _NAMES = {kind: frozenset(f.name for f in fields(kind)) for kind in _KINDS.values()}
 
@@ -177,7 +164,6 @@ class Line:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self._rest = b""
-        self._unsent: list[Message] = []
         self._out = bytearray()
         self.is_closed = False
 
@@ -185,13 +171,8 @@ class Line:
         """Returns the messages that have arrived; waits at most wait_s seconds for the first."""
         if self.is_closed or not self._poll.poll(1000 * wait_s):
             return ()
-        *lines, self._rest = (self._rest + self._read()).split(b"\n")
-        return [unpack(line) for line in lines]
-
-    def _read(self) -> bytes:
-        """Returns the messages that have arrived: a cancellation may follow long prompts."""
-        data = bytearray()
-        for _ in range(_CHUNKS):
+        data = bytearray(self._rest)
+        for _ in range(_CHUNKS):  # a cancellation may follow long prompts
             try:
                 new = self._socket.recv(_CHUNK)
             except BlockingIOError:
@@ -202,17 +183,15 @@ class Line:
                 self.is_closed = True
                 break
             data += new
-        return bytes(data)
+        *lines, self._rest = bytes(data).split(b"\n")
+        return [unpack(line) for line in lines]
 
     def put(self, message: Message) -> None:
         """Keeps a message for the next flush."""
-        self._unsent.append(message)
+        self._out += pack(message)
 
     def flush(self) -> None:
         """Sends as much as the socket takes."""
-        if self._unsent:
-            self._out += b"".join(pack(message) for message in self._unsent)
-            self._unsent = []
         while self._out and not self.is_closed:
             try:
                 del self._out[: self._socket.send(self._out)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+from collections.abc import Callable
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, FaultError
@@ -16,15 +17,13 @@ from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
 from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widths_of
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import opened_machine, session_of
+from mpissd.engine.session.session import opened_machine, session_of, tell_doubts
 from mpissd.engine.workload.text.workload import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
@@ -47,50 +46,49 @@ def execute_serve(config: ServeConfig) -> int:
         gc.collect()
         gc.freeze()  # exempts objects that live as long as the job from later collections
         try:
-            _lead(rank, config) if machine.topology.is_lead else _follow(rank)
+            if machine.topology.is_lead:
+                _lead(rank, config)
+            while not machine.topology.is_lead:
+                rank.idle()
+                _pass(rank, lambda loop: None)
+                guard.stage(Stage.ROUNDS)
+                if not rank.digest:  # a pass of no outcome at all
+                    break
         finally:
             session.resources.close()
         rank.close()
     return 0
 
 
-def _drafter(rank: Rank) -> Drafter | None:
-    """Returns the drafter of one pass, which keeps no record of its rounds."""
-    if rank.draft is None:
-        return None
-    drafter = rank.drafter(rank.draft)
-    drafter.ledger = NullLedger(DraftPhase)
-    return drafter
-
-
-def _follow(rank: Rank) -> None:
-    """Takes part in passes until one has no round."""
-    while True:
-        rank.idle()
-        rank.run_pass(rank.target, _drafter(rank), lambda loop: None)
-        guard.stage(Stage.ROUNDS)
-        if not rank.digest:  # of no outcome at all
-            return
+def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
+    """Takes part in a pass, without a record of the draft's rounds."""
+    drafter = None
+    if rank.draft is not None:
+        drafter = rank.drafter(rank.draft)
+        drafter.ledger = NullLedger(DraftPhase)
+    rank.run_pass(rank.target, drafter, drive)
 
 
 def _lead(rank: Rank, config: ServeConfig) -> None:
-    job, workload = rank.session.job, rank.session.workload
+    job, workload, backend = rank.session.job, rank.session.workload, rank.session.backend
     assert isinstance(workload, TextWorkload), "serving text"
-    times, room = ForwardTimes(_stepper(rank).sizes), room_of(job, rank)
-    rank.run_pass(rank.target, _drafter(rank), lambda loop: warm(loop, job, times, room))
+    assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
+    times, pages = ForwardTimes(rank.target.stepper.sizes), rank.target.stepper.pages
+    assert pages is not None, "text without a KV cache"
+    batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many pages
+    room = Room(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)
+    _pass(rank, lambda loop: warm(loop, job, times, room))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
     driver = Driver(
         Scheduler(room),
         line,
+        job.config.mode,
+        job.lookahead,
+        times=times,
+        goodput=Goodput(job.lookahead, widths_of(job), times) if config.auto else None,
         stop_ids=workload.stop_ids,
-        vocab=workload.vocab,
-        samples=workload.samples,
     )
-    driver.times, driver.mode, driver.lookahead = times, job.config.mode, job.lookahead
-    if config.auto:
-        driver.goodput = Goodput(job.lookahead, widths_of(job), times)
-    backend = rank.session.backend
     line.put(
         Ready(
             model=job.target.name,
@@ -98,6 +96,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
             stop_ids=sorted(workload.stop_ids),
             max_running=config.max_running,
             mode=AUTO if config.auto else driver.mode,
+            vocab=workload.vocab,
             backend=backend.name,
             device_name=backend.info.name,
         )
@@ -105,23 +104,9 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     while not driver.is_over:
         driver.draft_lost = driver.draft_lost or bool(guard.lost())
         if driver.wait(_POLL_S):
-            rank.run_pass(rank.target, _drafter(rank), driver.drive)
-    driver.finish()
+            _pass(rank, driver.drive)
     line.close()
-    rank.run_pass(rank.target, _drafter(rank), lambda loop: None)
-
-
-def _stepper(rank: Rank) -> Stepper:
-    assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
-    return rank.target.stepper
-
-
-def room_of(job: Job, rank: Rank) -> Room:
-    """Returns the room of the target ranks; the draft ranks have as many pages."""
-    pages = _stepper(rank).pages
-    assert pages is not None, "text without a KV cache"
-    sizes, ahead = pages.sizes, job.lookahead + 1
-    return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
+    _pass(rank, lambda loop: None)
 
 
 def warm(loop: TargetLoop, job: Job, times: ForwardTimes, room: Room) -> None:

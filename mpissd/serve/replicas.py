@@ -40,6 +40,7 @@ _CHECK_S = 20.0  # of `haproxy -c`
 _ANY = ("0.0.0.0", "::", "")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
+_DAMAGED = (ValueError, TypeError, LookupError, RecursionError)  # JSON of another form
 _ERRORS = {  # messages of HAProxy's own responses, by status
     502: "the replica that had the request is gone",
     503: "no replica takes requests now",
@@ -114,49 +115,35 @@ def write(folder: Path, entry: Entry) -> None:
     made.replace(folder / f"{entry.id}.json")
 
 
-def remove(folder: Path, name: str) -> None:
-    """Removes the entry of an id and its unfinished file, if they exist."""
-    for path in (folder / f"{name}.json", folder / f".{name}.new"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
 def read(folder: Path) -> list[Entry]:
     """Returns the entries of a folder, sorted by id; skips files that are no entry.
 
-    Raises OSError if the folder, or a file in it, cannot be read.
+    An entry's words go into HAProxy's configuration, so none may hold a space or a newline. Raises
+    OSError if the folder, or a file in it, cannot be read.
     """
-    entries = []
+    entries, known = [], {f.name for f in fields(Entry)}
     for name in sorted(os.listdir(folder)):
         stem, end = os.path.splitext(name)
-        if end == ".json" and _ID.fullmatch(stem):
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                entries.append(_parsed((folder / name).read_bytes(), stem))
-    return [entry for entry in entries if entry is not None]
-
-
-def _parsed(text: bytes, name: str) -> Entry | None:
-    """Returns the entry of a file; None for other content.
-
-    Its words go into HAProxy's configuration, so none may hold a space or a newline.
-    """
-    known = {f.name for f in fields(Entry)}
-    try:
-        values = dict(json.loads(text))
-        entry = Entry(**{key: value for key, value in values.items() if key in known})
-        is_entry = (
-            values["schema"] == SCHEMA
-            and entry.id == name
-            and _HOST.fullmatch(entry.host)
-            and isinstance(entry.about, dict)
-            and type(entry.port) is int
-            and type(entry.max_wait_s) in (int, float)
-            and 0 < entry.port < 65536
-            and 0 < entry.max_wait_s < 1e6
-        )
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return None
-    return entry if is_entry else None
+        if end != ".json" or not _ID.fullmatch(stem):
+            continue
+        try:
+            values = dict(json.loads((folder / name).read_bytes()))
+            entry = Entry(**{key: value for key, value in values.items() if key in known})
+            is_entry = (
+                values["schema"] == SCHEMA
+                and entry.id == stem
+                and _HOST.fullmatch(entry.host)
+                and isinstance(entry.about, dict)
+                and type(entry.port) is int
+                and type(entry.max_wait_s) in (int, float)
+                and 0 < entry.port < 65536
+                and 0 < entry.max_wait_s < 1e6
+            )
+        except (FileNotFoundError, IsADirectoryError, *_DAMAGED):
+            continue
+        if is_entry:
+            entries.append(entry)
+    return entries
 
 
 class Member:
@@ -220,7 +207,9 @@ class Member:
                     fault = f"register={self._folder}: {error.strerror}: trying on"
                     sys.stderr.write(f"mpissd: serve: {fault}\n")
             self._is_over.wait(_KEEP_S)
-        remove(self._folder, self.id)
+        for name in (f"{self.id}.json", f".{self.id}.new"):
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
 
 
 def replicas(config: ReplicasConfig) -> int:
@@ -241,7 +230,7 @@ def replicas(config: ReplicasConfig) -> int:
             print(entry.id, entry.address, entry.about.get("model"), f"({state})")
     if not entries:
         print(f"no replica in {config.folder}")
-    if config.haproxy is not None and _install(config, entries) and config.pid_file is not None:
+    if install(config, entries) and config.pid_file is not None:
         reload(Path(config.pid_file))
     return 0
 
@@ -257,7 +246,7 @@ def ask(entry: Entry) -> str:
             if response.headers.get("x-replica") != entry.id:
                 return "another server"
             return "ready" if state["ready"] is True else str(state["reason"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        except (OSError, http.client.HTTPException, *_DAMAGED):
             return "no answer"
 
 
@@ -271,7 +260,7 @@ def _watch(config: ReplicasConfig) -> int:
         fault = ""
         try:
             has_begun = has_begun or folder.exists()
-            is_reloaded &= not _install(config, read(folder) if has_begun else [])
+            is_reloaded &= not install(config, read(folder) if has_begun else [])
             if not is_reloaded and config.pid_file is not None:
                 reload(Path(config.pid_file))
             is_reloaded = True
@@ -286,43 +275,30 @@ def _watch(config: ReplicasConfig) -> int:
     return 0
 
 
-def _install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
-    """Writes the configuration; returns whether it has changed."""
-    text = text_of(config.folder, entries, config.bind)
-    if config.haproxy is None or not install(text, Path(config.haproxy)):
+def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
+    """Writes HAProxy's configuration, if it differs from the file and HAProxy accepts it.
+
+    It depends only on the set of addresses and longest requests. Returns whether the file has
+    changed. Raises ConfigError if HAProxy refuses it, or it cannot be written. Without a HAProxy on
+    this machine nothing is checked.
+    """
+    if config.haproxy is None:
         return False
-    names = ", ".join(f"{each.id} {each.address}" for each in entries) or "none"
-    print(f"{config.haproxy}: {len(entries)} replicas: {names}", flush=True)
-    return True
-
-
-def text_of(folder: str, entries: Sequence[Entry], bind: str) -> str:
-    """Returns the configuration; it depends only on the set of addresses and longest requests."""
-    longest = max([600.0, *(entry.max_wait_s for entry in entries)])
-    return _FORM.format(
+    errors = []  # HAProxy's own responses, in the form of OpenAI's errors
+    for status, message in _ERRORS.items():
+        error = {"message": message, "type": "server_error", "param": None, "code": "replicas"}
+        body = json.dumps({"error": error}).replace('"', '\\"')
+        line = f'    http-error status {status} content-type application/json string "{body}"'
+        errors.append(line + " hdr Retry-After 5" * (status == 503))
+    text = _FORM.format(
         count=f"{len(entries)} replica{'' if len(entries) == 1 else 's'}",
-        folder=" ".join(folder.split()),
-        longest=int(longest) + _SLACK_S,
-        errors="\n".join(_error(*each) for each in _ERRORS.items()),
-        bind=bind,
+        folder=" ".join(config.folder.split()),
+        longest=int(max([600.0, *(entry.max_wait_s for entry in entries)])) + _SLACK_S,
+        errors="\n".join(errors),
+        bind=config.bind,
         servers="\n".join(f"    server {entry.id} {entry.address}" for entry in entries),
     )
-
-
-def _error(status: int, message: str) -> str:
-    """Returns the line of one of HAProxy's own responses, in the form of OpenAI's errors."""
-    error = {"message": message, "type": "server_error", "param": None, "code": "replicas"}
-    body = json.dumps({"error": error}).replace('"', '\\"')
-    retry = " hdr Retry-After 5" if status == 503 else ""
-    return f'    http-error status {status} content-type application/json string "{body}"{retry}'
-
-
-def install(text: str, file: Path) -> bool:
-    """Replaces a file by a configuration, if it differs and HAProxy accepts it.
-
-    Returns whether the file has changed. Raises ConfigError if HAProxy refuses it, or it cannot be
-    written. Without a HAProxy on this machine nothing is checked.
-    """
+    file = Path(config.haproxy)
     made = file.with_name(f".{file.name}.new")
     program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     try:
@@ -342,6 +318,8 @@ def install(text: str, file: Path) -> bool:
         raise ConfigError(f"haproxy -c: no answer in {_CHECK_S:g} s") from error
     finally:
         made.unlink(missing_ok=True)
+    names = ", ".join(f"{each.id} {each.address}" for each in entries) or "none"
+    print(f"{config.haproxy}: {len(entries)} replicas: {names}", flush=True)
     return True
 
 

@@ -13,14 +13,14 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
 from mpissd.engine.workload.text.prompts import check_text
 from mpissd.engine.workload.text.stops import AnswerText
 from mpissd.engine.workload.text.tokenizer import Tokenizer
-from mpissd.serve.protocol import End, RefusedRequest, Tokens
+from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null
 MOST_STOPS, LONGEST_STOP = 16, 1024
@@ -52,24 +52,16 @@ class Problem(Exception):
         return {"error": error}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """New text of an answer.
+class Piece(NamedTuple):
+    """A token of an answer, and the text that is shown with it; token: None for held-back text.
 
-    logprobs: (token, natural logarithm of its probability) pairs. sources: (text, origin of its
-    token) pairs.
+    source: what drafted the token. logprob: the natural logarithm of its probability, if asked for.
     """
 
-    text: str = ""
-    logprobs: Sequence[tuple[int, float]] = ()
-    sources: Sequence[tuple[str, str]] = ()
-
-    def __add__(self, other: Piece) -> Piece:
-        return Piece(
-            self.text + other.text,
-            [*self.logprobs, *other.logprobs],
-            [*self.sources, *other.sources],
-        )
+    text: str
+    token: int | None = None
+    source: str = ""
+    logprob: float | None = None
 
 
 @dataclass(eq=False)
@@ -78,9 +70,9 @@ class Request:
 
     The first fields are the body's; None means that the server's default is missing yet. subject: a
     conversation, a text, or token ids. prompt: its tokens. id: of the lead's messages, chosen by
-    `Lead.submit`. is_cancelled: whether the lead was asked to end it. is_left: whether its client
-    is gone. num_tokens: up to the end of the text, also if the lead decoded further. finish: the
-    finish reason, None until the end.
+    `Lead.submit`. messages: of the lead, or the reason why it is gone. is_cancelled: whether the
+    lead was asked to end it. is_left: whether its client is gone. num_tokens: up to the end of the
+    text, also if the lead decoded further. finish: the finish reason, None until the end.
     """
 
     is_chat: bool
@@ -98,24 +90,20 @@ class Request:
     deadline_s: float | None = None
     mode: str | None = None
 
-    arrived_s: float = field(default_factory=time.monotonic)
     prompt: list[int] = field(default_factory=list)
     id: int = 0
+    messages: asyncio.Queue[Tokens | End | Problem] = field(default_factory=asyncio.Queue)
     is_cancelled: bool = False
     is_left: bool = False
     num_tokens: int = 0
     num_rounds: int = 0
     num_hits: int = 0
-    first_s: float = 0.0  # when its first token arrived
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    _new: list[Piece] = field(default_factory=list)  # since the last object
     _text: AnswerText = field(init=False)
+    _head: dict[str, Any] = field(init=False)
     _tokenizer: Tokenizer = field(init=False)
-    _created: float = field(default_factory=time.time)
-    _name: str = field(default_factory=lambda: secrets.token_hex(12))
-    _messages: asyncio.Queue[Tokens | End | RefusedRequest | Problem] = field(
-        default_factory=asyncio.Queue
-    )
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Returns the tokens of the subject; raises Problem if there are none."""
@@ -125,9 +113,6 @@ class Request:
                 tokens = tokenizer.chat(subject)
             elif isinstance(subject, str):
                 tokens = tokenizer.encode(subject)
-            elif max(subject) >= tokenizer.vocab_size:
-                allowed = f"0..{tokenizer.vocab_size - 1}"
-                raise ConfigError(f"prompt: token {max(subject)}: allowed: {allowed}")
             else:
                 tokens = list(subject)
         except ConfigError as error:
@@ -138,123 +123,106 @@ class Request:
 
     def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> None:
         """Prepares the answer. model: the name that it carries."""
-        self._tokenizer, self.model = tokenizer, model
-        self._text = AnswerText(tokenizer, self.stop, stop_ids)
+        self._tokenizer, self._text = tokenizer, AnswerText(tokenizer, self.stop, stop_ids)
+        self._head = {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if self.is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        if self.is_chat and self.stream:
+            self._head["object"] += ".chunk"
 
-    def put(self, message: Tokens | End | RefusedRequest | Problem) -> None:
-        """Adds a message of the lead, or the reason why the lead is gone."""
+    def put(self, message: Tokens | End | Problem) -> None:
+        """Adds a message of the lead, unless the client is gone."""
         if not self.is_left:
-            self._messages.put_nowait(message)
-
-    async def take(self) -> Tokens | End:
-        """Waits for the next message; raises Problem if the lead refused or is gone."""
-        message = await self._messages.get()
-        if isinstance(message, RefusedRequest):
-            raise Problem(message.status, message.message)
-        if isinstance(message, Problem):
-            raise message
-        return message
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `take` returns at once."""
-        return not self._messages.empty()
+            self.messages.put_nowait(message)
 
     @property
     def is_stopped(self) -> bool:
         """Whether the text has ended by itself."""
         return self._text.ended is not None
 
-    def add(self, message: Tokens) -> Piece:
-        """Adds the tokens of a round; returns the text that can be shown now."""
-        sources, logprobs = [], []
+    def add(self, message: Tokens) -> None:
+        """Adds the tokens of a round."""
         for place, token in enumerate(message.tokens):
             if self.is_stopped:
                 break
             source = message.sources[place] if message.sources else ""
-            sources.append((self._text.push(token), source))
+            logprob = None if message.logprobs is None else message.logprobs[place]
+            self._new.append(Piece(self._text.push(token), token, source, logprob))
             self.num_tokens += 1
-            if message.logprobs is not None:
-                logprobs.append((token, message.logprobs[place]))
         self.num_rounds, self.num_hits = self.num_rounds + 1, message.hits
-        return Piece("".join(text for text, _ in sources), logprobs, sources)
 
-    def close(self, end: End) -> Piece:
-        """Ends the answer; returns the text that was held back.
+    def close(self, end: End) -> None:
+        """Ends the answer, and adds the text that was held back.
 
         `usage` then holds the counts of the whole request; its `speculation` is this server's own.
         """
+        if rest := self._text.flush():
+            self._new.append(Piece(rest))
         self.finish = "stop" if self.is_stopped else end.reason
-        prompt, answer = len(self.prompt), self.num_tokens
         self.usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": self.num_tokens,
+            "total_tokens": len(self.prompt) + self.num_tokens,
             "prompt_tokens_details": {"cached_tokens": end.cached},
             "speculation": {
                 name: getattr(end, name) for name in ("drafted", "accepted", "hits", "rounds")
             },
         }
-        rest = self._text.flush()
-        return Piece(rest, sources=[(rest, "")] if rest else [])
 
-    def whole(self, piece: Piece) -> dict[str, Any]:
-        """Returns OpenAI's object of a whole answer."""
-        content: dict[str, Any] = {"text": piece.text}
-        if self.is_chat:
-            content = {"message": {"role": "assistant", "content": piece.text}}
-        return {**self._object("", content, piece), "usage": self.usage}
+    def to_dict(self, *, is_first: bool = False) -> dict[str, Any]:
+        """Returns OpenAI's object of the text since the last one: the answer, or a stream's part.
 
-    def chunk(self, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
-        """Returns OpenAI's object of a part of an answer."""
-        content: dict[str, Any] = {"text": piece.text}
-        if self.is_chat:
+        is_first: whether it is the first of a stream.
+        """
+        new, self._new = self._new, []
+        text = "".join(piece.text for piece in new)
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat and self.stream:
             role = {"role": "assistant"} if is_first else {}
-            text = {"content": piece.text} if piece.text or is_first else {}
-            content = {"delta": {**role, **text}}
-        chunk = self._object(".chunk", content, piece)
-        if self.include_sources:
-            counts = "tokens", "rounds", "hits"
-            speculation = {name: getattr(self, f"num_{name}") for name in counts}
-            chunk["speculation"] = {"pieces": piece.sources, **speculation}
-        return chunk
+            content = {"delta": {**role, **({"content": text} if text or is_first else {})}}
+        elif self.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        logprobs, finish = self._logprobs(new), self.finish
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
+        answer = {**self._head, "choices": [choice]}
+        if not self.stream:
+            answer["usage"] = self.usage
+        elif self.include_sources:
+            answer["speculation"] = {
+                "pieces": [(piece.text, piece.source) for piece in new],
+                "tokens": self.num_tokens,
+                "rounds": self.num_rounds,
+                "hits": self.num_hits,
+            }
+        return answer
 
     def last(self) -> dict[str, Any]:
         """Returns the object that ends a stream with its usage."""
-        return {**self._object(".chunk", {}, Piece()), "choices": [], "usage": self.usage}
+        return {**self._head, "choices": [], "usage": self.usage}
 
-    def _object(self, part: str, content: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            **content,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": self.finish,
-        }
-        return {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self._name}",
-            "object": f"chat.completion{part}" if self.is_chat else "text_completion",
-            "created": int(self._created),
-            "model": self.model,
-            "choices": [choice],
-        }
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
         """Returns the probabilities; `bytes` is None for a token that is a part of a character."""
-        if not piece.logprobs:
+        decode, names, values = self._tokenizer.decode, list[str](), list[float]()
+        for _, token, _, logprob in new:
+            if token is not None and logprob is not None:
+                names.append(decode([token], specials=True))
+                values.append(logprob)
+        if not names:
             return None
-        decode = self._tokenizer.decode
-        named = [(decode([token], specials=True), p) for token, p in piece.logprobs]
         if not self.is_chat:
-            parts = {"tokens": [name for name, _ in named], "token_logprobs": [p for _, p in named]}
+            parts = {"tokens": names, "token_logprobs": values}
             return {**parts, "top_logprobs": None, "text_offset": None}
         content = [
             {
                 "token": name,
-                "logprob": p,
+                "logprob": value,
                 "bytes": None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode()),
                 "top_logprobs": [],
             }
-            for name, p in named
+            for name, value in zip(names, values, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -268,34 +236,33 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _field(
-    is_allowed: Callable[[Any], bool],
-    allowed: str,
-    make: Callable[[Any], Any] = lambda value: value,
-) -> Parser:
+def _refused(name: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(f"{name}={shown(value)}: allowed: {allowed}")
+
+
+def _field(is_allowed: Callable[[Any], bool], allowed: str, make: type | None = None) -> Parser:
     """Returns a parser of the values that are allowed; `allowed` describes them."""
 
     def parse(name: str, value: Any) -> Any:
         if not is_allowed(value):
-            raise ConfigError(f"{name}={shown(value)}: allowed: {allowed}")
-        return make(value)
+            raise _refused(name, value, allowed)
+        return value if make is None else make(value)
 
     return parse
 
 
-def _whole(low: int, high: int | None = None) -> Parser:
-    allowed = f"a whole number >= {low}" if high is None else f"a whole number in [{low}, {high}]"
-    most = math.inf if high is None else high
-    return _field(lambda value: type(value) is int and low <= value <= most, allowed)
+def _integer(low: int, high: float = math.inf) -> Parser:
+    allowed = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
+    return _field(lambda v: type(v) is int and low <= v <= high, f"a whole number {allowed}")
 
 
-def _real(low: float, high: float, *, open_low: bool = False) -> Parser:
+def _real(low: float, high: float, *, is_open: bool = False) -> Parser:
     def is_allowed(value: Any) -> bool:
-        is_number = type(value) in (int, float)
-        return is_number and low <= value <= high and not (open_low and value == low)
+        return type(value) in (int, float) and low <= value <= high and not (is_open and not value)
 
-    allowed = f"a number {'above' if open_low else '>='} {low:g}, at most {high:g}"
-    return _field(is_allowed, allowed, float)
+    return _field(
+        is_allowed, f"a number {'above' if is_open else '>='} {low:g}, at most {high:g}", float
+    )
 
 
 def _only(*neutral: Any) -> Parser:
@@ -312,8 +279,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(
         isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts
     ):
-        allowed = f"a string, or up to {MOST_STOPS} strings, none empty"
-        raise ConfigError(f"{name}={shown(value)}: allowed: {allowed}")
+        raise _refused(name, value, f"a string, or up to {MOST_STOPS} strings, none empty")
     if len(texts) > MOST_STOPS:
         raise ConfigError(f"{name}: {len(texts)} strings: allowed: at most {MOST_STOPS}")
     return tuple(check_text(name, text) if text.strip() else text for text in texts)
@@ -322,7 +288,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, Any]:
     """Parses an object's fields; fields that are null count as absent."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}={shown(value)}: allowed: an object")
+        raise _refused(name, value, "an object")
     for each in value:
         if each not in known:
             raise unknown("field", shown(each)[1:-1], known)
@@ -332,42 +298,40 @@ def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, An
 def _messages(name: str, value: Any) -> list[dict[str, str]]:
     """Parses a conversation: a list of {"role", "content"} with text content."""
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{name}={shown(value)}: allowed: a list of at least one message")
-    return [_message(f"{name}[{place}]", each) for place, each in enumerate(value)]
-
-
-def _message(name: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        allowed = '{"role": "…", "content": "…"}'
-        raise ConfigError(f"{name}={shown(value)}: allowed: {allowed}")
-    message = {each: part for each, part in value.items() if part is not None}
-    if extra := message.keys() - {"role", "content"}:
-        raise unknown(f"{name} field", min(extra), ("role", "content"))
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise ConfigError(f"{name}.role={shown(role)}: allowed: {', '.join(_ROLES)}")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
-        if not texts or not all(isinstance(text, str) for text in texts):
-            allowed = 'text, or parts {"type": "text", "text": "…"}'
-            raise ConfigError(f"{name}.content={shown(content)}: allowed: {allowed}")
-        content = "".join(map(str, texts))
-    return {"role": _ROLES[role], "content": check_text(f"{name}.content", content)}
+        raise _refused(name, value, "a list of at least one message")
+    messages = []
+    for place, each in enumerate(value):
+        here = f"{name}[{place}]"
+        if not isinstance(each, dict):
+            raise _refused(here, each, '{"role": "…", "content": "…"}')
+        given = {key: part for key, part in each.items() if part is not None}
+        if extra := given.keys() - {"role", "content"}:
+            raise unknown(f"{here} field", min(extra), ("role", "content"))
+        role, content = given.get("role"), given.get("content")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise _refused(f"{here}.role", role, ", ".join(_ROLES))
+        if isinstance(content, list):
+            texts = [
+                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+                for part in content
+            ]
+            if not texts or not all(isinstance(text, str) for text in texts):
+                allowed = 'text, or parts {"type": "text", "text": "…"}'
+                raise _refused(f"{here}.content", content, allowed)
+            content = "".join(map(str, texts))
+        messages.append({"role": _ROLES[role], "content": check_text(f"{here}.content", content)})
+    return messages
 
 
 def _prompt(name: str, value: Any) -> str | list[int]:
     """Parses a text or a list of token ids; a list of one of them counts as that one."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
-    if isinstance(value, list):
-        if not value or not all(type(token) is int and token >= 0 for token in value):
-            allowed = "one text, or one list of token ids"
-            raise ConfigError(f"{name}={shown(value)}: allowed: {allowed}")
-        return value
-    return check_text(name, value)
+    if not isinstance(value, list):
+        return check_text(name, value)
+    if not value or not all(type(token) is int and token >= 0 for token in value):
+        raise _refused(name, value, "one text, or one list of token ids")
+    return value
 
 
 _boolean = _field(lambda value: isinstance(value, bool), "true, false")
@@ -375,14 +339,14 @@ _text = _field(lambda value: isinstance(value, str), "a string")
 _STREAM_OPTIONS = {"include_usage": _boolean, "include_sources": _boolean}
 _COMMON: dict[str, Parser] = {
     "model": _text,
-    "max_tokens": _whole(1),
+    "max_tokens": _integer(1),
     "stream": _boolean,
     "stream_options": lambda name, value: _members(name, value, _STREAM_OPTIONS),
     "temperature": _real(0, 2),
-    "top_p": _real(0, 1, open_low=True),
-    "seed": _whole(0, 2**63 - 1),
+    "top_p": _real(0, 1, is_open=True),
+    "seed": _integer(0, 2**63 - 1),
     "stop": _stops,
-    "deadline_s": _real(0, 86400, open_low=True),
+    "deadline_s": _real(0, 86400, is_open=True),
     "mode": _field(lambda value: value in MODES, ", ".join(MODES)),
     "user": _text,
     "n": _only(1),
@@ -393,7 +357,7 @@ _COMMON: dict[str, Parser] = {
 _CHAT: dict[str, Parser] = {
     **_COMMON,
     "messages": _messages,
-    "max_completion_tokens": _whole(1),
+    "max_completion_tokens": _integer(1),
     "logprobs": _boolean,
     "top_logprobs": _only(0),
     "response_format": _only({"type": "text"}),

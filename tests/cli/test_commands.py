@@ -12,7 +12,7 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.cli import arguments as cli
-from mpissd.cli.configs import ProbeConfig
+from mpissd.cli.arguments import ProbeConfig
 from mpissd.common.config import RunConfig
 from mpissd.engine.job import resolve
 from tests.tiny_pair import tiny_pair
@@ -183,8 +183,8 @@ def test_a_damaged_profile_is_one_line(
     device = json.loads(Path(EIGHT.partition("=")[2]).read_text())
     for change, message in (
         ({"schema": 2}, "schema 2, this version reads 1"),
-        ({"numbers": {}}, "missing or malformed"),
-        ({"tables": {"forwards": [{"model": "x"}]}}, "missing or malformed"),
+        ({"numbers": {}}, "missing '"),
+        ({"tables": {"forwards": [{"model": "x"}]}}, "missing '"),
     ):
         Path("probed.json").write_text(json.dumps({**device, **change}))
         assert message in refused(capfd, *words[:-1], f"{words[-1]}probed.json")

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mpissd.__main__ import main
 from mpissd.cli.arguments import SPECS
+from mpissd.common import config
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Need, flags_of, parse_into, switch, words
 from mpissd.lab.sweep.commands import check_sweep
 from mpissd.lab.sweep.plan import SweepConfig, planned
+from mpissd.serve.config import ChatConfig
 from tests.fuzz.configs import arguments, valid
 
 FLAGS = flags_of(RunConfig)
@@ -50,7 +50,7 @@ def refusal(kind: type, flags: dict[str, str]) -> str:
 def test_every_flag_refuses_what_its_declaration_excludes(command: str) -> None:
     """A missing value, numbers outside its bounds, and values of another type.
 
-    fire gives True for a flag without a value.
+    A flag without a value is read as True.
     """
     kind = SPECS[command].config
     for name, known in flags_of(kind).items():
@@ -206,20 +206,10 @@ def test_any_command_line_is_run_or_refused_in_one_line(
     assert set(codes) == {0, 2}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", 1), ("1", 1), ("ON", 1), ("False", 0), ("0", 0), ("off", 0)]
-)
-def test_a_switch(text: str, value: int) -> None:
-    assert parse_flags({"fuse": text}).fuse is bool(value)
-
-
-@given(st.floats(0, 1), st.integers(0, 2**64 - 1))
-def test_numbers_are_not_rounded(alpha: float, seed: int) -> None:
-    config = parse_flags({"alpha": repr(alpha), "seed": str(seed)})
-    assert float(config.acceptance_text.removeprefix("alpha:")) == alpha and config.seed == seed
-
-
 def test_what_flags_imply() -> None:
+    exact = parse_flags({"alpha": "0.1000000000000001", "seed": str(2**64 - 1), "fuse": "ON"})
+    assert exact.acceptance_text == "alpha:0.1000000000000001" and exact.seed == 2**64 - 1
+    assert exact.fuse is True and parse_flags({"fuse": "0"}).fuse is False
     assert [RunConfig(mode=mode).drafts for mode in ("ar", "sd", "ssd")] == [0, 1, 1]
     assert RunConfig(mode="sd", num_drafts=0).drafts == 0
     assert [RunConfig(dry_run=ranks).world_size for ranks in (True, 1, 3)] == [None, 1, 3]
@@ -269,11 +259,26 @@ def test_a_target_with_weights_answers_prompts_unless_a_workload_is_given(weight
         assert parse_flags({"pair": pair}).workload == "gemm"
 
 
-def test_a_prompt_without_models_takes_the_pair_that_has_weights() -> None:
-    config = parse_flags({"prompt": "hello"})
-    assert (config.workload, config.pair) == ("text", "smollm2")
-    ids = parse_flags({"prompt_ids": "1,2"})
-    assert (ids.workload, ids.pair) == ("text", None)
+def test_a_prompt_without_models_takes_the_shipped_pair_and_what_was_fastest_on_two_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)  # as without CuPy
+    text, measured = {"pair": "SmolLM2", "prompt": "Why?"}, (3, "uniform:2")
+    for flags, chosen in (
+        ({"prompt": "Why?"}, measured),
+        ({**text, "backend": "numpy"}, measured),
+        ({**text, "lookahead": "5"}, (5, "uniform:2")),
+        ({**text, "fan_out": "list:4,4,4,4"}, (3, "list:4,4,4,4")),
+        ({**text, "mode": "sd"}, (4, "uniform:3")),
+        ({**text, "backend": "cupy"}, (4, "uniform:3")),
+        ({"pair": "smollm2", "workload": "gemm"}, (4, "uniform:3")),
+        ({"prompt_ids": "1,2"}, (4, "uniform:3")),
+    ):
+        run = parse_flags(flags)
+        assert (run.lookahead, run.fan_out) == chosen, flags
+        assert (run.pair, run.is_text) == (flags.get("pair", run.pair), "workload" not in flags)
+    assert parse_flags({"prompt": "hello"}).pair == "smollm2"
+    assert parse_into(ChatConfig, {}).run.fan_out == "uniform:2"
 
 
 def test_weights_whose_package_is_missing_are_not_taken_for_a_shape(

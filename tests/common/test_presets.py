@@ -15,8 +15,9 @@ from mpissd.common.presets import (
     PAIRS,
     PRESETS,
     resolve_model,
-    resolve_pair,
+    split_pair,
 )
+from mpissd.common.shapes import ModelShape
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -28,6 +29,13 @@ LLAMA_8B: dict[str, Any] = {
     "intermediate_size": 14336,
     "vocab_size": 128256,
 }
+
+
+def resolve_pair(text: str) -> tuple[ModelShape, ...]:
+    """The shapes of a pair's target and draft."""
+    return tuple(map(resolve_model, split_pair(text)))
+
+
 Write = Callable[[dict[str, Any]], str]
 
 
@@ -153,7 +161,7 @@ def test_pairs_of_anything(write: Write) -> None:
     assert resolve_pair("qwen3-32b/qwen3-0.6b") == resolve_pair("32b/0.6b")
 
 
-# Weights without LM heads, by hand from the sources that heads.py names.
+# Weights without LM heads, by hand from the sources that shapes.py names.
 H, LAYER_8B = 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
 HEADS = {
     "eagle:8b": ("eagle-llama-3.1-8b", 1, 2 * H * H + LAYER_8B, (H,), 1),

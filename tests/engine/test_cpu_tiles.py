@@ -10,7 +10,7 @@ import re
 import pytest
 from llvmlite import binding, ir
 
-from mpissd.engine.model.transformer.numba_ops import int8, products, vectors
+from mpissd.engine.model.transformer.numba_ops import products, tiles
 
 # By instruction set: triple, processor, and how many vectors of columns a tile of 1 to 6 rows sums
 # at once, of bfloat16 and of int8 weights.
@@ -27,12 +27,10 @@ STACK = re.compile(r"[xyz]mm\d+.*%rsp|%rsp.*[xyz]mm\d+|[qvd]\d+.*\[sp")
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """An instruction set, for which the module's functions emit code."""
     name: str = request.param
-    lanes, registers, width, int8_width = vectors.TILES[name]
-    for module in (vectors, int8):
-        monkeypatch.setattr(module, "LANES", lanes)
-        monkeypatch.setattr(module, "VECTOR", ir.VectorType(vectors.F32, lanes))
-    monkeypatch.setattr(vectors, "REGISTERS", registers)
-    monkeypatch.setattr(int8, "INT8_WIDTH", int8_width)
+    lanes, registers, width, int8_width = tiles.TILES[name]
+    monkeypatch.setattr(tiles, "LANES", lanes)
+    monkeypatch.setattr(tiles, "VECTOR", ir.VectorType(tiles.F32, lanes))
+    monkeypatch.setattr(tiles, "REGISTERS", registers)
     assert products.BLOCK % width == products.BLOCK % int8_width == 0
     return name
 
@@ -48,11 +46,7 @@ def code(target: str, kind: str, rows: int, count: int) -> str:
         pytest.skip(f"this llvmlite has no {triple}")
     module = ir.Module()
     module.triple = triple
-    if kind == "int8":
-        kernel = int8._kernel(module, rows, count)
-    else:
-        kernel = vectors._kernel(module, rows, count, vectors._halves)
-    kernel.linkage = "external"
+    tiles.kernel(module, kind, rows, count).linkage = "external"
     parsed = binding.parse_assembly(str(module))
     tuning = binding.create_pipeline_tuning_options(speed_level=3)
     passes = binding.create_pass_builder(machine, tuning)
@@ -81,15 +75,15 @@ def spilled(text: str) -> float:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_a_tile_keeps_its_sums_in_registers(target: str, kind: str) -> None:
-    tiles = vectors.TILES[target]
-    width = tiles.int8_width if kind == "int8" else tiles.width
-    rows = range(1, vectors.MOST_ROWS + 1)
-    counts = [vectors.columns(m, width) for m in rows]
+    sizes = tiles.TILES[target]
+    width = sizes.int8_width if kind == "int8" else sizes.width
+    rows = range(1, tiles.MOST_ROWS + 1)
+    counts = [tiles.columns(m, width) for m in rows]
     assert counts == TARGETS[target][3 if kind == "int8" else 2]
     for m, count in zip(rows, counts, strict=True):
         assert spilled(code(target, kind, m, count)) <= (0 if m < 6 else 0.1), (m, count)
 
 
 def test_a_tile_that_is_too_large_is_seen(target: str) -> None:
-    lanes = vectors.TILES[target].lanes
+    lanes = tiles.TILES[target].lanes
     assert spilled(code(target, "int8", 8, 64 // lanes)) > 0.1

@@ -52,10 +52,10 @@ def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
     draft = open_checkpoint(str(path), target=str(target))
     assert draft.config == config_of(str(path), str(target))
     assert (draft.config.head_vocab, draft.config.shape.vocab_size) == (5, 50)
-    assert np.array_equal(draft.matrix(EMBEDDING), values[EMBEDDING])
-    assert np.array_equal(draft.head_ids(), ids)
-    assert draft.matrix(HEAD).shape == (5, 64)
-    assert np.abs(draft.matrix(HEAD) - own[HEAD]).max() < 0.005 * np.abs(own[HEAD]).max()
+    assert np.array_equal(draft.read(EMBEDDING), values[EMBEDDING])
+    assert np.array_equal(draft.head_ids, ids)
+    assert draft.read(HEAD).shape == (5, 64)
+    assert np.abs(draft.read(HEAD) - own[HEAD]).max() < 0.005 * np.abs(own[HEAD]).max()
     assert logits(draft, TOKENS).shape == (6, 5)
 
 
@@ -70,15 +70,15 @@ def test_a_distilled_draft_may_read_its_head_s_rows_off_the_target(
     save(tmp_path / "draft", config_of(str(whole)), quantized(own, ids), {"head": "target"})
     draft = open_checkpoint(str(tmp_path / "draft"), target=str(target))
     rows = values[EMBEDDING if tied else HEAD][ids]
-    assert np.abs(draft.matrix(HEAD) - rows).max() < 0.005 * np.abs(rows).max()
+    assert np.abs(draft.read(HEAD) - rows).max() < 0.005 * np.abs(rows).max()
     for part in (slice(1, 3), slice(3, 5), slice(2, 2)):
-        assert np.array_equal(draft.matrix(HEAD, part), draft.matrix(HEAD)[part])
-        weights, scales = draft.int8_part(HEAD, part)  # type: ignore[misc]
-        assert np.array_equal(weights * np.repeat(scales, 32, 1), draft.matrix(HEAD, part))
-    narrow = draft.int8_part(HEAD, slice(None), slice(32, 64))
+        assert np.array_equal(draft.read(HEAD, part), draft.read(HEAD)[part])
+        weights, scales = draft.part(HEAD, part).int8()  # type: ignore[misc]
+        assert np.array_equal(weights * np.repeat(scales, 32, 1), draft.read(HEAD, part))
+    narrow = draft.part(HEAD, slice(None), slice(32, 64)).int8()
     assert narrow is not None and narrow[0].shape == (5, 32) and narrow[1].shape == (5, 1)
-    assert np.array_equal(draft.matrix(HEAD, columns=slice(3, 9)), draft.matrix(HEAD)[:, 3:9])
-    assert draft.int8_part(HEAD, slice(None), slice(3, 35)) is None
+    assert np.array_equal(draft.read(HEAD, columns=slice(3, 9)), draft.read(HEAD)[:, 3:9])
+    assert draft.part(HEAD, slice(None), slice(3, 35)).int8() is None
     assert logits(draft, TOKENS).shape == (6, 5)
 
 
@@ -173,12 +173,12 @@ def test_a_draft_speaks_its_target_s_tokens(
     alone, beside = open_checkpoint(str(path)), open_checkpoint(str(path), target=target)
     assert beside.config.shape.vocab_size == target_vocab
     assert beside.config.head_vocab == min(50, target_vocab)
-    assert beside.matrix(EMBEDDING).shape == (target_vocab, 64)
-    assert np.array_equal(beside.matrix(HEAD), alone.matrix(HEAD)[:target_vocab])
-    whole, own = beside.matrix(EMBEDDING), alone.matrix(EMBEDDING)[:target_vocab]
+    assert beside.read(EMBEDDING).shape == (target_vocab, 64)
+    assert np.array_equal(beside.read(HEAD), alone.read(HEAD)[:target_vocab])
+    whole, own = beside.read(EMBEDDING), alone.read(EMBEDDING)[:target_vocab]
     assert np.array_equal(whole[: len(own)], own)
     known = logits(alone, TOKENS)[:, :target_vocab]
     # A BLAS may add in another order if the head has another number of rows.
     assert np.allclose(logits(beside, TOKENS), known, rtol=0, atol=1e-5)
-    assert np.array_equal(beside.matrix(EMBEDDING, slice(38, target_vocab)), whole[38:])
+    assert np.array_equal(beside.read(EMBEDDING, slice(38, target_vocab)), whole[38:])
     assert np.isfinite(logits(beside, [target_vocab - 1])).all()

@@ -58,14 +58,6 @@ def test_launches_queue_as_on_a_stream(backend: EmulatedBackend) -> None:
     assert (one.elapsed_s(), two.elapsed_s()) == (FORWARD_S, 2 * FORWARD_S)
 
 
-def test_a_wait_sleeps(backend: EmulatedBackend) -> None:
-    program = backend.program(never, cost(10))
-    program.launch()
-    before = time.thread_time()
-    program.wait(WAITER)
-    assert time.thread_time() - before < 0.5 * 10 * FORWARD_S
-
-
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_70b_steps_on_a_laptop(tp: int) -> None:
     """Nothing is allocated, and a forward lasts as long as the profile sets for the shard."""

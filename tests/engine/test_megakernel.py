@@ -11,26 +11,29 @@ import numpy as np
 import pytest
 
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.checkpoint import tensors
+from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
+    ArrayTensor,
+    random_checkpoint,
+    tensors,
+)
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import packing
 from mpissd.engine.model.transformer.cupy_ops.megakernel import (
-    Megakernel,
     MegakernelOps,
     chosen,
     geometry_of,
 )
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
-from mpissd.engine.model.transformer.ops import Part
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.weights import load_weights
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.transformer_rig import HEADS, Rig, prompt, tiny, use_megakernel
+from tests.transformer_reference import stored
 
 ROOM, SMALL = 227 << 10, 99 << 10  # bytes of shared memory that a block may have
-TABLE, TOKENS = "model.embed_tokens.weight", [5, 9, 2]
+TOKENS = [5, 9, 2]
 
 
 def num_whole(gpu: EmulatedGpu) -> int:
@@ -57,21 +60,15 @@ def test_one_kernel_has_the_bits_of_many(
     """One, two and three tiles of rows, and so one and two teams that attend."""
     found, before = [], num_whole(gpu)
     for whole in (False, True):
-        monkeypatch.setattr(Megakernel, "most_rows", 32 if whole else 0)
+        monkeypatch.setattr(MegakernelOps, "most_rows", 32 if whole else 0)
         rig = Rig(gpu, tiny("smollm2", layers=layers), max_rows=most)
         found.append(rig.fill(prompt(rig, 130), most))
     assert np.array_equal(*found)
     assert num_whole(gpu) - before == -(-130 // most)
 
 
-class Stored:
-    """A checkpoint that has no recipe of its values, as a file."""
-
-    def __init__(self, inner: RandomCheckpoint) -> None:
-        self.config, self.matrix = inner.config, inner.matrix
-
-    def random_part(self, *_: Any) -> None:
-        return None
+def in_memory(name: str, matrix: Any) -> ArrayTensor:
+    return ArrayTensor(matrix)
 
 
 @pytest.mark.parametrize("head", [32, 64])
@@ -83,11 +80,11 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     monkeypatch.setattr(packing, "_STAGING_ELEMENTS", 2 * head * 64 + 1)
     config = tiny("llama" if head == 32 else "smollm2", layers=1)
     ops = chosen(gpu, config, heads=HEADS[config.family][0], kv_heads=1, max_rows=8, page=128)
-    checkpoint, name = RandomCheckpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
+    checkpoint, name = random_checkpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
     assert isinstance(ops, MegakernelOps)
-    given: Any = checkpoint if is_random else Stored(checkpoint)
-    packed = ops.qkv_matrix(given, [Part(name)])
-    expected = checkpoint.matrix(name).astype(np.float16)
+    given = checkpoint if is_random else stored(checkpoint, in_memory)
+    packed = ops.qkv_matrix([given.part(name)])
+    expected = checkpoint.read(name).astype(np.float16)
     assert packed.head == head and packed.columns == len(expected)
     chunks = CupyChunks.__new__(CupyChunks)
     chunks._launcher, chunks._attention = gpu.launcher(early=False), ops._attention
@@ -100,37 +97,15 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
 def test_a_geometry_fills_a_multiprocessor(head: int, rows: int) -> None:
     found = geometry_of(rows, head, 256, ROOM)
     assert found.slots >= 8 and found.shared_bytes <= ROOM
-    assert found.row_tiles == -(-rows // 8)
+    assert dict(found.macros)["ROW_TILES"] == -(-rows // 8)
     assert found.slots == 12 or found.shared_bytes > ROOM - (17 << 10)
-
-
-class Swapped:
-    """A checkpoint of one model's embedding and another's other weights, as of a file."""
-
-    def __init__(self, old: RandomCheckpoint, new: RandomCheckpoint) -> None:
-        self._old, self._new, self.config = old, new, old.config
-
-    def _of(self, name: str) -> RandomCheckpoint:
-        return self._old if name == TABLE else self._new
-
-    def matrix(self, name: str, *part: Any) -> Any:
-        return self._of(name).matrix(name, *part)
-
-    def vector(self, name: str, *part: Any) -> Any:
-        return self._of(name).vector(name, *part)
-
-    def random_part(self, *_: Any) -> None:
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._old, name)
 
 
 @pytest.mark.slow
 def test_a_swap_of_weights_reaches_every_cache(gpu: Any) -> None:
     """Two stacks over the same weights have the bits of a model that was loaded anew."""
     config = tiny("qwen2", 1)
-    old, new = RandomCheckpoint(config, 3), RandomCheckpoint(config, 9)
+    old, new = random_checkpoint(config, 3), random_checkpoint(config, 9)
     weights = load_weights(gpu, old, TransformerShard(config), max_rows=8, page=128)
     assert isinstance(weights.ops, MegakernelOps)
     rigs = [
@@ -138,15 +113,13 @@ def test_a_swap_of_weights_reaches_every_cache(gpu: Any) -> None:
         for more in ({}, {"capacity": 512, "slots": 1})
     ]
     before = [rig.forward(TOKENS, trunk_rows(0, 0, 3)) for rig in rigs]
-    arrays = {
-        name: new.matrix(name) if len(shape) == 2 else new.vector(name)
-        for name, shape in tensors(config)
-        if name != TABLE
-    }
+    arrays = {name: new.read(name) for name, _ in tensors(config) if name != EMBEDDING}
     for _ in rigs[0].stack.reload(arrays):
         pass
     after = [rig.forward(TOKENS, trunk_rows(0, 0, 3)) for rig in rigs]
-    anew: Any = Swapped(old, new)
+    anew = replace(
+        new, by_name={**stored(new, in_memory).by_name, EMBEDDING: old.by_name[EMBEDDING]}
+    )
     expected = Rig(gpu, config, checkpoint=anew, max_rows=8).forward(TOKENS, trunk_rows(0, 0, 3))
     assert np.array_equal(*before) and not np.array_equal(before[0], expected)
     assert all(np.array_equal(found, expected) for found in after)

@@ -29,7 +29,7 @@ def test_a_changed_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.M
     shutil.copytree(numba_ops._HERE, tmp_path / "ops")
     monkeypatch.setattr(numba_ops, "_HERE", tmp_path / "ops")
     before = numba_ops._digest()
-    with (tmp_path / "ops" / "vectors.py").open("a") as file:
+    with (tmp_path / "ops" / "tiles.py").open("a") as file:
         file.write("# another\n")
     assert numba_ops._digest() != before
 

@@ -21,11 +21,9 @@ def test_a_part_is_cut_from_the_whole(name: str, data: st.DataObject) -> None:
     for size in SIZES[name]:
         start = data.draw(st.integers(0, size - 1))
         cuts.append(slice(start, data.draw(st.integers(start + 1, size))))
-    if len(cuts) == 1:
-        whole, part = checkpoint.vector(name), checkpoint.vector(name, cuts[0])
-    else:
-        whole, part = checkpoint.matrix(name), checkpoint.matrix(name, cuts[0], cuts[1])
-        spec = checkpoint.random_part(name, cuts[0], cuts[1])
+    whole, part = checkpoint.read(name), checkpoint.read(name, *cuts)
+    if len(cuts) == 2:
+        spec = checkpoint.part(name, *cuts).recipe()
         assert spec is not None
         assert np.array_equal(weights.part(spec).T, part)
     assert whole.shape == SIZES[name] and whole.dtype == np.float32
@@ -36,7 +34,7 @@ def test_a_tied_head_is_the_embedding_and_depth_changes_no_layer() -> None:
     cut = open_checkpoint("1b@1L")
     assert cut.config.tied and cut.config.shape.num_layers == 1
     part = slice(5, 9), slice(0, 7)
-    embedding = cut.matrix("model.embed_tokens.weight", *part)
-    assert np.array_equal(cut.matrix("lm_head.weight", *part), embedding)
+    embedding = cut.read("model.embed_tokens.weight", *part)
+    assert np.array_equal(cut.read("lm_head.weight", *part), embedding)
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert np.array_equal(cut.matrix(name, *part), open_checkpoint("1b").matrix(name, *part))
+    assert np.array_equal(cut.read(name, *part), open_checkpoint("1b").read(name, *part))

@@ -38,7 +38,7 @@ def assert_holds(checkpoint: Checkpoint, values: Values, allowed: float = 0.0) -
     told = dict(tensors(checkpoint.config))
     assert set(told) == set(values)
     for name, value in values.items():
-        found = checkpoint.matrix(name) if value.ndim == 2 else checkpoint.vector(name)
+        found = checkpoint.read(name)
         assert found.dtype == np.float32 and found.shape == value.shape
         assert np.abs(found - value).max() <= allowed * np.abs(value).max(), name
 
@@ -67,7 +67,7 @@ def test_a_folder_gives_what_was_written(tmp_path: Path, family: str, shards: in
     )
     if told.tied:
         assert np.array_equal(
-            checkpoint.matrix("lm_head.weight"), values["model.embed_tokens.weight"]
+            checkpoint.read("lm_head.weight"), values["model.embed_tokens.weight"]
         )
     assert has_weights(str(folder)) and files_of(str(folder)) == folder
 
@@ -121,8 +121,7 @@ def test_a_part_of_a_file_is_cut_from_the_whole(
     for size in values[name].shape:
         start = data.draw(st.integers(0, size - 1))
         cuts.append(slice(start, data.draw(st.integers(start + 1, size))))
-    read = checkpoint.matrix if len(cuts) == 2 else checkpoint.vector
-    assert np.array_equal(read(name, *cuts), read(name)[tuple(cuts)])
+    assert np.array_equal(checkpoint.read(name, *cuts), checkpoint.read(name)[tuple(cuts)])
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
@@ -131,13 +130,13 @@ def test_int8_alone_comes_as_it_is_stored(
 ) -> None:
     checkpoint, name = sources[kind][0], "model.layers.0.mlp.up_proj.weight"
     rows, columns = slice(3, 40), slice(32, 64)
-    part = checkpoint.int8_part(name, rows, columns)
+    part = checkpoint.part(name, rows, columns).int8()
     assert (part is not None) == (kind == "int8-32")
     if part is not None:
         values, scales = part
         assert (values.dtype, scales.dtype, scales.shape) == (np.int8, np.float32, (37, 1))
-        assert np.array_equal(values * scales, checkpoint.matrix(name, rows, columns))
-        assert checkpoint.int8_part(name, rows, slice(8, 40)) is None  # no whole group
+        assert np.array_equal(values * scales, checkpoint.read(name, rows, columns))
+        assert checkpoint.part(name, rows, slice(8, 40)).int8() is None  # no whole group
 
 
 LLAMA3 = {

@@ -11,9 +11,15 @@ import pytest
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.round import Sequences, TargetLoop
-from mpissd.engine.model.transformer.chained import ChainedForwards, ends_of
+from mpissd.engine.model.transformer.chained import (
+    BEFORE,
+    SLOT,
+    ChainedForwards,
+    Ends,
+    Sheet,
+    Stage,
+)
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
-from mpissd.engine.model.transformer.stages import BEFORE, SLOT, Ends, Sheet, Stage, run_stage
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from tests.gpu.agreement import relative_error
@@ -118,7 +124,7 @@ def test_every_stage_is_its_twins(backend: Any) -> None:
     ids = rng.permutation(200)[:101].astype(np.int32)
     sheet = Sheet(backend.host_ints(Sheet.size(sequences, ahead)), sequences, ahead)
     ops = rigs[1].stack.weights.ops
-    draft, target = (ends_of(rig.stack) for rig in rigs)
+    draft, target = (Ends.of(rig.stack) for rig in rigs)
     on_device = rigs[0].stack.weights.ops.ids(ids)  # type: ignore[union-attr]
     for turn in range(3):
         for number in range(ahead + 2):
@@ -132,7 +138,7 @@ def test_every_stage_is_its_twins(backend: Any) -> None:
             for part, value in zip(_host(sheet, rigs), before, strict=True):
                 part[...] = value
             twins = (_on_host(backend, ends) for ends in (draft, target))
-            run_stage(Stage(number, turn, sheet, *twins, ids))
+            Stage(number, turn, sheet, *twins, ids).run()
             for mine, twins in zip(found, _host(sheet, rigs), strict=True):
                 assert np.array_equal(mine, twins)
 

@@ -12,7 +12,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.cupy_ops.megakernel import Megakernel, MegakernelOps
+from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests import transformer_reference
@@ -99,10 +99,10 @@ def test_the_megakernel_has_the_bits_of_separate_kernels(
     use_megakernel(monkeypatch, is_on=True)
     found = []
     for most_rows in (0, 32):
-        monkeypatch.setattr(Megakernel, "most_rows", most_rows)
+        monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)
         rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
         ops = rig.stack.weights.ops
-        assert isinstance(ops, MegakernelOps) and ops._megakernel.suits(5) == bool(most_rows)
+        assert isinstance(ops, MegakernelOps) and ops.takes(5) == bool(most_rows)
         found.append(rig.fill(prompt(rig, 200), 5))
     assert np.array_equal(*found)
 

@@ -15,9 +15,9 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops.megakernel import Megakernel, MegakernelOps
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
+from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.weights import load_weights
@@ -42,8 +42,8 @@ UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
 def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
     """Computes up to 32 rows of models of any width by the megakernel, or none."""
     monkeypatch.setattr(MegakernelOps, "suits", _SUITS if is_on else lambda *_, **__: False)
-    monkeypatch.setattr(Megakernel, "least_hidden", 0)
-    monkeypatch.setattr(Megakernel, "wide", 0)
+    monkeypatch.setattr(MegakernelOps, "least_hidden", 0)
+    monkeypatch.setattr(MegakernelOps, "wide", 0)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:
@@ -92,7 +92,7 @@ class Rig:
         weights: Any = None,
         group: Any = None,
     ) -> None:
-        self.backend, self.checkpoint = backend, checkpoint or RandomCheckpoint(config, seed=3)
+        self.backend, self.checkpoint = backend, checkpoint or random_checkpoint(config, seed=3)
         group = group or SoloGroup()
         shard = TransformerShard(config, group.size, group.rank)
         options = ForwardOptions(

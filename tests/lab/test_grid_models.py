@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.session import calibrations, models
+from mpissd.engine.session import models
 
 WORLD = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
 LEAD = SimpleNamespace(world=WORLD, group=WORLD, is_draft=False, is_lead=True)
@@ -91,7 +90,7 @@ def test_what_reads_other_weights_has_weights_of_its_own() -> None:
     stacks = [held.open(found, LEAD)[0].stack for found in (few, many, head, long)]
     assert len(set(map(id, stacks))) == 4
     assert backend.tables == 3  # a context has buffers of its own, on the weights of `few`
-    assert stacks[3].layers is stacks[0].layers
+    assert stacks[3].weights is stacks[0].weights
 
 
 def test_what_was_used_longest_ago_makes_room() -> None:
@@ -116,25 +115,3 @@ def test_one_that_has_no_room_leaves_the_others_theirs() -> None:
         with pytest.raises(Refused, match="rank 0: 32 rows"):
             held.open(large, LEAD)
     held.close()
-
-
-def test_a_measurement_is_made_once_and_knows_its_age() -> None:
-    class Owner:
-        pass
-
-    known, owner, made = calibrations.Calibrations(), Owner(), []
-    known.restart()
-    assert known.once(owner, "a", lambda: made.append(1) or 7) == 7
-    since = known.since
-    known.restart()
-    assert known.once(owner, "a", lambda: made.append(2) or 8) == 7 and known.since == since
-    assert known.once(owner, "b", lambda: 9) == 9 and known.since == since  # the oldest of both
-    known.restart()
-    known.once(owner, "b", lambda: 0)
-    assert known.since >= since
-    assert known.once(Owner(), "a", lambda: 8) == 8 and made == [1]
-    known.restart()
-    time.sleep(0.005)  # ages have a resolution of a millisecond
-    outer = known.once(owner, "c", lambda: known.once(owner, "a", lambda: 0))
-    known.restart()
-    assert known.once(owner, "c", lambda: 0) == outer == 7 and known.since == since  # as its part

@@ -11,7 +11,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job, resolve
-from mpissd.lab.measure.host_costs import WarmUp, host_costs
+from mpissd.lab.measure.calibrate import WarmUp, host_costs
 from mpissd.lab.predict.costs import DeviceCosts
 
 N, K = 9, 4

@@ -17,10 +17,9 @@ from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.lab.predict.advice import ERROR, gain_text, heading, pays, report
-from mpissd.lab.predict.advisor import Advice, plan
+from mpissd.lab.predict.advisor import Advice, plan, replicas
 from mpissd.lab.predict.row import forecast_row
 from mpissd.lab.predict.search import Choice, job_of, runnable, survey
-from mpissd.lab.predict.uses import replicas
 
 DEFAULT = named_hit_law("smollm2").label
 

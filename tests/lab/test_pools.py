@@ -18,12 +18,12 @@ from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
+from mpissd.lab.predict.advisor import Use, frontier, rivals_of, sizes
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.pool import Pool, simulate
 from mpissd.lab.predict.search import Choice
 from mpissd.lab.predict.simulation import expected
-from mpissd.lab.predict.uses import Use, frontier, rivals_of, sizes
 
 H200 = load_profile("h200")
 

@@ -38,8 +38,9 @@ def test_a_mean_does_not_depend_on_the_others_in_the_grid() -> None:
     lists = {1: {1: 9e-4, 90: 2e-3}, 9: {1: 1.1e-3, 90: 3e-3}}
     device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3}, lists)
     host = HostCosts(link=2e-5, keys=5e-5, step=4e-5, nap=1e-4, patience=2e-4)
-    grids = [Grid.of([Config.of(job)], device, host) for job in jobs]
-    together, alone = expect(Grid.joined(grids)), [expect(grid) for grid in grids]
+    configs = [Config.of(job) for job in jobs]
+    together = expect(Grid.of(configs, device, host))
+    alone = [expect(Grid.of([config], device, host)) for config in configs]
     for name in ("tok_per_s", "round_s", "tokens", "hit_rate", "wait_s"):
         assert getattr(together, name).tolist() == [getattr(one, name)[0] for one in alone]
 

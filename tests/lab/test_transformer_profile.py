@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,15 +22,12 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.model.transformer.cache import RowPlaces
 from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, covered, derived_from, with_derived
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.probe.measure import TRANSFORMER_ROWS, GroupProbe, contexts
 from tests.datasheet import DATASHEET
-from tests.needs import needs_linux
-from tests.transformer_rig import FAMILIES, Rig
 
 TINY = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
 BATCHES, CONTEXTS = (1, 8), (64, 500, 2000)
@@ -187,28 +182,6 @@ def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
     forwards, _ = probed(backend, found)
     contexts_of = {(e["sequences"], e["kv_tokens"] // e["sequences"]) for e in forwards}
     assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500), (1, 1000), (8, 1000)}
-
-
-@needs_linux
-def test_an_empty_cache_is_memory_that_attention_reads() -> None:
-    """Pages that were never written are one page of zeros, whatever a context's size."""
-    rig = Rig(FAMILIES["llama"])
-    sizes = replace(rig.stack.pages.sizes, slots=1, capacity=1 << 17)
-    seats = RowPlaces(np.zeros(RowPlaces.size(1, sizes), np.int32), 1, sizes)
-    cache = rig.stack.weights.ops.cache(sizes, seats)
-    assert cache.arrays[0].nbytes > 5e7
-    assert all(present_share(array) == 1 for array in cache.arrays)
-
-
-def present_share(array: Any) -> float:
-    """Returns the share of an array that has pages of its own, from Linux's pagemap."""
-    size = os.sysconf("SC_PAGE_SIZE")
-    first = -(-array.ctypes.data // size)  # the first whole page
-    count = (array.ctypes.data + array.nbytes) // size - first
-    with open("/proc/self/pagemap", "rb") as file:
-        file.seek(8 * first)
-        entries = np.frombuffer(file.read(8 * count), np.uint64)
-    return float(np.mean(entries >> np.uint64(62) > 0))  # in memory, or swapped out
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(7, 3), (2, 8)])

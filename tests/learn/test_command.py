@@ -109,7 +109,7 @@ def test_a_tiny_draft_and_what_is_written_of_it(target: Path, draft: tuple[Path,
     assert log[1:] == timed(told) and f"--target={target} --out={out} " in log[0]
     assert f"  {report['sampling_tokens_per_s']} tokens/s together" in "\n".join(log)
     found = open_checkpoint(str(out), target=str(target))
-    assert found.config.head_vocab == 96 and np.isfinite(found.matrix("lm_head.weight")).all()
+    assert found.config.head_vocab == 96 and np.isfinite(found.read("lm_head.weight")).all()
     assert "started as the target's layers 0,1" in (out / "README.md").read_text()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from tests.needs import module
 from tests.transformer_reference import logits
@@ -47,7 +47,7 @@ def torch_logits(model: Llama, config: TransformerConfig) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_forward_is_that_of_the_oracle(family: str) -> None:
-    source = RandomCheckpoint(RIGGED[family], 0)
+    source = random_checkpoint(RIGGED[family], 0)
     found = torch_logits(load(source, "cpu", torch.float32), RIGGED[family])
     assert np.abs(found - logits(source, TOKENS)).max() < 1e-4
 

@@ -57,10 +57,9 @@ def in_torch(target: Path, draft: Path) -> StateDraft:
     model = load(open_checkpoint(str(target)), "cpu", torch.float32)
     model = model._replace(embedding=model.embedding.bfloat16().float())
     config, names = checkpoint.config, fresh_states(checkpoint.config, 0, 1.0)
-    read = {1: checkpoint.vector, 2: checkpoint.matrix}
-    weights = {n: torch.from_numpy(np.array(read[w.ndim](n))) for n, w in names.items()}
-    ids, blocks = torch.from_numpy(checkpoint.head_ids()).long(), blocks_of(config, torch.float32)
-    model.head[ids] = torch.from_numpy(checkpoint.matrix("lm_head.weight"))  # as it is stored
+    weights = {name: torch.from_numpy(np.array(checkpoint.read(name))) for name in names}
+    ids, blocks = torch.from_numpy(checkpoint.head_ids).long(), blocks_of(config, torch.float32)
+    model.head[ids] = torch.from_numpy(checkpoint.read("lm_head.weight"))  # as it is stored
     table = angles(config, LENGTH + HEADS, "cpu")
     return StateDraft(config, weights, model, ids, blocks, table)
 

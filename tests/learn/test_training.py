@@ -11,8 +11,8 @@ import pytest
 
 from mpissd.common.flags import unchecked
 from mpissd.common.presets import ModelShape
+from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 from tests.needs import module
 
 safetensors = module("safetensors.numpy", "safetensors")
@@ -42,7 +42,7 @@ TEMPLATE = TemplateParts(before=(1, 5), between=(7, 1), again=(8,), end=END)
 @pytest.fixture(scope="module")
 def sampler() -> Sampler:
     torch.manual_seed(0)
-    target = load(RandomCheckpoint(CONFIG, 0), "cpu", torch.float32)
+    target = load(random_checkpoint(CONFIG, 0), "cpu", torch.float32)
     blocks = blocks_of(CONFIG, torch.float32)
     return Sampler(target, blocks, angles(CONFIG, LENGTH, "cpu"), False)
 

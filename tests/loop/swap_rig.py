@@ -13,9 +13,8 @@ from mpissd.engine.comm.learner_messages import Bytes
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
 from mpissd.engine.decode.learning import Updates
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, tensors
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, tensors
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.versions import Arrays
 from tests.loop.text_rig import TextPair
 from tests.tiny_pair import TinyPair
 
@@ -27,10 +26,9 @@ def between(pair: TinyPair, share: float, dtype: Any = np.float32) -> Arrays:
     target = open_checkpoint(str(pair.target))
     draft = open_checkpoint(str(pair.draft), target=str(pair.target))
     found = {}
-    for name, shape in tensors(draft.config):
+    for name, _ in tensors(draft.config):
         if name != EMBEDDING:
-            read = [c.matrix if len(shape) == 2 else c.vector for c in (draft, target)]
-            own, other = (np.array(one(name), np.float32) for one in read)
+            own, other = draft.read(name), target.read(name)
             found[name] = (own + share * (other - own)).astype(dtype)
     return found
 

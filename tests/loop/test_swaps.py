@@ -13,8 +13,7 @@ import pytest
 from mpissd.engine.comm.learner_messages import Bytes, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING
-from mpissd.engine.model.transformer.versions import Arrays, packed
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, packed
 from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import logits_behind

@@ -104,7 +104,7 @@ class TextPair(Pair):
 
     @property
     def ids(self) -> Any:
-        return open_checkpoint(self.draft_where, target=self.target_where).head_ids()
+        return open_checkpoint(self.draft_where, target=self.target_where).head_ids
 
     @property
     def shape(self) -> LinkShape:

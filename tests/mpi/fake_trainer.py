@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpissd.engine.model.transformer.versions import packed, unpacked
+from mpissd.engine.model.transformer.checkpoint import packed, unpacked
 from mpissd.online.process import receive, send
 
 

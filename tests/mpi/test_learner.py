@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 from mpissd.common.config import parse_flags
 from mpissd.common.records import token_digest
 from mpissd.engine import Decoder
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING
-from mpissd.engine.model.transformer.versions import packed
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, packed
 from tests.mpi.harness import DIRECT, Job, Started, needs_mpi
 from tests.tiny_pair import TinyPair, tiny_pair
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.model.transformer.checkpoint import new_version, packed, unpacked
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.versions import Version, packed, unpacked
 from tests.needs import module
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -197,11 +197,11 @@ def test_the_arrays_of_a_quantised_draft_are_its_own_again(tmp_path: Path) -> No
     draft = student_of_shipped_kind(tmp_path)
     arrays = unpacked(packed(draft.arrays()))
     assert "lm_head.weight" not in arrays
-    version = Version(draft.source, arrays)
+    version = new_version(draft.source, arrays)
     for name in arrays:
         if name.endswith("proj.weight"):
             assert arrays[name].dtype == np.int8
-            assert np.array_equal(version.matrix(name), draft.source.matrix(name))
+            assert np.array_equal(version.read(name), draft.source.read(name))
 
 
 def test_a_quantised_draft_keeps_steps_that_are_smaller_than_those_of_int8(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_quantised_draft_keeps_steps_that_are_smaller_than_those_of_int8(tmp_p
     moved = (0.2 * step * ~is_largest).flatten(-2)
     with torch.no_grad():
         draft.draft.layers[0].down.add_(moved)
-    found = torch.from_numpy(Version(draft.source, draft.arrays()).matrix(name)) - before
+    found = torch.from_numpy(new_version(draft.source, draft.arrays()).read(name)) - before
     assert 0.7 < float(found.sum() / moved.sum()) < 1.3
     assert found.abs().max() < 1.01 * step.max()
     with draft.using(draft.draft):  # judged as published

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mpissd.serve.protocol import (
@@ -12,9 +12,7 @@ from mpissd.serve.protocol import (
     End,
     Message,
     Ready,
-    RefusedRequest,
     Stats,
-    Stop,
     Submit,
     Tokens,
     pack,
@@ -25,7 +23,8 @@ from mpissd.serve.protocol import (
 @dataclass
 class Script:
     """The lead sends `answer` (token ids) to every request, `burst` of them a round, a round
-    lasting pace_s. refuse: a status instead. dies_after: rounds after which the lead is gone."""
+    lasting pace_s, from when the gate is open. refuses: it refuses instead. dies_after: rounds
+    after which it is gone."""
 
     answer: Sequence[int]
     pace_s: float = 0.0
@@ -33,18 +32,18 @@ class Script:
     max_running: int = 4
     context: int = 400
     stop_ids: Sequence[int] = (1,)
-    refuse: int | None = None
+    refuses: bool = False
+    gate: Callable[[], bool] = lambda: True
     dies_after: int | None = None
     logprob: float = -0.25
     draft: str = "present"
     submitted: list[Submit] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     rounds: int = 0
-    stopped: bool = False
 
 
 class FakeLead:
-    """Connects to a front's socket, in a thread of its own, until it receives Stop."""
+    """Connects to a front's socket, in a thread of its own, until the front closes it."""
 
     def __init__(self, path: str, script: Script) -> None:
         self._path, self.script = path, script
@@ -56,17 +55,13 @@ class FakeLead:
         reader, self._writer = await asyncio.open_unix_connection(self._path, limit=1 << 24)
         self._room = asyncio.Semaphore(self.script.max_running)
         said = self.script
-        about = ("ssd", "numpy", "a device")
+        about = ("ssd", 1 << 16, "numpy", "a device")
         self._tell(Ready("tiny", said.context, said.stop_ids, said.max_running, *about))
         self._tell(
             Stats(running=1, pages=8, free_pages=7, mode="ssd", lookahead=4, draft=said.draft)
         )
         while line := await reader.readline():
-            message = unpack(line)
-            if isinstance(message, Stop):
-                self.script.stopped = True
-                break
-            self._take(message)
+            self._take(unpack(line))
         for task in self._tasks.values():
             task.cancel()
         self._writer.close()
@@ -74,8 +69,8 @@ class FakeLead:
     def _take(self, message: Message) -> None:
         if isinstance(message, Submit):
             self.script.submitted.append(message)
-            if self.script.refuse is not None:
-                self._tell(RefusedRequest(message.id, self.script.refuse, "refused by the lead"))
+            if self.script.refuses:
+                self._tell(End(message.id, "refused", why="refused by the lead"))
                 return
             self._tasks[message.id] = asyncio.create_task(self._decode(message))
         elif isinstance(message, Cancel) and message.id not in self.script.ended:
@@ -85,6 +80,8 @@ class FakeLead:
     async def _decode(self, asked: Submit) -> None:
         tokens = list(self.script.answer)[: asked.max_tokens]
         async with self._room:
+            while not self.script.gate():
+                await asyncio.sleep(0.01)
             for start in range(0, len(tokens), self.script.burst):
                 await asyncio.sleep(self.script.pace_s)
                 self._round(asked, tokens[start : start + self.script.burst])

@@ -1,8 +1,8 @@
 """Replaces mpirun in tests of `serve`: one process plays the lead, and there are no ranks.
 
 It answers "hello there" to everything, a round each FAKE_PACE_S seconds and FAKE_RUNNING requests
-at a time, from FAKE_LOAD_S seconds on. Prints its arguments, and writes its process id to the file
-that FAKE_PID names.
+at a time, from FAKE_LOAD_S seconds on, and once the file FAKE_GATE exists, if it is named. Prints
+its arguments, and writes its process id to the file that FAKE_PID names.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def main() -> int:
     answer = [*load_tokenizer(target).encode("hello there"), 1]
     pace_s = float(os.environ.get("FAKE_PACE_S", "0.05"))
     script = Script(answer, pace_s=pace_s, max_running=int(os.environ.get("FAKE_RUNNING", "1")))
+    if gate := os.environ.get("FAKE_GATE"):
+        script.gate = Path(gate).exists
     fake = FakeLead(os.environ[SOCKET_VARIABLE], script)
     fake.thread.join()
-    return 0 if fake.script.stopped else 5
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Message, Ready, Stop, Tokens
+from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Message, Ready, Tokens
 from tests.mpi.harness import DIRECT, Started
 
 M = TypeVar("M")
@@ -77,7 +77,7 @@ def serving(folder: Path, ranks: int, *flags: str, mpirun: str | None = None) ->
         with Started(["bash", "-c", DIRECT, *words], env) as job:
             server = Server(job, Line(listener.accept()[0]))
             yield server
-            server.send(Stop())
+            server.leave()
             code, _, error = job.finish()
             assert code == 0, error
 

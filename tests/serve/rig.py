@@ -9,16 +9,18 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.app import Defaults, Endpoints
+from mpissd.serve.app import Endpoints
+from mpissd.serve.config import ServeConfig
+from mpissd.serve.front import Server, bound
 from mpissd.serve.lead import Lead
-from mpissd.serve.server import Server, bound, settings
 from tests.serve.fake_lead import FakeLead, Script
 from tests.text import tiny
 
@@ -62,7 +64,7 @@ class Rig:
 
 
 def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
-    """Reads a response with a length: its status, its JSON and its headers."""
+    """Reads a response with a length: its status, its JSON (or text) and its headers."""
     with connection.makefile("rb") as file:
         status = int(file.readline().split()[1])
         headers = {}
@@ -70,7 +72,8 @@ def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
             name, _, value = line.decode().partition(":")
             headers[name.lower()] = value.strip()
         text = file.read(int(headers["content-length"]))
-    return status, json.loads(text) if text else None, headers
+    is_json = "json" in headers.get("content-type", "")
+    return status, json.loads(text) if is_json else text.decode(), headers
 
 
 def until(true: Callable[[], object], wait_s: float = WAIT_S) -> None:
@@ -83,17 +86,17 @@ def until(true: Callable[[], object], wait_s: float = WAIT_S) -> None:
 
 @contextmanager
 def serving(
-    words: Tokenizer, script: Script, *, max_queue: int = 8, **defaults: Any
+    words: Tokenizer, script: Script, about: Mapping[str, Any] = MappingProxyType({}), **flags: Any
 ) -> Iterator[Rig]:
-    """Serves the answers of a script."""
+    """Serves the answers of a script. flags: of ServeConfig."""
+    config = ServeConfig(**{"auto": True, "max_queue": 8, **flags})
     with tempfile.TemporaryDirectory() as folder, bound("127.0.0.1", 0) as listener:
         port, path = listener.getsockname()[1], str(Path(folder, "lead"))
         found: list[tuple[Lead, Server]] = []
 
         async def run() -> None:
-            lead = Lead(max_queue)
-            app = Endpoints(lead, words, Defaults(("tiny", "nick"), **defaults)).app()
-            server = Server(settings(app), lead)
+            lead = Lead(config.max_queue)
+            server = Server(Endpoints(lead, words, config, ("tiny", "nick"), about).app(), lead)
             async with await lead.accept(path):
                 found.append((lead, server))
                 await server.serve(sockets=[listener])
@@ -109,7 +112,7 @@ def serving(
         try:
             yield Rig(port, lead, server, script, fake)
         finally:
-            server.end()
+            server.should_exit = True
             thread.join(WAIT_S)
             fake.thread.join(WAIT_S)
             assert not thread.is_alive() and not fake.thread.is_alive()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from mpissd.engine.workload.text.tokenizer import Tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
-from tests.serve.rig import Rig, serving, tokenizer, until
+from tests.serve.rig import Rig, serving, until
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
 
 module("uvicorn", "the extra serve")
@@ -23,8 +24,7 @@ ABOUT = {"mode": "auto", "draft": "a draft", "tp": 1, "num_drafts": 1}
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    words = tokenizer(tmp_path)
+def rig(words: Tokenizer) -> Iterator[Rig]:
     answer = [*words.encode("one two"), 1]
     with serving(words, Script(answer, context=1000), about=ABOUT) as found:
         yield found
@@ -89,9 +89,8 @@ def test_commands_change_the_mode_the_colours_and_the_history(rig: Rig) -> None:
         assert screen.end() == 0
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
-    words = tokenizer(tmp_path)
-    script = Script(words.encode("again ") * 200, pace_s=0.05, context=2000)
+def test_ctrl_c_ends_the_answer_and_not_the_chat(words: Tokenizer) -> None:
+    script = Script(words.encode("again ") * 900, pace_s=0.05, context=9000)
     with serving(words, script, about=ABOUT) as rig, opened(rig) as screen:
         screen.until("ssd> ")
         screen.type("hello\n")
@@ -122,8 +121,7 @@ def test_a_refused_question_is_not_part_of_the_history(rig: Rig) -> None:
         assert screen.end() == 0
 
 
-def test_a_server_that_loses_its_ranks_ends_the_chat(tmp_path: Path) -> None:
-    words = tokenizer(tmp_path)
+def test_a_server_that_loses_its_ranks_ends_the_chat(words: Tokenizer) -> None:
     script = Script(words.encode("again ") * 200, pace_s=0.05, dies_after=3, context=2000)
     with serving(words, script, about=ABOUT) as rig, opened(rig) as screen:
         screen.until("ssd> ")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput
 from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.decode.scheduler import Room, Scheduler, Task
+from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Serving
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import Cancel, End, Message, RefusedRequest, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
 from mpissd.serve.ranks import warm
 from tests.loop.text_rig import logits_behind
 from tests.text_config import text_config
@@ -84,10 +84,8 @@ def served(
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
 ) -> Driver:
-    samples = loops.workload.samples
-    driver = Driver(Scheduler(room_of(loops)), mail, vocab=97, samples=samples, clock=clock)
-    driver.lookahead, driver.goodput = loops.job.lookahead, goodput
-    driver.times = times or driver.times
+    scheduler, lookahead = Scheduler(room_of(loops)), loops.job.lookahead
+    driver = Driver(scheduler, mail, "", lookahead, times=times, goodput=goodput, clock=clock)
     while not mail.is_over or not driver.scheduler.is_idle:
         driver.wait(1.0)
         driver.drive(loops.loop)
@@ -117,22 +115,17 @@ def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
 class ThreeRows(ForwardTimes):
     """Allows three rows of prompts in a round that verifies, and remembers the rows of forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool = False) -> None:
+        """always: allows three rows in other rounds, too."""
         super().__init__()
         self.seen: list[int] = []
+        self._always = always
 
     def add(self, rows: int, seconds: float) -> None:
         self.seen.append(rows)
 
     def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
-        return 3 if rows else most
-
-
-class AlwaysThree(ThreeRows):
-    """Allows three rows of prompts in any round."""
-
-    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
-        return 3
+        return 3 if rows or self._always else most
 
 
 def all_returned(loops: Loops) -> bool:
@@ -146,37 +139,32 @@ def all_returned(loops: Loops) -> bool:
     )
 
 
+def run(
+    pair: TinyPair, mode: str, mail: Script, serving: Serving | None = None, **more: Any
+) -> Driver:
+    """Serves the messages of a script; every page of both models is then free again."""
+    with Loops(*in_one_process(config(pair, mode=mode), serving or Serving())) as loops:
+        driver = served(loops, mail, **more)
+    assert all_returned(loops)
+    return driver
+
+
 @pytest.mark.parametrize("mode", ["ar", "inline", "sd", "ssd"])
 def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
     pair: TinyPair, mode: str
 ) -> None:
     asked = [(n, prompt, 8 + 7 * (n % 5)) for n, prompt in enumerate(prompts(12))]
     mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
-        driver = served(loops, mail)
+    driver = run(pair, mode, mail)
     assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
     ends = mail.ends()
     assert all(end.reason == "length" for end in ends.values()) and len(ends) == 12
-    assert driver.scheduler.num_preempted == 0 and all_returned(loops)
+    assert driver.scheduler.num_preempted == 0
     if mode == "ssd":
         assert sum(end.hits for end in ends.values()) > 20
 
 
-@pytest.mark.parametrize("mode", ["ssd"])
-def test_preempted_sequences_have_the_tokens_of_their_own_jobs(pair: TinyPair, mode: str) -> None:
-    asked = [(n, prompt, 90 + 8 * n) for n, prompt in enumerate(prompts(9, seed=1))]
-    mail = Script(*((n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    with Loops(*in_one_process(config(pair, mode=mode), Serving(kv_tokens=320))) as loops:
-        driver = served(loops, mail, times=ThreeRows())
-    assert driver.scheduler.room.pages == 5  # of 64 tokens
-    assert driver.scheduler.num_preempted >= 1 and all_returned(loops)
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-
-
-@pytest.mark.parametrize("mode", ["ssd"])
-def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
-    pair: TinyPair, mode: str
-) -> None:
+def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(pair: TinyPair) -> None:
     first, other = [*range(40)], [3, *range(90, 60, -1)] * 5
     mail = Script(
         (0, Submit(0, first, 4)),
@@ -184,9 +172,9 @@ def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(
         (0, Submit(2, [*first, 50], 12)),
         (30, Cancel(1)),
     )
-    one = text_config(pair, lookahead=K, batch_size=1, mode=mode)
+    one = text_config(pair, lookahead=K, batch_size=1, mode="ssd")
     with Loops(*in_one_process(one, Serving())) as loops:
-        served(loops, mail, times=AlwaysThree())
+        served(loops, mail, times=ThreeRows(always=True))
     assert mail.ends()[1].reason == "cancelled" and 1 not in mail.tokens() and all_returned(loops)
     assert mail.tokens()[2] == alone(pair, [*first, 50], 12)
 
@@ -204,32 +192,12 @@ def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> Non
     assert mail.tokens()[0] == alone(pair, [5, 6, 7], 12)
 
 
-class Wild(Goodput):
-    """Takes any way, K = 0 in most rounds."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(K, [None, 1], ForwardTimes())
-        self.dice, self.ways = random.Random(seed), set[Way]()
-
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
-        if self.dice.random() < 0.4:
-            ks = (0, 0, 0, 1, K)
-            self.way = Way(self.dice.choice(ks), self.dice.choice((0, None, 1)))
-        self.ways.add(self.way)
-        return self.way
-
-    @property
-    def is_trying(self) -> bool:
-        return True  # it chooses before each round
-
-
 @pytest.mark.parametrize("mode", ["inline", "ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]
     mail = Script((0, Submit(0, [5, 6, 7], 150)), (6, Submit(1, long, 12)))
-    times, verified = ThreeRows(), 1 if mode == "ar" else K + 1
-    with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
-        served(loops, mail, times=times)
+    times, verified = ThreeRows(), K + 1
+    run(pair, mode, mail, times=times)
     assert times.seen.count(verified + 3) == 20  # 60 tokens, the last one is verified
     assert max(times.seen) <= max(verified + 3, 2 * verified)
     order = [message.id for message in mail.sent if isinstance(message, Tokens)]
@@ -245,28 +213,18 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
     mail = Script(
         (0, mine[0]), *((n, one) for n, one in enumerate(others)), (9, mine[1]), (9, greedy)
     )
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail)
+    run(pair, "ssd", mail)
     tokens = mail.tokens()
     assert tokens[0] == tokens[40] and len(tokens[0]) == 40
     assert tokens[50] == alone(pair, [8, 9], 40), "a greedy one among them"
     assert len({tuple(tokens[n]) for n in (0, 1, 2)}) == 3
 
 
-def test_a_greedy_server_refuses_a_temperature(pair: TinyPair) -> None:
-    mail = Script((0, Submit(0, [1], 4, temperature=0.5)), (0, Submit(1, [1], 4, top_p=0.0)))
-    with Loops(*in_one_process(config(pair, mode="ar"), Serving(samples=False))) as loops:
-        served(loops, mail)
-    refused = [message.message for message in mail.sent if isinstance(message, RefusedRequest)]
-    assert refused[0].startswith("temperature=0.5") and "top_p=0.0" in refused[1]
-
-
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
     for mode in ("ar", "ssd"):
         mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=True)), (0, Submit(1, [9], 20)))
-        with Loops(*in_one_process(config(pair, mode=mode), Serving())) as loops:
-            served(loops, mail)
+        run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
         found[mode] = [one for m in sent if m.id == 0 for one in m.logprobs or ()]
@@ -281,11 +239,10 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
 
 def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:
     mail = Script((0, Submit(0, [1, 2], 200, deadline_s=12.0)), (0, Submit(1, [1, 2], 30)))
-    with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-        served(loops, mail, clock=lambda: float(mail.turn))
+    run(pair, "ar", mail, clock=lambda: float(mail.turn))
     ends = mail.ends()
     assert (ends[0].reason, ends[1].reason) == ("deadline", "length")
-    assert 8 <= ends[0].rounds <= 12 and all_returned(loops)
+    assert 8 <= ends[0].rounds <= 12
 
 
 @pytest.mark.parametrize(
@@ -295,7 +252,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
     first = Submit(0, [5], 9, deadline_s=1e-9 if isinstance(second, Submit) else None)
     mail, ticks = Script((0, first), (0, second)), iter(range(100))
     with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-        driver = Driver(Scheduler(room_of(loops)), mail, clock=lambda: float(next(ticks)))
+        driver = Driver(Scheduler(room_of(loops)), mail, "ar", 0, clock=lambda: float(next(ticks)))
         assert not driver.wait(1.0), "other ranks would take a pass without a round for the end"
     assert {end.reason for end in mail.ends().values()} <= {"cancelled", "deadline"}
     assert len(mail.ends()) == 1 + isinstance(second, Submit)
@@ -309,8 +266,7 @@ def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     asked = Submit(0, prompt, 60, mode=mode), Submit(1, prompt, 60)
     mail = Script((0, asked[0]), (200, asked[1]))
     goodput = Goodput(K, [None, 1], ForwardTimes())
-    with Loops(*in_one_process(config(pair, mode="ssd"), Serving())) as loops:
-        served(loops, mail, goodput=goodput)
+    run(pair, "ssd", mail, goodput=goodput)
     assert mail.tokens()[0] == mail.tokens()[1] == alone(pair, prompt, 60)
     end = mail.ends()[0]
     assert (end.drafted > 0) == (mode != "ar") and (end.hits > 0) == (mode == "ssd")

@@ -1,4 +1,4 @@
-"""The command `serve` without ranks: the job that it starts, its output, and its end."""
+"""The command `serve` without ranks: the job that it starts, its output, its drain and its end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,47 +19,48 @@ from typing import Any
 import pytest
 
 from mpissd.__main__ import main
-from mpissd.common.flags import parse_into
-from mpissd.serve import front
-from mpissd.serve.config import ServeConfig
+from mpissd.cli.arguments import parse
 from tests.needs import module
-from tests.serve.rig import answered, until
-from tests.text import tiny
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
+from mpissd.serve import front  # noqa: E402
+from tests.serve.rig import answered, until  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = f"{sys.executable} -m tests.serve.fake_mpirun"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    found = tiny_pair(tmp_path_factory.mktemp("pair"), vocab=len(tiny.tokens()))
-    tiny.write(found.target)
-    return found
+SHUT = {"FAKE_GATE": "/no/such/file"}  # no request ends
 
 
 class Serving:
-    """The process of `mpissd serve`, and the port that it printed."""
+    """The process of `mpissd serve`, and the port that it prints."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process, self.folder = process, folder
-        assert process.stdout is not None
-        self.line = process.stdout.readline()
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/v1 serves ", self.line)
+        self.process, self._folder = process, folder
+
+    def read(self) -> str:
+        """Reads the line that is printed when requests are taken."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/v1 serves ", line)
         self.port = int(found[1]) if found else 0
+        return line
 
     @property
     def ranks(self) -> int:
-        return int((self.folder / "pid").read_text())
+        return int((self._folder / "pid").read_text())
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
 
     def ask(self, path: str = "/v1/completions", key: str = "") -> tuple[int, Any]:
         with self.asked(path, key) as connection:
             return answered(connection)[:2]
 
     def asked(self, path: str = "/v1/completions", key: str = "") -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), 10)
+        """Sends a request; returns the connection, on which nothing has been read."""
+        connection = socket.create_connection(("127.0.0.1", self.port), 20)
         body = json.dumps({"prompt": "x"})
         method = "POST" if "completions" in path else "GET"
         head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
@@ -68,47 +68,39 @@ class Serving:
         connection.sendall(f"{head}{body}".encode())
         return connection
 
+    @contextmanager
+    def unfinished(self, key: str = "") -> Iterator[socket.socket]:
+        """Sends a request, and waits until the ranks have it."""
+        with self.asked(key=key) as connection:
+            until(lambda: "mpissd_outstanding 1.0" in self.ask("/metrics", key)[1])
+            yield connection
+
 
 @contextmanager
-def started(pair: TinyPair, folder: Path, *flags: str, **env: str) -> Iterator[Serving]:
-    """Starts the command, and waits until it serves; kills its process at the end."""
-    with launched(pair, folder, *flags, **env) as process:
-        yield Serving(process, folder)
-
-
-@contextmanager
-def launched(
-    pair: TinyPair, folder: Path, *flags: str, **env: str
-) -> Iterator[subprocess.Popen[str]]:
+def started(
+    pair: TinyPair, folder: Path, *flags: str, reads: bool = True, **env: str
+) -> Iterator[Serving]:
     """Starts the command; kills its process at the end. Its own TMPDIR must be empty then."""
-    with tempfile.TemporaryDirectory() as own:  # a socket's path has to be short
-        told = {"MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), "TMPDIR": own}
-        with _ended(pair, folder, flags, {**os.environ, **told, **env}) as process:
-            yield process
+    with tempfile.TemporaryDirectory() as own, (folder / "log").open("w") as log:
+        variables = {"MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), "TMPDIR": own, **env}
+        process = subprocess.Popen(
+            command(pair, *flags),
+            cwd=ROOT,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                serving = Serving(process, folder)
+                if reads:
+                    serving.read()
+                yield serving
+            finally:
+                process.kill()
         assert not os.listdir(own)
-
-
-@contextmanager
-def _ended(
-    pair: TinyPair, folder: Path, flags: Sequence[str], env: Mapping[str, str]
-) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command(pair, *flags),
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "log").open("w"),
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 def command(pair: TinyPair, *flags: str) -> list[str]:
@@ -117,69 +109,92 @@ def command(pair: TinyPair, *flags: str) -> list[str]:
 
 
 def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path) -> None:
-    with started(pair, tmp_path, FAKE_PACE_S="0.3", MPISSD_API_KEY="unseen") as serving:
-        assert serving.line.endswith("serves tiny with draft (ssd); Ctrl-C ends it\n")
-        assert serving.ask()[0] == 401
-        assert serving.ask(key="unseen")[1]["choices"][0]["text"] == "hello there"
+    """A key stays out of the ranks' command line and environment; they can lose the draft."""
+    flags = ("--temperature=.7", "--api_key=sesame")  # each request has its own temperature
+    env = {"FAKE_PACE_S": "0.1", "MPISSD_API_KEY": "unseen", "MPISSD_ONE_HOST": "1"}
+    with started(pair, tmp_path, *flags, reads=False, **env) as serving:
+        line = serving.read()
+        assert line.endswith("serves tiny with draft (ssd); Ctrl-C ends it\n")
+        assert serving.ask(key="unseen")[0] == 401
+        assert serving.ask(key="sesame")[1]["choices"][0]["text"] == "hello there"
         assert serving.ask("/ready")[1]["ready"]
         ranks = serving.ranks
         assert b"unseen" not in Path(f"/proc/{ranks}/environ").read_bytes()
-        with serving.asked(key="unseen") as unfinished:
-            time.sleep(0.1)
-            serving.process.send_signal(signal.SIGINT)
-            assert serving.process.wait(15) == 0
-            assert answered(unfinished)[0] == 503
+        words = Path(f"/proc/{ranks}/cmdline").read_bytes().decode().strip("\0").split("\0")
+        assert "--enable-recovery" in words and "--on_draft_loss=ar" in words
+        assert not any("temperature" in word or "sesame" in word for word in words)
+        assert parse(words[words.index("serve") :]).config.decoding.on_draft_loss == "ar"
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.process.wait(20) == 0
         until(lambda: not Path(f"/proc/{ranks}").exists())
-    log = (tmp_path / "log").read_text()
+    log = serving.log
     assert "-np 2" in log and "Traceback" not in log and "ERROR" not in log
     assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
 
 
 def test_it_ends_at_once_while_the_models_are_loaded(pair: TinyPair, tmp_path: Path) -> None:
-    with launched(pair, tmp_path, FAKE_LOAD_S="30") as process:
+    with started(pair, tmp_path, reads=False, FAKE_LOAD_S="999") as serving:
         until((tmp_path / "pid").exists)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0  # before the model is loaded
-    assert "Traceback" not in (tmp_path / "log").read_text()
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(20) == 0  # before the model is loaded
+    assert "Traceback" not in serving.log
 
 
-def test_a_key_stays_out_of_the_command_line_of_ranks_that_can_lose_the_draft(
-    pair: TinyPair, tmp_path: Path
+def test_it_drains(pair: TinyPair, tmp_path: Path) -> None:
+    """It finishes what it has, and refuses new requests."""
+    gate = tmp_path / "gate"
+    with started(pair, tmp_path, "--drain_s=60", FAKE_GATE=str(gate)) as serving:
+        with serving.unfinished() as unfinished:
+            serving.process.send_signal(signal.SIGTERM)
+            until(lambda: serving.ask("/ready")[0] == 503)
+            with serving.asked() as late:
+                status, refused, headers = answered(late)
+            assert (status, refused["error"]["code"]) == (503, "draining")
+            assert headers["retry-after"] == "5"
+            assert serving.ask("/health")[0] == 200
+            gate.touch()
+            status, answer, _ = answered(unfinished)
+        assert (status, answer["choices"][0]["text"]) == (200, "hello there")
+        assert serving.process.wait(20) == 0
+    began, ended = serving.log.splitlines()[-2:]
+    assert began == "mpissd: serve: SIGTERM: 1 requests have 60 s to end"
+    assert re.fullmatch(r"mpissd: serve: drained in \d+\.\d s; requests cut off: none", ended)
+
+
+@pytest.mark.parametrize(("longest", "second"), [("0.3", None), ("60", signal.SIGINT)])
+def test_a_drain_is_no_longer_than_asked(
+    pair: TinyPair, tmp_path: Path, longest: str, second: signal.Signals | None
 ) -> None:
-    """The ranks decode greedily unless a request asks for more, and so accept the flag."""
-    flags = ("--temperature=.7", "--api_key=sesame")
-    with started(pair, tmp_path, *flags, MPISSD_ONE_HOST="1") as serving:
-        assert serving.ask()[0] == 401 and serving.ask(key="sesame")[0] == 200
-        line = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode().split("\0")
-    assert "--enable-recovery" in line and "--on_draft_loss=ar" in line
-    assert not any("temperature" in word or "sesame" in word for word in line)
-    flags = dict(word[2:].split("=", 1) for word in line if word.startswith("--") and "=" in word)
-    assert parse_into(ServeConfig, ServeConfig.completed(flags)).decoding.on_draft_loss == "ar"
+    """After the deadline, or at a second signal, requests are failed as without a drain."""
+    with started(pair, tmp_path, f"--drain_s={longest}", **SHUT) as serving:
+        with serving.unfinished() as unfinished:
+            serving.process.send_signal(signal.SIGTERM)
+            if second is not None:
+                until(lambda: serving.ask("/ready")[0] == 503)
+                serving.process.send_signal(second)
+            assert answered(unfinished)[0] == 503
+        assert serving.process.wait(20) == 0
+    assert serving.log.endswith(" s; requests cut off: 1\n")
 
 
 def test_the_ranks_are_killed(pair: TinyPair, tmp_path: Path) -> None:
     """Waiting requests get 503, the replica leaves its folder, and the server ends by itself."""
     folder = tmp_path / "replicas"
-    with (
-        started(pair, tmp_path, f"--register={folder}") as serving,
-        serving.asked() as waiting,
-        serving.asked() as other,
-    ):
-        until(lambda: os.listdir(folder))
-        os.kill(serving.ranks, signal.SIGKILL)
-        assert answered(waiting)[0] == answered(other)[0] == 503
-        assert serving.ask("/health")[0] == 503
+    with started(pair, tmp_path, f"--register={folder}", **SHUT) as serving:
+        with serving.unfinished() as waiting:
+            until(lambda: os.listdir(folder))
+            os.kill(serving.ranks, signal.SIGKILL)
+            assert answered(waiting)[0] == 503
         assert serving.process.wait(30) == 5
     assert os.listdir(folder) == []
-    assert "the ranks have ended (exit code 5)" in (tmp_path / "log").read_text()
+    assert "the ranks have ended (exit code 5)" in serving.log
 
 
 def test_ranks_that_never_begin_end_it_with_their_code(pair: TinyPair, tmp_path: Path) -> None:
     folder = tmp_path / "replicas"
-    with started(pair, tmp_path, f"--register={folder}", FAKE_WAY="die") as serving:
-        assert serving.line == "" and serving.process.wait(15) == 4
-    assert "the weights are damaged" in (tmp_path / "log").read_text()
-    assert os.listdir(folder) == []
+    with started(pair, tmp_path, f"--register={folder}", reads=False, FAKE_WAY="die") as serving:
+        assert serving.read() == "" and serving.process.wait(20) == 4
+    assert "the weights are damaged" in serving.log and os.listdir(folder) == []
 
 
 def test_the_front_is_killed_and_the_ranks_end(pair: TinyPair, tmp_path: Path) -> None:
@@ -189,17 +204,16 @@ def test_the_front_is_killed_and_the_ranks_end(pair: TinyPair, tmp_path: Path) -
         until(lambda: not Path(f"/proc/{ranks}").exists())
 
 
-def test_a_launcher_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "_DIE_S", 0.3)
-    deaf = (
-        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(9)"
-    )
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True)"
 
     async def code() -> int:
-        made = await asyncio.create_subprocess_exec(sys.executable, "-c", deaf, stdout=-1)
+        words = (sys.executable, "-c", f"{deaf}; time.sleep(99)")
+        made = await asyncio.create_subprocess_exec(*words, stdout=-1)
         assert made.stdout is not None
         await made.stdout.readline()
-        return await asyncio.wait_for(front.ended(made), 5)
+        return await front.ended(made)
 
     assert asyncio.run(code()) == -signal.SIGKILL
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +10,12 @@ import pytest
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
-from tests.serve.rig import Rig, serving, tokenizer, until
+from tests.serve.rig import Rig, serving, until
 from tests.text import tiny
 
 openai = module("openai", "the openai client")
 STOP = 1
 QUESTION = [{"role": "user", "content": "hello?"}]
-
-
-@pytest.fixture
-def words(tmp_path: Path) -> Tokenizer:
-    return tokenizer(tmp_path)
 
 
 @pytest.fixture
@@ -85,12 +79,13 @@ def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None
 
 
 def test_a_stop_string_ends_the_answer_and_the_leads_work(words: Tokenizer) -> None:
-    script = Script([*words.encode("one two three " * 20), STOP], pace_s=0.01)
+    script = Script([*words.encode("one two three " * 2000), STOP], pace_s=0.01, context=99_999)
     with serving(words, script) as rig:
-        answer = client(rig).completions.create(model="tiny", prompt="x", stop=["o th", "zzz"])
+        asked = {"model": "tiny", "prompt": "x", "stop": ["o th", "zzz"], "max_tokens": 9999}
+        answer = client(rig).completions.create(**asked)
         assert answer.choices[0].text == "one tw" and answer.choices[0].finish_reason == "stop"
         until(lambda: script.ended)
-        assert script.ended == {1: "cancelled"} and script.rounds < 20
+        assert script.ended == {1: "cancelled"}
         assert answer.usage.completion_tokens == len(words.encode("one two th"))
         assert rig.lead.outstanding == 0
 
@@ -121,7 +116,7 @@ def test_the_models(rig: Rig) -> None:
 
 
 def test_a_key(words: Tokenizer) -> None:
-    with serving(words, Script([STOP]), key="sesame") as rig:
+    with serving(words, Script([STOP]), api_key="sesame") as rig:
         assert client(rig, api_key="sesame").models.list().data
         for wrong in ("sesam", "sesame2", "x"):
             with pytest.raises(openai.AuthenticationError):
@@ -130,28 +125,20 @@ def test_a_key(words: Tokenizer) -> None:
 
 
 def test_the_leads_refusal_has_its_status(words: Tokenizer) -> None:
-    with serving(words, Script([STOP], refuse=400)) as rig:
+    with serving(words, Script([STOP], refuses=True)) as rig:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="refused by the lead"):
                 client(rig).completions.create(model="tiny", prompt="x", stream=stream)
-        rig.script.refuse = 503
-        with pytest.raises(openai.InternalServerError) as refused:
-            client(rig).completions.create(model="tiny", prompt="x")
-        assert refused.value.status_code == 503
 
 
 def test_an_answer_that_is_left_is_cancelled(words: Tokenizer) -> None:
-    script = Script([tiny.of_byte(65)] * 390, pace_s=0.02)
+    script = Script([tiny.of_byte(65)] * 40_000, pace_s=0.02, context=99_999)
     with serving(words, script) as rig:
-        stream = client(rig).completions.create(model="tiny", prompt="x", stream=True)
+        asked = {"model": "tiny", "prompt": "x", "max_tokens": 40_000, "stream": True}
+        stream = client(rig).completions.create(**asked)
         next(iter(stream))
         stream.close()
-        until(lambda: script.ended == {1: "cancelled"})
-        assert script.rounds < 100
-        with pytest.raises(openai.APITimeoutError):
-            client(rig, timeout=0.3).completions.create(model="tiny", prompt="x")
-        until(lambda: script.ended == {1: "cancelled", 2: "cancelled"})
-        until(lambda: rig.lead.outstanding == 0)
+        until(lambda: script.ended == {1: "cancelled"} and rig.lead.outstanding == 0)
 
 
 def test_the_job_dies_under_its_answers(words: Tokenizer) -> None:

@@ -12,15 +12,11 @@ from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
 from mpissd.engine.model.transformer.cache import PagePool
 from mpissd.serve.protocol import Cancel, Submit
-from tests.serve.test_driver import Script, all_returned, alone, config, served
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.serve.test_driver import Script, all_returned, alone, config, pair, run, served
+from tests.tiny_pair import TinyPair
 
+__all__ = ["pair"]  # a fixture
 SYSTEM = [(7 * n + n * n) % 97 for n in range(140)]  # two pages of 64 tokens, and some
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
 
 
 def after(pair: TinyPair, prompt: Sequence[int], count: int) -> list[int]:
@@ -62,19 +58,14 @@ def test_a_request_is_told_how_many_tokens_of_its_prompt_were_cached(
 ) -> None:
     asked = Submit(0, SYSTEM, 4), Submit(1, [*SYSTEM, 5], 4), Submit(2, SYSTEM[:128], 9)
     mail = Script(*((99 * n, one) for n, one in enumerate(asked)), (198, Submit(3, [5], 9)))
-    serving = Serving(prefix_cache=prefix_cache)
-    with Loops(*in_one_process(config(pair, mode=mode), serving)) as loops:
-        served(loops, mail)
+    run(pair, mode, mail, Serving(prefix_cache=prefix_cache))
     cached = [mail.ends()[n].cached for n in range(4)]
     assert cached == ([0, 128, 64, 0] if prefix_cache else [0] * 4)
 
 
-@pytest.mark.parametrize("mode", ["ssd"])
-def test_a_prompt_that_ends_with_a_page_is_read_once_more_at_its_end(
-    pair: TinyPair, mode: str
-) -> None:
+def test_a_prompt_that_ends_with_a_page_is_read_once_more_at_its_end(pair: TinyPair) -> None:
     for length in (127, 128, 129):
-        rows_of(pair, mode, Submit(0, SYSTEM[:length], 5), Submit(1, SYSTEM[:length], 70))
+        rows_of(pair, "ssd", Submit(0, SYSTEM[:length], 5), Submit(1, SYSTEM[:length], 70))
 
 
 @pytest.mark.parametrize(("mode", "kv_tokens"), [("ssd", 0), ("ssd", 448), ("inline", 448)])
@@ -92,9 +83,7 @@ def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_o
         *((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked),
         *((2 * n + 7, Cancel(n)) for n in (3, 8)),
     )
-    with Loops(*in_one_process(config(pair, mode=mode), Serving(kv_tokens=kv_tokens))) as loops:
-        driver = served(loops, mail)
-    assert all_returned(loops)
+    driver = run(pair, mode, mail, Serving(kv_tokens=kv_tokens))
     assert bool(driver.scheduler.num_preempted) == bool(kv_tokens)
     found = mail.tokens()
     for n, prompt, count in asked:
@@ -132,7 +121,7 @@ class Cache:
         self.pool.give_back(pages)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_page_that_is_found_stores_the_tokens_that_it_was_asked_for(seed: int) -> None:
     cache, pages = Cache(24, 4, seed), 24
     dice = cache.dice

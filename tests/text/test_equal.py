@@ -97,13 +97,13 @@ def test_a_target_that_reads_another_row_would_be_found(
     pair: TinyPair, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The premise of the tests above: the tokens come from the rows of the forward."""
-    greedy = LogitsTarget._greedy
+    judge = LogitsTarget.judge
 
-    def shifted(self: LogitsTarget, speculation: Any) -> Any:
-        accepted, bonus = greedy(self, speculation)
+    def shifted(self: LogitsTarget, *told: Any) -> Any:
+        accepted, bonus = judge(self, *told)
         return np.minimum(accepted, 1), bonus
 
-    monkeypatch.setattr(LogitsTarget, "_greedy", shifted)
+    monkeypatch.setattr(LogitsTarget, "judge", shifted)
     assert decode(pair, "sd", num_drafts=0).tokens != alone
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mpissd.common.wait import Waiter
 
 Array = Any  # A numpy.ndarray, a cupy.ndarray, or the emulated backend's placeholder.
@@ -130,7 +132,10 @@ class Program(ABC):
 
 
 class Backend(ABC):
-    """The interface that every backend implements; operations in a program's body are enqueued."""
+    """The interface of all backends; operations in a program's body are enqueued.
+
+    The methods below that are not abstract hold and compute nothing, as on an emulated device.
+    """
 
     name: str
     info: DeviceInfo
@@ -138,6 +143,7 @@ class Backend(ABC):
     dtype_name: str
     chains: bool = False  # Whether rounds are chained where they can be (engine.decode.chained).
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
+    capture: bool = False  # Whether programs are replayed as captured graphs.
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
         """Announces the most rows of products with the weights made from now on; None: not
@@ -147,57 +153,55 @@ class Backend(ABC):
         """Returns the name of the kernel that multiplies by this weight inside a program."""
         return self.name
 
-    @abstractmethod
     def weight(self, parts: Sequence[WeightPart]) -> Array:
         """Returns a weight [in, Σout] with deterministic random values, in this backend's own
         layout."""
+        return None
 
-    @abstractmethod
     def activation(self, rows: int, width: int) -> Array:
         """Returns a [rows, width] buffer filled with NaN, so that an unwritten element is
         noticed."""
+        return None
 
-    @abstractmethod
     def view(self, array: Array, rows: int, start: int, stop: int) -> Array:
         """Returns the view array[:rows, start:stop]."""
+        return None if array is None else array[:rows, start:stop]
 
-    @abstractmethod
     def host_ints(self, count: int) -> HostArray:
         """Returns a host int32 buffer that `gather` reads and `read_out` writes asynchronously."""
+        return np.zeros(count, np.int32)
 
-    @abstractmethod
     def table(self, entries: int, width: int, key: int) -> Array:
         """Returns an embedding-like table [entries, width] of unit-variance random rows."""
+        return None
 
-    @abstractmethod
-    def gather(self, table: Array, tokens: HostArray, out: Array) -> None:
+    def gather(self, table: Array, tokens: HostArray, out: Array) -> None:  # noqa: B027
         """Sets out[m] = table[tokens[m] mod entries]; the tokens are copied from host to device."""
 
-    @abstractmethod
-    def matmul(self, x: Array, weight: Array, out: Array) -> None:
+    def matmul(self, x: Array, weight: Array, out: Array) -> None:  # noqa: B027
         """Sets out = x @ weight, accumulated in float32; x may be a column view."""
 
-    @abstractmethod
     def read(self, num_bytes: int) -> Callable[..., None]:
         """Returns an operation that reads a buffer of num_bytes, as a forward reads its KV cache.
 
         Its optional argument is the number of bytes to read; the default is all.
         """
+        return lambda count=num_bytes: None
 
-    @abstractmethod
-    def top_k(self, values: Array, k: int, out_ids: Array, out_values: Array) -> None:
+    def top_k(  # noqa: B027
+        self, values: Array, k: int, out_ids: Array, out_values: Array
+    ) -> None:
         """Writes the k largest values of each row, descending, and their ids; ties to the smaller
         id.
 
         out_ids: int32 [rows, k]; out_values: [rows, k].
         """
 
-    @abstractmethod
     def top_buffers(self, rows: int, k: int) -> tuple[Array, Array]:
         """Returns the device buffers for `top_k`: (int32 ids, float32 values), both [rows, k]."""
+        return None, None
 
-    @abstractmethod
-    def read_out(self, ids: Array, host: HostArray) -> None:
+    def read_out(self, ids: Array, host: HostArray) -> None:  # noqa: B027
         """Copies the int32 device array `ids` to the host buffer."""
 
     @abstractmethod
@@ -207,17 +211,16 @@ class Backend(ABC):
         If the body contains the group's all-reduce, all ranks of the group must call this.
         """
 
-    @abstractmethod
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Waits until everything launched is over."""
 
-    @abstractmethod
     def to_host(self, array: Array) -> Any:
         """Returns a NumPy copy (float32 for activations); synchronises, so not for the hot path."""
+        raise NotImplementedError(f"the {self.name} backend holds no numbers")
 
-    @abstractmethod
     def from_host(self, values: Any, out: Array) -> None:
         """Writes NumPy values into a device array; synchronises, so not for the hot path."""
+        raise NotImplementedError(f"the {self.name} backend holds no numbers")
 
     @abstractmethod
     def read_bandwidth(self, num_bytes: int) -> float | None:
@@ -231,13 +234,7 @@ class Backend(ABC):
         This bounds a forward of many rows. It takes at most 0.1 s.
         """
 
-    @property
-    def capture(self) -> bool:
-        """Whether programs are replayed as captured graphs."""
-        return False
-
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Frees programs, then buffers.
 
         Must be called before the group's communicator is closed; afterwards it would hang.

@@ -94,7 +94,7 @@ class CupyBackend(Backend):
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._launcher = self.launcher(early=False)
         self._open_cublas()
-        self._graph = self.chains = graph
+        self.capture = self.chains = graph
         self._read_blocks = _READ_BLOCKS_PER_SM * self._launcher.multiprocessors
         self._sums = device_empty((self._read_blocks,), np.uint32)
         self._scratches: dict[int, Any] = {}
@@ -125,10 +125,6 @@ class CupyBackend(Backend):
         # would allocate memory.
         cublas.set_workspace(self._handle, self._workspace.data.ptr, _WORKSPACE_BYTES)
         cublas.set_math_mode(self._handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
-
-    @property
-    def capture(self) -> bool:
-        return self._graph
 
     def plan_rows(self, max_rows: int | None) -> None:
         """Stores weights in the chain's order if no product has more rows than its registers
@@ -172,9 +168,6 @@ class CupyBackend(Backend):
 
     def activation(self, rows: int, width: int) -> Any:
         return self._filled((rows, width), HALF, np.nan)
-
-    def view(self, array: Any, rows: int, start: int, stop: int) -> Any:
-        return array[:rows, start:stop]
 
     def host_ints(self, count: int) -> NDArray[np.int32]:
         memory = cupy.cuda.alloc_pinned_memory(max(1, count) * 4)
@@ -298,7 +291,7 @@ class CupyBackend(Backend):
             values = pack(np.asarray(values))
         with self.stream:
             target[...] = cupy.asarray(np.ascontiguousarray(values, dtype=target.dtype))
-        self.synchronize()
+        self.stream.synchronize()
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
         """Measures reading a buffer of num_bytes (at most 4 GB, or half of the free memory).
@@ -337,7 +330,7 @@ class CupyBackend(Backend):
 
     def _timed_s(self, program: CupyProgram) -> float:
         program.launch()
-        self.synchronize()
+        self.stream.synchronize()
         return program.elapsed_s()
 
     def copy_out(self, array: Any, host: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cupy
@@ -39,17 +38,6 @@ class Inboxes(Protocol):
     done_counts: int  # The number of counters of finished exchanges.
 
 
-@dataclass(frozen=True)
-class Chain:
-    """A chain's table of products on the device, and the counters of its launches."""
-
-    table: Any
-    finished: Any
-    count: int
-    exchanges: int
-    row_tiles: int
-
-
 def why_not(device_id: int) -> str | None:
     """Returns why this GPU cannot run chains, or None if it can."""
     capability = cupy.cuda.Device(device_id).compute_capability  # For example "90".
@@ -73,7 +61,9 @@ class ChainRunner:
         self._noted: list[tuple[int, ...]] = []
         self._inboxes: Inboxes | None = None
         self._held = False
-        self._chains: dict[tuple[tuple[int, ...], ...], Chain] = {}
+        # By products: their table on the device, the counters of its launches, and the numbers of
+        # products, exchanges and row tiles.
+        self._chains: dict[tuple[tuple[int, ...], ...], tuple[Any, Any, int, int, int]] = {}
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
         """Records out = x @ the packed weight at an address; the operands' widths give its
@@ -114,40 +104,30 @@ class ChainRunner:
         key = tuple(self._noted)
         self._noted.clear()
         if key not in self._chains:
-            self._chains[key] = self._made(key)
-        self._start(self._chains[key])
-
-    def close(self) -> None:
-        """Frees the tables; call it after the graphs that read them are destroyed."""
-        self._chains.clear()
-
-    def _made(self, key: tuple[tuple[int, ...], ...]) -> Chain:
-        chain = [
-            Multiplication(weight, Operand(*place[:4]), Operand(*place[4:8]), bool(place[8]))
-            for weight, *place in key
-        ]
-        table = chain_plan.plan(chain)
-        exchanges = int((table["exchange"] > 0).sum())
-        return Chain(
-            table=self._launcher.uploaded(table.view(np.uint8), np.uint8),
-            finished=self._launcher.zeros((len(table) + 1,), np.uint32),
-            count=len(table),
-            exchanges=exchanges,
-            row_tiles=chain_plan.row_tiles(table),
-        )
-
-    def _start(self, chain: Chain) -> None:
-        geometry = GEOMETRIES[chain.row_tiles]
+            chain = [
+                Multiplication(weight, Operand(*place[:4]), Operand(*place[4:8]), bool(place[8]))
+                for weight, *place in key
+            ]
+            planned = chain_plan.plan(chain)
+            self._chains[key] = (
+                self._launcher.uploaded(planned.view(np.uint8), np.uint8),
+                self._launcher.zeros((len(planned) + 1,), np.uint32),
+                len(planned),
+                int((planned["exchange"] > 0).sum()),
+                chain_plan.row_tiles(planned),
+            )
+        table, finished, count, exchanges, row_tiles = self._chains[key]
+        geometry = GEOMETRIES[row_tiles]
         everybody, done_counts = 0, 0
-        if chain.exchanges:
+        if exchanges:
             assert self._inboxes is not None, "sums over ranks without inboxes"
             everybody, done_counts = self._inboxes.everybody, self._inboxes.done_counts
         args = (
-            chain.table,
-            np.int32(chain.count),
-            chain.finished,
+            table,
+            np.int32(count),
+            finished,
             np.uintp(everybody),
-            np.int32(chain.exchanges),
+            np.int32(exchanges),
             np.int32(done_counts),
             np.uintp(self._stop.ctypes.data),
             np.uint64(int(self.limit_s * 1e9)),
@@ -156,6 +136,10 @@ class ChainRunner:
         kernel = self._launcher.function("chain", kernels.CHAIN, macros, shared)
         grid = (self._launcher.multiprocessors,)
         self._launcher.launch(kernel, grid, (THREADS,), args, shared)
+
+    def close(self) -> None:
+        """Frees the tables; call it after the graphs that read them are destroyed."""
+        self._chains.clear()
 
 
 def operand(array: Any) -> Operand:

@@ -8,13 +8,11 @@ framework itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
+from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program
 from mpissd.engine.backend.profile import Profile
 
 
@@ -63,58 +61,13 @@ class EmulatedBackend(Backend):
     def kernel(self, weight: Any) -> str:
         return "modelled"
 
-    def weight(self, parts: Sequence[WeightPart]) -> Any:
-        return None
-
-    def activation(self, rows: int, width: int) -> Any:
-        return None
-
-    def view(self, array: Any, rows: int, start: int, stop: int) -> Any:
-        return None
-
-    def host_ints(self, count: int) -> Any:
-        return np.zeros(count, np.int32)
-
-    def table(self, entries: int, width: int, key: int) -> Any:
-        return None
-
-    def gather(self, table: Any, tokens: Any, out: Any) -> None:
-        return None
-
-    def matmul(self, x: Any, weight: Any, out: Any) -> None:
-        return None
-
-    def read(self, num_bytes: int) -> Callable[..., None]:
-        return lambda count=num_bytes: None
-
-    def top_k(self, values: Any, k: int, out_ids: Any, out_values: Any) -> None:
-        return None
-
-    def top_buffers(self, rows: int, k: int) -> tuple[Any, Any]:
-        return None, None
-
-    def read_out(self, ids: Any, host: Any) -> None:
-        return None
-
     def program(
         self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
     ) -> ModelledProgram:
         return ModelledProgram(self, self.profile.forward_s(cost))
-
-    def synchronize(self) -> None:
-        Waiter(float("inf"), spin=False).sleep_until(self.busy_until)
-
-    def to_host(self, array: Any) -> Any:
-        raise NotImplementedError("the emulated backend holds no numbers")
-
-    def from_host(self, values: Any, out: Any) -> None:
-        raise NotImplementedError("the emulated backend holds no numbers")
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
         return self.profile.read_bytes_per_s
 
     def peak_flops(self) -> float | None:
         return self.profile.peak_flops_per_s
-
-    def close(self) -> None:
-        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
 
 Floats = NDArray[np.float32]
-# peak_flops starts with this side, takes products of at most 5 ms, and lasts for 50 ms.
-_FIRST_SIDE, _LONGEST_PRODUCT_S, _PEAK_S = 256, 5e-3, 0.05
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -64,12 +63,6 @@ class NumpyBackend(Backend):
     def activation(self, rows: int, width: int) -> Floats:
         return np.full((rows, width), np.nan, np.float32)
 
-    def view(self, array: Any, rows: int, start: int, stop: int) -> Any:
-        return array[:rows, start:stop]
-
-    def host_ints(self, count: int) -> NDArray[np.int32]:
-        return np.zeros(count, np.int32)
-
     def table(self, entries: int, width: int, key: int) -> Floats:
         return weights.element(key, np.arange(entries), np.arange(width))
 
@@ -105,9 +98,6 @@ class NumpyBackend(Backend):
     ) -> HostProgram:
         return HostProgram(body)
 
-    def synchronize(self) -> None:
-        return None
-
     def to_host(self, array: Any) -> Any:
         return np.array(array)
 
@@ -117,12 +107,13 @@ class NumpyBackend(Backend):
     def read_bandwidth(self, num_bytes: int) -> float | None:
         """Measures reading a buffer of num_bytes (at most 4 GB) repeatedly, 1 GB in all.
 
-        Returns the fastest, because the floor is a bound and other processes disturb some reads.
-        It reads by max(): one vectorised load and compare for each element, and nothing is written.
+        Returns the fastest of 4 to 100,000 reads, because the floor is a bound and other processes
+        disturb some; with only a few bytes the time is the call's. It reads by max(): one
+        vectorised load and compare for each element, and nothing is written.
         """
-        count = max(1, min(num_bytes, 4 * 10**9) // 4)
-        buffer = np.ones(count, np.float32)
-        return count * 4 / _fastest_s(buffer.max, count * 4)
+        buffer = np.ones(max(1, min(num_bytes, 4 * 10**9) // 4), np.float32)
+        count = min(10**5, max(4, -(-(10**9) // buffer.nbytes)))
+        return buffer.nbytes / _fastest_s(buffer.max, count)
 
     def peak_flops(self) -> float | None:
         """Measures a square product, sized by powers of two to take 5 ms at most, for 50 ms.
@@ -130,39 +121,28 @@ class NumpyBackend(Backend):
         Returns the fastest of these short products, because other processes on the core disturb
         only some.
         """
-        side, once_s = _FIRST_SIDE, _product_s(_FIRST_SIDE)
-        while 8 * once_s <= _LONGEST_PRODUCT_S:
-            side, once_s = 2 * side, _product_s(2 * side)
-        count = max(3, min(100, int(_PEAK_S / once_s)))
-        return float(2 * side**3 / min(once_s, _product_s(side, count)))
 
-    def close(self) -> None:
-        return None
+        def fastest(side: int, count: int) -> float:
+            x, out = np.full((side, side), 0.5, np.float32), np.empty((side, side), np.float32)
+            multiply = partial(np.matmul, x, x.copy(), out=out)
+            multiply()  # loads the library
+            return _fastest_s(multiply, count)
+
+        side, once_s = 256, fastest(256, 1)
+        while 8 * once_s <= 5e-3:
+            side, once_s = 2 * side, fastest(2 * side, 1)
+        count = max(3, min(100, int(0.05 / once_s)))
+        return float(2 * side**3 / min(once_s, fastest(side, count)))
 
 
-def _fastest_s(operation: Callable[[], object], num_bytes: int) -> float:
-    """Returns the least seconds of an operation, repeated until it has moved 1 GB.
-
-    It is called 4 to 100,000 times; with only a few bytes the time is the call's.
-    """
+def _fastest_s(operation: Callable[[], object], count: int) -> float:
+    """Returns the least seconds of an operation that is repeated."""
     seconds = []
-    for _ in range(min(10**5, max(4, -(-(10**9) // num_bytes)))):
+    for _ in range(count):
         start = time.perf_counter()
         operation()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def _product_s(side: int, count: int = 1) -> float:
-    """Returns the seconds of the fastest of `count` square products, after one that loads the
-    library."""
-    x, out = np.full((side, side), 0.5, np.float32), np.empty((side, side), np.float32)
-    weight, seconds = x.copy(), []
-    for _ in range(count + 1):
-        start = time.perf_counter()
-        np.matmul(x, weight, out=out)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
 
 
 def cpu_name() -> str:

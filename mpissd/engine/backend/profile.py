@@ -186,12 +186,6 @@ class Tables:
             return (between(measured, key),) if measured else ()
         return tuple(kernel for kernel in every.get(key, ()) if kernel.params == params)
 
-    @property
-    def few_rows(self) -> int:
-        """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
-        every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
-        return max((most for most in every if most is not None), default=0)
-
 
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     """Returns a transformer's forward at a context and a number of sequences b, interpolated.
@@ -289,7 +283,10 @@ class Profile:
     @property
     def few_rows(self) -> int:
         """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
-        return self.tables.few_rows
+        every = (
+            kernel.most_rows for kernels in self.tables.forwards.values() for kernel in kernels
+        )
+        return max((most for most in every if most is not None), default=0)
 
     def forward_s(self, cost: Cost) -> float:
         """Returns the duration of one forward in seconds, all-reduces included.
@@ -384,35 +381,27 @@ def load_profile(text: str) -> Profile:
     Raises ConfigError for an unknown name, an unreadable file, another schema or a missing number.
     """
     builtin = known_profiles()
-    if text in builtin:
-        return _read(builtin[text])
-    if not (text.endswith(".json") or "/" in text):
+    if text not in builtin and not (text.endswith(".json") or "/" in text):
         raise unknown("device", text, builtin)
-    return _read(Path(text))
+    path = builtin.get(text, Path(text))
+    try:
+        data = json.loads(path.read_text())
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"schema {schema!r}, this version reads {SCHEMA}")
+        if data.get("kind", "device") != "device":
+            raise ValueError(f"kind {data['kind']!r}; allowed: a device's, as probe saves it")
+        return _profile(data)
+    except KeyError as error:
+        raise ConfigError(f"profile {str(path)!r}: missing {error}") from error
+    except (OSError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"profile {str(path)!r}: malformed or unreadable: {error}") from error
 
 
 def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profile]:
     """Loads the targets' profile and the drafts' (None: the same). Raises as load_profile does."""
     profile = load_profile(device)
     return profile, profile if draft_device is None else load_profile(draft_device)
-
-
-def _read(path: Path) -> Profile:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"profile {str(path)!r}: {error}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        schema = data.get("schema") if isinstance(data, dict) else None
-        raise ConfigError(f"profile {str(path)!r}: schema {schema!r}, this version reads {SCHEMA}")
-    if data.get("kind", "device") != "device":
-        raise ConfigError(
-            f"profile {str(path)!r}: kind {data['kind']!r}; allowed: a device's, as probe saves it"
-        )
-    try:
-        return _profile(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"profile {str(path)!r}: missing or malformed {error}") from error
 
 
 def _profile(data: dict[str, Any]) -> Profile:

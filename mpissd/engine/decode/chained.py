@@ -20,9 +20,8 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards
 from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.stages import NOBODY, NOT_FINITE
 from mpissd.engine.workload.oracle import Proposals, Rollout
 from mpissd.engine.workload.sequence import Batch, Change
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker

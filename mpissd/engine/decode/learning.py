@@ -17,7 +17,7 @@ from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Assembly, Outlet, VersionInbox
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.versions import unpacked
+from mpissd.engine.model.transformer.checkpoint import unpacked
 from mpissd.engine.workload.oracle import TargetOracle
 from mpissd.engine.workload.sequence import Batch
 

@@ -185,11 +185,6 @@ class Scheduler:
             self._waiting.remove(task)
         self._ended.append(Emitted(task, reason, [], [], None))
 
-    def cancel_all(self) -> None:
-        """Ends every request."""
-        for task in [*self._waiting, *self._running.values()]:
-            self.cancel(task.request_id)
-
     def turn(self, now: float) -> Turn:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:

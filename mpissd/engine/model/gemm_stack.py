@@ -4,7 +4,7 @@ x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next la
 activation functions are left out: q takes the place of the attention's output, gate that of the
 FFN's inner vector. Nothing reads k, v and up, because only their memory traffic matters; tests
 check that they are written.
-A head-sized draft (mpissd.common.heads) begins with a product that joins its inputs, or ends in
+A head-sized draft (mpissd.common.shapes) begins with a product that joins its inputs, or ends in
 several heads on the hidden vector, each with its own LM head and read out separately.
 
 Weights are random: a rank has its slice of the whole model's matrices. Their scales preserve the

@@ -1,7 +1,7 @@
 """One rank's share of a model: its widths, bytes and flops, sharded as in Megatron.
 
 q, k, v, gate, up and the LM head are split by columns, o and down by rows; an all-reduce after o
-and after down makes the hidden vector whole again. Head-sized drafts (heads.py) are not sharded.
+and after down makes the hidden vector whole again. Head-sized drafts (shapes.py) are not sharded.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, Stack
 from mpissd.engine.model.transformer.cache import PageTable
+from mpissd.engine.model.transformer.checkpoint import Arrays
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.stack import StateStack, TransformerStack, open_stack
-from mpissd.engine.model.transformer.versions import Arrays
 from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
 
 Weights = GemmWeights | TransformerWeights
@@ -115,8 +115,12 @@ class Stepper(Forwards):
 
     def compile(self) -> None:
         """Compiles the programs of each bucket; collective over the group."""
-        both = sorted({1, self.options.top_k})
-        self._programs = {(n, k): self._compile(n, k) for n in self._buckets for k in both}
+        capturable = self.stack.group.capturable
+        for rows in self._buckets:
+            for k in sorted({1, self.options.top_k}):
+                body, cost = self.stack.body(rows, k), self.cost(rows, k)
+                program = self.backend.program(body, cost, capturable=capturable)
+                self._programs[rows, k] = program
         self._current = self._programs[self._buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
@@ -130,10 +134,6 @@ class Stepper(Forwards):
         part._shares = True
         part._current = self._programs[part._buckets[0], 1]
         return part
-
-    def _compile(self, rows: int, k: int) -> Program:
-        body, capturable = self.stack.body(rows, k), self.stack.group.capturable
-        return self.backend.program(body, self.cost(rows, k), capturable=capturable)
 
     @property
     def buckets(self) -> list[int]:
@@ -174,11 +174,9 @@ class Stepper(Forwards):
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the size of the next forward and the tokens [<= rows] of its first rows.
+        """Sets the size and tokens [<= rows] of the next forward, as Forwards.
 
-        The device reads the tokens from a page-locked host buffer when the forward begins. The
-        stack receives `places`, the rows' cache positions. lists: whether the top_k best candidates
-        are read out, or only the best one.
+        The device reads the tokens from a page-locked host buffer when the forward begins.
         """
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
@@ -231,10 +229,6 @@ class Stepper(Forwards):
         return self.stack.draws
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's logits of these rows, from the last finished forward.
-
-        float32 [len(rows), columns]. Raises NotImplementedError on the emulated backend.
-        """
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
         return self.stack.logits(rows)

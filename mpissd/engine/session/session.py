@@ -14,9 +14,13 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from mpi4py import MPI
@@ -25,9 +29,9 @@ from numpy.typing import NDArray
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError, MpissdError
-from mpissd.common.heap import keep_freed
 from mpissd.common.output import make_output
 from mpissd.common.presets import resolve_model, target_of
+from mpissd.common.process import keep_freed
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
@@ -39,13 +43,16 @@ from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_t
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.session.calibrations import Calibrations
+from mpissd.engine.model.transformer.sources import doubt
 from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.oracle import LogitsGather
 from mpissd.engine.workload.workers import TargetWorker
 
 Logits = NDArray[np.float32]
+# Measurements of the lab and when they were made, by owner and key: configurations that run on one
+# machine share them, and an owner's are dropped when it is collected.
+Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 _REST_S = 1e-3  # between two polls of an idle rank
 _SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
 
@@ -118,7 +125,7 @@ class Machine:
     group: Group
     models: Models
     resources: ExitStack
-    calibrations: Calibrations = field(default_factory=Calibrations)
+    calibrations: Calibrations = field(default_factory=WeakKeyDictionary)
     # {D: the ranks in use}; None: this rank idles
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
@@ -304,3 +311,27 @@ def backend_name(config: RunConfig, topology: Topology) -> str:
         sys.stderr.write(f"{line} ({hint})\n")
         sys.stderr.flush()
     return "numpy"
+
+
+def drafts_of(job: Job) -> dict[str, str]:
+    """Returns the drafts with weights of a job, as its row names them: {name: model name}."""
+    is_model = job.config.is_transformer and job.drafts_by_transformer
+    return {"draft": job.draft_where} if is_model else {}
+
+
+def doubts(job: Job) -> list[str]:
+    """Returns a line for each draft that was made for another target than the job's."""
+    lines = (doubt(each, job.target_where) for each in drafts_of(job).values())
+    return [line for line in lines if line]
+
+
+def tell_doubts(job: Job) -> None:
+    """Writes the doubts about a job to stderr, each once in this process; for the lead."""
+    for line in doubts(job):
+        _tell(line)
+
+
+@cache
+def _tell(line: str) -> None:
+    sys.stderr.write(f"mpissd: {line}\n")
+    sys.stderr.flush()

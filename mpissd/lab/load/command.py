@@ -1,26 +1,46 @@
-"""The command `load`: a table with a line a rate, a row each in OUT/loads.jsonl."""
+"""The command `load`: requests that arrive by a seed at a server, or at one that is simulated here.
+
+It prints a table with a line a rate, and writes a row each to OUT/loads.jsonl.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import math
+import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
-from mpissd.common.load_row import LoadRow
+from mpissd.common.load_row import SCHEMA, LoadRow
 from mpissd.common.output import append_row, check_output, json_line
-from mpissd.lab.load.client import Client
-from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.load.requests import Load, Served, loads, row_of
+from mpissd.engine.workload.text.prompts import Entry, read_entries
+from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
 
+if TYPE_CHECKING:
+    import httpx
+
+ANSWERED, REFUSED = 200, 429
+_COUNTS = ("drafted", "accepted", "hits", "rounds")
+_SERVER = (
+    "draft mode backend device_name tp num_drafts replicas world_size lookahead max_running "
+    "acceptance hit_law"
+).split()
+_FAILED = 599  # a connection that broke, or an answer that did
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
+_KEY_VARIABLE = "MPISSD_API_KEY"
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -34,13 +54,7 @@ def load(config: LoadConfig) -> int:
     planned = list(loads(config))
     try:
         if config.is_simulated:
-            from mpissd.lab.load import simulated
-
-            about = simulated.about(config)
-            print(_HEAD, flush=True)
-            rows = [
-                _kept(config, each, simulated.send_all(config, each), about) for each in planned
-            ]
+            rows = _simulated(config, planned)
         else:
             rows = asyncio.run(_send_all(config, planned))
     except FaultError as fault:
@@ -48,6 +62,35 @@ def load(config: LoadConfig) -> int:
         return fault.exit_code
     print(json_line(rows[-1].to_dict()))
     return 0
+
+
+def _simulated(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
+    """Serves each load in this process; its requests are dealt to the replicas in turn."""
+    from mpissd.lab.load.simulated import Asked, about, simulate
+
+    rows, server = [], about(config)
+    print(_HEAD, flush=True)
+    for load in planned:
+        asked = [Asked(each.at_s, each.prompt_tokens, each.max_tokens) for each in load.arrivals]
+        for first in range(config.replicas):
+            if part := asked[first :: config.replicas]:
+                asked[first :: config.replicas] = simulate(
+                    config.simulated, config.tp, part, auto=config.auto, kv_tokens=config.kv_tokens
+                ).requests
+        served = [
+            Served(
+                at_s=each.at_s,
+                status=ANSWERED,
+                ttft_s=each.token_s[0] - each.at_s,
+                latency_s=each.token_s[-1] - each.at_s,
+                num_tokens=len(each.token_s),
+                prompt_tokens=each.prompt_tokens,
+                speculation={name: getattr(each, name) for name in _COUNTS},
+            )
+            for each in asked
+        ]
+        rows.append(_kept(config, load, served, server))
+    return rows
 
 
 async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
@@ -105,3 +148,257 @@ def _kept(
         flush=True,
     )
     return row
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: its arrival (seconds from the start), its body, and most tokens of its answer."""
+
+    at_s: float
+    entry: Entry
+    max_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens in the file's line; raises ConfigError without it."""
+        count = self.entry.get("prompt_tokens")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(
+                f"prompts: {str(dict(self.entry))[:40]}…: allowed without a server: lines with "
+                "prompt_tokens >= 1, since a simulated model has no tokenizer"
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of one rate."""
+
+    rate: float
+    duration_s: float
+    arrivals: tuple[Arrival, ...]
+
+
+def loads(config: LoadConfig) -> Iterator[Load]:
+    """Yields a load for each rate; the same flags give the same ones.
+
+    Each arrival has a line of the prompts: all of them once in an order of the seed's, then again.
+    Raises ConfigError.
+    """
+    assert config.prompts is not None, "checked"
+    entries: list[tuple[Entry, int]] = []
+    for where, entry in read_entries(config.prompts):
+        most: Any = entry.get("max_tokens", config.num_tokens)
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise ConfigError(f"{where}: max_tokens: allowed: a whole number >= 1")
+        entries.append((entry, most))
+    for rate in config.rate:
+        times = poisson(rate, config.duration, config.requests, config.seed)
+        random, order = np.random.default_rng([config.seed, 1]), list[int]()
+        while len(order) < len(times):
+            order += random.permutation(len(entries)).tolist()
+        chosen = zip(times, order, strict=False)
+        arrivals = tuple(Arrival(at, *entries[place]) for at, place in chosen)
+        yield Load(rate, times[-1] if config.requests else config.duration, arrivals)
+
+
+def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> list[float]:
+    """Returns the times of Poisson arrivals: `count` of them, or those within the duration, and at
+    least one. A seed's gaps are the same at every rate, stretched."""
+    random, times = np.random.default_rng(seed), list[float]()
+    at = 0.0
+    while True:
+        at += float(random.exponential()) / rate
+        is_over = len(times) >= count if count is not None else at > duration_s and times
+        if is_over:
+            return times
+        times.append(at)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request's end. Times are in seconds from its arrival; status: 200 answered, 429 refused,
+    any other failed. late_s: delay of its sending. speculation: drafted, accepted, hits, rounds, if
+    the server reports them."""
+
+    at_s: float
+    status: int
+    ttft_s: float = np.nan
+    latency_s: float = np.nan
+    num_tokens: int = 0
+    prompt_tokens: int = 0
+    late_s: float = 0.0
+    speculation: Mapping[str, int] | None = None
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first; NaN for answers of one token."""
+        if self.num_tokens < 2:
+            return np.nan
+        return (self.latency_s - self.ttft_s) / (self.num_tokens - 1)
+
+
+def row_of(
+    config: LoadConfig,
+    load: Load,
+    served: Sequence[Served],
+    about: Mapping[str, Any],
+    named: Mapping[str, Any],
+) -> LoadRow:
+    """Returns the row of a load. about: the server's own description. named: the other keys."""
+    answered = [each for each in served if each.status == ANSWERED]
+    refused = sum(each.status == REFUSED for each in served)
+    good = sum(each.ttft_s <= config.ttft and not each.tpot_s > config.tpot for each in answered)
+    begins, ends = [e.at_s for e in served], [e.at_s + e.latency_s for e in answered]
+    wall = max(*ends, *begins) - min(begins) if answered else 0.0
+    steps = sorted([(e.at_s, 1) for e in answered] + [(end, -1) for end in ends])
+    tokens = sum(each.num_tokens for each in served)
+    reports = [each.speculation for each in answered if each.speculation is not None]
+    described: dict[str, Any] = {name: about.get(name) for name in _SERVER}
+    if reports:
+        described |= {n: sum(int(report.get(n, 0)) for report in reports) for n in _COUNTS}
+
+    def times(name: str) -> dict[str, float] | None:
+        known = np.array([s for each in answered if not np.isnan(s := getattr(each, name))])
+        if not len(known):
+            return None
+        p50, p90, p99 = (float(each) for each in np.percentile(known, (50, 90, 99)))
+        return {"mean": float(known.mean()), "p50": p50, "p90": p90, "p99": p99}
+
+    path = Path(str(config.prompts)).expanduser()
+    return LoadRow(
+        schema=SCHEMA,
+        **{**dict.fromkeys(_COUNTS), **described, **named},
+        arrivals="poisson",
+        prompts=f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}",
+        seed=config.seed,
+        rate=load.rate if math.isfinite(load.rate) else None,
+        duration_s=load.duration_s,
+        num_requests=len(served),
+        num_answered=len(answered),
+        num_refused=refused,
+        num_failed=len(served) - len(answered) - refused,
+        most_together=int(np.cumsum([step for _, step in steps]).max()) if steps else 0,
+        wall_s=wall,
+        num_tokens=tokens,
+        tok_per_s=tokens / wall if wall else 0.0,
+        ttft_s=times("ttft_s"),
+        tpot_s=times("tpot_s"),
+        latency_s=times("latency_s"),
+        objective={"ttft_s": config.ttft, "tpot_s": config.tpot},
+        goodput_per_s=good / wall if wall else 0.0,
+        good_share=good / len(served),
+        client_late_s=max(each.late_s for each in served),
+    )
+
+
+class Client:
+    """Asks one server. Use it in an `async with` block."""
+
+    def __init__(self, config: LoadConfig) -> None:
+        """Raises ConfigError without httpx, and for a URL that is none."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError("load needs httpx: pip install 'mpissd[serve]'") from error
+        key = config.api_key or os.environ.get(_KEY_VARIABLE)
+        self._broken = httpx.HTTPError
+        self._config, self.url = config, config.url or DEFAULT_URL
+        try:
+            base = httpx.URL(self.url.rstrip("/") + "/")
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"url={self.url}: {error}: allowed: http://HOST:PORT/v1") from error
+        self._http = httpx.AsyncClient(
+            base_url=base,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=config.deadline_s,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy would be measured as well
+        )
+        self.model = config.model or ""
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self._http.aclose()
+
+    async def about(self) -> Mapping[str, Any]:
+        """Asks for the server's model; returns the server's description of itself, if it is mpissd.
+
+        Raises FaultError if no server answers.
+        """
+        try:
+            answer = await self._http.get("models")
+            models = answer.raise_for_status().json()["data"]
+            self.model = self.model or models[0]["id"]
+            of_model = [each.get("mpissd") for each in models if each["id"] == self.model]
+        except (self._broken, *_DAMAGED) as error:
+            why = str(error).partition("\n")[0]
+            raise FaultError(f"url={self.url}: no models there: {why}") from error
+        return next((about for about in of_model if about), {})
+
+    async def send_all(self, load: Load) -> list[Served]:
+        """Sends each request of a load at its time; returns their results."""
+        start = time.monotonic()
+        arrivals = enumerate(load.arrivals)
+        return await asyncio.gather(*(self._send(start, n, each) for n, each in arrivals))
+
+    async def _send(self, start: float, number: int, arrival: Arrival) -> Served:
+        """Sends one request when it is due; each has a seed of its own, or equal ones would draw by
+        the same numbers."""
+        due = start + arrival.at_s
+        await asyncio.sleep(due - time.monotonic())
+        late = time.monotonic() - due
+        body: dict[str, Any] = {
+            name: arrival.entry[name]
+            for name in ("messages", "prompt")
+            if arrival.entry.get(name) is not None
+        }
+        if self._config.chat_template and "messages" not in body:
+            body = {"messages": [{"role": "user", "content": arrival.entry.get("prompt")}]}
+        path = "chat/completions" if "messages" in body else "completions"
+        body |= {"model": self.model, "max_tokens": arrival.max_tokens, "stream": True}
+        if self._config.stream_usage:
+            body["stream_options"] = {"include_usage": True}
+        body |= {"temperature": self._config.temperature, "seed": self._config.seed + number}
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != ANSWERED:
+                    return Served(arrival.at_s, response.status_code, late_s=late)
+                return await self._read(due, arrival, late, response)
+        except (self._broken, *_DAMAGED):
+            return Served(arrival.at_s, _FAILED, late_s=late)
+
+    async def _read(
+        self, due: float, arrival: Arrival, late: float, response: httpx.Response
+    ) -> Served:
+        """Reads a stream to its end; a stream that breaks off has failed."""
+        first, last, chunks = 0.0, 0.0, 0
+        usage: dict[str, Any] = {}
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                return Served(arrival.at_s, _FAILED, late_s=late)
+            usage = chunk.get("usage") or usage
+            # A chunk that only names the role has no text.
+            if any(
+                choice.get("text")
+                or choice.get("finish_reason")
+                or (choice.get("delta") or {}).get("content")
+                for choice in chunk.get("choices", ())
+            ):
+                last = time.monotonic() - due
+                first, chunks = first or last, chunks + 1
+        return Served(
+            at_s=arrival.at_s,
+            status=ANSWERED if chunks else _FAILED,
+            ttft_s=first,
+            latency_s=last,
+            num_tokens=usage.get("completion_tokens", chunks),
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            late_s=late,
+            speculation=usage.get("speculation"),
+        )

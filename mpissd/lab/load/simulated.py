@@ -27,7 +27,6 @@ from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
 from mpissd.engine.workload.replay.recording import Recorded
 from mpissd.engine.workload.replay.workload import ReplayWorkload
 from mpissd.lab.load.config import AUTO, LoadConfig
-from mpissd.lab.load.requests import ANSWERED, Load, Served
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Outcomes
@@ -60,30 +59,6 @@ def about(config: LoadConfig) -> Mapping[str, Any]:
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
         "max_running": config.max_running,
     }
-
-
-def send_all(config: LoadConfig, load: Load) -> list[Served]:
-    """Returns the results of a load's requests, dealt to the replicas in turn."""
-    asked = [Asked(each.at_s, each.prompt_tokens, each.max_tokens) for each in load.arrivals]
-    for first in range(config.replicas):
-        if part := asked[first :: config.replicas]:
-            asked[first :: config.replicas] = simulate(
-                config.simulated, config.tp, part, auto=config.auto, kv_tokens=config.kv_tokens
-            ).requests
-    return [
-        Served(
-            at_s=each.at_s,
-            status=ANSWERED,
-            ttft_s=each.token_s[0] - each.at_s,
-            latency_s=each.token_s[-1] - each.at_s,
-            num_tokens=len(each.token_s),
-            prompt_tokens=each.prompt_tokens,
-            speculation={
-                name: getattr(each, name) for name in ("drafted", "accepted", "hits", "rounds")
-            },
-        )
-        for each in asked
-    ]
 
 
 @dataclass
@@ -141,11 +116,16 @@ def simulate(
     pages = -(-(longest + ahead) // _PAGE)
     pages = max(pages, kv_tokens // _PAGE) if kv_tokens else pages * config.batch_size
     room = Room(config.batch_size, longest, ahead, _PAGE, pages)
-    driver = Driver(Scheduler(room), mail, clock=lambda: loop.now)
-    driver.mode, driver.lookahead = config.mode, job.lookahead
-    driver.times = loop.measured()
-    if auto and job.lookahead:
-        driver.goodput = Goodput(job.lookahead, widths_of(job), driver.times)
+    times = loop.measured()
+    driver = Driver(
+        Scheduler(room),
+        mail,
+        config.mode,
+        job.lookahead,
+        times=times,
+        goodput=Goodput(job.lookahead, widths_of(job), times) if auto and job.lookahead else None,
+        clock=lambda: loop.now,
+    )
     while driver.wait(math.inf):
         driver.drive(loop)
     chosen = {} if driver.goodput is None else driver.goodput.rounds_by

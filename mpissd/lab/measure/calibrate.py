@@ -1,35 +1,49 @@
-"""Times a job's forwards in series, and measures the rates that bound them, before its rounds.
+"""Times a job's forwards in series, and reads the host's costs off the ledgers of warm-up rounds.
 
-Forwards are timed bucket by bucket while the other ranks wait. The host's work is not calibrated:
-it is read off the ledgers of the warm-up rounds (host_costs).
+`calibrate` runs before the rounds: it times forwards bucket by bucket while the other ranks wait,
+and measures the rates that bound them. `host_costs` computes HostCosts afterwards. Each cost is the
+median of a phase; a phase that waits for a forward counts with what it takes beyond that forward as
+it was timed in series. No measured round enters, so that a row's prediction rests on nothing that
+it is compared with. What the draft's own phases do not explain of the lead's wait is spent on the
+link, naps of both ranks included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
+from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.comm.group import Group
+from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.decode.round import TargetLoop
+from mpissd.engine.job import Job
 from mpissd.engine.model.shared import GroupView
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.sequence import timed_places
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 
+WARM_ID = 1 << 30  # first request id of the warm-up's sequences
+_SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 _REPEATS = 5
 _MOST_REPEATS, _BUDGET_S = 50, 0.1  # of a transformer on a CPU
 _BUILDING_S = 3600.0
 Seconds = Mapping[int, float]  # of a forward, by its rows
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -49,35 +63,59 @@ def calibrate(rank: Rank) -> JobProfile | None:
 
     Collective: every rank calls it. Earlier measurements of the same process are reused.
     """
-    session, known = rank.session, rank.session.calibrations
-    topology = session.topology
-    known.restart()
+    session, topology = rank.session, rank.session.topology
+    backend, job, used = session.backend, session.job, list[datetime]()
+
+    def once(owner: Any, key: Hashable, measure: Callable[[], Value]) -> Value:
+        """Returns the value of `measure` for (owner, key), which may have been measured before."""
+        known = session.calibrations.setdefault(owner, {})
+        if key not in known:
+            known[key] = measure(), datetime.now(timezone.utc)
+        used.append(known[key][1])
+        value: Value = known[key][0]
+        return value
+
+    def forward_times(stepper: Stepper) -> tuple[Seconds, Mapping[int, Seconds]]:
+        """Times every bucket of a model; collective over that model's ranks.
+
+        Returns {rows: seconds}, and {candidates: the same} of scoring forwards (glues), which read
+        out several candidates of each row; empty without such forwards.
+        """
+
+        def timed(rows: int, *, lists: bool) -> float:
+            measure = partial(_time, stepper, rows, session, lists=lists)
+            return once(stepper.stack, (rows, lists), measure)
+
+        seconds = {rows: timed(rows, lists=False) for rows in stepper.buckets}
+        candidates, live = stepper.options.top_k, range(1, job.config.batch_size + 1)
+        if candidates == 1:
+            return seconds, {}
+        glues = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
+        return seconds, {candidates: {rows: timed(rows, lists=True) for rows in glues}}
+
     session.barrier(Waiter(_BUILDING_S, spin=False))  # the other ranks may still be making weights
     stepper = None  # of the first target group: the groups' devices are alike
-    target: tuple[Seconds, Mapping[int, Seconds]] | None = None
-    reduces = None
+    seconds: Seconds = {}
+    reduces = read = peak = None
     if topology.group_index == 0 and rank.target is not None:
         stepper = _stepper(rank.target)
-        target = _forward_times(session, stepper)
-        rows = stepper.bucket(session.job.verify_rows)
-        reduces = known.once(
-            stepper.stack, ("sums", rows), partial(_all_reduce_s, session, stepper)
-        )
+        seconds, _ = forward_times(stepper)
+        rows = stepper.bucket(job.verify_rows)
+        reduces = once(stepper.stack, ("sums", rows), partial(_all_reduce_s, session, stepper))
     session.barrier()
-    draft = _forward_times(session, _stepper(rank.draft)) if rank.draft else None
+    draft = forward_times(_stepper(rank.draft)) if rank.draft else None
     session.barrier()
-    read = peak = None
-    if stepper is not None and target is not None and topology.is_lead:
-        backend, (weights, _) = session.backend, session.job.rank_bytes(session.backend.itemsize)
-        read = known.once(backend, ("read", weights), partial(backend.read_bandwidth, weights))
-        measured = partial(_peak_flops, session, stepper, target[0])
-        peak = known.once(stepper.stack, tuple(stepper.buckets), measured)
+    if stepper is not None and topology.is_lead:
+        weights, _ = job.rank_bytes(backend.itemsize)
+        read = once(backend, ("read", weights), partial(backend.read_bandwidth, weights))
+        measured = partial(_peak_flops, session, stepper, seconds)
+        peak = once(stepper.stack, tuple(stepper.buckets), measured)
     session.barrier()
     draft = topology.world.bcast(draft, root=topology.first_draft if topology.num_drafts else 0)
-    if not topology.is_lead or target is None:
+    if not topology.is_lead or stepper is None:
         return None
-    device = DeviceCosts.from_points(target[0], *(draft or ()))
-    return JobProfile(device, read, peak, reduces, known.since)
+    device, since = DeviceCosts.from_points(seconds, *(draft or ())), min(used)
+    return JobProfile(device, read, peak, reduces, since.isoformat(timespec="milliseconds"))
 
 
 def _stepper(worker: Any) -> Stepper:
@@ -88,28 +126,11 @@ def _stepper(worker: Any) -> Stepper:
     return stepper
 
 
-def _forward_times(session: Session, stepper: Stepper) -> tuple[Seconds, Mapping[int, Seconds]]:
-    """Times the forward of every bucket of a model; collective over that model's ranks.
-
-    Returns {rows: seconds}, and {candidates: the same} of scoring forwards (glues), which read out
-    several candidates of each row; empty without such forwards.
-    """
-    known, job = session.calibrations, session.job
-
-    def timed(rows: int, *, lists: bool) -> float:
-        measure = partial(_time, stepper, rows, session, lists=lists)
-        return known.once(stepper.stack, (rows, lists), measure)
-
-    seconds = {rows: timed(rows, lists=False) for rows in stepper.buckets}
-    candidates, live = stepper.options.top_k, range(1, job.config.batch_size + 1)
-    if candidates == 1:
-        return seconds, {}
-    glues = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
-    return seconds, {candidates: {rows: timed(rows, lists=True) for rows in glues}}
-
-
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> float:
-    """Returns the median device seconds of repeated forwards of `rows` rows."""
+    """Returns the median device seconds of repeated forwards of `rows` rows.
+
+    They are repeated more often where other work may slow a host's cores.
+    """
     sequences, times = session.job.config.batch_size, list[float]()
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
     places = timed_places(rows, sequences, stepper.options)
@@ -122,22 +143,15 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> floa
         times.append(stepper.elapsed_s())
         return perf_counter() - start
 
-    for _ in range(_repeats(session, stepper, once())):
+    repeats, first_s = _REPEATS, once()
+    if session.backend.info.kind == "cpu" and stepper.options.capacity:
+        if stepper.stack.group.size > 1:  # the same number on every rank of the forward
+            first_s = session.topology.group.bcast(first_s)
+        repeats = int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
+    for _ in range(repeats):
         once()
     stepper.release(range(sequences))
     return float(np.median(times[1:]))
-
-
-def _repeats(session: Session, stepper: Stepper, first_s: float) -> int:
-    """Returns how often to time a forward: more often where other work may slow a host's cores.
-
-    It is the same number on every rank of the forward, which is collective.
-    """
-    if session.backend.info.kind != "cpu" or not stepper.options.capacity:
-        return _REPEATS
-    if stepper.stack.group.size > 1:
-        first_s = session.topology.group.bcast(first_s)
-    return int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
 
 
 def _peak_flops(session: Session, stepper: Stepper, seconds: Seconds) -> float | None:
@@ -191,3 +205,132 @@ def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Wait
         seconds.append(program.elapsed_s())
     program.close()
     return float(np.median(seconds[1:]))
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The warm-up rounds that count, on the lead or on the draft: its ledger [n, 2 + phases].
+
+    num_rows: on the lead, the rows of each verification [n]. rounds: on the draft, its rows
+    [n, Drafter.COLUMNS]. grow_s: its median growth step; None if no branch grew.
+    """
+
+    ledger: NDArray[np.int64]
+    num_rows: NDArray[np.int64] | None = None
+    rounds: NDArray[Any] | None = None
+    grow_s: float | None = None
+
+    @classmethod
+    def of_draft(cls, drafter: Drafter, count: int) -> WarmUp:
+        """Returns a draft's warm-up; count: its rounds, the first ones of the pass."""
+        span = count // _SKIPPED, count
+        slices = drafter.ledger.slices(*span)
+        steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
+        grow_s = float(np.median(steps)) if len(steps) else None
+        return cls(drafter.ledger.table(*span), None, drafter.table(*span), grow_s)
+
+    def seconds(self, phase: int) -> Floats:
+        """Returns the seconds of a phase in each round, [n]."""
+        return np.asarray(self.ledger[:, 2 + phase] * 1e-9, np.float64)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
+        assert self.rounds is not None, "a warm-up without a draft"
+        values: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
+        return values
+
+
+def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
+    """Runs `count` rounds on sequences that are thrown away; returns those that count.
+
+    For a lead whose loop has run no round yet.
+    """
+    requests = rank.session.workload.requests(WARM_ID, rank.session.job.config.batch_size)
+    loop.admit(requests)
+    loop.ledger.restart()
+    num_rows = []
+    for _ in range(count):
+        num_rows.append(loop.step().num_rows)
+        loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
+    loop.finish([request.request_id for request in requests])
+    skipped = count // _SKIPPED
+    ledger = loop.ledger.table(skipped, count)
+    return WarmUp(ledger, np.array(num_rows[skipped:], np.int64))
+
+
+def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
+    """Computes a job's HostCosts; draft: None in AR, or if the draft was lost."""
+    costs: dict[str, Any] = {
+        f"lead_{phase.name.lower()}": np.median(lead.seconds(phase))
+        for phase in (
+            *(LeadPhase.SEND, LeadPhase.COMMIT, LeadPhase.BROADCAST),
+            *(LeadPhase.UPLOAD, LeadPhase.SAMPLE, LeadPhase.RECORD),
+        )
+    }
+    assert lead.num_rows is not None, "a warm-up without a lead"
+    launch, wait = lead.seconds(LeadPhase.LAUNCH), lead.seconds(LeadPhase.DEVICE_WAIT)
+    beyond = np.median(launch + wait - _forward_s(device.verify, lead.num_rows))
+    costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))  # NumPy computes in the launch
+    costs["wake"] = beyond - costs["lead_launch"]
+    if draft is not None:
+        costs |= _draft_costs(job, device, draft)
+        if not job.inline:
+            costs |= _link_costs(lead, draft)
+    return HostCosts(**{name: max(0.0, float(value)) for name, value in costs.items()})
+
+
+def _forward_s(table: RowTable, rows: Any) -> Floats:
+    """Returns the seconds of the smallest forwards that have room for these rows."""
+    places = np.searchsorted(table.rows, rows)
+    last = len(table.rows) - 1
+    return np.asarray(np.asarray(table.seconds)[np.minimum(places, last)], np.float64)
+
+
+def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]:
+    """Returns the costs of the draft's host by their field names in HostCosts."""
+    costs: dict[str, Any] = {
+        f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
+        for phase in (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SEND, DraftPhase.RECORD)
+    }
+    answers, num_jit = draft.seconds(DraftPhase.SPECULATE), draft.column("num_jit")
+    steps_ready = draft.column("steps_ready")
+    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # answered without a draft step
+    if job.config.backup == Source.FAST.name.lower():
+        is_ready |= (num_jit == 0) & (steps_ready == 0)
+    assemble = answers[is_ready].min() if is_ready.any() else 0.0
+    costs["draft_assemble"] = assemble
+    if device.draft is None:
+        return costs
+    batch, lanes = job.config.batch_size, job.config.batch_size * job.num_lanes
+    backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
+    if len(missed) and backup:
+        step_s = (np.median(missed) - assemble) / backup
+        costs["step"] = step_s - _forward_s(device.draft, batch)
+    elif draft.grow_s is not None:
+        costs["step"] = draft.grow_s - _forward_s(device.draft, lanes)
+    if (is_grown := draft.seconds(DraftPhase.GLUE) > 0).any():
+        glue = device.lists[-1][1] if device.lists else device.draft
+        glue_s = np.median(draft.seconds(DraftPhase.GLUE)[is_grown])
+        costs["glue"] = glue_s - _forward_s(glue, job.verify_rows)
+        costs["keys"] = np.median(draft.seconds(DraftPhase.KEYS)[is_grown])
+    return costs
+
+
+def _link_costs(lead: WarmUp, draft: WarmUp) -> dict[str, Any]:
+    """Returns one way of the link, and the time to read an OUTCOME that has already arrived.
+
+    The draft reads such an OUTCOME in rounds after growth that was cut short. There the lead also
+    waits for the growth step that was running; so the other rounds show the link, or the fastest
+    one if growth was always cut short.
+    """
+    is_cut = np.isnan(draft.column("t_growth_s")[:-1]) & (draft.seconds(DraftPhase.GLUE)[:-1] > 0)
+    reads = draft.seconds(DraftPhase.WAIT)[1:][is_cut]
+    read = np.median(reads) if len(reads) else 0.0
+    own = (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SPECULATE, DraftPhase.SEND)
+    waited = lead.seconds(LeadPhase.DRAFT_WAIT) + lead.seconds(LeadPhase.COMMIT)
+    between = waited - sum(draft.seconds(phase) for phase in own)
+    if is_cut.all() and len(is_cut):
+        both_ways = between.min()
+    else:
+        both_ways = np.median(between[1:][~is_cut]) if len(is_cut) else between[0]
+    return {"link": (both_ways - read) / 2, "draft_read": read}

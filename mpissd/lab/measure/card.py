@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -14,7 +14,6 @@ from mpissd.common.output import json_line
 from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.topology import Topology
-from mpissd.engine.job import Job
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.row import answers_file
 from mpissd.lab.predict.row import price_of, under_default_law
@@ -22,30 +21,52 @@ from mpissd.lab.predict.row import price_of, under_default_law
 
 def print_card(session: Session) -> None:
     """Prints the job's settings, ranks and devices to stdout, before anything is measured."""
-    job, config, topology = session.job, session.job.config, session.topology
-    target_bytes, draft_bytes = job.rank_bytes(session.backend.itemsize)
+    job, config, topology, backend = (
+        session.job,
+        session.job.config,
+        session.topology,
+        session.backend,
+    )
+    sizes = [
+        f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+        for count in job.rank_bytes(backend.itemsize)
+    ]
+    mode = "AR (K=0)" if config.mode == "ar" else f"SD, K={job.lookahead}"
+    if job.fan_out:
+        fan_out = ",".join(str(f) for f in job.fan_out)
+        mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
+    groups = f"{config.groups} groups of " if config.groups > 1 else ""
     lines = [
-        ("mode", _mode(session)),
-        ("target", f"{job.target.name}, {_groups(job)}T={job.tp}, {_bytes(target_bytes)} a rank"),
+        ("mode", mode),
+        ("target", f"{job.target.name}, {groups}T={job.tp}, {sizes[0]} a rank"),
     ]
     if job.draft is not None:
-        where = "inline on the lead" if job.inline else f"{_bytes(draft_bytes)} on its own rank"
+        where = "inline on the lead" if job.inline else f"{sizes[1]} on its own rank"
         lines.append(("draft", f"{job.draft.name}, {where}"))
-    lines.append(("backend", f"{session.backend.name} ({session.backend.dtype_name})"))
-    if session.backend.info.kind == "emulated":
+    lines.append(("backend", f"{backend.name} ({backend.dtype_name})"))
+    if backend.info.kind == "emulated":
         lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
     lines += rank_lines(topology, session.infos)
     if config.learners:
         learning = config.learning
-        told = f"from {learning.positions}, rate {learning.rate:g}, batch {learning.batch}"
-        text = f"learner  trains the draft {told}; a version every {learning.publish_s:g} s at most"
+        how = f"from {learning.positions}, rate {learning.rate:g}, batch {learning.batch}"
+        text = f"learner  trains the draft {how}; a version every {learning.publish_s:g} s at most"
         lines.append((f"rank {job.world_size - 1}", text))
-    if session.backend.info.kind == "emulated" and (rate := session.backend.read_bandwidth(0)):
-        batch, itemsize = config.batch_size, session.backend.itemsize
-        cost = job.target_shard.cost(job.verify_rows, batch, itemsize, job.options)
+    if backend.info.kind == "emulated" and (rate := backend.read_bandwidth(0)):
+        cost = job.target_shard.cost(
+            job.verify_rows, config.batch_size, backend.itemsize, job.options
+        )
         read_s = (cost.weight_bytes + cost.kv_bytes) / rate
         lines.append(("floor", f"{read_s * 1e3:.3f} ms to read a target rank's bytes"))
-    lines.append(("law", _law(session)))
+    law = "none: every round emits one token a sequence"
+    if job.draft is not None:
+        law = session.workload.law
+    if job.draft is not None and job.fan_out and job.hit_law.p_hit:
+        # The branches that the default hit model would need for the imposed hit rate.
+        honest = under_default_law(job)
+        needed = "no number of branches" if honest is None else f"{sum(honest.fan_out)} branches"
+        law += f" (imposed on {sum(job.fan_out)} branches; the default law needs {needed})"
+    lines.append(("law", law))
     each = " in each group" if topology.groups > 1 else ""
     lines.append(("seed", f"{config.seed}, batch {config.batch_size}{each}"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
@@ -59,41 +80,6 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
         role = "draft" if is_draft else "lead" if leads else "target"
         lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
     return lines
-
-
-def _groups(job: Job) -> str:
-    groups = job.config.groups
-    return f"{groups} groups of " if groups > 1 else ""
-
-
-def _mode(session: Session) -> str:
-    job = session.job
-    if job.config.mode == "ar":
-        return "AR (K=0)"
-    if not job.fan_out:
-        return f"SD, K={job.lookahead}"
-    fan_out = ",".join(str(f) for f in job.fan_out)
-    return f"SSD, K={job.lookahead}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
-
-
-def _law(session: Session) -> str:
-    job = session.job
-    if job.draft is None:
-        return "none: every round emits one token a sequence"
-    return session.workload.law + (_imposed(job) if job.fan_out else "")
-
-
-def _imposed(job: Job) -> str:
-    """Describes how many branches the default hit model would need for the imposed hit rate."""
-    if not job.hit_law.p_hit:
-        return ""
-    honest = under_default_law(job)
-    needed = "no number of branches" if honest is None else f"{sum(honest.fan_out)} branches"
-    return f" (imposed on {sum(job.fan_out)} branches; the default law needs {needed})"
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 class _Lines:
@@ -117,15 +103,11 @@ class _Lines:
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
     """Shows a bar on stderr if a person is watching; yields advance(n), which adds n rounds."""
-    shown = config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty())
-    if not shown:
+    if config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty()):
+        with closing(open_bar(rounds, "round", lines_s=2.0)) as bar:
+            yield bar.update
+    else:
         yield lambda count: None
-        return
-    bar = open_bar(rounds, "round", lines_s=2.0)
-    try:
-        yield bar.update
-    finally:
-        bar.close()
 
 
 def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = False) -> Any:
@@ -150,28 +132,45 @@ def print_summary(row: Row, out: str = "") -> None:
 
     out: the folder that has the answers to several prompts, of which one is shown.
     """
-    rounds = row.round_us
+
+    def us(value: float | None) -> str:
+        if value is None:
+            return "unknown"
+        return f"{value / 1e3:.2f} ms" if value >= 1e3 else f"{value:.1f} µs"
+
+    past_end = " with those behind an answer's end" if row.num_prompts else ""
+    length = f"{row.acceptance_length:.2f} a round and sequence{past_end}"
+    target = "no full round was measured"
+    if row.t_target_s is not None:
+        target = f"{us(row.t_target_s * 1e6)} a forward"
+    if row.t_target_s is not None and row.floor_fraction is not None:
+        target += f"; its floor is {us(row.floor_us)}, {row.floor_fraction:.0%} of that"
     lines = [
         ("tok/s", f"{row.tok_per_s:.1f}   per GPU {row.tok_per_s_per_gpu:.1f}"),
-        ("round", "   ".join(f"{p} {_us(rounds[p])}" for p in ("p50", "p90", "p99"))),
-        (
-            "tokens",
-            f"{row.num_tokens} in {row.num_rounds} rounds, "
-            f"{row.acceptance_length:.2f} a round and sequence"
-            + (" with those behind an answer's end" if row.num_prompts else ""),
-        ),
-        ("target", _target(row)),
+        ("round", "   ".join(f"{p} {us(row.round_us[p])}" for p in ("p50", "p90", "p99"))),
+        ("tokens", f"{row.num_tokens} in {row.num_rounds} rounds, {length}"),
+        ("target", target),
     ]
     if row.t_draft_s is not None:
         ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
-        lines.append(("draft", f"{_us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
-    if row.learner is not None:
-        lines.append(("learner", _learner(row, row.learner)))
+        lines.append(("draft", f"{us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
+    if (learner := row.learner) is not None:
+        names = ("sequences", "steps", "published", "refused")
+        seen, steps, published, refused = (learner.get(name, 0) for name in names)
+        text = f"{row.learner_state}: {seen} sequences, {steps} steps; versions: {published} "
+        text += f"published, {refused} refused, {row.draft_versions} taken over"
+        if not_taken := learner.get("refused_versions"):
+            text += f"; the draft refused {len(not_taken)}, first {not_taken[0]}"
+        if (shared := learner.get("shares_gpu_of")) is not None:
+            text += f"; on rank {shared}'s GPU, which counts once"
+        lines.append(("learner", text))
     if row.per_group:
         rates = ", ".join(f"{group['tok_per_s']:.1f}" for group in row.per_group)
         lines.append(("groups", f"{rates} tok/s"))
-    if row.pool is not None:
-        lines.append(("pool", _pool(row)))
+    if (pool := row.pool) is not None:
+        wait = row.draft_wait_us or {}
+        text = f"the draft is busy {pool['busy']:.0%}, {pool['seats']:.2f} groups a forward"
+        lines.append(("pool", f"{text}; waits for it p50 {us(wait['p50'])}, p90 {us(wait['p90'])}"))
     if row.hit_rate is not None:
         price = price_of(row.imposed_hits, row.expected_tok_per_s or 0.0)
         hits = [f"{row.hit_rate:.3f} of the lookups", price]
@@ -182,36 +181,3 @@ def print_summary(row: Row, out: str = "") -> None:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines))
     print(json_line(row.to_dict()), flush=True)
-
-
-def _learner(row: Row, told: Mapping[str, Any]) -> str:
-    seen, steps, published, refused = (
-        told.get(name, 0) for name in ("sequences", "steps", "published", "refused")
-    )
-    text = f"{row.learner_state}: {seen} sequences, {steps} steps; versions: {published} published"
-    text += f", {refused} refused, {row.draft_versions} taken over"
-    if not_taken := told.get("refused_versions"):
-        text += f"; the draft refused {len(not_taken)}, first {not_taken[0]}"
-    shared = told.get("shares_gpu_of")
-    return text if shared is None else f"{text}; on rank {shared}'s GPU, which counts once"
-
-
-def _pool(row: Row) -> str:
-    pool, wait = row.pool or {}, row.draft_wait_us or {}
-    text = f"the draft is busy {pool['busy']:.0%}, {pool['seats']:.2f} groups a forward"
-    return f"{text}; waits for it p50 {_us(wait['p50'])}, p90 {_us(wait['p90'])}"
-
-
-def _target(row: Row) -> str:
-    if row.t_target_s is None:
-        return "no full round was measured"
-    text = f"{_us(row.t_target_s * 1e6)} a forward"
-    if row.floor_fraction is not None:
-        text += f"; its floor is {_us(row.floor_us)}, {row.floor_fraction:.0%} of that"
-    return text
-
-
-def _us(value: float | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value / 1e3:.2f} ms" if value >= 1e3 else f"{value:.1f} µs"

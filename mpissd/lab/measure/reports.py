@@ -17,8 +17,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.learning import Report as UpdateReport
 from mpissd.engine.decode.learning import Updates
 from mpissd.engine.model.shared import GroupView
-from mpissd.lab.measure.calibrate import JobProfile
-from mpissd.lab.measure.host_costs import WarmUp
+from mpissd.lab.measure.calibrate import JobProfile, WarmUp
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.atomic_file import whole_file
-from mpissd.common.output import append_row
+from mpissd.common.output import append_row, whole_file
 from mpissd.common.records import (
     is_first_round,
     is_stable,
@@ -33,8 +32,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
-from mpissd.engine.session.doubts import drafts_of
-from mpissd.engine.session.session import Session
+from mpissd.engine.session.session import Session, drafts_of
 from mpissd.engine.workload.text.stops import SOURCES, AnswerText
 from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.engine.workload.text.workload import TextWorkload

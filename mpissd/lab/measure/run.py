@@ -25,13 +25,11 @@ from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.learning import Teaching
 from mpissd.engine.decode.round import Sequences, TargetLoop
-from mpissd.engine.session.doubts import tell_doubts
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Session, opened, rest
+from mpissd.engine.session.session import Session, opened, rest, tell_doubts
 from mpissd.lab.gates import violations
-from mpissd.lab.measure.calibrate import calibrate
+from mpissd.lab.measure.calibrate import calibrate, host_costs, warm_up
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
-from mpissd.lab.measure.host_costs import host_costs, warm_up
 from mpissd.lab.measure.reports import LeadReport, Measured, draft_report, joined_leads
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import compare_clocks, write_trace

@@ -23,8 +23,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpissd.common.atomic_file import whole_file
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import whole_file
 from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter

@@ -26,9 +26,8 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.atomic_file import whole_file
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file, tool
+from mpissd.common.output import check_file, tool, whole_file
 from mpissd.common.rounds import Source as DraftSource
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss

@@ -6,7 +6,7 @@ derive      what a profile knows of a job: measured and derived forwards and hos
 simulation  the model of a round: simulates many configurations; pool: targets that share a draft
 row         a prediction with the keys of a result row; a row's rate from another job's profile
 search      a pair's places on a machine, and the configurations that `plan` weighs there
-advisor     which mode, T, K, fan-out and backup to run on given GPUs; uses: copies and pools
+advisor     which mode, T, K, fan-out and backup to run on given GPUs; copies and pools
 advice      plan's text
 accuracy    the errors of predictions over rows, and the regret of their choices
 why         the largest gaps between a result row and its floor

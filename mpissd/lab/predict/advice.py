@@ -20,10 +20,9 @@ from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.spec.acceptance import hit_law_of
-from mpissd.lab.predict.advisor import Advice
+from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, rivals_of, summary
 from mpissd.lab.predict.row import imposed_hits, price_of
 from mpissd.lab.predict.search import Choice, Survey, cut_law, job_of, runnable
-from mpissd.lab.predict.uses import Use, best_pool, frontier, rivals_of, summary
 
 # Errors of predictions for an H200: 2.8% (median), 8.4% (p95); see docs/predictions.md.
 ERROR = 0.05

@@ -234,21 +234,27 @@ class DeviceCosts:
 
     @classmethod
     def from_profile(
-        cls, profile: Profile, job: Job, draft_profile: Profile | None = None
+        cls,
+        profile: Profile,
+        job: Job,
+        draft_profile: Profile | None = None,
+        *,
+        draft_rows: Sequence[int] | None = None,
+        targets: int = 1,
     ) -> DeviceCosts:
         """Returns the emulated backend's durations for every bucket of a job, bit-identical.
 
-        draft_profile: the profile of the draft ranks' devices, if they differ.
+        draft_profile: the profile of the draft ranks' devices, if they differ. draft_rows: the row
+        counts of a draft that `targets` target groups share (None: the job's).
         """
-        batch = job.config.batch_size
-        target = job.target_shard
-        verify = forwards(profile, target, job.target_buckets(), batch, job.options)
-        alone = job.draft_shard
-        if alone is None:
+        batch, drafts = job.config.batch_size, draft_profile or profile
+        verify = forwards(profile, job.target_shard, job.target_buckets(), batch, job.options)
+        draft, options = job.draft_shard, job.draft_options
+        if draft is None:
             return cls(verify)
-        rows, options, profile = job.draft_buckets(), job.draft_options, draft_profile or profile
+        rows = draft_rows or job.draft_buckets()
         tables = {
-            k: forwards(profile, alone, rows, batch, replace(options, top_k=k))
+            k: forwards(drafts, draft, rows, targets * batch, replace(options, top_k=k))
             for k in {1, options.top_k}
         }
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))

@@ -166,38 +166,24 @@ def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
     return [e for e in profile.hosts if (e.mode, e.num_drafts > 0) == (mode, drafts > 0)]
 
 
-def host_entry(
-    profile: Profile,
-    mode: str,
-    tp: int,
-    num_drafts: int,
-    batch_size: int,
-    lookahead: int,
-    forward: str,
-) -> HostEntry | None:
-    """Returns the entry of this mode whose T, then b, then K are nearest, or None.
+def entry_of(profile: Profile, job: Job) -> HostEntry | None:
+    """Returns the entry of the job's mode whose T, then b, then K are nearest, or None.
 
     A transformer's own entries hold only at the same T, because a GPU chains the rounds of one rank
     without the host. Without one, a transformer uses the entries of products, and products use a
     transformer's.
     """
-    alike = _entries(profile, mode, num_drafts)
+    config = job.config
+    alike = _entries(profile, config.mode, config.drafts)
     whole = [entry for entry in alike if entry.forward == "transformer"]
     products = [entry for entry in alike if entry.forward == "gemm"]
-    own = [entry for entry in whole if entry.tp == tp] if forward == "transformer" else products
+    own = [entry for entry in whole if entry.tp == job.tp] if config.is_transformer else products
 
     def distance(entry: HostEntry) -> tuple[int, float, int]:
-        ratio = abs(math.log2(entry.batch_size / batch_size))
-        return abs(entry.tp - tp), ratio, abs(entry.lookahead - lookahead)
+        ratio = abs(math.log2(entry.batch_size / config.batch_size))
+        return abs(entry.tp - job.tp), ratio, abs(entry.lookahead - job.lookahead)
 
     return min(own or products or whole, key=distance, default=None)
-
-
-def entry_of(profile: Profile, job: Job) -> HostEntry | None:
-    """Returns the entry of host costs that holds for a job, or None."""
-    config, forward = job.config, "transformer" if job.config.is_transformer else "gemm"
-    where = job.tp, config.drafts, config.batch_size, job.lookahead, forward
-    return host_entry(profile, config.mode, *where)
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:

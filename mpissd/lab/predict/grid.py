@@ -53,17 +53,14 @@ class Config:
     @classmethod
     def of(cls, job: Job) -> Config:
         """Makes the configuration of a job."""
-        cached, fast = (
-            tuple(job.acceptance[source].hazards) if job.lookahead else ()
-            for source in (Source.CACHE, Source.FAST)
-        )
+        laws = job.acceptance if job.lookahead else {}
         rows = job.config.batch_size, job.verify_rows, *(job.prefill_rows,) * bool(job.prefill_rows)
         return cls(
             lookahead=job.lookahead,
             batch_size=job.config.batch_size,
             inline=job.inline,
-            hazards=cached,
-            hazards_fast=fast,
+            hazards=tuple(laws[Source.CACHE].hazards) if laws else (),
+            hazards_fast=tuple(laws[Source.FAST].hazards) if laws else (),
             fan_out=tuple(job.fan_out),
             fan_out_miss=tuple(job.fan_out_miss),
             hit_law=job.hit_law,
@@ -87,13 +84,11 @@ class Config:
         """Returns P(hit | k), [source, end, K+1]: after a backup or a hit; whether k is all."""
         if not self.fan_out:
             return np.zeros((2, 2, self.lookahead + 1))
-        table = _hit_chances(self.hit_law, self.widest)
+        table = _hit_probabilities(self.hit_law, self.widest)
         return np.stack([table[:, list(fans)] for fans in (self.fan_out_miss, self.fan_out)])
 
 
-@lru_cache(maxsize=1024)
-def _hit_chances(law: HitLaw, widest: int) -> Floats:
-    return law.hit_probabilities(widest)
+_hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
 
 
 @dataclass(frozen=True)
@@ -125,12 +120,7 @@ class Grid:
 
     @classmethod
     def of(
-        cls,
-        configs: Sequence[Config],
-        device: DeviceCosts,
-        host: HostCosts,
-        *,
-        ends: bool = False,
+        cls, configs: Sequence[Config], device: DeviceCosts, host: HostCosts, *, ends: bool = False
     ) -> Grid:
         """Makes the grid of configurations on the same devices and hosts.
 
@@ -182,19 +172,6 @@ class Grid:
             lanes_s=lanes_s,
             host=hosts,
         )
-
-    @classmethod
-    def joined(cls, grids: Sequence[Grid]) -> Grid:
-        """Returns one grid of all configurations, in order; all have one batch size."""
-        width = max(grid.hazards.shape[1] for grid in grids)
-        widths = {"hazards": width, "hazards_fast": width, "p_hit": width + 1}
-        arrays: dict[str, Any] = {}
-        for name in (field.name for field in fields(cls)[1:]):
-            parts = [getattr(grid, name) for grid in grids]
-            if name in widths:
-                parts = [_widened(part, widths[name]) for part in parts]
-            arrays[name] = np.concatenate(parts)
-        return cls(grids[0].batch_size, **arrays)
 
     def take(self, chosen: Any) -> Grid:
         """Returns the configurations with these indices, in that order."""

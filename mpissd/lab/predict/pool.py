@@ -17,12 +17,12 @@ import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, buckets
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.grid import Outcomes
 
 _BURN_IN = 8  # rounds a target before those that count
@@ -45,16 +45,10 @@ class Pool:
     @classmethod
     def of(cls, job: Job, targets: int, profile: Profile, host: HostCosts) -> Pool:
         """Makes a pool of modelled forwards; row counts go up to those of all targets."""
-        shard, batch = job.draft_shard, job.config.batch_size
-        assert shard is not None and job.config.drafts == 1, "a pool shares one draft rank"
-        alone = DeviceCosts.from_profile(profile, job)
-        rows, options = _buckets_of(job, targets), job.draft_options
-        tables = {
-            k: forwards(profile, shard, rows, targets * batch, replace(options, top_k=k))
-            for k in {1, options.top_k}
-        }
-        shared = DeviceCosts(alone.verify, tables.pop(1), tuple(sorted(tables.items())))
-        return cls(job, targets, shared, host)
+        assert job.config.drafts == 1, "a pool shares one draft rank"
+        rows = _buckets_of(job, targets)
+        device = DeviceCosts.from_profile(profile, job, draft_rows=rows, targets=targets)
+        return cls(job, targets, device, host)
 
     @property
     def batch(self) -> int:

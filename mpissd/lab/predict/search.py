@@ -32,9 +32,9 @@ from mpissd.lab.predict.derive import (
     DERIVED,
     METHODS,
     check_device,
-    costs_at,
     derived_from,
-    host_entry,
+    entry_of,
+    host_of,
     with_derived,
     with_hosts,
 )
@@ -322,11 +322,10 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
     The result is empty if the profile has no host costs at all.
     """
     costs: dict[tuple[str, int], HostCosts | None] = {}
-    batch, context = config.batch_size, config.context if config.is_transformer else 0
-    forward = "transformer" if config.is_transformer else "gemm"
     for mode, drafts in METHODS if profile.hosts else ():
-        entry = host_entry(profile, mode, tp, drafts, batch, config.lookahead, forward)
-        costs[mode, drafts] = None if entry is None else costs_at(profile, entry, batch, context)
+        job = replace(_resolved(config, mode, 1, drafts, None), tp=tp, lookahead=config.lookahead)
+        is_known = entry_of(profile, job) is not None
+        costs[mode, drafts] = host_of(profile, job) if is_known else None
     return costs
 
 
@@ -523,24 +522,16 @@ def weigh(
         config, most = config_of(choice, laws), by_tp[choice.tp].most_rows
         if config is not None and (most is None or config.most_rows <= most):
             alike.setdefault((choice.tp, choice.method), []).append((choice, config))
-    if not alike:
-        return []
-    grids = [
-        grid_of([config for _, config in members], by_tp[tp], method)
-        for (tp, method), members in alike.items()
-    ]
-    means = expect(Grid.joined(grids), quick=quick)
-    columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
-    weighed = [choice for members in alike.values() for choice, _ in members]
-    return [
-        replace(
-            choice,
-            tok_per_s=rate,
-            round_us=round_s * 1e6,
-            hit_rate=hits if choice.fan_out is not None else None,
-        )
-        for choice, rate, round_s, hits in zip(weighed, *columns, strict=True)
-    ]
+    weighed = []
+    for (tp, method), members in alike.items():
+        grid = grid_of([config for _, config in members], by_tp[tp], method)
+        means = expect(grid, quick=quick)
+        columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
+        for (choice, _), rate, round_s, hits in zip(members, *columns, strict=True):
+            rates = {"tok_per_s": rate, "round_us": round_s * 1e6}
+            hit_rate = hits if choice.fan_out is not None else None
+            weighed.append(replace(choice, **rates, hit_rate=hit_rate))
+    return weighed
 
 
 def grid_of(configs: Sequence[Config], place: Placement, method: tuple[str, int]) -> Grid:

@@ -31,6 +31,7 @@ from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.session.session import Session, opened
+from mpissd.lab.measure.card import print_card
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
 from mpissd.lab.probe.measure import (
@@ -45,7 +46,6 @@ from mpissd.lab.probe.report import (
     TABLES,
     check_name,
     fit,
-    print_probe_card,
     print_table,
     profile_name,
     save_profile,
@@ -69,7 +69,7 @@ def execute_probe(config: RunConfig, name: str | None = None) -> int:
             raise Refused(str(error), error.exit_code) from error
     with opened(config) as session:
         if session.topology.is_lead:
-            print_probe_card(session)
+            print_card(session)
         Prober(session).run(name)
     return 0
 

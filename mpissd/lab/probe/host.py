@@ -1,7 +1,7 @@
 """Measures host work and link time for the configurations that the ranks of a probe allow.
 
 Each configuration decodes some rounds, as a run's warm-up does, and its costs are read off their
-ledgers (lab/measure/host_costs). Its forwards, timed in series, go into the profile as well.
+ledgers (lab/measure/calibrate). Its forwards, timed in series, go into the profile as well.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import resolve
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.calibrate import calibrate
-from mpissd.lab.measure.host_costs import WarmUp, host_costs, warm_up
+from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
 from mpissd.lab.probe.measure import NEAR, Entry
 
 MORE_SEQUENCES = 8  # Factor from the first batch size to the second; host work grows with it.

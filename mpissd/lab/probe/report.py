@@ -25,7 +25,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.profile import SCHEMA, load_profile
 from mpissd.engine.job import Job
-from mpissd.engine.session.session import Session
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.probe.measure import Entry
 
@@ -143,19 +142,6 @@ def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
     finally:
         half.unlink(missing_ok=True)
     return path
-
-
-def print_probe_card(session: Session) -> None:
-    """Prints the probe's plan (stdout)."""
-    job, backend = session.job, session.backend
-    draft = f" + {job.draft.name}" if job.draft else ""
-    lines = [
-        ("probe", f"{job.target.name}, T={job.tp}{draft}, D={job.config.drafts}"),
-        ("backend", f"{backend.name} ({backend.dtype_name})"),
-    ]
-    if backend.info.kind == "emulated":
-        lines.append(("", "EMULATED: forwards are modelled; only the link over MPI is measured"))
-    _print(lines)
 
 
 def print_table(

@@ -33,10 +33,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
-from mpissd.common.config import MachineFlags, OutputFlags, RunConfig
-from mpissd.common.default_flags import with_text
+from mpissd.common.config import MachineFlags, OutputFlags, RunConfig, with_text
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import (
     MODES,
@@ -246,6 +243,8 @@ class Plan:
 
     def tasks(self) -> Iterator[Task]:
         """Yields the measurements in order: repeat by repeat, shuffled within each repeat."""
+        import numpy as np  # not at import: --help needs no NumPy
+
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):
                 yield Task(self.points[index], repeat)

@@ -11,12 +11,12 @@ seed if there are several seeds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from mpissd.common import choice
 from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -24,6 +24,7 @@ from mpissd.common.presets import LOOKUP
 from mpissd.common.rivals import LOOKUPS, Family
 from mpissd.common.row import Row
 
+MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
 _SETTING = (
     "workload backend device_name target tp dtype num_layers forward batch_size fuse graph lm_head "
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
@@ -109,9 +110,24 @@ def best_use(uses: Sequence[Use]) -> Use:
     No measured round enters a prediction, so the draws that are compared do not choose K.
     """
     errors = [row.prediction_error for use in uses for row in use.rows]
-    if choice.are_predicted([use.predicted for use in uses], errors):
+    if are_predicted([use.predicted for use in uses], errors):
         return max(uses, key=lambda use: use.predicted or 0.0)
     return max(uses, key=lambda use: use.tok_per_s)
+
+
+def missed_by(errors: Iterable[float | None]) -> float:
+    """Returns the median size of the replays' errors, as a share; 0 if none is known.
+
+    A replay knows the row's own draws, so that luck is no part of its error.
+    """
+    known = [abs(error) for error in errors if error is not None and not math.isnan(error)]
+    return median(known) if known else 0.0
+
+
+def are_predicted(means: Iterable[float | None], errors: Iterable[float | None]) -> bool:
+    """Returns whether predicted means can choose: none is missing, and their replays hold."""
+    are_known = all(mean and not math.isnan(mean) for mean in means)
+    return are_known and missed_by(errors) <= MOST_MISSED
 
 
 @dataclass(frozen=True)
@@ -268,8 +284,8 @@ def render(comparisons: Iterable[Comparisons], below: Mapping[int, Sequence[obje
             gains = _gains(best, comparison.baseline)
             line += "".join(f"{'–' if gain is None else gain.brief:>{_WIDE}}" for gain in gains)
             lines.append(f"{name:{width}}{line}".rstrip())
-            missed = choice.missed(row.prediction_error for use in uses for row in use.rows)
-            far += [f"{name} {missed:.0%}"] * (missed > choice.MOST_MISSED)
+            missed = missed_by(row.prediction_error for use in uses for row in use.rows)
+            far += [f"{name} {missed:.0%}"] * (missed > MOST_MISSED)
         lines += [_WARNING.format(", ".join(far))] * bool(far)
         tables.append("\n".join([*lines, *map(str, below.get(number, ()))]))
     return "\n\n".join([*tables, _LEGEND])

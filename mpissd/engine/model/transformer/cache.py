@@ -105,13 +105,12 @@ class PagePool:
 
     def take(self) -> int:
         """Returns a page for new positions; only the caller holds it."""
-        page = self._blank.pop() if self._blank else self._oldest()
+        if self._blank:
+            page = self._blank.pop()
+        else:
+            page = next(iter(self._kept))
+            del self._kept[page], self._names[self._keys.pop(page)]
         self._holders[page] = 1
-        return page
-
-    def _oldest(self) -> int:
-        page = next(iter(self._kept))
-        del self._kept[page], self._names[self._keys.pop(page)]
         return page
 
     def give_back(self, pages: Iterable[int]) -> None:
@@ -173,7 +172,7 @@ class PageTable:
 
         Reserves the pages that trunk rows write. All other rows become padding.
         """
-        rows = self.seats.rows
+        rows, sizes, held = self.seats.rows, self.sizes, self.held
         if places is None:
             rows[0] = PADDING
             return 0
@@ -182,21 +181,15 @@ class PageTable:
         parts = places.slots, places.positions, places.lanes, places.trunks
         for to, part in zip(rows, parts, strict=True):
             to[:count] = part
-        self._reserve(places)
-        return count
-
-    def _reserve(self, places: Places) -> None:
-        """Takes the pages of trunk rows, and checks that lane rows have their scratch and trunk."""
-        sizes, held, page = self.sizes, self.held, self.sizes.page
-        parts = places.slots, places.positions, places.lanes, places.trunks
         for slot, position, lane, trunk in zip(*(part.tolist() for part in parts), strict=True):
             if lane < 0:
-                if position >= held[slot] * page:
+                if position >= held[slot] * sizes.page:
                     self._grow(slot, position)
                 continue
-            step = position - trunk
-            fits = lane < sizes.lanes and 0 <= step < sizes.steps and trunk <= held[slot] * page
+            step, stored = position - trunk, held[slot] * sizes.page
+            fits = lane < sizes.lanes and 0 <= step < sizes.steps and trunk <= stored
             assert fits, f"lane {lane}, step {step}, trunk {trunk}: no such place in {sizes}"
+        return count
 
     def hold(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         """Reserves the pages of these slots up to these positions, those included."""

@@ -1,8 +1,8 @@
 """A model's weights as a table of tensors by their Hugging Face names.
 
 Files, random weights, a draft that borrows tensors of its target, and a newer version of a draft
-all give such a table; what differs is the kind of Tensor in it. Matrices may be stored as int8 in
-blocks of 32 inputs, each with a float16 scale.
+all give such a table; what differs is the kind of Tensor in it. A Part of a tensor is what one
+rank packs (Ops). Matrices may be stored as int8 in blocks of 32 inputs, each with a float16 scale.
 
 A row of results names weights by a digest: files up to 512 MiB are read whole. Reading 140 GB would
 take minutes at every start, so the digest of a larger file covers its size, its first 16 MiB (with
@@ -14,22 +14,26 @@ changed on purpose.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import ConfigError
+from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.rounds import Ints
+from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.model.transformer.config import TransformerConfig
 
 BLOCK = 32  # inputs that share a scale
 Floats = NDArray[np.float32]
 Int8 = tuple[NDArray[np.int8], Floats]  # weights, and the scale of each 32 inputs of an output
+Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # What joins a token's embedding and a hidden state in a draft that reads its target's.
@@ -42,47 +46,41 @@ SAMPLED = "sizes, first 16 MiB and 64 blocks of 64 KiB of files above 512 MiB; o
 LARGEST = 1 << 29  # bytes of a file that is read whole
 _HEAD, _SAMPLE, _SAMPLES = 1 << 24, 1 << 16, 64
 _PIECE = 1 << 24  # bytes read at once
+_SPREAD = 0.1  # standard deviation of random norms' weights around 1, and of biases around 0
 
 
 def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields (name, shape) of every tensor; matrices are [outputs, inputs].
 
-    The LM head is left out where it is the embedding.
+    The LM head is left out where it is the embedding. The layers of "medusa" are its heads.
     """
-    shape = config.shape
-    yield EMBEDDING, (shape.vocab_size, shape.hidden)
-    for layer in range(shape.num_layers):
-        for name, size in layer_tensors(config):
-            yield f"model.layers.{layer}.{name}", size
-    if config.kind in ("mlp", "eagle"):
-        yield from ((name, (shape.hidden,)) for name in JOINED)
-        yield from ((name, (shape.hidden, shape.hidden)) for name in JOINS)
-    if config.kind != "medusa":
-        yield LAST_NORM, (shape.hidden,)
-    if not config.tied:
-        yield HEAD, (config.head_vocab, shape.hidden)
-
-
-def layer_tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields (name within the layer, shape) of the tensors of one layer, or of one Medusa head."""
-    shape = config.shape
+    shape, kind = config.shape, config.kind
     hidden, ffn = shape.hidden, shape.ffn
-    if config.kind in ("", "eagle"):
-        widths = {"q": shape.q_width, "k": shape.kv_width, "v": shape.kv_width}
-        yield "input_layernorm.weight", (hidden,)
-        for name, width in widths.items():
-            yield f"self_attn.{name}_proj.weight", (width, hidden)
-            if config.qkv_bias:
-                yield f"self_attn.{name}_proj.bias", (width,)
-            if config.qk_norm and name != "v":
-                yield f"self_attn.{name}_norm.weight", (shape.head_dim,)
-        yield "self_attn.o_proj.weight", (hidden, shape.q_width)
-    yield "post_attention_layernorm.weight", (hidden,)
-    yield "mlp.gate_proj.weight", (ffn, hidden)
-    yield "mlp.up_proj.weight", (ffn, hidden)
-    yield "mlp.down_proj.weight", (hidden, ffn)
-    if config.kind == "medusa":
-        yield HEAD_NORM, (hidden,)
+    yield EMBEDDING, (shape.vocab_size, hidden)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        if kind in ("", "eagle"):
+            yield f"{prefix}input_layernorm.weight", (hidden,)
+            for name, width in zip("qkv", (shape.q_width, *[shape.kv_width] * 2), strict=True):
+                yield f"{prefix}self_attn.{name}_proj.weight", (width, hidden)
+                if config.qkv_bias:
+                    yield f"{prefix}self_attn.{name}_proj.bias", (width,)
+                if config.qk_norm and name != "v":
+                    yield f"{prefix}self_attn.{name}_norm.weight", (shape.head_dim,)
+            yield f"{prefix}self_attn.o_proj.weight", (hidden, shape.q_width)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}mlp.gate_proj.weight", (ffn, hidden)
+        yield f"{prefix}mlp.up_proj.weight", (ffn, hidden)
+        yield f"{prefix}mlp.down_proj.weight", (hidden, ffn)
+        if kind == "medusa":
+            yield prefix + HEAD_NORM, (hidden,)
+    if kind in ("mlp", "eagle"):
+        yield from ((name, (hidden,)) for name in JOINED)
+        yield from ((name, (hidden, hidden)) for name in JOINS)
+    if kind != "medusa":
+        yield LAST_NORM, (hidden,)
+    if not config.tied:
+        yield HEAD, (config.head_vocab, hidden)
 
 
 def quantize(
@@ -112,31 +110,70 @@ def quantize(
 
 def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
     """Returns the float32 values of quantised weights."""
-    return ArrayTensor(matrix, scales).read()
+    return ArrayTensor(matrix, scales).part().read()
 
 
 class Tensor:
-    """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read."""
+    """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read.
+
+    The methods take slices with a start and a stop; a vector has rows only.
+    """
 
     shape: tuple[int, ...]
 
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part, float32; a vector has rows only."""
+    def part(self, rows: slice = ALL, columns: slice = ALL) -> Part:
+        """Returns these rows and columns; nothing is read yet."""
+        sizes = zip((rows, columns), (*self.shape, 1)[:2], strict=True)
+        return Part(self, *(slice(*part.indices(size)[:2]) for part, size in sizes))
+
+    def read(self, rows: slice, columns: slice) -> Floats:
+        """Returns the part's values, float32."""
         raise NotImplementedError
 
-    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        """Returns a part of a matrix as it is stored: int8 and the scale of each 32 inputs.
+    def int8(self, rows: slice, columns: slice) -> Int8 | None:
+        """Returns a matrix's part as it is stored, int8 and the scale of each 32 inputs.
 
         None if it is stored otherwise, or if the part has no whole groups of 32 inputs.
         """
         return None
 
-    def recipe(self, rows: slice = ALL, columns: slice = ALL) -> WeightPart | None:
+    def recipe(self, rows: slice, columns: slice) -> WeightPart | None:
         """Describes a part of random weights, so that a device can make it by itself.
 
         Its [in, out] are the matrix's columns and rows. None if the weights are not random.
         """
         return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows (outputs) and columns (inputs) of a tensor, slices with a start and a stop."""
+
+    tensor: Tensor
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    def outputs(self, first: int, last: int) -> Part:
+        """Returns the outputs first … last − 1 of this part."""
+        start = self.rows.start
+        return replace(self, rows=slice(start + first, start + last))
+
+    def read(self) -> Floats:
+        """Returns the values, float32."""
+        return self.tensor.read(self.rows, self.columns)
+
+    def int8(self) -> Int8 | None:
+        """Returns int8 values and scales if they are stored so; see Tensor.int8."""
+        return self.tensor.int8(self.rows, self.columns)
+
+    def recipe(self) -> WeightPart | None:
+        """Describes random weights; see Tensor.recipe."""
+        return self.tensor.recipe(self.rows, self.columns)
 
 
 class ArrayTensor(Tensor):
@@ -150,20 +187,19 @@ class ArrayTensor(Tensor):
         self.shape = values.shape
         self._values, self._scales = values, scales
 
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+    def read(self, rows: slice, columns: slice) -> Floats:
         part = self._values[rows] if len(self.shape) == 1 else self._values[rows, columns]
         if part.dtype == np.uint16:
             return (part.astype(np.uint32) << 16).view(np.float32)
         floats = np.ascontiguousarray(part, np.float32)
         if self._scales is None:
             return floats
-        start, stop, _ = columns.indices(self.shape[1])
-        blocks = self._scales[rows, start // BLOCK : -(-stop // BLOCK)].astype(np.float32)
-        first = start % BLOCK
-        return floats * np.repeat(blocks, BLOCK, axis=1)[:, first : first + stop - start]
+        blocks = self._scales[rows, columns.start // BLOCK : -(-columns.stop // BLOCK)]
+        scales = np.repeat(blocks.astype(np.float32), BLOCK, axis=1)
+        return floats * scales[:, columns.start % BLOCK :][:, : floats.shape[1]]
 
-    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        start, stop, _ = columns.indices(self.shape[-1])
+    def int8(self, rows: slice, columns: slice) -> Int8 | None:
+        start, stop = columns.start, columns.stop
         if self._scales is None or start % BLOCK or stop % BLOCK:
             return None
         scales = self._scales[rows, start // BLOCK : stop // BLOCK]
@@ -178,16 +214,16 @@ class LentRows(Tensor):
         self.shape = len(ids), head.shape[1]
         self._head, self._ids = head, ids
 
-    def _part(self, rows: slice) -> ArrayTensor:
+    def _rows(self, rows: slice) -> ArrayTensor:
         ids = self._ids[rows]
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
-        return ArrayTensor(*quantize(self._head.read(slice(first, last + 1))[ids - first]))
+        return ArrayTensor(*quantize(self._head.part(slice(first, last + 1)).read()[ids - first]))
 
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        return self._part(rows).read(ALL, columns)
+    def read(self, rows: slice, columns: slice) -> Floats:
+        return self._rows(rows).part(columns=columns).read()
 
-    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        return self._part(rows).int8(ALL, columns)
+    def int8(self, rows: slice, columns: slice) -> Int8 | None:
+        return self._rows(rows).part(columns=columns).int8()
 
 
 class Resized(Tensor):
@@ -197,43 +233,56 @@ class Resized(Tensor):
         self.shape = count, whole.shape[1]
         self._whole = whole
 
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        start, stop, _ = rows.indices(self.shape[0])
+    def read(self, rows: slice, columns: slice) -> Floats:
         known = self._whole.shape[0]
-        part = self._whole.read(slice(min(start, known), min(stop, known)), columns)
-        lacking = np.zeros((stop - start - len(part), part.shape[1]), np.float32)
+        part = self._whole.read(slice(min(rows.start, known), min(rows.stop, known)), columns)
+        lacking = np.zeros((rows.stop - rows.start - len(part), part.shape[1]), np.float32)
         return np.concatenate([part, lacking]) if len(lacking) else part
 
-    def int8(self, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        start, stop, _ = rows.indices(self.shape[0])
-        is_stored = stop <= self._whole.shape[0]
-        return self._whole.int8(slice(start, stop), columns) if is_stored else None
+    def int8(self, rows: slice, columns: slice) -> Int8 | None:
+        return self._whole.int8(rows, columns) if rows.stop <= self._whole.shape[0] else None
 
 
-class Checkpoint:
-    """One model's weights: its configuration and its tensors.
+class RandomTensor(Tensor):
+    """A tensor whose elements are hashes of its name and their places, uniform around `mean`.
 
-    The LM head is the embedding where config.tied. Rotated pairs of q and k are
-    (i, i + head_dim / 2), as in Hugging Face's layout.
+    A part therefore holds the values of the whole, whatever T is. scale: standard deviation.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        by_name: Mapping[str, Tensor],
-        *,
-        paths: Sequence[Path] = (),
-        head_ids: Ints | None = None,
-        shares_head: bool = False,
-    ) -> None:
-        """Takes a tensor for each name of `tensors`, and the head's.
+    def __init__(self, key: int, shape: tuple[int, ...], scale: float, mean: float = 0.0) -> None:
+        self.shape = shape
+        self._key, self._scale, self._mean = key, scale, mean
 
-        paths: the files that the digest covers; () for random or replaced weights. head_ids: the
-        token of each row of the LM head, rising; None where row i is token i. shares_head: whether
-        the target lends the head.
-        """
-        self.config, self.name, self.by_name = config, config.shape.name, by_name
-        self.paths, self._head_ids, self.shares_head = paths, head_ids, shares_head
+    def read(self, rows: slice, columns: slice) -> Floats:
+        values = np.asarray(weights.part(self.recipe(rows, columns)).T)
+        return values if len(self.shape) == 2 else values[:, 0] + np.float32(self._mean)
+
+    def recipe(self, rows: slice, columns: slice) -> WeightPart:
+        return WeightPart(
+            self._key, columns.start, columns.stop, rows.start, rows.stop, self._scale
+        )
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """One model's weights: its configuration, and a tensor for each name of `tensors`.
+
+    The LM head is the embedding where config.tied. Rotated pairs of q and k are
+    (i, i + head_dim / 2), as in Hugging Face's layout. paths: the files that the digest covers; ()
+    for random or replaced weights. head_ids: int32, the token of each row of the LM head, rising;
+    None where row i is token i. shares_head: whether the target lends the head.
+    """
+
+    config: TransformerConfig
+    by_name: Mapping[str, Tensor]
+    paths: Sequence[Path] = ()
+    head_ids: Ints | None = None
+    shares_head: bool = False
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.config.shape.name
 
     @cached_property
     def _digest(self) -> tuple[str | None, str | None]:
@@ -249,26 +298,89 @@ class Checkpoint:
         """What of the files the digest covers; None without files."""
         return self._digest[1]
 
-    def matrix(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a matrix, float32 [outputs, inputs]."""
-        return self.by_name[name].read(rows, columns)
+    def part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Part:
+        """Returns a part of a tensor; nothing is read yet."""
+        return self.by_name[name].part(rows, columns)
 
-    def vector(self, name: str, part: slice = ALL) -> Floats:
-        """Returns a part of a norm's weight or of a bias, float32."""
-        return self.by_name[name].read(part)
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        """Returns a part of a matrix [outputs, inputs], or of a vector, float32."""
+        return self.part(name, rows, columns).read()
 
-    def int8_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Int8 | None:
-        """Returns a part of a matrix as Tensor.int8 does."""
-        return self.by_name[name].int8(rows, columns)
 
-    def random_part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> WeightPart | None:
-        """Describes a part of random weights as Tensor.recipe does."""
-        return self.by_name[name].recipe(rows, columns)
+def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
+    """Returns random weights; equal seeds give equal weights, also at another depth.
 
-    def head_ids(self) -> Ints | None:
-        """Returns the token of each row of the LM head, int32, rising; None where row i is token
-        i."""
-        return self._head_ids
+    The scales keep activations near 1 at any depth: what o and down add to the residual stream over
+    all layers has variance 1 together.
+    """
+
+    def tensor(name: str, size: tuple[int, ...]) -> RandomTensor:
+        key = zlib.crc32(f"{seed} {name}".encode())
+        if len(size) == 1:
+            return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
+        scale = float(size[1] ** -0.5)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            scale *= float((2 * config.shape.num_layers) ** -0.5)
+        return RandomTensor(key, size, scale)
+
+    by_name = {name: tensor(name, size) for name, size in tensors(config)}
+    if config.tied:
+        by_name[HEAD] = tensor(EMBEDDING, (config.head_vocab, config.shape.hidden))
+    return Checkpoint(config, by_name)
+
+
+def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Returns (name: shape) of the tensors that a version of this model replaces: all but the
+    embedding, and the LM head where the target lends it."""
+    lent = {EMBEDDING, HEAD} if checkpoint.shares_head else {EMBEDDING}
+    return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
+
+
+def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
+    """Returns a checkpoint with the tensors of `replaced` taken from arrays.
+
+    arrays: matrices in a float type, or in int8 with a float16 scale for each 32 inputs ("X.weight"
+    and "X.scale"); vectors. Raises ProtocolError unless each array has the shape of a tensor of
+    `base` and is finite, and none is missing.
+    """
+    where, sizes, by_name = f"version of {base.name}", replaced(base), dict(base.by_name)
+    for name, values in arrays.items():
+        if values.dtype != np.int8 and not np.isfinite(values).all():
+            raise ProtocolError(f"{where}: {name}: a number is not finite")
+        scales, wanted = None, sizes.get(name)
+        if name.endswith(".scale"):
+            outputs, inputs = sizes.get(name.removesuffix("scale") + "weight", (0, 0))
+            wanted = outputs, inputs // BLOCK
+        elif values.dtype == np.int8:
+            scales = arrays.get(name.removesuffix("weight") + "scale")
+            wanted = None if scales is None else wanted
+        if values.shape != wanted:
+            shapes = f"{name} is {list(values.shape)}, expected {wanted and list(wanted)}"
+            raise ProtocolError(f"{where}: {shapes}")
+        if not name.endswith(".scale"):
+            by_name[name] = ArrayTensor(values, scales)
+    if missing := [name for name in sizes if name not in arrays]:
+        raise ProtocolError(f"{where}: {missing[0]} is missing, one of {len(missing)}")
+    return replace(base, by_name=by_name, paths=())
+
+
+def packed(arrays: Arrays) -> bytes:
+    """Returns a version's arrays as bytes of safetensors."""
+    from safetensors.numpy import save
+
+    return bytes(save({name: np.ascontiguousarray(values) for name, values in arrays.items()}))
+
+
+def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
+    """Returns the arrays of a version; raises ProtocolError for bytes that are none."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays: Arrays = load(bytes(data))
+    except SafetensorError as error:
+        raise ProtocolError(f"a version of {len(data)} bytes: {error}") from error
+    return arrays
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:
@@ -285,22 +397,19 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Returns a file's digest. It is read again if its time or size differs: a sweep asks often."""
+    """Returns a file's digest. It is read again if its time or size differs: a sweep asks often.
+
+    Of a large file it covers the size in decimal, the beginning, and blocks of which the last ends
+    the file.
+    """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
-        for piece in _pieces(file, size):
-            sha256.update(piece)
+        if size <= LARGEST:
+            while piece := file.read(_PIECE):
+                sha256.update(piece)
+            return sha256.hexdigest()
+        sha256.update(str(size).encode() + file.read(_HEAD))
+        for number in range(1, _SAMPLES + 1):
+            file.seek(_HEAD + (size - _HEAD - _SAMPLE) * number // _SAMPLES)
+            sha256.update(file.read(_SAMPLE))
     return sha256.hexdigest()
-
-
-def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yields the whole file, or of a large one the size in decimal, the beginning, and blocks of
-    which the last ends the file."""
-    if size <= LARGEST:
-        yield from iter(lambda: file.read(_PIECE), b"")
-        return
-    yield str(size).encode()
-    yield file.read(_HEAD)
-    for number in range(1, _SAMPLES + 1):
-        file.seek(_HEAD + (size - _HEAD - _SAMPLE) * number // _SAMPLES)
-        yield file.read(_SAMPLE)

@@ -1,19 +1,29 @@
-"""The configuration of a transformer beyond its widths: positions, norms and biases.
+"""The configuration of a transformer beyond its widths, read from a preset, config.json or .gguf.
 
 All supported families (Llama, SmolLM2, Mistral, Qwen2.5, Qwen3) are one architecture: RMSNorm,
 rotary positions, grouped-query attention and SwiGLU. They differ in the fields of
-TransformerConfig.
+TransformerConfig. What is not supported is refused in one line that names the file and the key.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common import hf_config
+from mpissd.common.errors import ConfigError
+from mpissd.common.gguf import GgufFile
 from mpissd.common.presets import ModelShape
+from mpissd.common.shapes import STATE_KINDS
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,9 @@ class TransformerConfig:
     tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
     rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
     the layers' matrices and the head are stored as int8 with a scale for each 32 inputs. kind: of a
-    draft that reads its target's hidden state, one of heads.STATE_KINDS; "" for a model that reads
-    only tokens. The layers of "medusa" are its heads.
+    draft that reads its target's hidden state, one of shapes.STATE_KINDS; "" for a model that reads
+    only tokens. The layers of "medusa" are its heads. Raises ConfigError for positions that cannot
+    be rotated (an odd head_dim).
     """
 
     shape: ModelShape
@@ -57,6 +68,11 @@ class TransformerConfig:
     kind: str = ""
 
     def __post_init__(self) -> None:
+        if self.shape.head_dim % 2:
+            raise ConfigError(
+                f"{self.shape.name}: head_dim={self.shape.head_dim} with forward=transformer: "
+                "allowed: even numbers"
+            )
         if not self.head_vocab:
             object.__setattr__(self, "head_vocab", self.shape.vocab_size)
 
@@ -73,3 +89,165 @@ class TransformerConfig:
         turns = scaling.original * angles / (2 * math.pi)  # in the original context
         smooth = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
         return np.asarray((1 - smooth) * angles / scaling.factor + smooth * angles)
+
+
+_LLAMA3: dict[str, Any] = {"rope_theta": 5e5, "max_positions": 131072}
+_QWEN3: dict[str, Any] = {
+    "family": "qwen3",
+    "qk_norm": True,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+    "max_positions": 40960,
+}
+_LLAMA31 = {**_LLAMA3, "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192)}
+_LLAMA32 = {**_LLAMA3, "rope_scaling": Llama3Scaling(32.0, 1.0, 4.0, 8192), "tied": True}
+# Where a preset's published config.json differs from TransformerConfig's defaults.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": _LLAMA31,
+    "llama-3.1-8b": _LLAMA31,
+    "llama-3.2-3b": _LLAMA32,
+    "llama-3.2-1b": _LLAMA32,
+    "smollm2-135m-instruct": {"rope_theta": 1e5, "tied": True, "max_positions": 8192},
+    "qwen3-32b": _QWEN3,
+    "qwen3-0.6b": {**_QWEN3, "tied": True},
+    "toy-target": {"max_positions": 131072},
+    "toy-draft": {"max_positions": 131072},
+}
+
+
+def of_preset(shape: ModelShape) -> TransformerConfig:
+    """Returns the transformer's configuration for a named preset or a generated shape (`gen:…`).
+
+    Raises ConfigError for an architecture that the transformer does not support.
+    """
+    if shape.head is not None or not shape.gated:
+        kind = "a head-sized draft" if shape.head is not None else "no gated FFN (OPT)"
+        raise ConfigError(
+            f"{shape.name} with forward=transformer: it has {kind}, which is not supported"
+        )
+    name = shape.name.partition("@")[0]
+    known = {"max_positions": 131072} if name.startswith("gen:") else _PRESETS.get(name, {})
+    return TransformerConfig(shape, **{"family": "llama", **known})
+
+
+# (key, its value, whether a model with it can be computed, the values that are supported)
+Rule = tuple[str, Any, bool, str]
+
+
+def _check(path: Path, rules: Sequence[Rule]) -> None:
+    """Raises ConfigError for the first key that describes another architecture."""
+    for key, value, is_supported, allowed in rules:
+        if not is_supported:
+            raise ConfigError(
+                f"{str(path)!r}: {key}={value!r} is not supported: allowed: {allowed}"
+            )
+
+
+def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
+    """Returns the configuration that a config.json describes; raises ConfigError."""
+    config = hf_config.load(path)
+    family, ours = config.get("model_type"), own_keys(config)
+    # Older versions have rope_theta and rope_scaling, newer ones both in rope_parameters.
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(key), dict):
+            rope.update(config[key])
+    if config.get("rope_theta") is not None:
+        rope["rope_theta"] = config["rope_theta"]
+    rope_type = rope.get("rope_type", rope.get("type") or "default")
+    # Qwen's files name a window and turn it off.
+    slides = bool(config.get("use_sliding_window", family == "mistral"))
+    window = config.get("sliding_window") if slides else None
+    packed = config.get("quantization_config")
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    kinds, activation = config.get("layer_types") or [], config.get("hidden_act", "silu")
+    is_plain = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
+    bias, mlp_bias = config.get("attention_bias"), config.get("mlp_bias")
+    rotated = config.get("partial_rotary_factor", 1)
+    quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
+    rules: list[Rule] = [
+        ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
+        ("rope_type", rope_type, rope_type in ("default", "llama3"), "default, llama3"),
+        ("sliding_window", window, window is None, "null, or one that is not used"),
+        ("layer_types", kinds, is_plain, "full_attention"),
+        ("quantization_config", method, not packed, _DENSE),
+        ("mpissd.quantization", quantization, quantization in (None, "int8-32"), "int8-32"),
+        ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
+        ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
+        ("hidden_act", activation, activation == "silu", "silu"),
+        ("attention_bias", bias, not bias or family == "qwen2", "false"),
+        ("mlp_bias", mlp_bias, not mlp_bias, "false"),
+        ("partial_rotary_factor", rotated, rotated in (None, 1), "1"),
+    ]
+    _check(path, rules)
+    scaling = None
+    if rope_type == "llama3":
+        keys = "factor", "low_freq_factor", "high_freq_factor"
+        factor, low, high = (_number(path, rope, key) for key in keys)
+        original = int(_number(path, rope, "original_max_position_embeddings"))
+        if factor < 1 or not low < high:
+            raise ConfigError(f"{str(path)!r}: rope_scaling: allowed: factor >= 1 and low < high")
+        scaling = Llama3Scaling(factor, low, high, original)
+    return TransformerConfig(
+        shape,
+        str(family),
+        rope_theta=_number(path, rope, "rope_theta", 10000.0),
+        rope_scaling=scaling,
+        norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
+        kind=kind or "",
+    )
+
+
+def own_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of a config.json's object "mpissd"; {} without one."""
+    ours = config.get("mpissd")
+    return ours if isinstance(ours, dict) else {}
+
+
+def _number(path: Path, config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
+        raise ConfigError(f"{str(path)!r}: {key}={value!r}: allowed: numbers above 0")
+    return float(value)
+
+
+def of_gguf(
+    file: GgufFile, shape: ModelShape, factors: NDArray[np.float32] | None
+) -> TransformerConfig:
+    """Returns the configuration that a .gguf's metadata describes; raises ConfigError.
+
+    factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
+    """
+    path, family = file.path, str(file.metadata["general.architecture"])
+    own = {key.removeprefix(f"{family}."): value for key, value in file.metadata.items()}
+    scaling, window = own.get("rope.scaling.type", "none"), own.get("attention.sliding_window")
+    rotated = own.get("rope.dimension_count", shape.head_dim)
+    rules: list[Rule] = [
+        (f"{family}.rope.scaling.type", scaling, scaling in ("none", ""), "none"),
+        (f"{family}.attention.sliding_window", window, not window, "none"),
+        (f"{family}.rope.dimension_count", rotated, rotated == shape.head_dim, str(shape.head_dim)),
+    ]
+    _check(path, rules)
+    config = TransformerConfig(
+        shape,
+        family,
+        rope_theta=_number(path, own, "rope.freq_base", 10000.0),
+        norm_eps=_number(path, own, "attention.layer_norm_rms_epsilon", 1e-5),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied="output.weight" not in file.tensors,
+        max_positions=int(_number(path, own, "context_length", 2048)),
+    )
+    if factors is None:
+        return config
+    # The file does not name the constants, which are the same for all models of Llama 3.
+    scaled = replace(config, rope_scaling=Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192))
+    if not np.allclose(config.frequencies() / scaled.frequencies(), factors, rtol=1e-3):
+        where = f"{str(path)!r}: rope_freqs.weight"
+        raise ConfigError(f"{where} is not supported: allowed: Llama 3's")
+    return scaled

@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import is_missing, missing_pair
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import (
-    ALL,
     BLOCK,
     EMBEDDING,
     HEAD,
@@ -76,39 +75,22 @@ def fetch_missing(pair: str | None, *models: str | None) -> None:
     Raises ConfigError, one line with the way to go on without a network.
     """
     for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
-        if is_missing(name):
-            _fetch(name)
-
-
-def _fetch(name: str) -> None:
-    hub = library("huggingface_hub", name)
-    try:
-        hub.snapshot_download(name, allow_patterns=_FETCHED, etag_timeout=_TIMEOUT_S)
-    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{name} is not on this machine and cannot be fetched ({reason}): give "
-            "--target=FOLDER (--draft, --pair) with its config.json and *.safetensors, or a .gguf"
-        ) from error
-
-
-class Files(Protocol):
-    """The tensors of a model's files by their Hugging Face names."""
-
-    paths: list[Path]
-
-    def get(self, name: str) -> Tensor | None:
-        """Returns a tensor; None if it is missing.
-
-        Raises ConfigError, one line, for one that cannot be read.
-        """
-
-    def integers(self, name: str) -> Ints | None:
-        """Returns a tensor of whole numbers, int32; None if it is missing."""
+        if not is_missing(name):
+            continue
+        hub = library("huggingface_hub", name)
+        try:
+            hub.snapshot_download(name, allow_patterns=_FETCHED, etag_timeout=_TIMEOUT_S)
+        except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"{name} is not on this machine and cannot be fetched ({reason}): give "
+                "--target=FOLDER (--draft, --pair) with its config.json and *.safetensors, or a "
+                ".gguf"
+            ) from error
 
 
 def open_files(
-    files: Files,
+    files: SafetensorsFiles | GgufFiles,
     config: TransformerConfig,
     target: Checkpoint | None = None,
     *,
@@ -123,117 +105,81 @@ def open_files(
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
     ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
     if ids is not None:
-        _check_head_ids(where, ids, config.shape.vocab_size)
+        last = config.shape.vocab_size - 1
+        if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
+            raise ConfigError(f"{where}: {HEAD_IDS}: allowed: one list of rising token ids")
+        if ids[0] < 0 or ids[-1] > last:
+            span = f"{HEAD_IDS} reaches from {ids[0]} to {ids[-1]}"
+            raise ConfigError(f"{where}: {span}: allowed: 0..{last}")
         config = replace(config, head_vocab=len(ids))
     if target is not None:
-        _check_embedding(where, config, target.config)
+        own, other = (
+            [each.shape.vocab_size, each.shape.hidden] for each in (config, target.config)
+        )
+        if own != other:
+            raise ConfigError(
+                f"{where} reads its target's embedding, {own}; that of {target.name} is {other}: "
+                "allowed: the target it was made for"
+            )
         by_name[EMBEDDING] = target.by_name[EMBEDDING]
         if shares_head:
             rows = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
             by_name[HEAD] = LentRows(target.by_name[HEAD], rows)
     for name, size in tensors(config):
-        if name not in by_name:
-            by_name[name] = _checked(where, name, files.get(name), size)
+        if name in by_name:
+            continue
+        tensor = files.get(name)
+        if tensor is None:
+            raise ConfigError(f"{where}: the tensor {name} is missing")
+        if tensor.shape != size:
+            raise ConfigError(f"{where}: {name} is {list(tensor.shape)}: allowed: {list(size)}")
+        by_name[name] = tensor
     if config.tied:
         by_name[HEAD] = by_name[EMBEDDING]
-    read = [by_name["model.layers.0.mlp.down_proj.weight"]]
-    read += [] if shares_head else [by_name[HEAD]]
-    config = replace(config, int8=all(tensor.int8() is not None for tensor in read))
-    paths = files.paths
-    return Checkpoint(config, by_name, paths=paths, head_ids=ids, shares_head=shares_head)
+    read = ["model.layers.0.mlp.down_proj.weight", *([] if shares_head else [HEAD])]
+    is_int8 = all(by_name[name].part().int8() is not None for name in read)
+    return Checkpoint(replace(config, int8=is_int8), by_name, files.paths, ids, shares_head)
 
 
-def _checked(where: str, name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor:
-    if tensor is None:
-        raise ConfigError(f"{where}: the tensor {name} is missing")
-    if tensor.shape != size:
-        raise ConfigError(f"{where}: {name} is {list(tensor.shape)}: allowed: {list(size)}")
-    return tensor
-
-
-def _check_head_ids(where: str, ids: Ints, vocab_size: int) -> None:
-    """Raises ConfigError unless a reduced head's ids rise and lie in the vocabulary."""
-    if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
-        raise ConfigError(f"{where}: {HEAD_IDS}: allowed: one list of rising token ids")
-    if ids[0] < 0 or ids[-1] >= vocab_size:
-        span = f"{HEAD_IDS} reaches from {ids[0]} to {ids[-1]}"
-        raise ConfigError(f"{where}: {span}: allowed: 0..{vocab_size - 1}")
-
-
-def _check_embedding(where: str, config: TransformerConfig, target: TransformerConfig) -> None:
-    """Raises ConfigError unless the target's embedding fits a draft that reads it."""
-    own, other = ([each.shape.vocab_size, each.shape.hidden] for each in (config, target))
-    if own != other:
-        raise ConfigError(
-            f"{where} reads its target's embedding, {own}; that of {target.shape.name} is "
-            f"{other}: allowed: the target it was made for"
-        )
-
-
-def weight_paths(folder: Path) -> list[Path]:
+def _weight_paths(folder: Path) -> list[Path]:
     """Returns the folder's files of weights; if the folder has an index, those that it names."""
     index = folder / INDEX
-    if index.exists():
-        paths = [folder / name for name in sorted(set(_index(index).values()))]
-        for path in paths:
-            if not path.exists():
-                raise ConfigError(f"{str(index)!r} names {path.name!r}, which is not there")
-        return paths
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
+    if not index.exists():
+        if paths := sorted(folder.glob("*.safetensors")):
+            return paths
         raise ConfigError(f"{str(folder)!r} has no *.safetensors: allowed: a folder with weights")
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        paths = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        paths = []
+    if not paths:
+        raise ConfigError(f"{str(index)!r} is no index of safetensors (weight_map)")
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{str(index)!r} names {path.name!r}, which is not there")
     return paths
 
 
-def _index(path: Path) -> Mapping[str, str]:
-    try:
-        names = json.loads(path.read_text("utf-8"))["weight_map"]
-        if names and all(isinstance(name, str) for name in names.values()):
-            return dict(names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ConfigError(f"{str(path)!r} is no index of safetensors (weight_map)")
-
-
 class SafetensorsFiles:
-    """The tensors of a folder."""
+    """The tensors of a folder by their Hugging Face names."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the headers; raises ConfigError, one line that names the file, if one is missing or
         damaged."""
-        self.paths = weight_paths(folder)
+        self.paths = _weight_paths(folder)
         self._entries = {
             name: (path, entry) for path in self.paths for name, entry in _header(path).items()
         }
         self._maps = {path: np.memmap(path, np.uint8, "r") for path in self.paths}
 
     def get(self, name: str) -> Tensor | None:
+        """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
         if name not in self._entries:
             return None
-        path, entry = self._entries[name]
-        if entry["dtype"] not in _DTYPES:
-            kinds = ", ".join(_DTYPES)
-            raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: {kinds}")
-        values = self._array(name)
-        return ArrayTensor(values, self._scales(name, values) if values.dtype == "i1" else None)
-
-    def integers(self, name: str) -> Ints | None:
-        if name not in self._entries:
-            return None
-        path, entry = self._entries[name]
-        if entry["dtype"] != "I32":
-            raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: I32")
-        return np.array(self._array(name), np.int32)
-
-    def _array(self, name: str) -> NDArray[Any]:
-        path, entry = self._entries[name]
-        first, last = entry["data_offsets"]
-        data = np.asarray(self._maps[path][first:last])
-        values: NDArray[Any] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data)
-        return values
-
-    def _scales(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        """Returns the scales of int8 values; raises ConfigError where they do not fit."""
+        values = self._array(name, _DTYPES)
+        if values.dtype != "i1":
+            return ArrayTensor(values)
         where, scale = repr(str(self._entries[name][0])), name.removesuffix("weight") + "scale"
         if values.ndim != 2:
             raise ConfigError(f"{where}: {name} is I8: allowed: of a matrix alone")
@@ -242,7 +188,22 @@ class SafetensorsFiles:
         if (entry.get("dtype"), entry.get("shape")) != ("F16", blocks):
             kind = f"{entry['dtype']} {entry['shape']}" if entry else "missing"
             raise ConfigError(f"{where}: {scale} is {kind}: allowed: F16 {blocks}")
-        return self._array(scale)
+        return ArrayTensor(values, self._array(scale, ("F16",)))
+
+    def integers(self, name: str) -> Ints | None:
+        """Returns a tensor of whole numbers, int32; None if it is missing."""
+        return np.array(self._array(name, ("I32",))) if name in self._entries else None
+
+    def _array(self, name: str, kinds: Iterable[str]) -> NDArray[Any]:
+        """Returns a tensor as it is stored; raises ConfigError if its dtype is not in `kinds`."""
+        path, entry = self._entries[name]
+        if entry["dtype"] not in kinds:
+            allowed = ", ".join(kinds)
+            raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: {allowed}")
+        first, last = entry["data_offsets"]
+        data = np.asarray(self._maps[path][first:last])
+        values: NDArray[Any] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data)
+        return values
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
@@ -278,32 +239,32 @@ def gguf_name(name: str) -> str:
 class GgufTensor(Tensor):
     """A tensor of ggml's blocks, which the library dequantises."""
 
-    def __init__(self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...]) -> None:
-        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and ggml's type."""
-        self.shape = shape
-        self._data, self._kind = data, kind
-        self.head_dim = 0  # width of a head whose rows the file has in llama.cpp's order
+    def __init__(
+        self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
+    ) -> None:
+        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and ggml's type.
 
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Floats:
+        head_dim: width of a head whose rows the file has in llama.cpp's order; 0: no such order.
+        """
+        self.shape = shape
+        self._data, self._kind, self._head_dim = data, kind, head_dim
+
+    def read(self, rows: slice, columns: slice) -> Floats:
         if len(self.shape) == 1:
             return np.asarray(_values(self._data[None], self._kind)[0, rows], np.float32)
-        start, stop, _ = columns.indices(self.shape[1])
         block, size = _block(self._kind) or (1, 4)
-        first, last = start // block, -(-stop // block)
-        data = self._data[self._stored(rows), first * size : last * size]
-        return _values(data, self._kind)[:, start - first * block : stop - first * block]
-
-    def _stored(self, rows: slice) -> slice | NDArray[np.int64]:
-        """Returns the file's rows that hold these rows of the matrix."""
-        if not self.head_dim:
-            return rows
-        wanted, width = np.arange(self.shape[0])[rows], self.head_dim
-        pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
-        return np.asarray(wanted - wanted % width + 2 * pair + half, np.int64)
+        stored: slice | NDArray[np.int64] = rows
+        if width := self._head_dim:
+            wanted = np.arange(rows.start, rows.stop)
+            pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
+            stored = wanted - wanted % width + 2 * pair + half
+        first, last = columns.start // block, -(-columns.stop // block)
+        values = _values(self._data[stored, first * size : last * size], self._kind)
+        return values[:, columns.start - first * block : columns.stop - first * block]
 
 
 class GgufFiles:
-    """The tensors of one .gguf."""
+    """The tensors of one .gguf by their Hugging Face names."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; head_dim: width of a head, whose rows of q and k are reordered.
@@ -317,6 +278,7 @@ class GgufFiles:
         self._head_dim = head_dim if is_llama else 0
 
     def get(self, name: str) -> Tensor | None:
+        """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
         if (info := self.file.tensors.get(gguf_name(name))) is None:
             return None
         if (known := _block(info.kind)) is None:
@@ -329,10 +291,8 @@ class GgufFiles:
         if start + math.prod(shape) > len(self._data):
             raise ConfigError(f"{self._where} is cut off before the end of {name}")
         data = self._data[start : start + math.prod(shape)].reshape(shape)
-        tensor = GgufTensor(data, info.kind, info.shape[::-1])
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor.head_dim = self._head_dim
-        return tensor
+        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
+        return GgufTensor(data, info.kind, info.shape[::-1], is_rotated * self._head_dim)
 
     def integers(self, name: str) -> None:
         """None, because a .gguf has no reduced head."""

@@ -8,7 +8,7 @@ on how many they are, nor on the pages and lanes that hold its K and V, bit for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -18,25 +18,15 @@ from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Draws
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import ALL, Checkpoint, Floats
+from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.files import library
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stages import Stage
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a checkpoint's matrix: these of its rows (outputs) and columns (inputs)."""
-
-    name: str
-    rows: slice = field(default_factory=lambda: ALL)  # before 3.12, a slice is no default
-    columns: slice = field(default_factory=lambda: ALL)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Layer:
     """One layer's weights on this rank; an optional one is None where the family lacks it.
 
@@ -54,21 +44,6 @@ class Layer:
     down: Array = None
 
 
-class Chunks(Protocol):
-    """Forwards over up to `rows` consecutive positions of one slot, whose logits are not read."""
-
-    rows: int
-
-    def upload(self, slot: int, start: int, tokens: Ints) -> None:
-        """Sets the next chunk: tokens [<= rows] of positions start …, a multiple of rows."""
-
-    def body(self) -> None:
-        """Issues the chunk's operations, which store keys and values."""
-
-    def refresh(self) -> None:
-        """Reads the weights again, which were overwritten."""
-
-
 class Ops(Protocol):
     """A transformer's operations on one rank's device, for one model and its share of heads.
 
@@ -79,17 +54,17 @@ class Ops(Protocol):
     page: int  # positions of a page; attention is computed page by page
     computes_padding: bool  # whether a forward computes its whole bucket, as a captured graph does
 
-    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
+    def matrix(self, parts: Sequence[Part]) -> Array:
         """Returns the packed weight of one product: the parts' outputs side by side."""
 
-    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Array:
+    def qkv_matrix(self, parts: Sequence[Part]) -> Array:
         """Returns the packed weight of q, k and v, which `qkv` reads."""
-        return self.matrix(checkpoint, parts)
+        return self.matrix(parts)
 
-    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Array:
+    def gate_up(self, gate: Part, up: Part) -> Array:
         """Returns the packed weight that `gated` reads."""
 
-    def table(self, checkpoint: Checkpoint) -> Array:
+    def table(self, embedding: Part) -> Array:
         """Returns the embedding table, which `embed` reads."""
 
     def vector(self, values: Floats) -> Array:
@@ -175,18 +150,22 @@ class Ops(Protocol):
         Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
         """
 
-    def chunks(
-        self, shard: TransformerShard, table: Array, layers: Sequence[Layer], cache: Array
-    ) -> Chunks | None:
-        """Returns what computes large chunks of a prompt by these weights; None: nothing does."""
+    def chunks(self, shard: TransformerShard, weights: Any, cache: Array) -> Any:
+        """Returns what computes large chunks of a prompt by these TransformerWeights, or None.
+
+        It has `rows`, the positions of a chunk; `upload(slot, start, tokens)`, which sets the next
+        chunk, tokens [<= rows] of positions start …, a multiple of rows; `body()`, which issues
+        operations that store keys and values, and no logits; and `refresh()`, which reads weights
+        again that were overwritten.
+        """
         return None
 
     def ids(self, ids: Ints) -> Array:
         """Returns the tokens of an LM head's outputs, as `chained` reads them."""
         return ids
 
-    def chained(self, stage: Stage) -> None:
-        """Computes a stage between two forwards that the device chains."""
+    def chained(self, stage: Any) -> None:
+        """Computes a chained.Stage between two forwards that the device chains."""
 
     def draws(self, logits: Array) -> Draws | None:
         """Returns what draws tokens from these logits on the device; None: the host does."""

@@ -6,7 +6,7 @@ query heads), or one block more of the FFN or of the LM head. Rank 0 is never sm
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
@@ -70,12 +70,27 @@ class TransformerShard:
     @property
     def q_width(self) -> int:
         """Columns of q on this rank."""
-        return _length(self.q)
+        return int(self.q.stop - self.q.start)
 
     @property
     def kv_width(self) -> int:
         """Columns of k, and of v, on this rank."""
-        return _length(self.kv)
+        return int(self.kv.stop - self.kv.start)
+
+    @property
+    def ffn_width(self) -> int:
+        """Columns of gate, and of up, on this rank."""
+        return int(self.ffn.stop - self.ffn.start)
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the LM head on this rank."""
+        return int(self.vocab_range.stop - self.vocab_range.start)
+
+    @property
+    def num_heads_used(self) -> int:
+        """Tokens of a sequence that one forward drafts."""
+        return 1
 
     @property
     def kv_layers(self) -> int:
@@ -91,16 +106,6 @@ class TransformerShard:
     def kv_heads(self) -> int:
         """KV heads on this rank."""
         return self.kv_width // self.shape.head_dim
-
-    @property
-    def ffn_width(self) -> int:
-        """Columns of gate, and of up, on this rank."""
-        return _length(self.ffn)
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the LM head on this rank."""
-        return _length(self.vocab_range)
 
     def layer_params(self) -> int:
         """Returns the number of weights of one layer on this rank, norms and biases included."""
@@ -190,11 +195,13 @@ class TransformerShard:
         """
         params, layers = self.num_params(options), self.shape.num_layers
         scored = rows * (options.context + options.own_tokens)
+        # Each Medusa head computes its row of the LM head, which is read once.
+        computed = params + (self.num_heads_used - 1) * self.shape.hidden * self.vocab
         return Cost(
             rows=rows,
             weight_bytes=self._read_bytes(params, itemsize),
             kv_bytes=self.kv_read(rows, sequences, options, itemsize),
-            flops=2 * rows * params + 4 * scored * self.q_width * layers,
+            flops=2 * rows * computed + 4 * scored * self.q_width * self.kv_layers,
             num_products=self.num_products(options),
             num_all_reduces=2 * layers + 2 if self.tp > 1 else 0,
             all_reduce_bytes=rows * self.shape.hidden * itemsize,
@@ -218,10 +225,9 @@ class StateShard(TransformerShard):
 
     @property
     def num_heads_used(self) -> int:
-        """Tokens of a sequence that one forward drafts."""
-        if self.config.kind != "medusa":
-            return 1
-        return self.heads_used or self.shape.num_layers
+        """Tokens of a sequence that one forward drafts: one, or one for each Medusa head."""
+        is_medusa = self.config.kind == "medusa"
+        return (self.heads_used or self.shape.num_layers) if is_medusa else 1
 
     def layer_params(self) -> int:
         """Returns the number of weights of one layer, or of one Medusa head; norms included."""
@@ -250,24 +256,6 @@ class StateShard(TransformerShard):
         """Returns the bytes of keys, values and the states of both models, by slot."""
         states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
         return super().cache_bytes(rows, sequences, options, itemsize) + states
-
-    def cost(
-        self,
-        rows: int,
-        sequences: int,
-        itemsize: int,
-        options: ForwardOptions,
-        most_rows: int | None = None,
-    ) -> Cost:
-        """Returns the cost of a forward; each Medusa head computes its row of the LM head."""
-        cost = super().cost(rows, sequences, itemsize, options, most_rows)
-        more = (self.num_heads_used - 1) * self.shape.hidden * self.vocab
-        attends = cost.flops - 2 * rows * cost.params if self.config.kind == "eagle" else 0
-        return replace(cost, flops=2 * rows * (cost.params + more) + attends)
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
 
 
 def _range(total: int, tp: int, rank: int, block: int | None = None) -> slice:

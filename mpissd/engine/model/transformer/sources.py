@@ -22,12 +22,13 @@ from mpissd.common.model_files import has_files
 from mpissd.common.presets import files_of, resolve_model
 from mpissd.common.rounds import Ints
 from mpissd.common.token_lists import check_same_tokens
-from mpissd.engine.model.transformer import families
+from mpissd.engine.model.transformer import config as configs
 from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
     HEAD,
     Checkpoint,
     Resized,
+    random_checkpoint,
     tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -37,7 +38,6 @@ from mpissd.engine.model.transformer.files import (
     SafetensorsFiles,
     open_files,
 )
-from mpissd.engine.model.transformer.random_weights import RandomCheckpoint
 
 
 def check_vocabularies(target: str, draft: str) -> None:
@@ -50,32 +50,9 @@ def check_vocabularies(target: str, draft: str) -> None:
         check_same_tokens(here, there)
 
 
-def _mapped_config(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
-    """Returns a draft's configuration over the ids of a target with `vocab_size` tokens.
-
-    Tokens beyond the draft's vocabulary are never drafted, and those beyond the target's have no
-    row in its head. A reduced head's ids are taken to lie in both.
-    """
-    shape = replace(config.shape, vocab_size=vocab_size)
-    return replace(config, shape=shape, head_vocab=min(config.head_vocab, vocab_size))
-
-
-def _mapped(draft: Checkpoint, vocab_size: int) -> Checkpoint:
-    """Returns a draft's weights over its target's ids; tokens that the draft lacks have an
-    embedding of zeros."""
-    config, ids = _mapped_config(draft.config, vocab_size), draft.head_ids()
-    if ids is not None:  # ids rise, so those that the target lacks come last
-        ids = ids[ids < vocab_size]
-        config = replace(config, head_vocab=len(ids))
-    rows = {EMBEDDING: vocab_size, HEAD: config.head_vocab}
-    by_name = {name: Resized(draft.by_name[name], count) for name, count in rows.items()}
-    own = {**draft.by_name, **by_name}
-    return Checkpoint(config, own, paths=draft.paths, head_ids=ids, shares_head=draft.shares_head)
-
-
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
     """Returns the tokens that a draft knows, rising; None if it knows all of the target's."""
-    ids, known = draft.head_ids(), draft.config.head_vocab
+    ids, known = draft.head_ids, draft.config.head_vocab
     return np.arange(known, dtype=np.int32) if ids is None and known < vocab else ids
 
 
@@ -110,28 +87,43 @@ def _stamp(where: str) -> Stamp:
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
     """Opens a model's weights; reads no tensor yet. Arguments and errors are config_of's.
 
-    seed: of random weights.
+    seed: of random weights. Tokens beyond a draft's vocabulary are never drafted, and those beyond
+    its target's have no row in its head. A reduced head's ids are taken to lie in both.
     """
     path, shape = files_of(where), resolve_model(where)
     other = None if target is None else open_checkpoint(target)
     vocab_size = shape.vocab_size if other is None else other.config.shape.vocab_size
+
+    def mapped(config: TransformerConfig) -> TransformerConfig:
+        sized, rows = replace(config.shape, vocab_size=vocab_size), config.head_vocab
+        return replace(config, shape=sized, head_vocab=min(rows, vocab_size))
+
     if path is None or not has_files(path):
-        config = families.of_preset(shape) if path is None else families.of_folder(path, shape)
-        return RandomCheckpoint(_mapped_config(config, vocab_size), seed)
+        config = configs.of_preset(shape) if path is None else configs.of_folder(path, shape)
+        return random_checkpoint(mapped(config), seed)
     if path.suffix == ".gguf":
         gguf = GgufFiles(path, shape.head_dim)
         factors = gguf.get(ROPE_FACTORS)
-        config = families.of_gguf(gguf.file, shape, None if factors is None else factors.read())
-        opened = open_files(gguf, config)
+        read = None if factors is None else factors.part().read()
+        opened = open_files(gguf, configs.of_gguf(gguf.file, shape, read))
     else:
-        config, files = families.of_folder(path / "config.json", shape), SafetensorsFiles(path)
-        ours = families.own_keys(hf_config.load(path / "config.json"))
+        config, files = configs.of_folder(path / "config.json", shape), SafetensorsFiles(path)
+        ours = configs.own_keys(hf_config.load(path / "config.json"))
         reads_target = ours.get("embedding") == "target"
         if reads_target and other is None:
             raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
         shares_head = reads_target and ours.get("head") == "target"
         opened = open_files(files, config, other if reads_target else None, shares_head=shares_head)
-    return opened if vocab_size == shape.vocab_size else _mapped(opened, vocab_size)
+    if vocab_size == shape.vocab_size:
+        return opened
+    config, ids = mapped(opened.config), opened.head_ids
+    if ids is not None:  # ids rise, so those that the target lacks come last
+        ids = ids[ids < vocab_size]
+        config = replace(config, head_vocab=len(ids))
+    by_name = dict(opened.by_name)  # tokens that the draft lacks have an embedding of zeros
+    for name, rows in ((EMBEDDING, vocab_size), (HEAD, config.head_vocab)):
+        by_name[name] = Resized(by_name[name], rows)
+    return replace(opened, config=config, by_name=by_name, head_ids=ids)
 
 
 @dataclass(frozen=True)
@@ -147,14 +139,16 @@ class Origin:
 
     def to_dict(self) -> dict[str, str | None]:
         """Returns the keys that config.json has of it under "mpissd"."""
-        names = {"target": self.name, "target_sha256": self.sha256}
-        return {**names, "target_norms_sha256": self.norms}
+        return dict(zip(_ORIGIN_KEYS, (self.name, self.sha256, self.norms), strict=True))
 
     def is_of(self, target: Checkpoint) -> bool | None:
         """Returns whether it is this target; None if that is not known."""
         if self.norms is not None:
             return self.norms == origin_of(target).norms
         return True if self.sha256 is not None and self.sha256 == target.sha256 else None
+
+
+_ORIGIN_KEYS = "target", "target_sha256", "target_norms_sha256"
 
 
 def origin_of(target: Checkpoint) -> Origin:
@@ -165,7 +159,7 @@ def origin_of(target: Checkpoint) -> Origin:
     norms = hashlib.sha256()
     for name, size in tensors(target.config):
         if len(size) == 1 and name.endswith("norm.weight"):
-            norms.update(np.ascontiguousarray(target.vector(name), "<f4").tobytes())
+            norms.update(np.ascontiguousarray(target.read(name), "<f4").tobytes())
     return Origin(target.name, target.sha256, norms.hexdigest())
 
 
@@ -177,9 +171,9 @@ def _recorded_origin(draft: str) -> Origin | None:
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
         return None
-    ours = families.own_keys(hf_config.load(path / "config.json"))
-    keys = "target", "target_sha256", "target_norms_sha256"
-    name, *digests = (ours.get(key) if isinstance(ours.get(key), str) else None for key in keys)
+    ours = configs.own_keys(hf_config.load(path / "config.json"))
+    values = (ours.get(key) for key in _ORIGIN_KEYS)
+    name, *digests = (value if isinstance(value, str) else None for value in values)
     return None if name is None else Origin(name, *digests)
 
 

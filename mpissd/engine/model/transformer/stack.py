@@ -3,7 +3,7 @@
 q, k, v, gate, up and the LM head are split by columns, o and down by rows, as in Shard; what o and
 down give is summed over the ranks in rank order.
 
-Drafts that read their target's last hidden state (heads.STATE_KINDS) differ at both ends. With e
+Drafts that read their target's last hidden state (shapes.STATE_KINDS) differ at both ends. With e
 the embedding of a position's token, h the target's normalised last hidden state before that
 position, and n, n' RMSNorms of their own:
 
@@ -20,7 +20,7 @@ place; a Medusa head's block (2401.10774, section 2.1.1) is SwiGLU in place of o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -33,27 +33,33 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import Find, ReadOut, Stack
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import Floats
-from mpissd.engine.model.transformer.ops import Chunks, Ops
+from mpissd.engine.model.transformer.checkpoint import Arrays, Floats, new_version
+from mpissd.engine.model.transformer.ops import Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.versions import Arrays, Version
 from mpissd.engine.model.transformer.weights import TransformerWeights, reload
 
 _EMULATED_PAGE = 64
 
 
-@dataclass
 class Buffers:
-    """Host and device buffers of a forward, for up to max_rows rows; only `tokens` if emulated."""
+    """Host and device buffers of a forward, for up to `rows` rows; only `tokens` if emulated."""
 
-    tokens: Any  # host int32 [max_rows]
-    hidden: Any = None  # [max_rows, hidden], the residual stream
-    x: Any = None  # [max_rows, hidden], normalised
-    delta: Any = None  # [max_rows, hidden], the sum that is added to the residual stream
-    q: Any = None  # [max_rows, q]
-    attended: Any = None  # [max_rows, q]
-    inner: Any = None  # [max_rows, ffn]
-    logits: Any = None  # [max_rows, local vocabulary]
+    logits: Any = None  # [rows, local vocabulary]
+
+    def __init__(
+        self, backend: Backend, shard: TransformerShard, ops: Ops | None, rows: int
+    ) -> None:
+        self.tokens: Any = backend.host_ints(rows)  # int32 [rows], on the host
+        if ops is None:
+            return
+        self.hidden: Any = ops.hidden(rows)  # [rows, hidden], the residual stream
+        self.x: Any = ops.normed(rows, shard.shape.hidden)  # [rows, hidden], normalised
+        # [rows, hidden], the sum that is added to the residual stream
+        self.delta: Any = ops.delta(rows)
+        self.q: Any = ops.buffer(rows, shard.q_width)
+        self.attended: Any = ops.buffer(rows, shard.q_width)
+        self.inner: Any = ops.buffer(rows, shard.ffn_width)
+        self.logits = ops.logits(rows, shard.vocab)
 
 
 class TransformerStack(Stack):
@@ -90,7 +96,7 @@ class TransformerStack(Stack):
         seats = RowPlaces(backend.host_ints(RowPlaces.size(max_rows, sizes)), max_rows, sizes)
         self.pages = PageTable(seats, sizes)
         self.cache = None if ops is None else ops.cache(sizes, seats)
-        self.buffers = _buffers(backend, shard, ops, max_rows)
+        self.buffers = Buffers(backend, shard, ops, max_rows)
         if ops is not None and group.size == 1:  # shards of logits are drawn from on the host
             self.draws = ops.draws(self.buffers.logits)
         if ops is not None and options.states:
@@ -118,25 +124,20 @@ class TransformerStack(Stack):
         """Rows of the chunks in which prompts are computed by themselves; 0: there are none."""
         if not self.library_prefill or self.chunks is None:
             return 0
-        return self.chunks.rows
+        return int(self.chunks.rows)
 
     @cached_property
-    def chunks(self) -> Chunks | None:
-        """What computes the chunks, made when a long prompt needs it."""
+    def chunks(self) -> Any:
+        """What computes the chunks (Ops.chunks), made when a long prompt needs it."""
         weights = self.weights
-        if weights.ops is None:
-            return None
-        chunks: Chunks | None = weights.ops.chunks(
-            self.shard, weights.table, weights.layers, self.cache
-        )
-        return chunks
+        return None if weights.ops is None else weights.ops.chunks(self.shard, weights, self.cache)
 
     def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
         """Sets the next chunk, and takes the pages that it needs; returns the chunks' body."""
-        assert self.chunks is not None
         self.pages.hold(np.array([slot]), np.array([start + len(tokens) - 1]))
         self.chunks.upload(slot, start, tokens)
-        return self.chunks.body
+        body: Callable[[], None] = self.chunks.body
+        return body
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
         """Replaces the weights by these tensors, None: by its files', in steps; see weights.reload.
@@ -145,7 +146,7 @@ class TransformerStack(Stack):
         """
         source, ops = self.weights.source, self.weights.ops
         assert source is not None, "weights that nothing computes with"
-        version = source if arrays is None else Version(source, arrays)
+        version = source if arrays is None else new_version(source, arrays)
         yield from reload(self.weights, version, self.shard)
         if arrays is None and ops is not None:
             ops.clear(self.cache)
@@ -184,12 +185,14 @@ class TransformerStack(Stack):
                 ops.qkv(memory.x, layer, cache, number, memory.q, rows)
                 ops.attend(cache, number, memory.q, memory.attended, rows)
                 ops.product(memory.attended, layer.o, memory.delta, rows)
-                self._sum(ops, rows)
+                if self.group.size > 1:
+                    ops.sum_ranks(self.group, memory.delta, rows)
                 delta = memory.delta
             ops.norm(memory.hidden, delta, layer.ffn_norm, memory.x, rows)
             ops.gated(memory.x, layer.gate_up, memory.inner, rows)
             ops.product(memory.inner, layer.down, memory.delta, rows)
-            self._sum(ops, rows)
+            if self.group.size > 1:
+                ops.sum_ranks(self.group, memory.delta, rows)
             delta = memory.delta
         if is_read or self.states is not None:
             ops.norm(memory.hidden, memory.delta, weights.norm, memory.x, rows)
@@ -204,18 +207,9 @@ class TransformerStack(Stack):
         ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
         return None
 
-    def _sum(self, ops: Ops, rows: int) -> None:
-        if self.group.size > 1:
-            ops.sum_ranks(self.group, self.buffers.delta, rows)
-
     def best(self, rows: int) -> Find:
-        ops = self.weights.ops
-
-        def find(k: int, ids: Any, values: Any) -> None:
-            if ops is not None:
-                ops.top_k(self.buffers.logits, k, ids, values, rows)
-
-        return find
+        ops, logits = self.weights.ops, self.buffers.logits
+        return lambda k, ids, values: ops.top_k(logits, k, ids, values, rows)
 
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
         """Returns the candidates of the last forward: (token ids, logits), [1, T, n, k].
@@ -314,19 +308,3 @@ def open_stack(weights: TransformerWeights, *parts: Any, **sizes: int) -> Transf
     kinds: dict[str, Any] = {"": TransformerStack, "medusa": MedusaStack}
     stack: TransformerStack = kinds.get(weights.config.kind, StateStack)(*parts, weights, **sizes)
     return stack
-
-
-def _buffers(backend: Backend, shard: TransformerShard, ops: Ops | None, rows: int) -> Buffers:
-    if ops is None:
-        return Buffers(backend.host_ints(rows))
-    hidden, q = shard.shape.hidden, shard.q_width
-    return Buffers(
-        tokens=backend.host_ints(rows),
-        hidden=ops.hidden(rows),
-        x=ops.normed(rows, hidden),
-        delta=ops.delta(rows),
-        q=ops.buffer(rows, q),
-        attended=ops.buffer(rows, q),
-        inner=ops.buffer(rows, shard.ffn_width),
-        logits=ops.logits(rows, shard.vocab),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,18 @@ import numpy as np
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend
 from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
     HEAD,
     HEAD_NORM,
     JOINED,
     JOINS,
     LAST_NORM,
     Checkpoint,
-    Floats,
+    replaced,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.ops import Layer, Ops, Part, ops_of
+from mpissd.engine.model.transformer.ops import Layer, Ops, ops_of
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.versions import replaced
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,56 @@ def load_weights(
     ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, max_rows=max_rows, page=page)
     if ops is None:
         return TransformerWeights(config, max_rows, None)
-    loader, is_medusa = _Loader(ops, checkpoint, shard), config.kind == "medusa"
+    part, is_medusa = checkpoint.part, config.kind == "medusa"
     joined, joins = (JOINED, JOINS) if config.kind in ("mlp", "eagle") else ((), ())
     prefixes = [f"model.layers.{n}." for n in range(shard.shape.num_layers)]
+    norms = [prefix + HEAD_NORM for prefix in prefixes] if is_medusa else []
     return TransformerWeights(
         config,
         max_rows,
         ops,
-        tuple(map(loader.layer, prefixes)),
-        None if is_medusa else ops.table(checkpoint),
-        None if is_medusa else loader.vector(LAST_NORM),
-        ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)]),
-        checkpoint.head_ids(),
+        tuple(_layer(ops, checkpoint, shard, prefix) for prefix in prefixes),
+        None if is_medusa else ops.table(part(EMBEDDING)),
+        None if is_medusa else ops.vector(checkpoint.read(LAST_NORM)),
+        ops.matrix([part(HEAD, shard.vocab_range)]),
+        checkpoint.head_ids,
         checkpoint,
-        tuple(loader.vector(name) for name in joined),
-        tuple(ops.matrix(checkpoint, [Part(name)]) for name in joins),
-        tuple(loader.vector(prefix + HEAD_NORM) for prefix in prefixes) if is_medusa else (),
+        tuple(ops.vector(checkpoint.read(name)) for name in joined),
+        tuple(ops.matrix([part(name)]) for name in joins),
+        tuple(ops.vector(checkpoint.read(name)) for name in norms),
     )
+
+
+def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: str) -> Layer:
+    """Packs the layer whose tensors' names begin with `prefix`; its attention, if it has one."""
+    config, part = checkpoint.config, checkpoint.part
+
+    def vector(*parts: tuple[str, slice]) -> Array:
+        return ops.vector(
+            np.concatenate([checkpoint.read(prefix + name, at) for name, at in parts])
+        )
+
+    whole = slice(None)
+    layer = Layer(
+        ffn_norm=vector(("post_attention_layernorm.weight", whole)),
+        gate_up=ops.gate_up(
+            part(f"{prefix}mlp.gate_proj.weight", shard.ffn),
+            part(f"{prefix}mlp.up_proj.weight", shard.ffn),
+        ),
+        down=ops.matrix([part(f"{prefix}mlp.down_proj.weight", columns=shard.ffn)]),
+    )
+    if config.kind not in ("", "eagle"):
+        return layer
+    rows = {"self_attn.q_proj": shard.q, "self_attn.k_proj": shard.kv, "self_attn.v_proj": shard.kv}
+    layer.attention_norm = vector(("input_layernorm.weight", whole))
+    layer.qkv = ops.qkv_matrix([part(f"{prefix}{name}.weight", at) for name, at in rows.items()])
+    if config.qkv_bias:
+        layer.qkv_bias = vector(*((f"{name}.bias", at) for name, at in rows.items()))
+    if config.qk_norm:
+        layer.q_norm = vector(("self_attn.q_norm.weight", whole))
+        layer.k_norm = vector(("self_attn.k_norm.weight", whole))
+    layer.o = ops.matrix([part(f"{prefix}self_attn.o_proj.weight", columns=shard.q)])
+    return layer
 
 
 def reload(
@@ -101,63 +134,14 @@ def reload(
     ops = weights.ops
     if ops is None:
         return
-    loader, fresh = _Loader(ops, checkpoint, shard), list[tuple[Any, Any]]()
+    fresh = list[tuple[Any, Any]]()
     for number, layer in enumerate(weights.layers):
-        fresh.append((layer, loader.layer(f"model.layers.{number}.")))
+        new = _layer(ops, checkpoint, shard, f"model.layers.{number}.")
+        fresh += [(old, vars(new)[name]) for name, old in vars(layer).items() if old is not None]
         yield
-    fresh.append((weights.norm, loader.vector(LAST_NORM)))
+    fresh.append((weights.norm, ops.vector(checkpoint.read(LAST_NORM))))
     if HEAD in replaced(checkpoint):
-        head = ops.matrix(checkpoint, [Part(HEAD, rows=shard.vocab_range)])
-        fresh.append((weights.head, head))
+        fresh.append((weights.head, ops.matrix([checkpoint.part(HEAD, shard.vocab_range)])))
         yield
     for old, new in fresh:
-        _overwrite(ops, old, new)
-
-
-def _overwrite(ops: Ops, old: Any, new: Any) -> None:
-    """Copies a layer's weights, or one weight, over those that are read."""
-    if not isinstance(old, Layer):
         ops.overwrite(old, new)
-        return
-    for part in fields(Layer):
-        if getattr(old, part.name) is not None:
-            ops.overwrite(getattr(old, part.name), getattr(new, part.name))
-
-
-class _Loader:
-    """Packs the layers of a checkpoint."""
-
-    def __init__(self, ops: Ops, checkpoint: Checkpoint, shard: TransformerShard) -> None:
-        self.ops, self.checkpoint, self.shard = ops, checkpoint, shard
-
-    def layer(self, prefix: str) -> Layer:
-        """Returns the layer whose names begin with `prefix`; its attention, if it has one."""
-        ops, checkpoint, shard, mlp = self.ops, self.checkpoint, self.shard, f"{prefix}mlp."
-        gate, up = (Part(f"{mlp}{name}_proj.weight", shard.ffn) for name in ("gate", "up"))
-        layer = Layer(
-            ffn_norm=self.vector(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=ops.gate_up(checkpoint, gate, up),
-            down=ops.matrix(checkpoint, [Part(f"{mlp}down_proj.weight", columns=shard.ffn)]),
-        )
-        config, attention = checkpoint.config, f"{prefix}self_attn."
-        if config.kind not in ("", "eagle"):
-            return layer
-        inputs = {"q_proj": shard.q, "k_proj": shard.kv, "v_proj": shard.kv}
-        parts = [Part(f"{attention}{name}.weight", rows) for name, rows in inputs.items()]
-        biases = {f"{attention}{name}.bias": part for name, part in inputs.items()}
-        return replace(
-            layer,
-            attention_norm=self.vector(f"{prefix}input_layernorm.weight"),
-            qkv=ops.qkv_matrix(checkpoint, parts),
-            qkv_bias=self.joined(biases) if config.qkv_bias else None,
-            q_norm=self.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
-            k_norm=self.vector(f"{attention}k_norm.weight") if config.qk_norm else None,
-            o=ops.matrix(checkpoint, [Part(f"{attention}o_proj.weight", columns=shard.q)]),
-        )
-
-    def vector(self, name: str) -> Array:
-        return self.ops.vector(self.checkpoint.vector(name))
-
-    def joined(self, parts: dict[str, slice]) -> Array:
-        values: list[Floats] = [self.checkpoint.vector(name, part) for name, part in parts.items()]
-        return self.ops.vector(np.concatenate(values))

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.atomic_file import whole_file
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import whole_file
 
 SCHEMA = 1
 LONGEST = 3  # tokens that a prompt lookup compares at most

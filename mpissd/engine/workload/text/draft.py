@@ -63,30 +63,25 @@ class LogitsDraft(SampledDraft):
         self._is_replaced = self.is_sound = True
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
-        for head in range(self._heads):
-            self._collect(head, rollouts, first_row)
-
-    def _collect(self, head: int, rollouts: Sequence[Rollout], first_row: int) -> None:
-        """Stores the tokens of a step, by this one of the forward's heads."""
         results = self._stepper.results()
         rows = slice(first_row, first_row + sum(map(len, rollouts)))
-        best = results.ids[head, rows, 0]
-        if self._is_replaced and results.values is not None:
-            self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
-        drawn = self._drawn(rollouts, best, head * results.ids.shape[1] + first_row)
-        start = 0
-        for rollout in rollouts:
-            stop = start + len(rollout)
-            if drawn is None or not isinstance(rollout, SampledRollout):
-                rollout.tokens[:, rollout.steps] = best[start:stop]
-                if isinstance(rollout, SampledRollout):
-                    for row in rollout.recorded:
+        for head in range(self._heads):
+            best = results.ids[head, rows, 0]
+            if self._is_replaced and results.values is not None:
+                self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
+            drawn = self._drawn(rollouts, best, head * results.ids.shape[1] + first_row)
+            start = 0
+            for rollout in rollouts:
+                part = slice(start, start + len(rollout))
+                if drawn is not None and isinstance(rollout, SampledRollout):
+                    for n, proposal in enumerate(drawn[part]):
+                        rollout.record(n, proposal)
+                else:
+                    rollout.tokens[:, rollout.steps] = best[part]
+                    for row in rollout.recorded if isinstance(rollout, SampledRollout) else ():
                         row.append(None)  # a certain token has no distribution
-            else:
-                for n, proposal in enumerate(drawn[start:stop]):
-                    rollout.record(n, proposal)
-            rollout.steps += 1
-            start = stop
+                rollout.steps += 1
+                start = part.stop
 
     def _drawn(self, rollouts: Sequence[Rollout], best: Ints, first: int) -> list[Proposal] | None:
         """Returns the next token of every lane, or None if the likeliest are taken.

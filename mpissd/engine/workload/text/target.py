@@ -78,18 +78,21 @@ class LogitsTarget(SampledTarget):
         """Returns (num_accepted, bonus), both int32 [b]: greedily, or by rejection sampling."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        self._best = self._likeliest()
-        if self._draws_any:
-            return super().judge(batch, speculation, proposals)
-        return self._greedy(speculation)
-
-    def _likeliest(self) -> list[int]:
-        """Returns the token with the largest logit of every row."""
         results = self._stepper.results()
         if results.values is not None:
             check_finite(results.values[0, :, 0], "target")
-        best: list[int] = results.ids[0, :, 0].tolist()
-        return best
+        self._best = results.ids[0, :, 0].tolist()  # the token with the largest logit of every row
+        return super().judge(batch, speculation, proposals)
+
+    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
+        """Returns the served tokens that are the likeliest of their rows, and the next one; None if
+        the sequence is sampled."""
+        if sequence.request.temperature > 0 and self._draws_any:
+            return None
+        served, best, k = sequence.served, self._best, 0
+        while k < len(served) and served[k] == best[start + k]:
+            k += 1
+        return k, best[start + k]
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: Draws | None = getattr(self._stepper, "draws", None)
@@ -101,31 +104,19 @@ class LogitsTarget(SampledTarget):
             next(verdicts) if case.request.top_p >= 1 else self._judge_one(case) for case in cases
         ]
 
-    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
-        if sequence.request.temperature > 0:
-            return None
-        return _agreed(sequence.served, self._best, start)
-
-    def _greedy(self, speculation: Speculation) -> tuple[Ints, Ints]:
-        best = self._best
-        accepted, bonus = np.zeros((2, len(speculation.rows)), np.int32)
-        start = 0
-        served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
-        for row, (tokens, count) in enumerate(served):
-            accepted[row], bonus[row] = _agreed(tokens[:count], best, start)
-            start += count + 1
-        return accepted, bonus
-
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
-        logprobs = {}
-        start = 0
+        logprobs, start = dict[int, list[float]](), 0
         for row, one in enumerate(batch.sequences):
             if one.request.logprobs:
                 tokens = [*one.served[: accepted[row]], int(bonus[row])]
-                rows = (self._logits(start + i) for i in range(len(tokens)))
-                logprobs[row] = [_logprob(*pair) for pair in zip(rows, tokens, strict=True)]
+                logprobs[row] = []
+                for i, token in enumerate(tokens, start):
+                    logits = self.logits_of(i).astype(np.float64)
+                    most = logits.max()
+                    total = np.log(np.exp(logits - most).sum())
+                    logprobs[row].append(float(logits[token] - most - total))
             start += len(one.served) + 1
         return logprobs
 
@@ -148,9 +139,6 @@ class LogitsTarget(SampledTarget):
         return lessons
 
     def logits_of(self, row: int) -> Logits:
-        return self._logits(row)
-
-    def _logits(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
         if self._gather is None:
             own: Logits = self._stepper.logits([row])[0]
@@ -161,24 +149,10 @@ class LogitsTarget(SampledTarget):
     def _target_row(
         self, request: Request, start: int, i: int
     ) -> sampling.Floats | sampling.Weights:
-        logits = self._logits(start + i)
+        logits = self.logits_of(start + i)
         check_finite(logits, "target")
         weights = sampling.weigh(logits, request.temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
-
-
-def _agreed(served: Sequence[int], best: Sequence[int], start: int) -> tuple[int, int]:
-    """Returns (k, t*): the served tokens that are the likeliest of their rows, and the next one."""
-    k = 0
-    while k < len(served) and served[k] == best[start + k]:
-        k += 1
-    return k, best[start + k]
-
-
-def _logprob(logits: Logits, token: int) -> float:
-    exact = logits.astype(np.float64)
-    most = exact.max()
-    return float(exact[token] - most - np.log(np.exp(exact - most).sum()))
 
 
 def judged(draws: Draws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
@@ -187,36 +161,27 @@ def judged(draws: Draws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[
     One launch judges all rows of all sequences; one more for a rejected token whose row must be
     known. ids: the token of each entry of a draft's rows (None: entry t is token t).
     """
-    asked = [_asked(case) for case in cases]
+    asked = []
+    for case in cases:
+        how, every = (case.request.temperature, case.u), list[Judging]()
+        for token, q, coin in zip(case.tokens, case.q, case.coins, strict=False):
+            if not 0 < q <= 1:
+                raise ProtocolError(f"token {token} was proposed with probability {q}")
+            every.append(Judging(case.start + len(every), *how, token, q, coin))
+        every.append(Judging(case.start + len(every), *how))  # of the target's own token
+        asked.append(every)
     verdicts = iter(draws.judge([one for every in asked for one in every], ids))
     decided = []
     for case, every in zip(cases, asked, strict=True):
         mine = [next(verdicts) for _ in every]
         for i, verdict in enumerate(mine):
             if verdict.needs_row:
-                row = _kept(draws, case, i, ids)
-                (mine[i],) = draws.judge([replace(every[i], kept=row)], ids)
+                kept: Any = case.proposal(i)  # the row that token i was drafted from
+                if not hasattr(kept, "total"):  # it has left the device
+                    total = sampling.checked_total(kept, case.tokens[i], case.q[i], ids)
+                    kept = draws.keep(kept, total)
+                (mine[i],) = draws.judge([replace(every[i], kept=kept)], ids)
             if mine[i].is_replaced or i == len(case.tokens):
                 decided.append((i, mine[i].token))
                 break
     return decided
-
-
-def _asked(case: Case) -> list[Judging]:
-    """Returns the judgings of a sequence's rows; the last row's token is the target's own."""
-    how = case.request.temperature, case.u
-    every = zip(case.tokens, case.q, case.coins, strict=False)
-    judgings = []
-    for i, (token, q, coin) in enumerate(every):
-        if not 0 < q <= 1:
-            raise ProtocolError(f"token {token} was proposed with probability {q}")
-        judgings.append(Judging(case.start + i, *how, token, q, coin))
-    return [*judgings, Judging(case.start + len(judgings), *how)]
-
-
-def _kept(draws: Draws, case: Case, i: int, ids: Ints | None) -> Any:
-    """Returns the row that token i was drafted from, on the device."""
-    row: Any = case.proposal(i)
-    if hasattr(row, "total"):  # it never left the device
-        return row
-    return draws.keep(row, sampling.checked_total(row, case.tokens[i], case.q[i], ids))

@@ -53,15 +53,6 @@ class Cache:
     splits: int
 
 
-@dataclass(frozen=True)
-class Seated:
-    """q, k and v of rows with seats of their own on the device, [4, most_rows]."""
-
-    qkv: Any
-    seats: Any
-    most_rows: int
-
-
 class Attention:
     """Operations on the cache of one rank's share of heads."""
 
@@ -86,6 +77,8 @@ class Attention:
         keys, values, lane_keys, lane_values = (
             self._launcher.zeros(shape, np.float16) for shape in (pages, pages, lanes, lanes)
         )
+        angles = np.arange(sizes.num_positions)[:, None] * self._config.frequencies()
+        turns = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
         rows, splits = seats.rows.shape[1], ceil_div(sizes.num_positions, SPLIT)
         queries = rows * self._heads * splits
         per_row = ceil_div(self._heads // self._kv_heads, 16 * QUERY_TILES)
@@ -96,7 +89,7 @@ class Attention:
             values=values,
             lane_keys=lane_keys,
             lane_values=lane_values,
-            turns=self._launcher.uploaded(turns(self._config, sizes.num_positions), np.float32),
+            turns=self._launcher.uploaded(turns, np.float32),
             words=self._launcher.empty((len(seats.ints),), np.int32),
             qkv=self._launcher.empty((rows, self._every * width), np.float32),
             count=self._launcher.zeros((1,), np.int32),
@@ -129,49 +122,42 @@ class Attention:
         number: int,
         q: Any,
         rows: int,
-        seated: Seated | None = None,
+        own: tuple[Any, Any, int] | None = None,
     ) -> None:
-        """Takes q, k and v (None: the forward's) to the queries and the cache."""
-        own = seated or Seated(cache.qkv, *self._seats(cache))
+        """Takes q, k and v to the queries and the cache.
+
+        own: q, k and v of a chunk's rows, their seats [4, most_rows] on the device, and most_rows
+        (None: the forward's).
+        """
+        qkv, *seats = own or (cache.qkv, cache.words, cache.seats.rows.shape[1])
         args = (
-            own.qkv,
+            qkv,
             layer.qkv_bias,
             layer.q_norm,
             layer.k_norm,
             np.float32(self._config.norm_eps),
             cache.turns,
-            own.seats,
-            np.int32(own.most_rows),
+            seats[0],
+            np.int32(seats[1]),
             *self.arguments(cache, number),
             np.int32(self._heads),
             np.float32(self.scale),
             q,
-            np.int32(layer.qkv.head > 0 and seated is None),
+            np.int32(layer.qkv.head > 0 and own is None),
         )
         self._launch("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
 
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
         """Attends all splits, then adds them up."""
         heads, splits = np.int32(self._heads), np.int32(cache.splits)
-        args = (
-            q,
-            *self._seats(cache),
-            *self.arguments(cache, number),
-            heads,
-            cache.count,
-            cache.tasks,
-            splits,
-            cache.partial,
-            cache.tops,
-        )
-        blocks = min(_BLOCKS, rows * cache.splits)
-        shared = task_bytes(self._head)
-        self._launch("attend", (blocks, self._kv_heads), (_THREADS,), args, shared)
-        parts = (*self._seats(cache), heads, splits, cache.partial, cache.tops, out)
+        seats = cache.words, np.int32(cache.seats.rows.shape[1])
+        sums = cache.partial, cache.tops
+        tasks = heads, cache.count, cache.tasks, splits
+        args = (q, *seats, *self.arguments(cache, number), *tasks, *sums)
+        grid = min(_BLOCKS, rows * cache.splits), self._kv_heads
+        self._launch("attend", grid, (_THREADS,), args, task_bytes(self._head))
+        parts = (*seats, heads, splits, *sums, out)
         self._launch("combine", (rows, self._heads), (self._head,), parts)
-
-    def _seats(self, cache: Cache) -> tuple[Any, Any]:
-        return cache.words, np.int32(cache.seats.rows.shape[1])
 
     def arguments(self, cache: Cache, number: int) -> tuple[Any, ...]:
         """The arguments CACHE of attention.cu, for one layer."""
@@ -190,9 +176,3 @@ def task_bytes(head: int) -> int:
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
     return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
-
-
-def turns(config: TransformerConfig, positions: int) -> Any:
-    """Returns the cosine and sine of each position and pair: float32 [positions, pairs, 2]."""
-    angles = np.arange(positions)[:, None] * config.frequencies()
-    return np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)

@@ -9,27 +9,22 @@ kernels with the same bits (late.cu).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.engine.backend import kernels
 from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, THREADS
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.checkpoint import Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import attention
-from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Cache, task_bytes
+from mpissd.engine.model.transformer.cupy_ops.attention import Cache, task_bytes
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeight
-from mpissd.engine.model.transformer.ops import Part
-
-if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_device import Launcher
 
 FIRST_CAPABILITY = 90
 OPERATIONS = 5  # of a layer
@@ -57,40 +52,18 @@ MODEL = np.dtype(  # struct Model
 _SLOT_PAIRS, _PIECE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 16, 1 << 10, 88, 24
 _SUM_BYTES = 8 * 4 * 129 * 4
 _TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
-# By row tiles. One team leaves two slots more in the ring; more rows have more tasks to attend.
-_TEAMS = {1: 1, 2: 2, 3: 2, 4: 2}  # that attend in a block
-_AHEAD = {1: 2, 2: 3, 3: 3, 4: 2}  # slots of x ahead
-_FLYING = {1: 3, 2: 4, 3: 4, 4: 4}  # copies of weights under way
+# By row tiles: teams that attend in a block, slots of x ahead, and copies of weights under way. One
+# team leaves two slots more in the ring; more rows have more tasks to attend.
+_TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The macros that whole.cu is compiled with."""
+class Geometry(NamedTuple):
+    """How whole.cu is compiled: the slots of weights in a block's ring, its shared memory, and all
+    macros."""
 
-    row_tiles: int
     slots: int
-    team_bytes: int
     shared_bytes: int
-    head: int
-    page: int
-
-    @property
-    def macros(self) -> tuple[tuple[str, int], ...]:
-        """Names and values of all macros."""
-        return (
-            ("ORDERED", 1),
-            ("ROW_TILES", self.row_tiles),
-            ("TILES", _TILES),
-            ("AHEAD", _AHEAD[self.row_tiles]),
-            ("FLYING", _FLYING[self.row_tiles]),
-            ("SLOTS", self.slots),
-            ("TEAMS", _TEAMS[self.row_tiles]),
-            ("TEAM_BYTES", self.team_bytes),
-            ("SHARED_BYTES", self.shared_bytes),
-            ("HEAD", self.head),
-            ("PAGE", self.page),
-            ("QUERY_TILES", attention.QUERY_TILES),
-        )
+    macros: tuple[tuple[str, int], ...]
 
     @property
     def fits(self) -> bool:
@@ -104,29 +77,87 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
     head: head_dim. room: bytes of shared memory that a block may have.
     """
     row_tiles = -(-rows // ROW_TILE)
-    team = _TEAMS[row_tiles] * task_bytes(head)
-    columns = _AHEAD[row_tiles] * _SLOT_PAIRS * row_tiles * 16 * 32
-    rest = max(columns + _SUM_BYTES, team) + _PEERS_BYTES + 32 + MODEL.itemsize
-    rest += row_tiles * ROW_TILE * _SEAT_BYTES + 2 * OPERATION.itemsize
-    rest += row_tiles * ROW_TILE * 4
-    size = _SLOT_PAIRS * _PIECE_BYTES
-    slots = min(_MOST_SLOTS, (room - rest) // (size + 16))
-    return Geometry(row_tiles, slots, team, slots * (size + 16) + rest, head, page)
+    teams, ahead, flying = _TEAMS[row_tiles]
+    team_bytes = teams * task_bytes(head)
+    columns = ahead * _SLOT_PAIRS * row_tiles * 16 * 32
+    rest = max(columns + _SUM_BYTES, team_bytes) + _PEERS_BYTES + 32 + MODEL.itemsize
+    rest += row_tiles * ROW_TILE * (_SEAT_BYTES + 4) + 2 * OPERATION.itemsize
+    size = _SLOT_PAIRS * _PIECE_BYTES + 16
+    slots = min(_MOST_SLOTS, (room - rest) // size)
+    shared_bytes = slots * size + rest
+    macros = (
+        ("ORDERED", 1),
+        ("ROW_TILES", row_tiles),
+        ("TILES", _TILES),
+        ("AHEAD", ahead),
+        ("FLYING", flying),
+        ("SLOTS", slots),
+        ("TEAMS", teams),
+        ("TEAM_BYTES", team_bytes),
+        ("SHARED_BYTES", shared_bytes),
+        ("HEAD", head),
+        ("PAGE", page),
+        ("QUERY_TILES", attention.QUERY_TILES),
+    )
+    return Geometry(slots, shared_bytes, macros)
 
 
-def table(steps: Iterator[dict[str, int]], rows: int) -> NDArray[Any]:
-    """Returns the kernel's table, OPERATION [n], for a forward of so many rows."""
-    every = list(steps)
-    out = np.zeros(len(every), OPERATION)
-    out["rows"] = rows
-    for row, step in zip(out, every, strict=True):
-        for name, value in step.items():
-            row[name] = value
-    return out
+_OF_CACHE = ("keys", "values", "lane_keys", "lane_values", "turns", "partial", "tops", "tasks")
 
 
-class Megakernel:
-    """Launches forwards of one model; `stop` is the backend's page-locked stop word.
+def _address(array: Any) -> int:
+    """Returns where a device array, or the emulator's NumPy array, begins; 0 for None."""
+    if array is None:
+        return 0
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
+    """Yields the operations of a forward in their order, by the names of struct Operation."""
+
+    def product(
+        kind: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
+    ) -> dict[str, int]:
+        addresses = {"weight": weight.values, "x": x, "out": out, "vector": vector}
+        return {
+            **{name: _address(array) for name, array in addresses.items()},
+            "kind": kind,
+            "layer": n,
+            "x_step": weight.depth,
+            "out_step": weight.columns,
+            "columns": weight.columns,
+            "pairs": weight.depth // PAIR,
+            "tiles": weight.tiles,
+            "group_tiles": weight.tiles,
+            "norm": norm,
+        }
+
+    layers, x = weights.layers, memory.x.values
+    norms = [*(layer.attention_norm for layer in layers[1:]), weights.norm]
+    for n, (layer, following) in enumerate(zip(layers, norms, strict=True)):
+        yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias)
+        yield {"kind": ATTEND, "layer": n, "out": _address(memory.attended)}
+        yield product(ADD, layer.o, memory.attended, x, layer.ffn_norm)
+        yield product(GATED, layer.gate_up, x, memory.inner, norm=FFN_NORM)
+        yield product(ADD, layer.down, memory.inner, x, following, norm=FFN_NORM)
+    n = len(layers)
+    yield product(LOGITS, weights.head, x, memory.logits)
+
+
+@dataclass(frozen=True)
+class MegakernelCache(Cache):
+    """A cache with the counters and tables of the kernel `whole`.
+
+    counters: uint32, set to 0 by the first norm of a forward: of blocks by operation, of tasks by
+    layer and KV head. tables: (operations, model) on the device, by rows.
+    """
+
+    counters: Any = None
+    tables: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+
+class MegakernelOps(CupyOps):
+    """Operations of one model on one GPU of compute capability 9.0 or more.
 
     least_hidden: narrower models use separate kernels, which are faster for them: 30 layers of
     SmolLM2-135M (576) wait five times each for all blocks, for 7 MB of weights. wide: narrower
@@ -134,186 +165,37 @@ class Megakernel:
     and 1.30 ms with separate kernels of the same bits (docs/performance.md).
     """
 
+    kernel = "whole"
     least_hidden, wide = 2048, 4096
     few_rows, most_rows = 16, MAX_ROWS
-
-    def __init__(
-        self, launcher: Launcher, config: TransformerConfig, attention: Attention, stop: Any
-    ) -> None:
-        self._launcher, self._config, self._attention = launcher, config, attention
-        self._stop = stop
-
-    def suits(self, rows: int) -> bool:
-        """Returns whether a forward of so many rows can be one kernel."""
-        is_wide = self._config.shape.hidden >= self.wide
-        most = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
-        return rows <= most and self._geometry(rows).fits
-
-    def launch(
-        self,
-        weights: Any,
-        memory: Any,
-        cache: Any,
-        rows: int,
-        count: int = 0,
-    ) -> None:
-        """Computes all layers and the LM head, after the first norm.
-
-        count: operations of the table to compute; 0: all.
-        """
-        if rows not in cache.tables:
-            steps = table(_steps(weights, memory), rows), self._model(memory, cache)
-            cache.tables[rows] = tuple(
-                self._launcher.uploaded(array.view(np.int32), np.int32) for array in steps
-            )
-        operations, model = cache.tables[rows]
-        geometry = self._geometry(rows)
-        shared = geometry.shared_bytes
-        kernel = self._launcher.function("whole", kernels.WHOLE, geometry.macros, shared)
-        every = OPERATIONS * len(weights.layers) + 1
-        stop, limit = np.uintp(self._stop.ctypes.data), np.uint64(_LIMIT_NS)
-        args = (operations, np.int32(count or every), model, np.int32(rows), stop, limit)
-        grid = (self._launcher.multiprocessors,)
-        self._launcher.launch(kernel, grid, (THREADS,), args, shared)
-
-    def _geometry(self, rows: int) -> Geometry:
-        head, room = self._config.shape.head_dim, self._launcher.shared_bytes
-        return geometry_of(rows, head, self._attention.page, room)
-
-    def _model(self, memory: Any, cache: Any) -> Any:
-        """Returns struct Model."""
-        model, shape, every = np.zeros(1, MODEL), memory.x.shape, vars(cache)
-        finished = address(cache.counters)
-        done = OPERATIONS * cache.sizes.layers + 1
-        pointers = {name: address(every[name]) for name in _OF_CACHE} | {
-            "hidden": address(memory.hidden),
-            "squares": address(memory.x.squares),
-            "powers": address(memory.x.powers),
-            "table": address(cache.words) + 4 * 4 * shape[0],
-            "seats": address(cache.words),
-            "attend_queries": address(memory.q),
-            "queries": address(memory.q),
-            "task_count": address(cache.count),
-            "finished": finished,
-            "merged": finished + 4 * done,
-        }
-        numbers = {
-            "most_pages": cache.sizes.pages_per_slot,
-            "kv_heads": cache.sizes.kv_heads,
-            "steps": max(1, cache.sizes.steps),
-            "heads": memory.q.shape[1] // cache.sizes.head_dim,
-            "splits": cache.splits,
-            "page_layer": cache.keys[0].size,
-            "lane_layer": cache.lane_keys[0].size,
-            "most_rows": shape[0],
-            "width": shape[1],
-            "norm_rows": memory.x.squares.shape[1],
-            "eps": self._config.norm_eps,
-            "scale": self._attention.scale,
-        }
-        for name, value in (pointers | numbers).items():
-            model[name] = value
-        return model
-
-
-def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
-    """Yields the operations of a forward in their order, by the names of struct Operation."""
-    last, x = len(weights.layers) - 1, memory.x.values
-    for n, layer in enumerate(weights.layers):
-        following = weights.norm if n == last else weights.layers[n + 1].attention_norm
-        yield _product(QKV, n, layer.qkv, x, memory.q, layer.qkv_bias)
-        yield {"kind": ATTEND, "layer": n, "out": address(memory.attended)}
-        yield _product(ADD, n, layer.o, memory.attended, x, layer.ffn_norm)
-        yield _product(GATED, n, layer.gate_up, x, memory.inner, norm=FFN_NORM)
-        yield _product(ADD, n, layer.down, memory.inner, x, following, norm=FFN_NORM)
-    yield _product(LOGITS, last + 1, weights.head, x, memory.logits)
-
-
-def counters(layers: int, kv_heads: int) -> int:
-    """Returns the counters of a forward: of blocks by operation, of tasks by layer and KV head."""
-    return OPERATIONS * layers + 1 + layers * kv_heads
-
-
-_OF_CACHE = ("keys", "values", "lane_keys", "lane_values", "turns", "partial", "tops", "tasks")
-
-
-def address(array: Any) -> int:
-    """Returns where a device array, or the emulator's NumPy array, begins; 0 for None."""
-    if array is None:
-        return 0
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
-def _product(
-    kind: int, layer: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
-) -> dict[str, int]:
-    addresses = {"weight": weight.values, "x": x, "out": out, "vector": vector}
-    return {
-        **{name: address(array) for name, array in addresses.items()},
-        "kind": kind,
-        "layer": layer,
-        "x_step": weight.depth,
-        "out_step": weight.columns,
-        "columns": weight.columns,
-        "pairs": weight.depth // PAIR,
-        "tiles": weight.tiles,
-        "group_tiles": weight.tiles,
-        "norm": norm,
-    }
-
-
-def shares_gpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a daemon of CUDA's MPS may give parts of the GPU to other processes.
-
-    The kernel's blocks wait for one another, so all of them have to be on the GPU at once.
-    """
-    return Path(environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
-
-
-@dataclass(frozen=True)
-class MegakernelCache(Cache):
-    """A cache with the counters and tables of the kernel `whole`.
-
-    counters: uint32, set to 0 by the first norm of a forward. tables: on the device, by rows.
-    """
-
-    counters: Any = None
-    tables: dict[int, Any] = field(default_factory=dict)
-
-
-class MegakernelOps(CupyOps):
-    """Operations of one model on one GPU of compute capability 9.0 or more."""
-
-    kernel = "whole"
-
-    def __init__(self, backend: Any, config: TransformerConfig, **sizes: Any) -> None:
-        super().__init__(backend, config, **sizes)
-        self._megakernel = Megakernel(self._launcher, config, self._attention, backend.stop)
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
         """Returns whether these operations compute so many heads of a model on this GPU."""
         shape = config.shape
         capability = int(str(backend.info.compute_capability).replace(".", ""))
-        if heads < shape.num_heads or shape.hidden < Megakernel.least_hidden:
+        if heads < shape.num_heads or shape.hidden < cls.least_hidden:
             return False
-        if config.qk_norm or config.kind or capability < FIRST_CAPABILITY or shares_gpu():
+        # The kernel's blocks wait for one another, so all of them have to be on the GPU at once,
+        # which a daemon of CUDA's MPS does not promise: it gives parts to other processes.
+        mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+        is_shared = Path(mps, "control").exists()
+        if config.qk_norm or config.kind or capability < FIRST_CAPABILITY or is_shared:
             return False
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry_of(1, shape.head_dim, 0, room).fits
 
-    def qkv_matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
+    def qkv_matrix(self, parts: Sequence[Part]) -> PackedWeight:
         """Packs q, k and v so that a tile has 8 columns of a head's first half, and 8 that rotate
         with them."""
-        sized = [(part, self._size(part)) for part in parts]
-        return self._packer.heads(checkpoint, sized, self._config.shape.head_dim)
+        return self._packer.heads(parts, self._config.shape.head_dim)
 
     def normed(self, rows: int, width: int) -> Normed:
         return Normed.over(self._launcher, self.buffer(rows, width))
 
     def cache(self, sizes: CacheSizes, seats: RowPlaces) -> MegakernelCache:
         made = self._attention.cache(sizes, seats)
-        count = counters(sizes.layers, sizes.kv_heads)
+        count = OPERATIONS * sizes.layers + 1 + sizes.layers * sizes.kv_heads
         return MegakernelCache(**vars(made), counters=self._launcher.zeros((count,), np.int32))
 
     def norm(
@@ -333,13 +215,72 @@ class MegakernelOps(CupyOps):
         kernel = self._launcher.function(f"late_norm_{kind}", kernels.LATE)
         self._launcher.launch(kernel, (rows,), (_NORM_THREADS,), args, _NORM_BYTES)
 
+    def _geometry(self, rows: int) -> Geometry:
+        head, room = self._config.shape.head_dim, self._launcher.shared_bytes
+        return geometry_of(rows, head, self.page, room)
+
+    def takes(self, rows: int) -> bool:
+        """Returns whether a forward of so many rows can be one kernel."""
+        is_wide = self._config.shape.hidden >= self.wide
+        most = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
+        return rows <= most and self._geometry(rows).fits
+
     def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
-        if not self._megakernel.suits(rows):
+        if not self.takes(rows):
             return False
         first = weights.layers[0].attention_norm
         self.norm(memory.hidden, None, first, memory.x, rows, cache.counters)
-        self._megakernel.launch(weights, memory, cache, rows)
+        if rows not in cache.tables:
+            cache.tables[rows] = self._tables(weights, memory, cache, rows)
+        operations, model = cache.tables[rows]
+        geometry, count = self._geometry(rows), OPERATIONS * len(weights.layers) + 1
+        shared, stop = geometry.shared_bytes, np.uintp(self._backend.stop.ctypes.data)
+        kernel = self._launcher.function("whole", kernels.WHOLE, geometry.macros, shared)
+        args = (operations, np.int32(count), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
+        grid = (self._launcher.multiprocessors,)
+        self._launcher.launch(kernel, grid, (THREADS,), args, shared)
         return True
+
+    def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> tuple[Any, Any]:
+        """Returns the kernel's operations and struct Model on the device."""
+        steps, model = [*_steps(weights, memory)], np.zeros(1, MODEL)
+        operations = np.zeros(len(steps), OPERATION)
+        operations["rows"] = rows
+        for row, step in zip(operations, steps, strict=True):
+            for name, value in step.items():
+                row[name] = value
+        most, width = memory.x.shape
+        finished, words = _address(cache.counters), _address(cache.words)
+        fields = {name: _address(getattr(cache, name)) for name in _OF_CACHE} | {
+            "hidden": _address(memory.hidden),
+            "squares": _address(memory.x.squares),
+            "powers": _address(memory.x.powers),
+            "table": words + 4 * 4 * most,
+            "seats": words,
+            "attend_queries": _address(memory.q),
+            "queries": _address(memory.q),
+            "task_count": _address(cache.count),
+            "finished": finished,
+            "merged": finished + 4 * (OPERATIONS * cache.sizes.layers + 1),
+            "most_pages": cache.sizes.pages_per_slot,
+            "kv_heads": cache.sizes.kv_heads,
+            "steps": max(1, cache.sizes.steps),
+            "heads": memory.q.shape[1] // cache.sizes.head_dim,
+            "splits": cache.splits,
+            "page_layer": cache.keys[0].size,
+            "lane_layer": cache.lane_keys[0].size,
+            "most_rows": most,
+            "width": width,
+            "norm_rows": memory.x.squares.shape[1],
+            "eps": self._config.norm_eps,
+            "scale": self._attention.scale,
+        }
+        for name, value in fields.items():
+            model[name] = value
+        first, second = (
+            self._launcher.uploaded(array.view(np.int32), np.int32) for array in (operations, model)
+        )
+        return first, second
 
 
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:

@@ -13,7 +13,7 @@ from mpissd.engine.backend import kernels
 from mpissd.engine.backend.kernels import ceil_div
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, Floats, tensors
+from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -22,12 +22,11 @@ from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import (
     PAIR,
     PackedWeight,
-    Products,
+    multiply,
     values_and_factors,
 )
-from mpissd.engine.model.transformer.ops import Layer, Ops, Part
+from mpissd.engine.model.transformer.ops import Layer, Ops
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stages import Ends, Stage
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -65,20 +64,19 @@ class CupyOps(Ops):
         self._backend, self._config = backend, config
         self._is_shard = heads < config.shape.num_heads
         self._launcher: Launcher = backend.launcher(early=self.early)
-        self._packer, self._products = Packer(self._launcher), Products(self._launcher)
+        self._packer = Packer(self._launcher, config.shape.name)
         self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
-        self._sizes = dict(tensors(config))
         self._gathered: dict[int, Any] = {}
         self._unpacked: dict[int, Any] = {}  # see CupyChunks
 
-    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> PackedWeight:
-        return self._packer.matrix(checkpoint, [(part, self._size(part)) for part in parts])
+    def matrix(self, parts: Sequence[Part]) -> PackedWeight:
+        return self._packer.matrix(parts)
 
-    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> PackedWeight:
-        return self._packer.gate_up(checkpoint, gate, up, self._size(gate))
+    def gate_up(self, gate: Part, up: Part) -> PackedWeight:
+        return self._packer.gate_up(gate, up)
 
-    def table(self, checkpoint: Checkpoint) -> Any:
-        return self._packer.table(checkpoint, EMBEDDING, self._size(Part(EMBEDDING)))
+    def table(self, embedding: Part) -> Any:
+        return self._packer.table(embedding)
 
     def vector(self, values: Floats) -> Any:
         return self._launcher.uploaded(values, np.float32)
@@ -145,17 +143,17 @@ class CupyOps(Ops):
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
     def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        self._products.multiply(x, layer.qkv, cache.qkv, rows)
+        multiply(self._launcher, x, layer.qkv, cache.qkv, rows)
         self._attention.rotate(layer, cache, number, q, rows)
 
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
         self._attention.attend(cache, number, q, out, rows)
 
     def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        self._products.multiply(x, weight, out, rows)
+        multiply(self._launcher, x, weight, out, rows)
 
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
-        self._products.multiply(x, gate_up, inner, rows)
+        multiply(self._launcher, x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
@@ -174,31 +172,36 @@ class CupyOps(Ops):
     def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
         self._backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
 
-    def chunks(
-        self, shard: TransformerShard, table: Any, layers: Sequence[Layer], cache: Any
-    ) -> CupyChunks | None:
+    def chunks(self, shard: TransformerShard, weights: Any, cache: Any) -> CupyChunks | None:
         """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
         if self._is_shard or not self._backend.capture:
             return None
         tools = self._backend, self._launcher, self._attention, self.embed
-        return CupyChunks(*tools, shard, table, layers, cache, self._unpacked)
+        return CupyChunks(*tools, shard, weights.table, weights.layers, cache, self._unpacked)
 
     def ids(self, ids: Ints) -> Any:
         return self._launcher.uploaded(ids, np.int32)
 
-    def chained(self, stage: Stage) -> None:
+    def chained(self, stage: Any) -> None:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
-        sheet = stage.sheet
-        both = stage.draft or stage.target, stage.target  # without a draft, nothing is read of it
-        draft, target = (ends.best for ends in both)
+        sheet, target = stage.sheet, stage.target
+        draft = stage.draft or target  # without a draft, nothing is read of it
         parts = sheet.state, sheet.forced[stage.turn], sheet.told[stage.turn]
         arrays = [np.uintp(part.ctypes.data) for part in parts]
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
-        best = draft.ids, np.int32(1)
-        tops = target.ids, target.values, np.int32(1)
-        drafts, targets = map(_rows, both)
-        args = (*sizes, *arrays, stage.ids, *best, *drafts, *tops, *targets)
+        # Where the host keeps the tokens and the seats of a forward, and their most rows.
+        drafts, targets = (
+            (
+                np.uintp(ends.tokens.ctypes.data),
+                np.uintp(ends.seats.ints.ctypes.data),
+                np.int32(ends.seats.rows.shape[1]),
+            )
+            for ends in (draft, target)
+        )
+        best = stage.ids, draft.best.ids, np.int32(1)
+        tops = target.best.ids, target.best.values, np.int32(1)
         kernel = self._launcher.function("chained", kernels.CHAINED)
+        args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
         self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
@@ -210,20 +213,6 @@ class CupyOps(Ops):
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
         kernel = self._launcher.function(name, kernels.ROWS)
         self._launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
-
-    def _size(self, part: Part) -> tuple[int, int]:
-        """Returns the (outputs, inputs) of a part."""
-        name = EMBEDDING if part.name == HEAD and HEAD not in self._sizes else part.name
-        every = zip((part.rows, part.columns), self._sizes[name], strict=True)
-        outputs, inputs = (len(range(*which.indices(size))) for which, size in every)
-        return outputs, inputs
-
-
-def _rows(ends: Ends) -> tuple[Any, Any, Any]:
-    """Returns where the host keeps the tokens and the seats of a forward, and their most rows."""
-    seats = ends.seats
-    tokens = np.uintp(ends.tokens.ctypes.data)
-    return tokens, np.uintp(seats.ints.ctypes.data), np.int32(seats.rows.shape[1])
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend import kernels
-from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.backend.kernels import ceil_div
-from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.checkpoint import Part
 from mpissd.engine.model.transformer.cupy_ops.products import PAIR, TILE, PackedWeight
-from mpissd.engine.model.transformer.ops import Part
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -22,159 +19,118 @@ if TYPE_CHECKING:  # it imports CuPy
 _STAGING_ELEMENTS = 1 << 26  # Of a checkpoint's matrix, brought to the device at once.
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """What fills tiles of 16 columns: 8 of `left`, then 8 of `right`, `step` columns a tile apart.
+class Packer:
+    """Packs the weights of the model `name` from a checkpoint's values, or from a recipe of random
+    ones.
 
-    outputs: columns of each part. A part fills both halves of its own tiles (step 16), or gate and
-    up alternate (step 8).
+    All methods raise ConfigError for widths that the kernels do not support.
     """
 
-    left: Part
-    right: Part
-    outputs: int
-    depth: int
+    def __init__(self, launcher: Launcher, name: str) -> None:
+        self._launcher, self._name = launcher, name
 
-    @property
-    def step(self) -> int:
-        """Columns of a part between two tiles."""
-        return TILE if self.left is self.right else TILE // 2
-
-    @property
-    def shift(self) -> int:
-        """The right half's first column."""
-        return self.step - TILE // 2
-
-    def lanes(self, outputs: int) -> Any:
-        """The lanes (of 16 bytes) that the tiles of so many outputs take."""
-        return np.int64(ceil_div(outputs, self.step) * TILE * self.depth // 8)
-
-    @property
-    def depths(self) -> tuple[Any, Any]:
-        """The depth in pairs of 16, and in elements."""
-        return np.int32(self.depth // PAIR), np.int32(self.depth)
-
-    def columns(self, outputs: int) -> tuple[Any, Any, Any]:
-        """The columns that each half has from its first one on, and their step."""
-        return np.int32(outputs), np.int32(outputs - self.shift), np.int32(self.step)
-
-
-class Packer:
-    """Packs weights from a checkpoint's values, or from its recipe of random ones."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-
-    def matrix(
-        self, checkpoint: Checkpoint, parts: list[tuple[Part, tuple[int, int]]]
-    ) -> PackedWeight:
-        """Packs parts side by side; each has a size (outputs, inputs).
-
-        Raises ConfigError for widths that the kernels do not support.
-        """
-        every = [_Tiles(part, part, *size) for part, size in parts]
-        depth, widths = every[0].depth, [tiles.outputs for tiles in every]
-        _check(checkpoint, depth, widths[:-1])
-        sizes = [int(tiles.lanes(tiles.outputs)) * 8 for tiles in every]
+    def matrix(self, parts: Sequence[Part]) -> PackedWeight:
+        """Packs parts side by side."""
+        depth, widths = parts[0].shape[1], [part.shape[0] for part in parts]
+        self._check(depth, widths[:-1])
+        sizes = [ceil_div(width, TILE) * TILE * depth for width in widths]
         values, start = self._launcher.empty((sum(sizes),), np.float16), 0
-        for tiles, size in zip(every, sizes, strict=True):
-            self._fill(checkpoint, values[start : start + size], tiles)
+        for part, size in zip(parts, sizes, strict=True):
+            self._fill(values[start : start + size], part, part)
             start += size
         return PackedWeight(values, depth, sum(widths))
 
-    def heads(
-        self, checkpoint: Checkpoint, parts: list[tuple[Part, tuple[int, int]]], head: int
-    ) -> PackedWeight:
+    def heads(self, parts: Sequence[Part], head: int) -> PackedWeight:
         """Packs parts side by side; a tile has 8 columns of a head's first half, and 8 that rotate
         with them. head: columns of a head."""
-        depth, outputs = parts[0][1][1], sum(size[0] for _, size in parts)
-        _check(checkpoint, depth, [head // 2])
+        depth, outputs = parts[0].shape[1], sum(part.shape[0] for part in parts)
+        self._check(depth, [head // 2])
         values, start = self._launcher.empty((outputs * depth,), np.float16), 0
-        for part, (rows, _) in parts:
-            first = part.rows.start or 0
-            for at in range(first, first + rows, head):
-                edges = at, at + head // 2, at + head
-                left, right = (replace(part, rows=slice(*pair)) for pair in pairwise(edges))
-                to = values[start + (at - first) * depth :]
-                self._fill(checkpoint, to, _Tiles(left, right, head // 2, depth))
-            start += rows * depth
+        for part in parts:
+            for at in range(0, part.shape[0], head):
+                middle = at + head // 2
+                left, right = part.outputs(at, middle), part.outputs(middle, at + head)
+                self._fill(values[start:], left, right)
+                start += head * depth
         return PackedWeight(values, depth, outputs, head=head)
 
-    def gate_up(
-        self, checkpoint: Checkpoint, gate: Part, up: Part, size: tuple[int, int]
-    ) -> PackedWeight:
+    def gate_up(self, gate: Part, up: Part) -> PackedWeight:
         """Packs gate and up so that a tile has 8 columns of each."""
-        tiles = _Tiles(gate, up, *size)
-        _check(checkpoint, tiles.depth, [])
-        values = self._launcher.empty((int(tiles.lanes(tiles.outputs)) * 8,), np.float16)
-        self._fill(checkpoint, values, tiles)
-        return PackedWeight(values, tiles.depth, tiles.outputs, gated=True)
+        outputs, depth = gate.shape
+        self._check(depth, [])
+        size = ceil_div(outputs, TILE // 2) * TILE * depth
+        values = self._launcher.empty((size,), np.float16)
+        self._fill(values, gate, up)
+        return PackedWeight(values, depth, outputs, gated=True)
 
-    def table(self, checkpoint: Checkpoint, name: str, size: tuple[int, int]) -> Any:
+    def table(self, embedding: Part) -> Any:
         """Returns an embedding table, float16 [entries, width]."""
-        entries, width = size
-        table = self._launcher.empty(size, np.float16)
-        recipe = checkpoint.random_part(name, slice(0, entries))
+        entries, width = embedding.shape
+        table = self._launcher.empty((entries, width), np.float16)
+        recipe = embedding.recipe()
         if recipe is not None:
             first, scale = np.uint32(recipe.out_start), np.float32(recipe.scale)
-            args = (table, np.int64(entries), np.int32(width), _key(recipe), first, scale)
+            key = np.uint32(recipe.key & 0xFFFFFFFF)
+            args = (table, np.int64(entries), np.int32(width), key, first, scale)
             self._launch("fill_rows", entries * width, args)
             return table
         step = max(1, _STAGING_ELEMENTS // width)
         for first in range(0, entries, step):
-            rows = checkpoint.matrix(name, slice(first, min(first + step, entries)))
+            rows = embedding.outputs(first, min(first + step, entries)).read()
             self._launcher.upload(rows, table[first : first + len(rows)])
         return table
 
-    def _fill(self, checkpoint: Checkpoint, out: Any, tiles: _Tiles) -> None:
-        left, right = (
-            checkpoint.random_part(part.name, part.rows, part.columns)
-            for part in (tiles.left, tiles.right)
-        )
-        if left is None or right is None:
-            self._fill_staged(checkpoint, out, tiles)
+    def _fill(self, out: Any, left: Part, right: Part) -> None:
+        """Fills tiles of 16 columns: 8 of `left`, then 8 of `right`.
+
+        One part fills both halves of its own tiles, so that its columns are 16 apart from tile to
+        tile; those of two parts, gate and up, are 8 apart.
+        """
+        outputs, depth = left.shape
+        step = TILE if left is right else TILE // 2
+        shift = step - TILE // 2  # the right half's first column
+
+        def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            """Returns the lanes (of 16 bytes) and depths of the tiles of so many outputs; the
+            columns that each half has from its first one on, and their step."""
+            lanes = np.int64(ceil_div(count, step) * TILE * depth // 8)
+            columns = np.int32(count), np.int32(count - shift), np.int32(step)
+            return (lanes, np.int32(depth // PAIR), np.int32(depth)), columns
+
+        random, other = left.recipe(), right.recipe()
+        if random is not None and other is not None:
+            around, columns = sizes(outputs)
+            keys = [np.uint32(recipe.key & 0xFFFFFFFF) for recipe in (random, other)]
+            first = np.uint32(random.out_start), np.uint32(other.out_start + shift)
+            halves = np.uint32(random.in_start), keys[0], first[0], keys[1], first[1]
+            args = (out, *around, *halves, *columns, np.float32(random.scale))
+            self._launch("pack_random", int(around[0]), args)
             return
-        lanes = tiles.lanes(tiles.outputs)
-        first = [np.uint32(left.out_start), np.uint32(right.out_start + tiles.shift)]
-        halves = (_key(left), first[0], _key(right), first[1])
-        row, scale = np.uint32(left.in_start), np.float32(left.scale)
-        columns = tiles.columns(tiles.outputs)
-        args = (out, lanes, *tiles.depths, row, *halves, *columns, scale)
-        self._launch("pack_random", int(lanes), args)
-
-    def _fill_staged(self, checkpoint: Checkpoint, out: Any, tiles: _Tiles) -> None:
-        """Copies a matrix to the device, some columns at a time."""
-        depth, step = tiles.depth, tiles.step
+        # A stored matrix is copied to the device some columns at a time.
         count = max(1, _STAGING_ELEMENTS // (depth * step)) * step
-        for first in range(0, tiles.outputs, count):
-            last = min(first + count, tiles.outputs)
-            left = right = self._staged(checkpoint, tiles.left, first, last)
-            if tiles.left is not tiles.right:
-                right = self._staged(checkpoint, tiles.right, first, last)
-            right = right.ravel()[tiles.shift * depth :]
-            lanes, columns = tiles.lanes(last - first), tiles.columns(last - first)
-            sources = (left, right if right.size else None, np.int64(depth))
-            to = out[first // step * TILE * depth :]
-            self._launch("pack_lanes", int(lanes), (to, lanes, *tiles.depths, *sources, *columns))
-
-    def _staged(self, checkpoint: Checkpoint, part: Part, first: int, last: int) -> Any:
-        start = part.rows.start or 0
-        values = checkpoint.matrix(part.name, slice(start + first, start + last), part.columns)
-        return self._launcher.uploaded(values, np.float32)
+        for start in range(0, outputs, count):
+            stop = min(start + count, outputs)
+            both = [
+                self._launcher.uploaded(part.outputs(start, stop).read(), np.float32)
+                for part in ([left] if left is right else [left, right])
+            ]
+            shifted = both[-1].ravel()[shift * depth :]
+            around, columns = sizes(stop - start)
+            sources = both[0], shifted if shifted.size else None, np.int64(depth)
+            to = out[start // step * TILE * depth :]
+            self._launch("pack_lanes", int(around[0]), (to, *around, *sources, *columns))
 
     def _launch(self, name: str, threads: int, args: tuple[Any, ...]) -> None:
         kernel = self._launcher.function(name, kernels.PACK)
         self._launcher.launch(kernel, (min(ceil_div(threads, 256), 1 << 16),), (256,), args)
 
-
-def _key(part: WeightPart) -> Any:
-    return np.uint32(part.key & 0xFFFFFFFF)
-
-
-def _check(checkpoint: Checkpoint, depth: int, inner_widths: list[int]) -> None:
-    """Raises ConfigError for a depth, or widths of joined parts, that do not fit tiles."""
-    name = checkpoint.config.shape.name
-    if depth % PAIR:
-        raise ConfigError(f"{name} on a GPU: a width of {depth}: allowed: multiples of {PAIR}")
-    if any(width % TILE for width in inner_widths):
-        raise ConfigError(f"{name} on a GPU: {inner_widths}: allowed: multiples of {TILE}")
+    def _check(self, depth: int, inner_widths: list[int]) -> None:
+        """Raises ConfigError for a depth, or widths of joined parts, that do not fit tiles."""
+        if depth % PAIR:
+            raise ConfigError(
+                f"{self._name} on a GPU: a width of {depth}: allowed: multiples of {PAIR}"
+            )
+        if any(width % TILE for width in inner_widths):
+            raise ConfigError(
+                f"{self._name} on a GPU: {inner_widths}: allowed: multiples of {TILE}"
+            )

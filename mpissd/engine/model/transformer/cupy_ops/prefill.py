@@ -16,7 +16,7 @@ import numpy as np
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend import kernels
 from mpissd.engine.backend.kernels import ceil_div
-from mpissd.engine.model.transformer.cupy_ops.attention import Attention, Seated
+from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
 from mpissd.engine.model.transformer.ops import Layer
 from mpissd.engine.model.transformer.shard import TransformerShard
@@ -50,7 +50,8 @@ class CupyChunks:
         cache: Any,
         unpacked: dict[int, Any],
     ) -> None:
-        """Allocates the buffers.
+        """Allocates the buffers, and unpacks all weights if they fit; otherwise allocates the
+        scratch of the largest.
 
         embed: the operation of the ops, which reads `table`. unpacked: the rows of the weights by
         their identity, which all stacks over the same weights share.
@@ -69,7 +70,17 @@ class CupyChunks:
         self._both = empty((rows, 2 * self._ffn), np.float16)
         self._inner = empty((rows, self._ffn), np.float16)
         self._kept = unpacked
-        self._unpack_all(layers)
+        packed = self._weights()
+        if all(id(weight) in self._kept for weight in packed):
+            return
+        sizes = [_size(weight) for weight in packed]
+        fits = 2 * sum(sizes) + _SPARE_BYTES < launcher.free_bytes
+        if not (fits if self.keeps is None else self.keeps):
+            self._scratch = empty((max(sizes),), np.float16)
+            return
+        for weight, size in zip(packed, sizes, strict=True):
+            self._kept[id(weight)] = empty((size,), np.float16)
+            self._unpack(weight, self._kept[id(weight)])
 
     def upload(self, slot: int, start: int, tokens: Ints) -> None:
         """Sets the chunk: tokens of positions start … of a slot."""
@@ -79,46 +90,31 @@ class CupyChunks:
 
     def body(self) -> None:
         """Enqueues the chunk's forward, which stores keys and values only."""
-        self._begin()
-        self._embed(self._table, self._tokens, self._hidden, self.rows)
-        *whole, last = enumerate(self._layers)
-        for number, layer in whole:
-            self._store(layer, number)
-            self._attend(number)
+        cache, attention, rows = self._cache, self._attention, self.rows
+        pages, table = cache.seats.pages, cache.words[-cache.seats.pages.size :]
+        places = np.uintp(self._place.ctypes.data), np.int32(rows), self._seats
+        args = (*places, np.uintp(pages.ctypes.data), table, np.int32(pages.size))
+        self._launch("begin_chunk", (ceil_div(max(rows, pages.size), 256),), (256,), args)
+        self._embed(self._table, self._tokens, self._hidden, rows)
+        own, seats = (self._qkv, self._seats, rows), (self._seats, np.int32(rows))
+        shared = 2 * 4 * _TILE_ROWS * (cache.sizes.head_dim + 8)
+        count = rows * self._ffn // 8
+        halves = self._both, self._inner, np.int32(self._ffn // 8), np.int64(count)
+        for number, layer in enumerate(self._layers):
+            self._norm(layer.attention_norm, self._delta if number else None)
+            self._multiply(self._x, layer.qkv, self._qkv)
+            attention.rotate(layer, cache, number, self._q, rows, own)
+            if number == len(self._layers) - 1:  # whose keys and values are stored
+                return
+            held = attention.arguments(cache, number)
+            args = (self._q, *seats, *held, np.int32(self._heads), self._attended)
+            grid = ceil_div(rows, _TILE_ROWS), self._heads
+            self._launch("attend_chunk", grid, (_THREADS,), args, shared)
             self._multiply(self._attended, layer.o, self._delta)
             self._norm(layer.ffn_norm, self._delta)
             self._multiply(self._x, layer.gate_up, self._both)
-            self._swiglu()
+            self._launch("swiglu_chunk", (ceil_div(count, 256),), (256,), halves)
             self._multiply(self._inner, layer.down, self._delta)
-        self._store(last[1], last[0])
-
-    def _begin(self) -> None:
-        table, pages = self._cache.words[-self._cache.seats.pages.size :], self._cache.seats.pages
-        words = max(self.rows, pages.size)
-        args = (
-            np.uintp(self._place.ctypes.data),
-            np.int32(self.rows),
-            self._seats,
-            np.uintp(pages.ctypes.data),
-            table,
-            np.int32(pages.size),
-        )
-        self._launch("begin_chunk", (ceil_div(words, 256),), (256,), args)
-
-    def _store(self, layer: Layer, number: int) -> None:
-        """Computes q, k and v of a layer, and stores k and v in the cache."""
-        self._norm(layer.attention_norm, self._delta if number else None)
-        self._multiply(self._x, layer.qkv, self._qkv)
-        seated = Seated(self._qkv, self._seats, self.rows)
-        self._attention.rotate(layer, self._cache, number, self._q, self.rows, seated)
-
-    def _attend(self, number: int) -> None:
-        cache = self._attention.arguments(self._cache, number)
-        heads, most = np.int32(self._heads), np.int32(self.rows)
-        args = self._q, self._seats, most, *cache, heads, self._attended
-        grid = ceil_div(self.rows, _TILE_ROWS), self._heads
-        shared = 2 * 4 * _TILE_ROWS * (self._cache.sizes.head_dim + 8)
-        self._launch("attend_chunk", grid, (_THREADS,), args, shared)
 
     def _norm(self, weight: Any, delta: Any) -> None:
         width = np.int32(self._hidden.shape[1])
@@ -126,46 +122,23 @@ class CupyChunks:
         kernel, shared = self._launcher.function("norm_float32", kernels.ROWS), _NORM_THREADS // 8
         self._launcher.launch(kernel, (self.rows,), (_NORM_THREADS,), args, shared)
 
-    def _swiglu(self) -> None:
-        words, count = self._ffn // 8, self.rows * self._ffn // 8
-        args = self._both, self._inner, np.int32(words), np.int64(count)
-        self._launch("swiglu_chunk", (ceil_div(count, 256),), (256,), args)
-
     def _multiply(self, x: Any, weight: PackedWeight, out: Any) -> None:
         rows = self._kept.get(id(weight))
         if rows is None:
-            rows = self._scratch[: _outputs(weight) * weight.depth]
+            rows = self._scratch[: _size(weight)]
             self._unpack(weight, rows)
         self._backend.multiply_rows(x, rows.reshape(-1, weight.depth), out)
 
-    def unpacked(self, weight: PackedWeight) -> Any:
-        """Returns a weight's rows, float16 [outputs, depth]; gate's before up's."""
-        rows = self._kept.get(id(weight))
-        if rows is None:
-            rows = self._launcher.empty((_outputs(weight) * weight.depth,), np.float16)
-            self._unpack(weight, rows)
-        return rows.reshape(-1, weight.depth)
-
     def refresh(self) -> None:
         """Unpacks the kept weights again, which were overwritten."""
-        for layer in self._layers:
-            for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                if (rows := self._kept.get(id(weight))) is not None:
-                    self._unpack(weight, rows)
+        for weight in self._weights():
+            if (rows := self._kept.get(id(weight))) is not None:
+                self._unpack(weight, rows)
 
-    def _unpack_all(self, layers: Sequence[Layer]) -> None:
-        """Unpacks all weights if they fit; otherwise allocates the scratch of the largest."""
-        every = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        sizes = [_outputs(weight) * weight.depth for weight in every]
-        if all(id(weight) in self._kept for weight in every):
-            return
-        fits = 2 * sum(sizes) + _SPARE_BYTES < self._launcher.free_bytes
-        if not (fits if self.keeps is None else self.keeps):
-            self._scratch = self._launcher.empty((max(sizes),), np.float16)
-            return
-        for weight, size in zip(every, sizes, strict=True):
-            rows = self._kept[id(weight)] = self._launcher.empty((size,), np.float16)
-            self._unpack(weight, rows)
+    def _weights(self) -> list[PackedWeight]:
+        return [
+            w for layer in self._layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
 
     def _unpack(self, weight: PackedWeight, rows: Any) -> None:
         """Writes the rows of a weight; gate's come before up's."""
@@ -187,6 +160,6 @@ class CupyChunks:
         self._launcher.launch(kernel, grid, block, args, shared)
 
 
-def _outputs(weight: PackedWeight) -> int:
-    """Returns the rows of an unpacked weight."""
-    return weight.columns * (2 if weight.gated else 1)
+def _size(weight: PackedWeight) -> int:
+    """Returns the elements of an unpacked weight."""
+    return weight.columns * (2 if weight.gated else 1) * weight.depth

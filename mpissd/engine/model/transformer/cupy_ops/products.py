@@ -72,8 +72,7 @@ class Normed:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and width."""
-        rows, width = self.values.shape
-        return rows, width
+        return self.values.shape[0], self.values.shape[1]
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -86,36 +85,27 @@ def values_and_factors(x: Any) -> tuple[Any, Any]:
     return (x.values, x.factors) if isinstance(x, Normed) else (x, None)
 
 
-class Products:
-    """Launches products on one stream."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-
-    def multiply(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
-        x, factors = values_and_factors(x)
-        tiles, row_tiles, stages = self._kind(weight.tiles, rows)
-        macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
-        shared = _shared_bytes(tiles, row_tiles, stages)
-        kind = "gated" if weight.gated else str(out.dtype)
-        kernel = self._launcher.function(f"skinny_{kind}", kernels.SKINNY, macros, shared)
-        blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
-        source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
-        to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
-        assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
-        self._launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
-
-    def _kind(self, every: int, rows: int) -> tuple[int, int, int]:
-        """Returns a block's tiles of columns, its tiles of rows, and the copies under way."""
-        for tiles, row_tiles, stages in _LARGE if rows > ROW_TILE * _FEW_ROW_TILES else ():
-            blocks = every // tiles * ceil_div(rows, ROW_TILE * row_tiles)
-            fits = _shared_bytes(tiles, row_tiles, stages) <= self._launcher.shared_bytes
-            if every % tiles == 0 and blocks >= _MIN_BLOCKS and fits:
-                return tiles, row_tiles, stages
-        row_tiles = min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
-        tiles = 2 if every >= _WIDE_TILES and every % 2 == 0 else 1
-        return tiles, row_tiles, _STAGES[tiles, row_tiles]
+def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
+    """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
+    x, factors = values_and_factors(x)
+    every, row_tiles = weight.tiles, min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
+    tiles = 2 if every >= _WIDE_TILES and every % 2 == 0 else 1
+    stages = _STAGES[tiles, row_tiles]
+    for kind in _LARGE if rows > ROW_TILE * _FEW_ROW_TILES else ():
+        blocks = every // kind[0] * ceil_div(rows, ROW_TILE * kind[1])
+        fits = _shared_bytes(*kind) <= launcher.shared_bytes
+        if every % kind[0] == 0 and blocks >= _MIN_BLOCKS and fits:
+            tiles, row_tiles, stages = kind
+            break
+    macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
+    shared = _shared_bytes(tiles, row_tiles, stages)
+    name = f"skinny_{'gated' if weight.gated else out.dtype}"
+    kernel = launcher.function(name, kernels.SKINNY, macros, shared)
+    blocks = every // tiles * ceil_div(rows, ROW_TILE * row_tiles)
+    source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
+    to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
+    assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
+    launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
 
 
 def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:

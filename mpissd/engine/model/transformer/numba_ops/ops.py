@@ -13,24 +13,23 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
-from mpissd.engine.model.transformer.checkpoint import Checkpoint, Floats, Int8
+from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.numba_ops import attention, int8, products, rows
-from mpissd.engine.model.transformer.numba_ops.vectors import WIDTH
-from mpissd.engine.model.transformer.ops import Layer, Ops, Part
-from mpissd.engine.model.transformer.stages import Stage, run_stage
+from mpissd.engine.model.transformer.numba_ops import attention, products, rows
+from mpissd.engine.model.transformer.numba_ops.tiles import WIDTH
+from mpissd.engine.model.transformer.ops import Layer, Ops
 
 _NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight of products.pack, uint32 [blocks, ⌈inputs / 2⌉, columns], or one of int8.pack,
-    int8 [blocks, inputs / 32, 32, columns] with its scales."""
+    """A weight in bfloat16, two inputs in a word: uint32 [blocks, ⌈inputs / 2⌉, columns]; or in
+    int8 [blocks, inputs, columns] with scales [blocks, inputs / 32, columns] (products)."""
 
     words: NDArray[Any]
+    scales: Floats  # empty for bfloat16
     outputs: int
-    scales: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -78,24 +77,25 @@ class NumbaOps(Ops):
         self._sizes = heads, kv_heads, config.shape.head_dim
         self._products: dict[int, Floats] = {}
 
-    def matrix(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> Packed:
-        if (stored := _int8_of(checkpoint, parts)) is not None:
-            packed, scales = int8.pack(*stored)
-            return Packed(packed, len(stored[0]), scales)
-        values = [checkpoint.matrix(part.name, part.rows, part.columns) for part in parts]
-        outputs, inputs = sum(map(len, values)), values[0].shape[1]
+    def matrix(self, parts: Sequence[Part]) -> Packed:
+        """Packs the parts side by side: int8 if all of them are stored so, else bfloat16."""
+        stored = [pair for part in parts if (pair := part.int8()) is not None]
+        if len(stored) == len(parts):
+            values, scales = (np.concatenate(each) for each in zip(*stored, strict=True))
+            return Packed(*products.pack_int8(values, scales), len(values))
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
         first = 0
-        for value in values:
-            products.pack(np.ascontiguousarray(value), first, words)
-            first += len(value)
-        return Packed(words, outputs)
+        for part in parts:
+            products.pack(np.ascontiguousarray(part.read()), first, words)
+            first += part.shape[0]
+        return Packed(words, _NOTHING, outputs)
 
-    def gate_up(self, checkpoint: Checkpoint, gate: Part, up: Part) -> Packed:
-        return self.matrix(checkpoint, [gate, up])
+    def gate_up(self, gate: Part, up: Part) -> Packed:
+        return self.matrix([gate, up])
 
-    def table(self, checkpoint: Checkpoint) -> NDArray[np.uint16]:
-        values = np.ascontiguousarray(checkpoint.matrix("model.embed_tokens.weight"))
+    def table(self, embedding: Part) -> NDArray[np.uint16]:
+        values = np.ascontiguousarray(embedding.read())
         table = np.empty(values.shape, np.uint16)
         rows.round_table(values, table)
         return table
@@ -104,7 +104,10 @@ class NumbaOps(Ops):
         return np.array(values, np.float32)
 
     def overwrite(self, old: Packed | Floats, new: Packed | Floats) -> None:
-        for to, source in zip(_arrays(old), _arrays(new), strict=True):
+        pairs: Any = [(old, new)]
+        if isinstance(old, Packed) and isinstance(new, Packed):
+            pairs = (old.words, new.words), (old.scales, new.scales)
+        for to, source in pairs:
             np.copyto(to, source)
 
     def buffer(self, rows: int, width: int) -> Floats:
@@ -131,22 +134,15 @@ class NumbaOps(Ops):
         shapes = [(*pages, heads, width, page), (*pages, heads, page, padded)]
         shapes += [(*lane, heads, width, steps), (*lane, heads, steps, padded)]
         keys, values, lane_keys, lane_values = (np.full(shape, 0, np.float32) for shape in shapes)
-        turns = self._turns(sizes.num_positions)
+        # The angle is a float32 product, as in Hugging Face's code, with which models were trained.
+        positions = np.arange(sizes.num_positions, dtype=np.float32)[:, None]
+        angles = (positions * self._config.frequencies().astype(np.float32)).astype(np.float64)
+        turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
     def clear(self, cache: Cache) -> None:
         for array in cache.arrays:
             array.fill(0)
-
-    def _turns(self, positions: int) -> tuple[Floats, Floats]:
-        """Returns cosines and sines, [positions, head_dim / 2].
-
-        The angle is a float32 product, as in Hugging Face's code, with which models were trained.
-        """
-        frequencies = self._config.frequencies().astype(np.float32)
-        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
-        exact = angles.astype(np.float64)
-        return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)
 
     def states(self, slots: int, positions: int) -> Floats:
         return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
@@ -174,32 +170,17 @@ class NumbaOps(Ops):
     ) -> None:
         qkv = self._scratch(layer.qkv, count)
         self.product(x, layer.qkv, qkv, count)
-        norms = tuple(
-            _NOTHING if part is None else part
-            for part in (layer.qkv_bias, layer.q_norm, layer.k_norm)
-        )
-        attention.store(
-            qkv,
-            self._sizes,
-            number,
-            norms,
-            self._eps,
-            cache.turns,
-            cache.places,
-            cache.arrays,
-            q,
-            count,
-        )
+        biased = layer.qkv_bias, layer.q_norm, layer.k_norm
+        norms = tuple(_NOTHING if part is None else part for part in biased)
+        model, held = (self._sizes, number, norms, self._eps), (cache.places, cache.arrays)
+        attention.store(qkv, *model, cache.turns, *held, q, count)
 
     def attend(self, cache: Cache, number: int, q: Floats, out: Floats, count: int) -> None:
         attention.attend(q, out, self._sizes, number, cache.places, cache.arrays, count)
 
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
         to = out.scores if isinstance(out, Logits) else out
-        if weight.scales is None:
-            products.product(x, weight.words, to, count)
-        else:
-            int8.product(x, weight.words, weight.scales, to, count)
+        products.product(x, weight.words, weight.scales, to, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         both = self._scratch(gate_up, count)
@@ -221,26 +202,11 @@ class NumbaOps(Ops):
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
         rows.top_k(logits.scores, logits.width, k, ids, values, count)
 
-    def chained(self, stage: Stage) -> None:
-        run_stage(stage)
+    def chained(self, stage: Any) -> None:
+        stage.run()
 
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         return logits.scores[list(chosen), : logits.width]
-
-
-def _arrays(weight: Packed | Floats) -> list[NDArray[Any]]:
-    if not isinstance(weight, Packed):
-        return [weight]
-    return [weight.words] if weight.scales is None else [weight.words, weight.scales]
-
-
-def _int8_of(checkpoint: Checkpoint, parts: Sequence[Part]) -> Int8 | None:
-    """Returns the parts side by side as they are stored, if all of them are int8."""
-    found = [checkpoint.int8_part(part.name, part.rows, part.columns) for part in parts]
-    known = [part for part in found if part is not None]
-    if len(known) < len(found):
-        return None
-    return np.concatenate([w for w, _ in known]), np.concatenate([s for _, s in known])
 
 
 def _to_16(count: int) -> int:

@@ -1,21 +1,26 @@
-"""Packed bfloat16 weights, and products with them in float32."""
+"""Packed weights of the CPU, bfloat16 or int8, and products with them in float32.
+
+int8 weights are read as they lie in the file: half the bytes of bfloat16, and none of its rounding.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.numba_ops.vectors import (
+from mpissd.engine.model.transformer.checkpoint import Floats
+from mpissd.engine.model.transformer.numba_ops.tiles import (
+    AHEAD,
+    GROUP,
+    INT8_WIDTH,
     MOST_ROWS,
     WIDTH,
     as_bits,
-    float_tile_16,
-    float_tile_64,
-    weight_tile,
+    tile,
 )
 
 JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": True}
-AHEAD = 2048  # distance, in words, by which prefetches run ahead of reads
 BLOCK = 64  # columns to which activations are padded: a multiple of every block's
 
 
@@ -42,10 +47,21 @@ def pack(matrix, first, packed):
             packed[block, inputs // 2, column] = rounded(matrix[output, inputs - 1])
 
 
-@njit(**JIT)
-def groups_of(rows):
-    """Returns the number of even groups of at most MOST_ROWS in which `rows` are computed."""
-    return (rows + MOST_ROWS - 1) // MOST_ROWS
+def pack_int8(weights: NDArray[np.int8], scales: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Returns packed values, int8 [blocks, inputs, INT8_WIDTH], and scales, float32 [blocks,
+    inputs / 32, INT8_WIDTH].
+
+    weights: [outputs, inputs], inputs a multiple of 32. scales: [outputs, inputs / 32].
+    """
+    outputs, inputs = weights.shape
+    blocks = -(-outputs // INT8_WIDTH)
+    rest = ((0, blocks * INT8_WIDTH - outputs), (0, 0))
+    values = np.pad(weights, rest).reshape(blocks, INT8_WIDTH, inputs)
+    factors = np.pad(scales, rest).reshape(blocks, INT8_WIDTH, inputs // GROUP)
+    return (
+        np.ascontiguousarray(values.transpose(0, 2, 1)),
+        np.ascontiguousarray(factors.transpose(0, 2, 1), np.float32),
+    )
 
 
 @njit(**JIT)
@@ -57,30 +73,39 @@ def clear(array, rows):
 
 
 @njit(**JIT)
-def product(x, packed, out, rows):
-    """Sets out[:rows] = x[:rows] · weightᵀ; `packed` is the weight as `pack` writes it.
+def product(x, packed, scales, out, rows):
+    """Sets out[:rows] = x[:rows] · weightᵀ; packed: as `pack` or `pack_int8` writes it.
 
-    If the number of inputs is odd, x has one more column, of zeros. out has at least WIDTH · blocks
-    columns. A block of the weight is read from memory once for all groups of rows; while the last
-    group is computed, the next block is fetched.
+    scales: of int8; bfloat16 reads none. If the number of inputs is odd, x has one more column, of
+    zeros. out has at least a column for each of the blocks'. Rows are computed in even groups of at
+    most MOST_ROWS. A block of the weight is read from memory once for all groups; while the last
+    one is computed, the next block is fetched.
     """
-    blocks, pairs, _ = packed.shape
-    groups, depth, width = groups_of(rows), x.shape[1], out.shape[1]
+    blocks, steps, width = packed.shape
+    size, scale_size, ahead = steps * width * packed.itemsize, 0, steps * width
+    if packed.itemsize == 1:
+        steps //= GROUP
+        scale_size = steps * width * 4
+    groups, depth, columns = (rows + MOST_ROWS - 1) // MOST_ROWS, x.shape[1], out.shape[1]
     clear(out, rows)
-    base, source, to = np.int64(packed.ctypes.data), x.ctypes.data, out.ctypes.data
+    base, factors = np.int64(packed.ctypes.data), np.int64(scales.ctypes.data)
+    source, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
     for block in range(blocks):
         for group in range(groups):
             start, stop = group * rows // groups, (group + 1) * rows // groups
-            weight_tile(
-                stop - start,
-                base + block * pairs * WIDTH * 4,
-                np.int64(source) + start * depth * 4,
-                np.int64(to) + (start * width + block * WIDTH) * 4,
-                pairs,
-                WIDTH,
-                depth,
+            tile(
+                packed,
                 width,
-                AHEAD if groups == 1 or group < groups - 1 else pairs * WIDTH,
+                stop - start,
+                base + block * size,
+                factors + block * scale_size,
+                source + start * depth * 4,
+                to + (start * columns + block * width) * 4,
+                steps,
+                width,
+                depth,
+                columns,
+                AHEAD if groups == 1 or group < groups - 1 else ahead,
             )
 
 
@@ -91,16 +116,16 @@ def float_product(x, first, count, depth, weights, stride, out, width):
     x: [rows, columns], of which `count` rows from `first` and `depth` columns are read. weights,
     out: addresses; a row of weights has `stride` elements. width: a multiple of 16.
     """
-    groups, columns = groups_of(count), x.shape[1]
+    groups, columns = (count + MOST_ROWS - 1) // MOST_ROWS, x.shape[1]
     for group in range(groups):
         start, stop = group * count // groups, (group + 1) * count // groups
         rows, source = stop - start, np.int64(x.ctypes.data) + (first + start) * columns * 4
         to, column = out + start * width * 4, 0
-        while column + 64 <= width:
-            at = column * 4
-            float_tile_64(rows, weights + at, source, to + at, depth, stride, columns, width, 0)
-            column += 64
         while column < width:
-            at = column * 4
-            float_tile_16(rows, weights + at, source, to + at, depth, stride, columns, width, 0)
-            column += 16
+            at, end = weights + column * 4, to + column * 4
+            if column + 64 <= width:
+                tile(x, 64, rows, at, at, source, end, depth, stride, columns, width, 0)
+                column += 64
+            else:
+                tile(x, 16, rows, at, at, source, end, depth, stride, columns, width, 0)
+                column += 16

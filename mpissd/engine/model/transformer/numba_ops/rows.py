@@ -6,22 +6,15 @@ import numpy as np
 from numba import njit
 
 from mpissd.engine.model.transformer.numba_ops.products import JIT, rounded
-from mpissd.engine.model.transformer.numba_ops.vectors import as_bits, as_float, block_max, fma
+from mpissd.engine.model.transformer.numba_ops.tiles import as_bits, as_float, block_max, fma
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it rounds to a whole number
 _LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
-_C2, _C3, _C4 = (
-    np.float32(5.0000001201e-1),
-    np.float32(1.6666665459e-1),
-    np.float32(4.1665795894e-2),
-)
-_C5, _C6, _C7 = (
-    np.float32(8.3334519073e-3),
-    np.float32(1.3981999507e-3),
-    np.float32(1.9875691500e-4),
-)
+_C2, _C3 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1)
+_C4, _C5 = np.float32(4.1665795894e-2), np.float32(8.3334519073e-3)
+_C6, _C7 = np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
 _ONE = np.float32(1)
 _SCAN = 64  # logits in a block, which is skipped if its largest cannot be among the k best
 

@@ -1,0 +1,21 @@
+"""Fixtures of the server's tests: a tokenizer, and a pair of models that has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text import tiny
+from tests.tiny_pair import TinyPair, tiny_pair
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("words") / "tiny")))
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    found = tiny_pair(tmp_path_factory.mktemp("pair"), vocab=len(tiny.tokens()))
+    tiny.write(found.target)
+    return found
