@@ -45,8 +45,6 @@ GEMM: dict[str, tuple[int, tuple[str, ...], Scenario]] = {
     "ssd-all-hit": (2, (*NULL, "--p_hit=1"), replace(TOY, p_hit=1.0)),
 }
 MESSAGES = {"ar": 0, "ar-T2": 1, "inline-T2": 1, "ssd": 2, "sd-T2": 3, "ssd-T2": 3}
-OPTIONS = ("--fuse", "--lm_head", "--context=64", "--fan_out=geometric:9")
-OPTIONS += ("--pair=toy-target@2L/toy-draft",)
 
 # Distributions of a table: at temperature 0 the tokens are the target's own.
 SHAPES = (
@@ -101,7 +99,6 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> Together:
     told: dict[str, tuple[int, Any]] = {
         **{name: (np_, flags) for name, (np_, flags, _) in GEMM.items()},
         "fast": (2, (*NULL, "--backup=fast")),
-        "options": (3, (*NUMPY, *OPTIONS)),
         "groups T=2": (5, (*NUMPY, "--batch_size=1", "--groups=2")),
         "markov": (3, [*TABLE, *MARKOV, *NATURAL.split(), *ENDS, "--batch_size=5"]),
         "markov sd": (2, [*DRAWN, "--mode=sd", *NATURAL.split()]),
@@ -158,21 +155,8 @@ def test_equal_decisions_have_equal_digests(runs: Together) -> None:
     for names in (["ar", "ar-T2"], [name for name in GEMM if not name.startswith("ar")]):
         digests = {name: runs[name].row["outcome_digest"] for name in names}
         assert len(set(digests.values())) == 1, digests
-    names = [*GEMM, "fast", "options"]
+    names = [*GEMM, "fast"]
     assert len({runs[name].row["token_digest"] for name in names}) == 1
-
-
-def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -> None:
-    assert {name: runs[name].row["messages_per_round"] for name in MESSAGES} == MESSAGES
-    assert runs["ar"].row["bytes_per_round"] == 0 < runs["ssd"].row["bytes_per_round"]
-
-
-def test_options_change_the_forward_and_not_the_decisions(runs: Together) -> None:
-    row = runs["options"].row
-    assert (row["fuse"], row["lm_head"], row["context"]) == (True, True, 64)
-    assert (row["target"], row["num_layers"]) == ("toy-target@2L", 2)
-    assert sum(row["fan_out"]) == row["branch_budget"] == 9 and len(row["fan_out"]) == 4
-    assert row["outcome_digest"] == runs["ssd"].row["outcome_digest"]
 
 
 def decided(job: Job) -> dict[int, list[list[int]]]:
@@ -209,6 +193,10 @@ def test_ssd_draws_what_sd_draws(runs: Together) -> None:
     sd, ssd = runs["markov sd"], runs["markov ssd"]
     assert 0 < ssd.row["hit_rate"] < 1
     assert ssd.row["outcome_digest"] == sd.row["outcome_digest"] and emitted(ssd) == emitted(sd)
+
+
+def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -> None:
+    assert {name: runs[name].row["messages_per_round"] for name in MESSAGES} == MESSAGES
 
 
 def test_a_replay_has_the_run_s_very_outcomes(runs: Together, recording: Path) -> None:

@@ -108,32 +108,6 @@ def test_a_killed_draft_costs_the_speculation_alone(pair: TinyPair, tmp_path: Pa
     assert sum(end.rounds for end in ends.values()) > 0
 
 
-def test_a_draft_that_is_killed_while_tokens_are_sampled_holds_up_nobody(
-    pair: TinyPair, tmp_path: Path
-) -> None:
-    """The distributions of the round in which it dies may be lost: no token of it is judged."""
-    if not is_open_mpi_5():
-        lack("Open MPI 5: it alone keeps survivors")
-    flags = [
-        f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--max_running=8",
-        "--tp=1", "--drafts=1", "--context=512", "--on_draft_loss=ar",
-    ]  # fmt: skip
-    count = 8
-    with serving(tmp_path, 2, *flags, mpirun=RECOVERING) as server:
-        server.send(*(Submit(n, [5 + n, 6, 7], 300, temperature=1.0) for n in range(count)))
-        while len(server.tokens(0)) < 11:
-            server.take()
-        os.kill(pid_of(server.job, 1), signal.SIGKILL)
-        ends = server.ends(range(count))
-        stops = list(server.ready.stop_ids)
-        assert server.wait_for(Stats).draft == "lost"
-    for n, end in ends.items():
-        tokens = server.tokens(n)
-        assert end.reason == ("stop" if tokens[-1] in stops else "length")
-        assert end.reason == "stop" or len(tokens) == 300
-    assert any(end.drafted for end in ends.values())
-
-
 def test_a_killed_target_closes_the_socket_and_ends_the_job_soon(
     pair: TinyPair, tmp_path: Path
 ) -> None:

@@ -82,17 +82,6 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
     assert found is not None and "to the ranks of this host" in found.line
 
 
-def test_an_mpi_that_loses_another_host_does_not_make_a_culprit(job: Job) -> None:
-    job.end(1)
-    job.host.peers[1].status = 14 << 8
-    found = job.host.dead()
-    assert found is not None and found.line.endswith("exit code 14 in rounds")
-    job.host.peers[1].about["size"] = 4
-    job.host.peers[0].about["size"] = 4
-    found = job.host.dead()
-    assert found is not None and found.line.endswith("; a rank of another host may be why")
-
-
 def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:
     leaver = job.host.peers[1]
     job.end(1)
