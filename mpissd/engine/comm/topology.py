@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mpissd.common import process
 from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.wait import PATIENT_SPIN_S, Waiter
-from mpissd.engine.backend.base import DeviceInfo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpissd.engine.backend.base import DeviceInfo
 
 # The variables with (size, rank) of Open MPI, of MPICH and its derivatives, and of srun.
 _LAUNCHERS = (
