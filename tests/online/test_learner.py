@@ -127,27 +127,6 @@ def test_weights_that_are_no_numbers_as_they_are_stored_are_not_published(
     assert learner.student.is_finite and learner.counts.published == 0
 
 
-@pytest.mark.parametrize("change", ["overflow", "equal"])
-def test_finite_weights_of_no_use_agree_no_more_and_are_not_published(
-    pair: TinyPair, change: str
-) -> None:
-    """Logits that overflow, and logits that are all equal: no token is likelier than the right
-    one, which does not make it the draft's."""
-    learner = Learner(student(pair))
-    for example in answers(pair, 64, 0):
-        learner.memory.add(example)
-    before = learner.student.agreement(learner.memory.held)
-    weights = learner.student.copy()
-    if change == "overflow":
-        weights = weights._replace(norm=torch.full_like(weights.norm, 3e38))
-    else:
-        weights = weights._replace(head=torch.full_like(weights.head, 0.1))
-    learner.student.restore(weights)
-    assert learner.student.is_finite and not learner.publish()
-    assert learner.agreement is not None and learner.agreement <= before
-    assert learner.counts.published == 0
-
-
 def test_a_version_that_agrees_less_is_refused_and_after_three_the_last_one_is_restored(
     pair: TinyPair,
 ) -> None:
