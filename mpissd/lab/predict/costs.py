@@ -114,7 +114,7 @@ class HostCosts:
 
     def to_dict(self) -> dict[str, float]:
         """Returns {field: seconds}, for a profile's JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
