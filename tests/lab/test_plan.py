@@ -272,7 +272,7 @@ def test_one_target_is_a_draft_of_its_own(flags: dict[str, Any]) -> None:
 
 def use(tok_per_s: float, token_s: float, targets: int = 1, mode: str = "sd", tp: int = 1) -> Use:
     choice = Choice(mode, tp, 1, 1, 4, None, "jit", 4, tok_per_s / targets, 1.0, None)
-    return Use(choice, targets, 1, tok_per_s, token_s, None)
+    return Use(choice, targets, 1, tok_per_s, token_s)
 
 
 def test_the_frontier_keeps_what_nothing_beats_in_both() -> None:
