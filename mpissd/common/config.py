@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +36,10 @@ from mpissd.common.flags import (
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import parse_name, readers
 
+# Flags that only some modes or workloads read.
+drafting, growing = partial(flag, modes=DRAFTING), partial(flag, modes=GROWING)
+imposed, imposed_hits = partial(drafting, workloads="gemm"), partial(growing, workloads="gemm")
+of_markov, of_text = partial(flag, workloads="markov"), partial(flag, workloads="text")
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
 DEFAULT_VOCAB = 64
@@ -109,29 +114,24 @@ class MethodFlags(Checked):
             "ssd": "lookahead>0 num_drafts=1",
         },
     )
-    num_drafts: int | None = flag(
+    num_drafts: int | None = drafting(
         None,
         integer(0, 1),
         "number D of draft ranks, 0 or 1; T = world size - D (default 0 for ar, else 1)",
-        modes=DRAFTING,
     )
-    lookahead: int = flag(
-        4, integer(0, 256), "number K of tokens drafted in a round", modes=DRAFTING
-    )
-    fan_out: str = flag(
+    lookahead: int = drafting(4, integer(0, 256), "number K of tokens drafted in a round")
+    fan_out: str = growing(
         "uniform:3",
         words,
         "branches kept: uniform:F, geometric:B or list:F0,…,FK; A/B: B after a miss (ssd)",
-        modes=GROWING,
     )
-    backup: str = flag(
+    backup: str = drafting(
         "jit",
         choice("jit", "fast"),
         "what drafts after a cache miss: jit (draft model) or fast (prompt lookup)",
-        modes=DRAFTING,
     )
-    backup_lookahead: int | None = flag(
-        None, integer(1), "number K_b of tokens that a backup drafts (default: K)", modes=DRAFTING
+    backup_lookahead: int | None = drafting(
+        None, integer(1), "number K_b of tokens that a backup drafts (default: K)"
     )
 
     pair: str | None = flag(
@@ -194,42 +194,25 @@ class WorkloadFlags(Checked):
         needs={"text": "forward=None|transformer"},
     )
     batch_size: int = flag(1, integer(1, 4096), "number b of sequences that decode together")
-    alpha: float | None = flag(
+    alpha: float | None = imposed(
         None,
         number(0, 1),
         "probability with which each draft token is accepted",
-        modes=DRAFTING,
-        workloads="gemm",
         needs="acceptance=None",
     )
-    acceptance: str | None = flag(
-        None,
-        words,
-        "acceptance law: alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE",
-        modes=DRAFTING,
-        workloads="gemm",
+    acceptance: str | None = imposed(
+        None, words, "acceptance law: alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE"
     )
-    acceptance_fast: str = flag(
-        "alpha:0.3",
-        words,
-        "acceptance law of the tokens that --backup=fast drafts",
-        modes=DRAFTING,
-        workloads="gemm",
+    acceptance_fast: str = imposed(
+        "alpha:0.3", words, "acceptance law of the tokens that --backup=fast drafts"
     )
-    p_hit: float | None = flag(
-        None,
-        number(0, 1),
-        "cache-hit rate to impose on each sequence (ssd)",
-        modes=GROWING,
-        workloads="gemm",
-        needs="hit_law=None",
+    p_hit: float | None = imposed_hits(
+        None, number(0, 1), "cache-hit rate to impose on each sequence (ssd)", needs="hit_law=None"
     )
-    hit_law: str | None = flag(
+    hit_law: str | None = imposed_hits(
         None,
         words,
         "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
-        modes=GROWING,
-        workloads="gemm",
     )
     laws: str | None = flag(
         None,
@@ -251,17 +234,11 @@ class WorkloadFlags(Checked):
         "sampling temperature of both models (markov, text); 0 is greedy",
         workloads="markov text",
     )
-    vocab: int | None = flag(
-        None,
-        integer(2, 50000),
-        "vocabulary size of both models (markov; default 64)",
-        workloads="markov",
+    vocab: int | None = of_markov(
+        None, integer(2, 50000), "vocabulary size of both models (markov; default 64)"
     )
-    order: int | None = flag(
-        None,
-        integer(1, 3),
-        "number of tokens that the next one depends on (markov; default 2)",
-        workloads="markov",
+    order: int | None = of_markov(
+        None, integer(1, 3), "number of tokens that the next one depends on (markov; default 2)"
     )
     divergence: float | None = flag(
         None,
@@ -279,11 +256,8 @@ class WorkloadFlags(Checked):
         needs="mode=ssd temperature>0",
         neutral=1.0,
     )
-    prompt_tokens: int | None = flag(
-        None,
-        integer(1, 1 << 20),
-        "tokens of each prompt (markov; default 1)",
-        workloads="markov",
+    prompt_tokens: int | None = of_markov(
+        None, integer(1, 1 << 20), "tokens of each prompt (markov; default 1)"
     )
     stop_token: int | None = flag(
         None,
@@ -291,50 +265,37 @@ class WorkloadFlags(Checked):
         "token that ends a sequence (markov; text: in addition to the model's own)",
         workloads="markov text",
     )
-    prompt: str | None = flag(
+    prompt: str | None = of_text(
         None,
         words,
         "user message that the model answers (text)",
-        workloads="text",
         needs="prompts=None prompt_ids=None",
     )
-    prompts: str | None = flag(
+    prompts: str | None = of_text(
         None,
         words,
         'file of prompts, lines of {"prompt": "…"} or {"messages": […]} (text)',
-        workloads="text",
         needs="prompt_ids=None",
     )
-    prompt_ids: str | None = flag(
-        None,
-        words,
-        "prompts as token ids: 1,2,3;4,5 are two prompts (text)",
-        workloads="text",
+    prompt_ids: str | None = of_text(
+        None, words, "prompts as token ids: 1,2,3;4,5 are two prompts (text)"
     )
-    chat_template: bool = flag(
-        True,
-        switch,
-        "put a prompt into the model's chat template (text)",
-        workloads="text",
+    chat_template: bool = of_text(
+        True, switch, "put a prompt into the model's chat template (text)"
     )
-    top_p: float = flag(
+    top_p: float = of_text(
         1.0,
         number(0, 1),
         "sample only from the likeliest tokens whose probabilities reach this sum (text)",
-        workloads="text",
         needs="temperature>0",
     )
-    stop: str | None = flag(
+    stop: str | None = of_text(
         None,
         words,
         'text that ends an answer: a string, or a JSON list of strings, ["\\n\\n","###"] (text)',
-        workloads="text",
     )
     recording: str | None = flag(
-        None,
-        words,
-        "file of `mpissd pair` that decides the tokens (replay)",
-        workloads="replay",
+        None, words, "file of `mpissd pair` that decides the tokens (replay)", workloads="replay"
     )
 
     @property
@@ -387,17 +348,13 @@ class MachineFlags(Checked):
         "auto", choice("auto", "numpy", "cupy", "emulated"), "backend that computes the forwards"
     )
     device: str = flag("h100", words, "device to emulate: a profile's name or file")
-    draft_device: str | None = flag(
-        None,
-        words,
-        "device to emulate on draft ranks (default: as --device)",
-        modes=DRAFTING,
+    draft_device: str | None = drafting(
+        None, words, "device to emulate on draft ranks (default: as --device)"
     )
-    groups: int = flag(
+    groups: int = drafting(
         1,
         integer(1, MOST_GROUPS),
         "number G of target groups that share the draft; T = (world size - D) / G",
-        modes=DRAFTING,
         needs="num_drafts=1 on_draft_loss=abort trace=None show=False",
     )
     all_reduce: str = flag(
@@ -441,20 +398,11 @@ class OutputFlags(Checked):
     out: str = flag("out", words, "folder for runs.jsonl and rounds/")
     trace: str | None = flag(None, words, "write a Chrome trace of all ranks to this file")
     progress: str = flag(
-        "auto",
-        choice("auto", "on", "off"),
-        "whether to show a progress bar on stderr",
+        "auto", choice("auto", "on", "off"), "whether to show a progress bar on stderr"
     )
-    show: bool = flag(
-        False,
-        switch,
-        "print the answer, each token by what drafted it (text)",
-        workloads="text",
-    )
+    show: bool = of_text(False, switch, "print the answer, each token by what drafted it (text)")
     dry_run: bool | int = flag(
-        False,
-        ranks_or_switch,
-        "check the flags and stop, without MPI; =N: for N ranks",
+        False, ranks_or_switch, "check the flags and stop, without MPI; =N: for N ranks"
     )
 
     @property
@@ -480,19 +428,17 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     )
     seed: int = flag(0, integer(0, 2**64 - 1), "seed of all random draws")
     warmup_rounds: int = flag(10, integer(1), "warm-up rounds, on sequences that are thrown away")
-    learners: int = flag(
+    learners: int = drafting(
         0,
         integer(0, 1),
         "number L of learner ranks, the last ones, which train the draft while it drafts (text)",
-        modes=DRAFTING,
         needs="workload=text num_drafts=1 on_draft_loss=abort groups=1",
     )
-    learn: str | None = flag(
+    learn: str | None = drafting(
         None,
         mapping(Learning),
         "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
         "device=auto|cuda|cpu",
-        modes=DRAFTING,
     )
 
     @classmethod

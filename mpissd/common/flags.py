@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,31 +39,24 @@ RETIRED = {
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
     """Parses a whole number in [minimum, maximum]."""
-
-    def parse(name: str, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value <= maximum:
-            limit = f">= {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
-            raise ConfigError(f"{name}={text}: allowed: a whole number {limit}")
-        return value
-
-    return parse
+    return _bounded(int, minimum, maximum, "a whole number")
 
 
 def number(low: float, high: float = math.inf) -> Parse:
     """Parses a finite number in [low, high]."""
+    return _bounded(float, low, high, "a number")
 
-    def parse(name: str, text: str) -> float:
+
+def _bounded(kind: type[int] | type[float], low: float, high: float, name: str) -> Parse:
+    limit = f">= {low:.15g}" if high == math.inf else f"in [{low:.15g}, {high}]"
+
+    def parse(flag: str, text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not (low <= value <= high and math.isfinite(value)):
-            limit = f"in [{low:g}, {high:g}]" if high < math.inf else f">= {low:g}"
-            raise ConfigError(f"{name}={text}: allowed: a number {limit}")
+            raise ConfigError(f"{flag}={text}: allowed: {name} {limit}")
         return value
 
     return parse
@@ -248,22 +241,13 @@ class Checked:
             if "parse" in f.metadata and value != f.default:
                 f.metadata["parse"](f.name, str(value))
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
-            for need in self._needs_of(f):
+            value, needs = getattr(self, f.name), f.metadata.get("needs", {})
+            is_set = ANY in needs and value not in f.metadata["neutral"]
+            for need in needs.get(ANY if is_set else value, ()):
                 other = self.effective(need.name)
                 if not need.holds(other):
-                    found = f"with {need.name}={other}"
-                    if other is None:
-                        found = f"without {need.name}"
-                    value = getattr(self, f.name)
+                    found = f"without {need.name}" if other is None else f"with {need.name}={other}"
                     raise ConfigError(f"{f.name}={value} {found}: allowed: {need}")
-
-    def _needs_of(self, f: dataclasses.Field[Any]) -> Iterator[Need]:
-        """Yields the conditions that a flag's value sets."""
-        value, needs = getattr(self, f.name), f.metadata.get("needs", {})
-        if ANY in needs and value not in f.metadata["neutral"]:
-            yield from needs[ANY]
-        elif value != ANY:
-            yield from needs.get(value, ())
 
     def effective(self, name: str) -> Any:
         """Returns the value of a flag, with the default that other flags give it."""

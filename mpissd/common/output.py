@@ -12,11 +12,13 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from mpissd.common.errors import ConfigError
+
+_LONGEST_LINE = 1 << 24  # bytes
 
 
 def check_output(out: str) -> None:
@@ -77,57 +79,24 @@ def _finite(value: Any) -> Any:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one line to a file that other jobs may be adding to, after repairing its last line.
+    """Adds one line to a file that other jobs may be adding to.
 
+    First its last line is repaired: it gets its newline if it is a whole row, or is removed.
     Raises OSError if the disk is full; then the line is missing, or cut off and removed later.
     """
     line = f"{json_line(row)}\n".encode()
-    with path.open("ab", buffering=0) as file, _alone(file.fileno()):
-        _repair(path)
-        if file.write(line) != len(line):
-            raise OSError(f"{path}: a line of {len(line)} bytes was written in part")
-
-
-@contextmanager
-def _alone(descriptor: int) -> Iterator[None]:
-    """Holds the file's lock during the block; does nothing on file systems without locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _repair(path: Path) -> None:
-    """Repairs the last line: adds a missing newline if it is valid JSON, or removes it."""
-    with path.open("r+b") as file:
+    with path.open("a+b", buffering=0) as file:
+        with suppress(OSError):  # a file system without locks; the lock ends with the block
+            fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
-        start = _last_line(file, end)
-        file.seek(start)
-        last = file.read()
-        if not last:
-            return
+        file.seek(max(0, end - _LONGEST_LINE))
+        last = file.read().rpartition(b"\n")[2]
         if _is_row(last):
             file.write(b"\n")
-        else:
-            file.truncate(start)
-
-
-def _last_line(file: Any, end: int) -> int:
-    """Returns the offset after the last newline; it is `end` if no text follows that newline."""
-    at = end
-    while at > 0:
-        size = min(at, 1 << 16)
-        file.seek(at - size)
-        newline = file.read(size).rfind(b"\n")
-        if newline >= 0:
-            return int(at - size + newline + 1)
-        at -= size
-    return 0
+        elif last:
+            file.truncate(end - len(last))
+        if file.write(line) != len(line):
+            raise OSError(f"{path}: a line of {len(line)} bytes was written in part")
 
 
 def _is_row(text: bytes) -> bool:

@@ -254,7 +254,6 @@ class Driver:
                     draft="lost" if self.draft_lost else "present",
                     preempted=scheduler.num_preempted,
                     rounds=scheduler.num_rounds,
-                    tokens=scheduler.num_tokens,
                 )
             )
         self._mail.flush()

@@ -7,9 +7,7 @@ The number of requests that the lead has not ended yet is bounded here. A reques
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import deque
 from dataclasses import fields
 
 from mpissd.common.errors import ProtocolError
@@ -17,8 +15,7 @@ from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, To
 from mpissd.serve.request import Problem, Request
 
 _LINE_LIMIT = 1 << 22
-_LONGEST_RETRY_S = 60
-RETRY = {"retry-after": "5"}  # seconds, until a server is ready or another one takes requests
+RETRY = {"retry-after": "5"}  # seconds
 _HUNG_S = 30.0  # a lead sends statistics ten times a second, but not during a forward
 
 
@@ -40,7 +37,6 @@ class Lead:
         self._open: dict[int, Request] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._last_id = 0
-        self._ends: deque[float] = deque(maxlen=16)
         self._stats_s: float | None = None  # when the last statistics came
 
     @property
@@ -82,13 +78,8 @@ class Lead:
         self._check_stays(self.is_refusing)
         most = self.check().max_running + self._max_queue
         if (count := self.outstanding + more) >= most:
-            after_s = 1  # the mean time between the last ends, at least 1
-            if len(self._ends) > 1:
-                span_s = time.monotonic() - self._ends[0]
-                after_s = max(1, min(_LONGEST_RETRY_S, math.ceil(span_s / len(self._ends))))
-            message = f"{count} requests are waiting or running: try again in {after_s} s"
-            retry = {"retry-after": str(after_s)}
-            raise Problem(429, message, code="queue_full", headers=retry)
+            message = f"{count} requests are waiting or running"
+            raise Problem(429, message, code="queue_full", headers=RETRY)
 
     @staticmethod
     def _check_stays(is_ending: bool) -> None:
@@ -160,8 +151,5 @@ class Lead:
         elif isinstance(message, Tokens) and message.id in self._open:
             self._open[message.id].put(message)
         elif isinstance(message, End) and message.id in self._open:
-            self._ends.append(time.monotonic())
             is_refused = message.reason == "refused"
             self._open.pop(message.id).put(Problem(400, message.why) if is_refused else message)
-            if not self._open:
-                self._ends.clear()  # idle time is not time that a request takes

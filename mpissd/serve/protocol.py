@@ -112,7 +112,7 @@ class End:
 class Stats:
     """The state of the scheduler, some ten times a second.
 
-    draft: "present" or "lost". preempted, rounds, tokens: counted from the start.
+    draft: "present" or "lost". preempted, rounds: counted from the start.
     """
 
     op: ClassVar[str] = "stats"
@@ -125,7 +125,6 @@ class Stats:
     draft: str = "present"
     preempted: int = 0
     rounds: int = 0
-    tokens: int = 0
 
 
 Message = Submit | Cancel | Ready | Tokens | End | Stats

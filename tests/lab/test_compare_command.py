@@ -51,7 +51,7 @@ def test_why_takes_the_row_that_was_measured_last_or_a_run_id(
 def test_a_pair_is_the_latest_rows_of_one_seed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A sweep measures the seeds in orders of their own; three configurations are ranked."""
+    """A sweep measures the seeds of both in its own order; three configurations are ranked."""
 
     def told(*words: object) -> Any:
         assert main(["compare", *map(str, words)]) == 0

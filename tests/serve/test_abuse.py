@@ -143,7 +143,7 @@ def test_100_connections_on_a_queue_of_16(words: Tokenizer) -> None:
         answers = [answer for status, answer, _ in found if status == 200]
         assert [answer["choices"][0]["text"] for answer in answers] == ["A" * 20] * 20
         refused = [headers for status, _, headers in found if status == 429]
-        assert [1 <= int(headers["retry-after"]) <= 60 for headers in refused] == [True] * 80
+        assert [headers["retry-after"] for headers in refused] == ["5"] * 80
         assert len(rig.script.submitted) == 20 and rig.lead.outstanding == 0
         assert is_well(rig)
 

@@ -149,21 +149,6 @@ def run(
     return driver
 
 
-@pytest.mark.parametrize("mode", ["ar", "inline", "sd", "ssd"])
-def test_tokens_are_those_of_a_job_of_its_own_whatever_shares_the_batch(
-    pair: TinyPair, mode: str
-) -> None:
-    asked = [(n, prompt, 8 + 7 * (n % 5)) for n, prompt in enumerate(prompts(12))]
-    mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
-    driver = run(pair, mode, mail)
-    assert mail.tokens() == {n: alone(pair, prompt, count) for n, prompt, count in asked}
-    ends = mail.ends()
-    assert all(end.reason == "length" for end in ends.values()) and len(ends) == 12
-    assert driver.scheduler.num_preempted == 0
-    if mode == "ssd":
-        assert sum(end.hits for end in ends.values()) > 20
-
-
 def test_a_prompt_that_never_joined_leaves_nothing_to_the_next_one(pair: TinyPair) -> None:
     first, other = [*range(40)], [3, *range(90, 60, -1)] * 5
     mail = Script(

@@ -125,7 +125,7 @@ class Scheduler:
         self._leaving: list[int] = []  # running in the last round, released before the next one
         self._ended: list[Emitted] = []
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id)
-        self.num_preempted = self.num_rounds = self.num_tokens = 0
+        self.num_preempted = self.num_rounds = 0
 
     @property
     def is_idle(self) -> bool:
@@ -249,11 +249,11 @@ class Scheduler:
                 if token in task.stop_ids:
                     tokens, reason = tokens[:n], "stop"
                     break
-            self.num_tokens += (kept := len(tokens))
             task.tokens += tokens
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)
-            shown = None if logprobs is None else logprobs[:kept]
-            given.append(Emitted(task, reason, tokens, sources[:kept], shown))
+            kept = slice(len(tokens))
+            shown = None if logprobs is None else logprobs[kept]
+            given.append(Emitted(task, reason, tokens, sources[kept], shown))
         return given
