@@ -8,7 +8,7 @@ gpus         world_size: the draft's are counted
 alpha        of acceptance model alpha:…, else NaN      p_hit  of hit model p_hit:…, else NaN
 policy       uniform:F or geometric:B (any other list of budget B), "" unless SSD
 per_gpu      tok_per_s / gpus              per_sequence  tok_per_s / batch_size
-low, high    95% interval of tok_per_s (mpissd/common/rates.py); both equal it if a row has none
+low, high    95% interval of tok_per_s (mpissd/common/compare.py); both equal it if a row has none
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
 other_draft  the drafts' device if it is another than the lead's
@@ -32,8 +32,8 @@ from typing import Any
 
 import pandas as pd
 
+from mpissd.common.compare import NORMAL_Z, Rate
 from mpissd.common.errors import ConfigError
-from mpissd.common.rates import NORMAL_Z, Rate
 from mpissd.common.real_pairs import DEFAULT, under_real_pair
 from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text, flags_of
