@@ -25,7 +25,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ import pandas as pd
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import NORMAL_Z, Rate
-from mpissd.common.real_pairs import BESIDE, under_real_pairs
+from mpissd.common.real_pairs import BESIDE, under_real_pair
 from mpissd.common.row import KEYS, RETIRED, Row
-from mpissd.lab.tables.best import fan_out_text
+from mpissd.lab.tables.best import fan_out_text, flags_of
 from mpissd.lab.tables.load import read_lines
 
 Line = dict[str, Any]
@@ -86,11 +87,6 @@ class Notes:
         return tuple(self._lines)
 
 
-def no_pools() -> pd.DataFrame:
-    """Returns a frame of pools without lines."""
-    return pd.DataFrame(columns=_POOLS)
-
-
 @dataclass(frozen=True)
 class Data:
     """Result rows, one a line, and probed profiles, with notes on what was left out.
@@ -102,11 +98,7 @@ class Data:
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
     notes: Notes = field(default_factory=Notes)
-    pools: pd.DataFrame = field(default_factory=no_pools)
-
-    def with_rows(self, rows: pd.DataFrame) -> Data:
-        """Returns the same data with other rows."""
-        return replace(self, rows=rows)
+    pools: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_POOLS))
 
 
 def load(paths: Iterable[str | Path]) -> Data:
@@ -118,7 +110,11 @@ def load(paths: Iterable[str | Path]) -> Data:
     rows: dict[str, Line] = {}
     pools: list[Line] = []
     for path in places:
-        if not _exists(path):
+        try:
+            is_there = path.exists()
+        except OSError:  # The name cannot be that of a file.
+            is_there = False
+        if not is_there:
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
         is_folder = path.is_dir()
         for file in sorted(path.rglob("runs*.jsonl")) if is_folder else [path]:
@@ -143,13 +139,6 @@ def tidy(lines: Iterable[Line]) -> pd.DataFrame:
     frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
     numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in (*_NUMBERS, *REAL)}
     return frame.assign(**{name: of.astype(float) for name, of in numbers.items()}).copy()
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # The name cannot be that of a file.
-        return False
 
 
 def _completed(
@@ -194,77 +183,59 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
         raise ValueError(f"it has no {missing[0]}")
     row = Row.from_dict({**_DEFAULTS, **line})
     try:
-        if not (0 < row.tok_per_s < math.inf and row.world_size >= 1):
+        rate, gpus = float(row.tok_per_s), int(row.world_size)
+        if not (0 < rate < math.inf and gpus >= 1):
             raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
-        known = {**dict.fromkeys((*KEYS, *RETIRED)), **row}
-        return {**known, **_derived(row), "row": row, "folder": str(folder)}
+        low = high = rate
+        with suppress(ConfigError):  # short, or without what an interval is of
+            half = math.exp(NORMAL_Z * math.sqrt(Rate.of_row(row).variance))
+            low, high = rate / half, rate * half
+        if not 0 < low <= high < math.inf:
+            raise ValueError(f"{rate} tok/s with an interval of {low:g} to {high:g}")
+        policy = ""
+        if row.mode == "ssd" and row.fan_out:
+            given = str(flags_of(row).get("fan_out"))
+            is_geometric = given.startswith("geometric")
+            policy = f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
+        # Mean parts of the lead's round, in µs.
+        mean, device = row.round_us.get("mean"), row.device_us or {}
+        forward, reduce = device.get("forward"), device.get("all_reduce") or 0.0
+        wait = ((row.phases_us or {}).get("lead") or {}).get("draft_wait")
+        parts = {"round_s": mean}
+        if mean is not None and forward is not None and wait is not None:
+            other = max(0.0, mean - forward - reduce - wait)
+            parts |= {"forward_s": forward, "all_reduce_s": reduce, "wait_s": wait}
+            parts["other_s"] = other
+        drafts = bool(row.t_draft_s and row.lookahead)
+        return {
+            **dict.fromkeys((*KEYS, *RETIRED)),
+            **row,
+            "row": row,
+            "folder": str(folder),
+            "method": "SD inline" if row.mode == "sd" and not row.num_drafts else row.mode.upper(),
+            "gpus": gpus,
+            "alpha": _number(row.acceptance, "alpha"),
+            "p_hit": _number(row.hit_law, "p_hit"),
+            "policy": policy,
+            "per_gpu": rate / gpus,
+            "per_sequence": rate / int(row.batch_size),
+            "low": low,
+            "high": high,
+            "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
+            "backup_cut": row.backup_lookahead not in (None, row.lookahead),
+            "other_draft": row.other_draft_device,
+            "commit": str((row.provenance or {}).get("commit") or ""),
+            **{name: None if us is None else us / 1e6 for name, us in parts.items()},
+            **{f"real_{name}": under_real_pair(row, pair) for name, pair in BESIDE.items()},
+        }
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
-
-
-def _derived(row: Row) -> Line:
-    rate, gpus = float(row.tok_per_s), int(row.world_size)
-    low, high = _interval(row)
-    if not 0 < low <= high < math.inf:
-        raise ValueError(f"{rate} tok/s with an interval of {low:g} to {high:g}")
-    drafts = bool(row.t_draft_s and row.lookahead)
-    return {
-        "method": "SD inline" if row.mode == "sd" and not row.num_drafts else row.mode.upper(),
-        "gpus": gpus,
-        "alpha": _number(row.acceptance, "alpha"),
-        "p_hit": _number(row.hit_law, "p_hit"),
-        "policy": _policy(row),
-        "per_gpu": rate / gpus,
-        "per_sequence": rate / int(row.batch_size),
-        "low": low,
-        "high": high,
-        "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
-        "backup_cut": row.backup_lookahead not in (None, row.lookahead),
-        "other_draft": row.other_draft_device,
-        "commit": str((row.provenance or {}).get("commit") or ""),
-        **_parts(row),
-        **under_real_pairs(row),
-    }
-
-
-def _interval(row: Row) -> tuple[float, float]:
-    """Returns the 95% interval of a row's tok/s, of its draws and rounds."""
-    try:
-        own = Rate.of_row(row)
-    except ConfigError:  # short, or without what an interval is of
-        return float(row.tok_per_s), float(row.tok_per_s)
-    half = math.exp(NORMAL_Z * math.sqrt(own.variance))
-    return own.value / half, own.value * half
 
 
 def _number(text: str | None, name: str) -> float:
     """Returns the number of a model `name:number`, or NaN for another model."""
     match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
     return float(match[1]) if match else float("nan")
-
-
-def _policy(row: Row) -> str:
-    if row.mode != "ssd" or not row.fan_out:
-        return ""
-    flags = [word.split("=", 1)[1] for word in row.command if word.startswith("--fan_out=")]
-    given = ((row.sweep or {}).get("flags") or {}).get("fan_out") or "".join(flags[-1:])
-    is_geometric = str(given).startswith("geometric")
-    return f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
-
-
-def _parts(row: Row) -> Line:
-    """Returns mean seconds of the lead's round: forward, all-reduces, the wait for the draft, the
-    rest."""
-    mean = row.round_us.get("mean")
-    device, lead = row.device_us or {}, (row.phases_us or {}).get("lead") or {}
-    forward, wait = device.get("forward"), lead.get("draft_wait")
-    if mean is None or forward is None or wait is None:
-        return {"round_s": None if mean is None else mean / 1e6}
-    reduce = device.get("all_reduce") or 0.0
-    other = max(0.0, mean - forward - reduce - wait)
-    names = ("round_s", "forward_s", "all_reduce_s", "wait_s", "other_s")
-    values = (mean, forward, reduce, wait, other)
-    return {name: value / 1e6 for name, value in zip(names, values, strict=True)}
 
 
 def _pool(line: Mapping[str, Any], folder: Path) -> Line:

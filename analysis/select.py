@@ -19,7 +19,6 @@ from analysis.rows import Data, Notes, NothingLeft
 from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.rates import Rounds, student_t
-from mpissd.common.row import Row
 from mpissd.lab.tables.best import are_predicted, setting_of
 from mpissd.lab.tables.claims import Claim, judged
 
@@ -255,7 +254,7 @@ def by_pair(data: Data) -> dict[str, Data]:
         is_pair = (rows["draft"] == case.draft) & ((rows["tp"] == case.tp) | is_rival)
         here = (rows["target"] == case.target) & (is_pair | (rows["mode"] == "ar"))
         name = f"{short(case.target)}-{short(case.draft)}-t{case.tp}".lower().replace("×", "x")
-        parts[name] = data.with_rows(rows[here])
+        parts[name] = replace(data, rows=rows[here])
     return parts
 
 
@@ -270,11 +269,6 @@ def short(name: str | None) -> str:
     return tail.upper() if tail[:1].isdigit() and name.startswith("llama") else name
 
 
-def records(rows: pd.DataFrame) -> list[Row]:
-    """Returns the rows of a frame's lines."""
-    return list(rows["row"])
-
-
 def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
     """Returns the speedup of one configuration's rows over another's; None if they are too short.
 
@@ -286,7 +280,7 @@ def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
         if path.is_file():
             rounds[str(row.run_id)] = Rounds.read(path, row)
     try:
-        return compare_rows(records(base), records(rows), rounds)
+        return compare_rows(list(base["row"]), list(rows["row"]), rounds)
     except ConfigError:
         return None
 
@@ -337,8 +331,9 @@ def claim_of(case: Case, ssd: pd.DataFrame) -> Claim | None:
     alpha, batch_size = ssd["alpha"].iloc[0], ssd["batch_size"].iloc[0]
     rivals = pd.concat([where(case.rows, mode="sd"), case.wide, case.beyond])
     rivals = pd.concat([case.ar, rivals[(rivals["alpha"] == alpha) | (rivals["mode"] == "ar")]])
-    own = records(ssd)
-    found = judged(setting_of(own[0]), [*records(where(rivals, batch_size=batch_size)), *own])
+    own = list(ssd["row"])
+    others = where(rivals, batch_size=batch_size)["row"]
+    found = judged(setting_of(own[0]), [*others, *own])
     return found[0] if found and found[0].gain is not None else None
 
 

@@ -122,6 +122,8 @@ def table(folder: Path, out: Path) -> Iterator[str]:
     cells: dict[str, list[Row]] = defaultdict(list)
     for row in (Row.from_dict(line) for path in files for line in read(path)):
         cells[cell_of(row)].append(row)
+    if not cells:
+        raise SystemExit(f"{out}: no rows there yet: allowed: the OUT of results/study.py run")
     path = folder / "expected.jsonl"
     expected = read(path) if key and path.exists() else []
     known = {cell(line["tp"], line["flags"]): line[key] for line in expected if key in line}

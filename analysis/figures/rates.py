@@ -17,7 +17,6 @@ from analysis.select import (
     of_seeds,
     plain,
     points,
-    records,
     richest,
     short,
     where,
@@ -190,7 +189,8 @@ def _pairs(data: Data) -> list[list[Claim]]:
     with most alphas.
     """
     try:
-        every = claims(records(data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]))
+        rows = data.rows[plain(data.rows) & (data.rows["batch_size"] == 1)]
+        every = claims(list(rows["row"]))
     except ConfigError:
         return []
     every = [c for c in every if str(c.setting["acceptance"]).startswith("alpha:")]

@@ -84,9 +84,6 @@ class PlanConfig(Checked):
         words,
         "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
     )
-    host: str | None = flag(
-        None, words, "with rows: a run's profile that gives the host costs (default: the profile)"
-    )
 
     @property
     def device(self) -> str:
@@ -96,8 +93,6 @@ class PlanConfig(Checked):
     def check(self) -> None:
         """Refuses contradictory flags; raises ConfigError."""
         super().check()
-        if self.host is not None and self.rows is None:
-            raise ConfigError(f"host={self.host} without rows: allowed: with rows")
         if self.run.groups > 1 and self.rows is not None:
             raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
 

@@ -29,7 +29,7 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     With `mode` it predicts the one configuration that the flags fix, and with `rows` it prints the
     errors of such predictions.
     """
-    for name in filter(None, [*(config.profile or "").split(","), config.host]):
+    for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(
                 f"profile {name!r}: no such file: allowed: what `probe` saved, a run's "
@@ -75,7 +75,7 @@ def _judge(config: PlanConfig, rows: str) -> int:
     paths = [path for part in rows.split(",") for path in _run_files(Path(part))]
     if not paths:
         raise ConfigError(f"rows {rows!r}: no runs there")
-    table, numbers = judge(load_rows(paths), profile_of_another_job(config.profile, config.host))
+    table, numbers = judge(load_rows(paths), profile_of_another_job(config.profile))
     print(f"{table}\n{json_line(numbers)}")
     return 0
 

@@ -37,7 +37,6 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rates import (
@@ -169,21 +168,40 @@ def compare_rows(
     writes.
     """
     kept = rounds or {}
-    near = [[x for x in a if _meets(x, b)], [y for y in b if _meets(y, a)]]
+    near = [
+        [row for row in own if any(same_visit(row, other) for other in others)]
+        for own, others in ((a, b), (b, a))
+    ]
     one_visit = all(near)
     if one_visit:
         a, b = near
-    for sides in ([_long(side) for side in (a, b)], [a, b]):
-        ratios = _log_ratios(sides[0], sides[1], one_visit)
+    # Where rows with enough rounds for a headline share three seeds, shorter ones only add noise.
+    long = [[row for row in of if (row.num_rounds or 0) >= HEADLINE_ROUNDS] for of in (a, b)]
+    for sides in (long, [a, b]):
+        logs: dict[int, list[float]] = {}  # log(b/a) for every seed that both have
+        rated = [[row for row in of if row.seed is not None and _has_rate(row)] for of in sides]
+        for x in rated[0]:
+            for y in rated[1]:
+                if x.seed == y.seed and (not one_visit or same_visit(x, y)):
+                    logs.setdefault(int(x.seed), []).append(math.log(y.tok_per_s / x.tok_per_s))
+        ratios = np.array([sum(logs[seed]) / len(logs[seed]) for seed in sorted(logs)])
         if len(ratios) >= SEVERAL:
-            comparison = _of_pairs(ratios)
+            variance = float(ratios.var(ddof=1)) / len(ratios)
+            comparison = _interval(float(ratios.mean()), variance, len(ratios) - 1, How.SEEDS)
             break
     else:
-        comparison = _of_blocks(a, b, kept) or _of_independent(a, b, kept)
-    fewest = min(_num_rounds(row) for side in sides for row in side)
-    return replace(
-        comparison, num_seeds=len(ratios), num_rounds=fewest, one_visit=one_visit or not (a and b)
-    )
+        if not a or not b:
+            raise ConfigError("compare: no row on one side: allowed: rows of both")
+        runs = [kept.get(str(of[0].run_id)) if len(of) == 1 else None for of in (a, b)]
+        found = None
+        if runs[0] is not None and runs[1] is not None and shares_draws(a[0], b[0]):
+            found = compare_blocks(runs[0], runs[1])
+        rates = [[(row, kept.get(str(row.run_id))) for row in of] for of in (a, b)]
+        comparison = found or compare_rates(
+            *(Rate.of_repeats([rate_of(*one) for one in of]) for of in rates)
+        )
+    fewest = min(int(row.num_rounds or 0) for of in sides for row in of)
+    return replace(comparison, num_seeds=len(ratios), num_rounds=fewest, one_visit=one_visit)
 
 
 def same_visit(a: Row, b: Row) -> bool:
@@ -209,10 +227,6 @@ def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
     began = origin.get("started_at")
     seconds = datetime.fromisoformat(str(began)).timestamp() if began else None
     return origin.get("commit"), frozenset(devices), seconds
-
-
-def _meets(row: Row, others: Sequence[Row]) -> bool:
-    return any(same_visit(row, other) for other in others)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -241,53 +255,13 @@ def compare_blocks(a: Rounds, b: Rounds) -> Comparison | None:
     blocks = num_blocks(fewest)
     if blocks < 4 or edge < _LEAST_SHARE * max(ends):
         return None
-    edges = np.linspace(0, edge, blocks + 1)
-    a_s, b_s = (np.diff(_seconds_at(run, edges)) for run in (a, b))
+    edges, spent = np.linspace(0, edge, blocks + 1), []
+    for run in (a, b):  # seconds until so many tokens; a round's tokens are spread evenly
+        tokens, took = (np.append(0.0, np.cumsum(of)) for of in (run.tokens, run.seconds))
+        spent.append(np.diff(np.interp(edges, tokens, took)))
+    a_s, b_s = spent
     middle = math.log(a_s.sum() / b_s.sum())
     return _interval(middle, ratio_variance(a_s, b_s), blocks - 1, How.BLOCKS)
-
-
-def _num_rounds(row: Row) -> int:
-    return int(row.num_rounds or 0)
-
-
-def _long(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows with enough rounds for a headline; shorter runs only add noise."""
-    return [row for row in rows if _num_rounds(row) >= HEADLINE_ROUNDS]
-
-
-def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> NDArray[np.float64]:
-    """Returns log(b/a) for every seed that both have, [seeds]; of one visit if they share one."""
-    logs: dict[int, list[float]] = {}
-    sides = [[row for row in side if row.seed is not None and _has_rate(row)] for side in (a, b)]
-    for x in sides[0]:
-        for y in sides[1]:
-            if x.seed == y.seed and (not one_visit or same_visit(x, y)):
-                logs.setdefault(int(x.seed), []).append(math.log(y.tok_per_s / x.tok_per_s))
-    return np.array([sum(logs[seed]) / len(logs[seed]) for seed in sorted(logs)])
-
-
-def _has_rate(row: Row) -> bool:
-    return bool(row.tok_per_s) and 0 < row.tok_per_s < math.inf
-
-
-def _of_pairs(differences: NDArray[np.float64]) -> Comparison:
-    count = len(differences)
-    variance = float(differences.var(ddof=1)) / count
-    return _interval(float(differences.mean()), variance, count - 1, How.SEEDS)
-
-
-def _of_blocks(
-    a: Sequence[Row], b: Sequence[Row], rounds: Mapping[str, Rounds]
-) -> Comparison | None:
-    """Compares one row on each side by blocks of their rounds.
-
-    Returns None for several rows, for different draws, and without the rounds of both.
-    """
-    if len(a) != 1 or len(b) != 1 or not shares_draws(a[0], b[0]):
-        return None
-    runs = [rounds.get(str(row.run_id)) for row in (a[0], b[0])]
-    return None if runs[0] is None or runs[1] is None else compare_blocks(runs[0], runs[1])
 
 
 def shares_draws(a: Row, b: Row) -> bool:
@@ -296,20 +270,8 @@ def shares_draws(a: Row, b: Row) -> bool:
     return drafts and all(a.get(key) == b.get(key) for key in _LAW)
 
 
-def _of_independent(a: Sequence[Row], b: Sequence[Row], rounds: Mapping[str, Rounds]) -> Comparison:
-    if not a or not b:
-        raise ConfigError("compare: no row on one side: allowed: rows of both")
-    rates = [
-        Rate.of_repeats([rate_of(row, rounds.get(str(row.run_id))) for row in side])
-        for side in (a, b)
-    ]
-    return compare_rates(rates[0], rates[1])
-
-
-def _seconds_at(run: Rounds, edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the seconds until so many tokens were emitted, spreading a round's tokens evenly."""
-    tokens, seconds = (np.concatenate([[0.0], np.cumsum(of)]) for of in (run.tokens, run.seconds))
-    return np.asarray(np.interp(edges, tokens, seconds), np.float64)
+def _has_rate(row: Row) -> bool:
+    return bool(row.tok_per_s) and 0 < row.tok_per_s < math.inf
 
 
 def _interval(middle: float, variance: float, freedom: int, how: How) -> Comparison:

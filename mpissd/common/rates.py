@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -109,16 +109,24 @@ class Rate:
         """
         try:
             count, rate = int(row.num_rounds), float(row.tok_per_s)
-            clock = clock_error(row.round_us, count)
-            luck = row.sampling_sd
-            is_known = luck is not None and not math.isnan(luck)  # In a table NaN means null.
-            draws = float(luck or 0.0) if is_known else length_error(row.accept_histogram)
+            times, luck = row.round_us, row.sampling_sd
+            spread = max(0.0, *((times[name] - times["p50"]) / z for name, z in _SPREADS))
+            mean = float(times["mean"])
+            clock = spread / (mean * math.sqrt(count)) if mean > 0 else 0.0
+            if luck is None or math.isnan(luck):  # In a table NaN means null.
+                counts = np.asarray(row.accept_histogram, np.float64)
+                lengths, total = np.arange(len(counts)) + 1.0, float(counts.sum())
+                if not total > 0:
+                    raise ValueError("accept_histogram is empty")
+                length = float(lengths @ counts) / total
+                variance = float((lengths - length) ** 2 @ counts) / total
+                luck = math.sqrt(variance / total) / length
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"row {row.get('run_id')!r}: no interval: {error!r}") from error
         if count < FEWEST_ROUNDS or not 0 < rate < math.inf:
             values = f"row {row.get('run_id')!r}: {count} rounds, {rate:g} tok/s"
             raise ConfigError(f"{values}: allowed: {FEWEST_ROUNDS} or more, above 0")
-        return cls(rate, draws**2 + clock**2, count - 1, from_rounds=False)
+        return cls(rate, luck**2 + clock**2, count - 1, from_rounds=False)
 
     @classmethod
     def of_repeats(cls, rates: Sequence[Rate]) -> Rate:
@@ -143,25 +151,6 @@ def ratio_variance(above: NDArray[np.float64], below: NDArray[np.float64]) -> fl
     """Returns the variance of log(Σ above / Σ below) over blocks [n], by the delta method."""
     left = above / above.mean() - below / below.mean()
     return float(left @ left) / (len(left) * (len(left) - 1))
-
-
-def clock_error(round_us: Mapping[str, float], count: int) -> float:
-    """Returns the relative standard error of the mean round, estimated from percentiles."""
-    spread = max(0.0, *((round_us[name] - round_us["p50"]) / z for name, z in _SPREADS))
-    mean = float(round_us["mean"])
-    return spread / (mean * math.sqrt(count)) if mean > 0 else 0.0
-
-
-def length_error(histogram: Sequence[int]) -> float:
-    """Returns the relative standard error of the mean acceptance length, from counts of k."""
-    counts = np.asarray(histogram, np.float64)
-    lengths = np.arange(len(counts)) + 1.0
-    total = float(counts.sum())
-    if not total > 0:
-        raise ValueError("accept_histogram is empty")
-    mean = float(lengths @ counts) / total
-    variance = float((lengths - mean) ** 2 @ counts) / total
-    return math.sqrt(variance / total) / mean
 
 
 def student_t(freedom: int) -> float:

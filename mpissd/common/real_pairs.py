@@ -7,7 +7,7 @@ are of an earlier draft: A is the miss rate measured at F = 1, and r the least-s
 miss through it, for F = 2..16. ASSUMED is the earlier default, which committed rows of GPUs have.
 BESIDE names the hit models that tables and figures add to such rows: the shipped draft's.
 
-under_real_pairs computes the rate of an SSD row with such hits, from its own waits. A round is its
+under_real_pair computes the rate of an SSD row with such hits, from its own waits. A round is its
 duration without waiting for the draft, plus the wait: short if all b sequences hit, and K draft
 steps if one misses. The row has its mean wait, its hit rate h and the duration of K steps, so P(all
 hit) = h^b gives the wait after hits; another hit model changes only h. The tokens of a round do not
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpissd.common.row import Row
@@ -60,17 +60,14 @@ BESIDE = {"smollm2": DEFAULT}
 NAMED = {**REAL_PAIRS, **BESIDE}
 
 
-def under_real_pairs(row: Row, pairs: Mapping[str, PairHits] = BESIDE) -> dict[str, float | None]:
-    """Predicts {"real_<name>": tok/s}; None for a row that is not SSD under ASSUMED."""
-    return {f"real_{name}": _under(row, pair) for name, pair in pairs.items()}
-
-
-def _under(row: Row, pair: PairHits) -> float | None:
+def under_real_pair(row: Row, pair: PairHits) -> float | None:
+    """Predicts tok/s with a pair's hits; None for a row that is not SSD under ASSUMED."""
     if row.mode != "ssd" or row.hit_law != ASSUMED_LAW:
         return None
     match = re.fullmatch(r"alpha:([0-9.eE+-]+)", row.acceptance or "")
     drafted, rate, batch = row.t_draft_s, row.hit_rate, row.batch_size
-    mean, wait = row.round_us.get("mean"), _wait_us(row)
+    mean = row.round_us.get("mean")
+    wait = ((row.phases_us or {}).get("lead") or {}).get("draft_wait")
     whole = row.backup == "jit" and row.backup_lookahead in (None, row.lookahead)
     lists = row.fan_out
     if not (match and whole and lists) or row.on_late != "finish":
@@ -111,8 +108,3 @@ def least_uniform(p_hit: float, hazards: Sequence[float], pair: PairHits, most: 
         enough = hit_rate(hazards, [middle] * width, pair) >= p_hit
         low, high = (low, middle) if enough else (middle, high)
     return high
-
-
-def _wait_us(row: Row) -> float | None:
-    lead = (row.phases_us or {}).get("lead") or {}
-    return lead.get("draft_wait")

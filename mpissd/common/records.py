@@ -49,15 +49,10 @@ class RoundRecords:
         outcomes, speculations = self._new_outcomes, self._new_speculations
         if not outcomes:
             return
-        counts = [len(rows) for rows in speculations]
-        if counts != [len(rows) for rows in outcomes]:
-            outcomes = [rows[:count] for rows, count in zip(outcomes, counts, strict=True)]
         self._width = speculations[0].shape[1]
-        drafted = b"".join(speculations)
-        assert len(drafted) == 4 * self._width * sum(counts), "rows of several widths"
-        self._counts.extend(np.array(counts, np.int32).tobytes())
+        self._counts.extend(np.array([len(rows) for rows in speculations], np.int32).tobytes())
         self._outcomes.extend(b"".join(outcomes))
-        self._speculations.extend(drafted)
+        self._speculations.extend(b"".join(speculations))
         self._new_outcomes, self._new_speculations = [], []
 
     @classmethod
@@ -94,13 +89,11 @@ class RoundRecords:
         Rounds and tokens are summed over all sequences.
         """
         rounds, outcomes, speculations = self._read()
-        versions = self._versions.read()[rounds]
-        found = []
-        for version in np.unique(versions).tolist():
-            mine = versions == version
-            counts = int(mine.sum()), int(speculations[mine, 2].sum()), int(outcomes[mine, 3].sum())
-            found.append((version, *counts))
-        return found
+        known, place = np.unique(self._versions.read()[rounds], return_inverse=True)
+        sums = np.zeros((len(known), 3), np.int64)
+        each = np.column_stack([np.ones_like(rounds), speculations[:, 2], outcomes[:, 3]])
+        np.add.at(sums, place.reshape(-1), each)
+        return [(version, *of) for version, of in zip(known.tolist(), sums.tolist(), strict=True)]
 
     def num_rows(self) -> NDArray[np.int64]:
         """Returns the rows of each round's target forward [rounds]: Σ(num_draft + 1)."""
@@ -182,14 +175,9 @@ def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float |
     if not len(seconds):
         return {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
     us = np.asarray(seconds) * 1e6
-    p50, p90, p99 = np.percentile(us, [50, 90, 99])
-    return {
-        "mean": round(float(us.mean()), 3),
-        "p50": round(float(p50), 3),
-        "p90": round(float(p90), 3),
-        "p99": round(float(p99), 3),
-        "n": len(us),
-    }
+    values = [us.mean(), *np.percentile(us, [50, 90, 99])]
+    names = ("mean", "p50", "p90", "p99")
+    return {**{n: round(float(v), 3) for n, v in zip(names, values, strict=True)}, "n": len(us)}
 
 
 def median(values: NDArray[Any] | Sequence[float]) -> float | None:

@@ -19,25 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 
 LOOKUPS = ("lookup", "suffix")
-
-
-class Use(Protocol):
-    """A measured or predicted use: a choice of `plan`, a row, or a point of a figure."""
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def num_drafts(self) -> int: ...
-    @property
-    def tok_per_s(self) -> float: ...
 
 
 @dataclass(frozen=True, order=True)
@@ -53,8 +40,8 @@ class Family:
     num_drafts: int
 
     @classmethod
-    def of(cls, use: Use) -> Family:
-        """Returns the family of a use."""
+    def of(cls, use: Any) -> Family:
+        """Returns the family of a use: a choice of `plan`, a row, or a point of a figure."""
         return cls(use.mode, use.tp, use.num_drafts)
 
     @property

@@ -119,18 +119,15 @@ class Ledger:
 
         int64 [n, 2 + phases]: the round, its wall time in ns, the ns of each phase.
         """
-        parts = self._parts(first_round, last_round)
-        none = np.zeros((0, 2 + len(self.names)), np.int64)
-        return np.concatenate([none, *(self._sums(*part) for part in parts)])
-
-    def _sums(self, rounds: Int64s, counts: Int64s, slices: Int64s) -> Int64s:
-        table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
-        row = np.repeat(np.arange(len(rounds)), counts)
-        taken = slices[:, 3] - slices[:, 2]
-        np.add.at(table, (row, 2 + slices[:, 1]), taken)  # Adds up a phase that occurs twice.
-        table[:, 0] = rounds
-        table[:, 1] = table[:, 2:].sum(axis=1)
-        return table
+        tables = [np.zeros((0, 2 + len(self.names)), np.int64)]
+        for rounds, counts, slices in self._parts(first_round, last_round):
+            table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
+            row = np.repeat(np.arange(len(rounds)), counts)
+            # Adds up a phase that occurs twice.
+            np.add.at(table, (row, 2 + slices[:, 1]), slices[:, 3] - slices[:, 2])
+            table[:, 0], table[:, 1] = rounds, table[:, 2:].sum(axis=1)
+            tables.append(table)
+        return np.concatenate(tables)
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each mark of the rounds first_round … last_round-1, in time's order.
@@ -148,21 +145,20 @@ class Ledger:
         """
         index: Int64s = self._tapes[2].read().reshape(-1, 3)
         wanted = np.flatnonzero((index[:, 0] >= first_round) & (index[:, 0] < last_round))
-        for start in range(0, len(wanted), _PART):
-            yield self._part(index, wanted[start : start + _PART])
-
-    def _part(self, index: Int64s, chosen: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        low, high = int(chosen[0]), int(chosen[-1]) + 1
-        before = int(index[low - 1, 2]) if low else 0
-        rounds, starts, stops = index[low:high].T
-        counts = np.diff(stops, prepend=before)
-        ends, phases = (tape.read(before, int(stops[-1])) for tape in self._tapes[:2])
-        begins = np.concatenate([ends[-1:], ends[:-1]])  # a phase begins where the last one ended
-        begins[stops - counts - before] = starts
-        table = np.column_stack([np.repeat(rounds, counts), phases, begins, ends])
-        wanted = np.zeros(high - low, np.bool_)
-        wanted[chosen - low] = True
-        return rounds[wanted], counts[wanted], table[np.repeat(wanted, counts)].astype(np.int64)
+        for at in range(0, len(wanted), _PART):
+            chosen = wanted[at : at + _PART]
+            low, high = int(chosen[0]), int(chosen[-1]) + 1
+            before = int(index[low - 1, 2]) if low else 0
+            rounds, starts, stops = index[low:high].T
+            counts = np.diff(stops, prepend=before)
+            ends, phases = (tape.read(before, int(stops[-1])) for tape in self._tapes[:2])
+            begins = np.concatenate([ends[-1:], ends[:-1]])  # where the last phase ended
+            begins[stops - counts - before] = starts
+            table = np.column_stack([np.repeat(rounds, counts), phases, begins, ends])
+            is_chosen = np.zeros(high - low, np.bool_)
+            is_chosen[chosen - low] = True
+            slices = table[np.repeat(is_chosen, counts)].astype(np.int64)
+            yield rounds[is_chosen], counts[is_chosen], slices
 
 
 class DraftLedger(Ledger):

@@ -8,8 +8,6 @@ All sequences are at the same position, so one static cache serves all of them.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 import signal
 import threading
@@ -23,6 +21,11 @@ import torch.nn.functional as F
 
 from mpissd.learn.llama import Blocks, Llama, Tensor
 from mpissd.learn.source import TemplateParts
+
+try:
+    from mpissd.learn import triton_attend
+except ModuleNotFoundError:  # Triton comes with PyTorch for GPUs
+    triton_attend = None  # type: ignore[assignment]
 
 OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
@@ -220,15 +223,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
     On a GPU with Triton the query heads of a KV head read its cache once, in one block of rows.
     """
     is_block = q.shape[-1] in (16, 32, 64, 128) and q.shape[1] <= 16 * keys.shape[1]
-    if q.is_cuda and is_block and has_triton():
-        from mpissd.learn.triton_attend import attend as fast
-
-        return fast(q, keys, values, seen)
+    if q.is_cuda and is_block and triton_attend is not None:
+        return triton_attend.attend(q, keys, values, seen)
     rows = q.unflatten(1, (keys.shape[1], -1))  # query heads of a KV head, as rows
     return F.scaled_dot_product_attention(rows, keys[:, :, :seen], values[:, :, :seen]).flatten(1)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton, which comes with PyTorch for GPUs, is installed."""
-    return importlib.util.find_spec("triton") is not None

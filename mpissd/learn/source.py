@@ -9,7 +9,6 @@ subjects that a small model would not come to.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.workload.text.prompts import encoded, read_entries
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 
@@ -124,19 +124,14 @@ class Openings:
 
 def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str, Prompts]:
     """Returns {stem: encoded prompts} of a flag's files (.jsonl), a comma between."""
-    prompts: dict[str, Prompts] = {}
-    for name in filter(None, (names or "").split(",")):
-        path, where = Path(name), f"{flag}={name!r}"
-        try:
-            lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-            texts = [str(line["prompt"]) for line in lines]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f'{where}: allowed: lines {{"prompt": …}}: {error}') from error
-        if not texts:
-            raise ConfigError(f"{where}: no prompt: allowed: one or more")
-        asked = [[{"role": "user", "content": text}] for text in texts]
-        prompts[path.stem] = [tokenizer.chat(messages) for messages in asked]
-    return prompts
+    return {
+        Path(name).stem: [
+            list(encoded(where, entry, tokenizer, chat=True))
+            for where, entry in read_entries(name, flag)
+        ]
+        for name in (names or "").split(",")
+        if name
+    }
 
 
 @dataclass(frozen=True)

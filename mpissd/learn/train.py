@@ -102,84 +102,61 @@ def learn(
     device after the first point, or `cut`, ends the training early: the draft that it has reached
     is returned, and the last point has the reason.
     """
-    group = group or Group()
-    training = _Training(draft, parts, plan, group)
+    group, tensors = group or Group(), draft.trained
+    optimizer, device = draft.optimizer(plan.optimizer), tensors[0].device
+    size = min(plan.batch, *(len(part.tokens) for part in parts))
+    shares = [float(part.answered.float().mean()) for part in parts]
+    positions = size * (parts[0].tokens.shape[1] - 1)
+    num_rows = max(1, int(positions * sum(shares) / len(shares)))
+    stream = batches(parts, size, plan.seed + group.rank)
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.zeros(sum(sizes), device=device)  # all gradients
+    for tensor, own in zip(tensors, flat.split(sizes), strict=True):
+        tensor.grad = own.view_as(tensor)
+    untimed, check = (UNTIMED, CHECK) if draft.compiled else (0, 1)
+    step, begun, share, seconds, saved = 0, time.monotonic(), 0.0, 0.0, 0.0
     try:  # a process that stops while others wait for its gradients would end them all
         with interrupted(cut if group.size == 1 else float("inf")):
-            for point in training.points(save, held, until):
-                observe(point)
+            while share < 1:
+                falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
+                rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
+                losses = draft.losses(next(stream), num_rows)
+                late = share >= VARIATION_FROM
+                loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
+                if len(losses) > 3:
+                    loss = loss + REGRESSION * losses[3]
+                flat.zero_()
+                loss.backward()
+                group.add(flat)
+                flat /= flat.norm().clamp(min=group.size)  # the mean, of norm 1 at most
+                optimizer.step(rate)
+                step += 1
+                if step == untimed:
+                    group.largest(float(flat[0]), device)  # waits for all devices
+                    begun = time.monotonic()
+                if step % check == 0 or step >= plan.steps:
+                    seconds = time.monotonic() - begun if step >= untimed else 0.0
+                    allowed = max(min(plan.seconds_training, until - begun), 1e-9)
+                    share = group.largest(max(seconds / allowed, step / plan.steps), device)
+                    if seconds - saved >= plan.save_every and share < 1:
+                        saved = seconds
+                        save(draft.mapped(lambda tensor: tensor.detach()))
+                if step % EVERY == 0 or share >= 1:
+                    point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1)}
+                    point |= {"rate": rate, **_rounded(losses)}
+                    is_watched = step == EVERY or step % WATCHED == 0 or share >= 1
+                    if held is not None and is_watched:
+                        # With gradients, for which the losses are compiled.
+                        some = draft.losses(held.take(slice(0, plan.batch)), num_rows)
+                        point["held"] = _rounded(some)
+                    observe(point)
     except RuntimeError as error:
-        if training.step < EVERY:
+        if step < EVERY:
             raise
         observe({"stopped": str(error).partition("\n")[0]})
     except OutOfTime:
-        observe({"step": training.step, "stopped": "its time is over"})
+        observe({"step": step, "stopped": "its time is over"})
     return draft.mapped(lambda tensor: tensor.detach())
-
-
-class _Training:
-    """One training's clock, gradients and optimiser."""
-
-    def __init__(
-        self, draft: Draft, parts: Sequence[Samples], plan: DistillConfig, group: Group
-    ) -> None:
-        self.draft, self.plan, self.group, tensors = draft, plan, group, draft.trained
-        self.optimizer = draft.optimizer(plan.optimizer)
-        size = min(plan.batch, *(len(part.tokens) for part in parts))
-        shares = [float(part.answered.float().mean()) for part in parts]
-        positions = size * (parts[0].tokens.shape[1] - 1)
-        self.num_rows = max(1, int(positions * sum(shares) / len(shares)))
-        self.batches = batches(parts, size, plan.seed + group.rank)
-        sizes = [tensor.numel() for tensor in tensors]
-        self.flat = torch.zeros(sum(sizes), device=tensors[0].device)  # all gradients
-        for tensor, part in zip(tensors, self.flat.split(sizes), strict=True):
-            tensor.grad = part.view_as(tensor)
-        self.step = 0
-
-    def points(
-        self, save: Callable[[Any], object], held: Samples | None, until: float
-    ) -> Iterator[dict[str, Any]]:
-        """Trains until the share of its time that is gone is 1; yields a point every few steps."""
-        plan, group, device = self.plan, self.group, self.flat.device
-        untimed, check = (UNTIMED, CHECK) if self.draft.compiled else (0, 1)
-        begun, share, seconds, saved = time.monotonic(), 0.0, 0.0, 0.0
-        while share < 1:
-            falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
-            rate = plan.learning_rate * (min(1.0, (self.step + 1) / WARM_UP) * falling)
-            losses = self._learn(rate, late=share >= VARIATION_FROM)
-            self.step += 1
-            if self.step == untimed:
-                group.largest(float(self.flat[0]), device)  # waits for all devices
-                begun = time.monotonic()
-            if self.step % check == 0 or self.step >= plan.steps:
-                seconds = time.monotonic() - begun if self.step >= untimed else 0.0
-                allowed = max(min(plan.seconds_training, until - begun), 1e-9)
-                share = group.largest(max(seconds / allowed, self.step / plan.steps), device)
-                if seconds - saved >= plan.save_every and share < 1:
-                    saved = seconds
-                    save(self.draft.mapped(lambda tensor: tensor.detach()))
-            if self.step % EVERY == 0 or share >= 1:
-                point: dict[str, Any] = {"step": self.step, "seconds": round(seconds, 1)}
-                point |= {"rate": rate, **_rounded(losses)}
-                is_watched = self.step % WATCHED == 0 or self.step == EVERY or share >= 1
-                if held is not None and is_watched:
-                    some = held.take(slice(0, plan.batch))
-                    # With gradients, for which the losses are compiled.
-                    point["held"] = _rounded(self.draft.losses(some, self.num_rows))
-                yield point
-
-    def _learn(self, rate: float, *, late: bool) -> tuple[Any, ...]:
-        """Takes one step; returns its losses. late: whether total variation counts."""
-        losses = self.draft.losses(next(self.batches), self.num_rows)
-        loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
-        if len(losses) > 3:
-            loss = loss + REGRESSION * losses[3]
-        self.flat.zero_()
-        loss.backward()
-        self.group.add(self.flat)
-        self.flat /= self.flat.norm().clamp(min=self.group.size)  # the mean, of norm 1 at most
-        self.optimizer.step(rate)
-        return losses
 
 
 def _rounded(losses: Sequence[Any]) -> dict[str, Any]:

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis.__main__ import Options, main, parse
+from analysis.__main__ import main
 from analysis.figures import FIGURES
 
 FIXTURE = Path(__file__).parent / "fixture"
-
-
-def test_flags_are_parsed() -> None:
-    assert parse(["fan_out"]) == ("fan_out", Options())
-    said = ["all", "--results=a,b", "--out=o", "--formats=png,csv", "--workers=1"]
-    assert parse(said) == ("all", Options("a,b", "o", None, "png,csv", 1))
 
 
 @pytest.mark.parametrize(
@@ -49,12 +43,6 @@ def test_help_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown, stderr = capsys.readouterr()
     assert "--results" in shown and not stderr and all(f"  {name} " in shown for name in FIGURES)
-
-
-def test_numbers_are_written_as_csv(tmp_path: Path) -> None:
-    assert main(["latency", f"--results={FIXTURE}", f"--out={tmp_path}", "--formats=csv"]) == 0
-    (file,) = tmp_path.glob("*/latency.csv")
-    assert file.read_text().startswith("panel,series,")
 
 
 def test_a_figure_without_rows_is_skipped_and_the_code_is_2(

@@ -17,7 +17,7 @@ from analysis.__main__ import draw
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
-from analysis.select import cases, gains, plain, points, records, usual
+from analysis.select import cases, plain
 from analysis.style import Poster, rendered, themed
 from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.lab.tables.claims import claims
@@ -146,7 +146,7 @@ def test_throughput() -> None:
 def test_equal_gpus() -> None:
     """The tok/s and gains equal the table of `mpissd compare --show=claims` for the same rows."""
     rows = five_seeds().rows.query("lm_head == False and batch_size == 1")
-    told = {c.setting["acceptance"]: c for c in claims(records(rows[plain(rows)]))}
+    told = {c.setting["acceptance"]: c for c in claims(list(rows[plain(rows)]["row"]))}
     title = "8B/1B on 2 GPUs, without LM head"
     lines = {name: series("equal_gpus", name, title) for name in ("AR", "SD", "SSD")}
     assert list(lines["SSD"]["x"]) == [0.6, 0.8] and lines["AR"]["y"].nunique() == 1
@@ -203,20 +203,6 @@ def test_roofline() -> None:
     labels = {ax.get_xlabel() for ax in figure.axes}
     assert labels == {"flop per byte moved", "message, KB"}
     assert "NVIDIA H200 (measured by mpissd probe" in figure.caption
-
-
-def test_batch() -> None:
-    gain = series("batch", "SSD, imposed p_hit 0.9", "over SD")
-    assert list(gain["x"]) == [1, 2, 8, 32]
-    at = {"lookahead": 4, "acceptance": "alpha:0.8", "batch_size": 8}
-    sd, ssd = rate(mode="sd", num_drafts=1, **at), rate(mode="ssd", hit_law="p_hit:0.9", **at)
-    assert gain["y"].iloc[2] == pytest.approx(ssd / sd)
-    ar = rate(mode="ar", batch_size=8)
-    over = series("batch", "SSD, imposed p_hit 0.9", "per GPU over AR")
-    assert over["y"].iloc[2] == pytest.approx(ssd / 2 / ar)
-    together = series("batch", "_SSD, imposed p_hit 0.9, formula, ρ=0.5")["y"].to_numpy()
-    apart = series("batch", "_SSD, imposed p_hit 0.9, formula, ρ=0")["y"].to_numpy()
-    assert together[0] == pytest.approx(apart[0]) and (together[1:] > apart[1:]).all()
 
 
 def test_pareto() -> None:
@@ -287,22 +273,9 @@ def test_break_even() -> None:
     dots = numbers[
         (numbers["series"] == "measured, hits imposed") & numbers["panel"].str.contains("raw")
     ]
-    at = {"acceptance": "alpha:0.8", "hit_law": "p_hit:1.0", "mode": "ssd"}
-    rival = max(
-        rate(
-            mode="sd",
-            num_drafts=drafts,
-            acceptance="alpha:0.8",
-            lookahead=k,
-            batch_size=1,
-            lm_head=False,
-        )
-        for k in (2, 4, 6, 8)
-        for drafts in (0, 1)
-    )
-    one = dots[(dots["x"] == 0.8) & (dots["y"] == 1.0)]["gain"].iloc[0]
-    strongest = max(rival, rate(mode="ar", tp=2))
-    assert one < rate(**at) / strongest  # SD inline over both, not measured, is expected ahead
+    ssd = rate(acceptance="alpha:0.8", hit_law="p_hit:1.0", mode="ssd")
+    best = dots[(dots["x"] == 0.8) & (dots["y"] == 1.0)]["gain"].iloc[0]
+    assert best < ssd / rate(mode="ar", tp=2)  # SD inline over both is expected ahead
     assert "MODELLED" in poster("break_even").caption
 
 
@@ -325,16 +298,6 @@ def test_no_figure_is_drawn_of_rows_of_ar_alone(name: str) -> None:
     assert item.poster is None and item.why
 
 
-def test_rows_of_two_conditions_are_never_mixed() -> None:
-    rows = data().rows
-    notes = Notes()
-    kept = usual(rows, ["lm_head", "context"], notes, "all")
-    assert set(kept["lm_head"]) == {False} and len(kept) < len(rows)
-    assert notes.lines == (
-        f"left out {len(rows) - len(kept)} rows of all: the figure is for lm_head=False, context=0",
-    )
-
-
 def test_a_case_has_the_rows_of_one_folder() -> None:
     rows = data().rows
     twice = pd.concat([rows, rows.head(30).assign(folder="other")], ignore_index=True)
@@ -343,93 +306,3 @@ def test_a_case_has_the_rows_of_one_folder() -> None:
     assert found[0].label == "8B/1B, T=1"
     assert set(found[0].rows["folder"]) | set(found[0].ar["folder"]) == {str(FIXTURE)}
     assert any("another set than" in line for line in notes.lines)
-
-
-def test_repeats_are_one_point_with_the_widest_interval() -> None:
-    rates = {"tok_per_s": [9.0, 10.0, 12.0], "low": [8.0, 9.5, 11.0], "high": [9.5, 11.0, 13.0]}
-    (point,) = points(pd.DataFrame({"k": [1, 1, 1], **rates}), ["k"]).to_dict("records")
-    assert point == {"k": 1, "tok_per_s": 10.0, "low": 8.0, "high": 13.0, "n": 3}
-
-
-def test_gains_are_paired_by_seed_and_few_seeds_claim_nothing() -> None:
-    """A gain of 5% under a luck of 20%, five seeds of 400 rounds."""
-    one, luck = raw()[40], [0.8, 1.2, 0.9, 1.1, 1.0]
-    sides = [
-        made(
-            [
-                one | {"num_rounds": 400, "seed": n, "lookahead": k, "tok_per_s": rate * k * lucky}
-                | {"run_id": f"{rate}-{n}-{k}"}
-                for n, lucky in enumerate(luck)
-                for k in (1, 2)
-            ]
-        ).rows
-        for rate in (100.0, 105.0)
-    ]  # fmt: skip
-    sd, ssd = sides
-    found = gains(ssd, sd, "lookahead", share=0.5)
-    assert found["lookahead"].tolist() == [1, 2] and found["headline"].all()
-    assert found["value"].tolist() == pytest.approx([0.525, 0.525])
-    few = gains(ssd[ssd["seed"] < 4], sd, "lookahead").iloc[0]
-    assert not few["headline"] and few["value"] == pytest.approx(1.05)
-    over = gains(ssd, sd[sd["lookahead"] == 1], "lookahead", one_base=True)
-    assert over["value"].tolist() == pytest.approx([1.05, 2.1])
-    assert gains(ssd, sd.assign(lookahead=9), "lookahead").empty
-
-
-def test_ar_on_the_draft_gpu_too_may_come_from_another_folder() -> None:
-    rows = data().rows
-    is_wide = (rows["mode"] == "ar") & (rows["gpus"] == 2)
-    apart = rows.assign(folder=rows["folder"].where(~is_wide, "elsewhere"))
-    other = apart[is_wide].assign(fuse=~apart["fuse"][is_wide], tok_per_s=1.0, run_id="x")
-    both, notes = pd.concat([apart, other], ignore_index=True), Notes()
-    (first, *_) = cases(Data(both, (), notes), plain(both), ["lookahead"])
-    point = first.ar_on(2)
-    assert point is not None and point["tok_per_s"] == rate(mode="ar", tp=2)
-    assert any("AR of 8B on 2 GPUs: rows of elsewhere" in line for line in notes.lines)
-    assert "elsewhere" in drawn(Data(both), "throughput").caption
-
-
-def with_inline_on_both(faster: float, folder: str | None = None) -> Data:
-    """The fixture's rows, and SD inline over two target GPUs as if it had been measured."""
-    wide = [
-        row | {"tp": 2, "world_size": 2, "run_id": f"wide-{row['run_id']}"}
-        | {"tok_per_s": faster * row["tok_per_s"], "t_target_s": row["t_target_s"] / 2}
-        for row in raw()
-        if row["mode"] == "sd" and not row["num_drafts"] and row["batch_size"] == 1
-    ]  # fmt: skip
-    rows = made(wide).rows.assign(folder=folder or str(FIXTURE))
-    return Data(pd.concat([data().rows, rows], ignore_index=True))
-
-
-@pytest.mark.parametrize("folder", [None, "elsewhere"])
-def test_sd_inline_over_all_gpus_is_a_rival(folder: str | None) -> None:
-    """Also from another folder, as AR there; a measured method is not drawn as expected."""
-    figure = drawn(with_inline_on_both(1.6, folder), "throughput")
-    assert "SD inline, T=2" in legend(figure)
-    assert "SD inline T=2 (expected, not measured)" not in legend(figure)
-
-
-def test_the_map_of_break_even_and_its_dots_know_it_too() -> None:
-    figure = drawn(with_inline_on_both(3.0), "break_even")
-    for name in ("measured", "formula"):
-        here, before = (
-            t[(t["series"] == name) & t["panel"].str.contains("raw")]["gain"]
-            for t in (figure.table(), poster("break_even").table())
-        )
-        assert (here <= before + 1e-9).all() and here.max() < 0.9 * before.max()
-
-
-def test_another_draft_device_is_a_point_of_its_own_and_in_no_other_figure() -> None:
-    rows = data().rows
-    drafted = rows[rows["method"].isin(["SD", "SSD"]) & (rows["batch_size"] == 1)]
-    slow = drafted.assign(other_draft="NVIDIA Old (emulated)", step_s=2 * drafted["step_s"])
-    both = Data(pd.concat([rows, slow.assign(tok_per_s=50.0)], ignore_index=True))
-    figure = drawn(both, "heterogeneity")
-    for method in ("SD", "SSD"):
-        name = f"{method}, measured"
-        own, other = figure.table().query("series == @name").sort_values("x").to_dict("records")
-        assert other["x"] == pytest.approx(2 * own["x"], rel=0.05)
-        assert own["y"] == series("heterogeneity", name)["y"].iloc[0]
-    assert "Old" in [text.get_text() for text in figure.axes[0].texts]
-    assert "drafts also on NVIDIA Old" in figure.caption
-    assert drawn(both, "throughput").table().equals(poster("throughput").table())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import draw
-from analysis.rows import Data, NothingLeft, load
+from analysis.rows import Data, load
 from analysis.style import Poster
 
 COMMITTED = Path(__file__).resolve().parents[2] / "results" / "pools"
@@ -52,21 +52,6 @@ def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
     assert numbers[rates, pool].to_dict() == {1: 150, 2: 580 / 3, 4: 220, 16: 100}
     assert numbers[times, pool, 4] == pytest.approx(4e3 / 1100)
     assert set(numbers[rates, "SD inline, same T"]) == {210}
-
-
-def test_a_faster_use_at_another_t_is_a_line(tmp_path: Path) -> None:
-    wide = json.loads(row("sd", 1, 900.0)) | {"tp": 2, "gpus": 2}
-    figure = drawn(written(tmp_path, *LINES, json.dumps(wide)))
-    numbers = figure.table().set_index(["panel", "series"])["y"]
-    assert set(numbers["8b/1b, T = 1, b = 1", "AR or SD inline, any T"]) == {450}
-
-
-def test_rows_that_cannot_be_drawn_are_said(tmp_path: Path) -> None:
-    data = written(tmp_path, *LINES, "{", row("ssd", 8, 1.0, gpus=None), row("ssd", 8, 1.0, gpus=0))
-    assert len(data.pools) == len(LINES) and len(data.notes.lines) == 3
-    assert "it has no gpus" in data.notes.lines[1]
-    with pytest.raises(NothingLeft):
-        written(tmp_path, "{")
 
 
 def test_the_committed_rows_draw() -> None:

@@ -7,7 +7,6 @@ intervals hold the truth 93 to 97 times in 100; of 1000 pairs ± 2 points are 2.
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -90,11 +89,6 @@ def false_alarms(found: list[Comparison]) -> float:
     return sum(c.is_real for c in found) / len(found)
 
 
-def width(found: list[Comparison]) -> float:
-    """The median one, of log(b/a)."""
-    return float(np.median([math.log(c.high / c.low) for c in found]))
-
-
 def by_seeds(
     pairs: list[tuple[Rounds, Rounds]], lookaheads: tuple[int, int], gain: float = 1.0
 ) -> list[Comparison]:
@@ -146,17 +140,6 @@ def test_independent_runs_hold_the_truth() -> None:
     assert 0.03 <= false_alarms(by_rows) <= 0.07
 
 
-def test_shared_luck_makes_a_small_gain_visible() -> None:
-    """Seed 24: a gain of 2%. Pairs show it, independent runs of 400 rounds do not."""
-    pairs = [(a, Rounds(b.seconds / 1.02, b.tokens)) for a, b in runs_of(24, 200, (4, 4))]
-    seeds = by_seeds(pairs, (4, 4))
-    blocks = [c for a, b in pairs if (c := compare_blocks(a, b))]
-    alone = independent(pairs, (4, 4))
-    assert false_alarms(alone) <= 0.02  # the gain is not seen
-    assert false_alarms(blocks) >= 0.99 and false_alarms(seeds) == 1
-    assert width(blocks) < width(alone) / 10 and width(seeds) < width(alone) / 10
-
-
 def kept(tokens: Floats, round_s: float) -> Rounds:
     return Rounds(np.full(len(tokens), round_s), tokens)
 
@@ -191,20 +174,9 @@ def rows_of(rates: list[float], num_rounds: int = 400, first: int = 0) -> list[R
     ]
 
 
-def test_pairs_of_seeds_by_hand() -> None:
-    """log ratios log 1.1, log 1.2, log 1.3: mean .1798, sd .0836, t 4.303 over √3."""
-    found = compare_rows(rows_of([100, 200, 300]), rows_of([110, 240, 390]))
-    logs = np.log([1.1, 1.2, 1.3])
-    assert found.speedup == pytest.approx(math.exp(logs.mean()))
-    half = 4.302653 * logs.std(ddof=1) / math.sqrt(3)
-    assert found.low == pytest.approx(math.exp(logs.mean() - half))
-    assert found.high == pytest.approx(math.exp(logs.mean() + half))
-    assert (found.how, found.num_seeds, found.num_rounds) == (How.SEEDS, 3, 400)
-
-
 @pytest.mark.parametrize(
     ("seeds", "num_rounds", "is_headline"),
-    [(5, 400, True), (4, 400, False), (5, 399, False), (9, 5000, True), (3, 400, False)],
+    [(5, 400, True), (4, 400, False), (5, 399, False)],
 )
 def test_a_headline_takes_five_seeds_of_400_rounds(
     seeds: int, num_rounds: int, is_headline: bool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.row import FIELDS, KEYS, Row, flat
+from mpissd.common.row import FIELDS, Row, flat
 
 LINES = [
     line
@@ -62,20 +62,6 @@ def test_the_committed_rows_have_the_type_of_each_field() -> None:
         values = [row[name] for row in rows if name in row]
         assert values or name in UNSEEN, name
         assert all(isinstance(v, kind) or (null and v is None) for v in values), name
-
-
-def test_a_key_that_a_line_lacks_is_none_and_not_in_it() -> None:
-    row = Row.from_dict({"mode": "ar", "seed": 0, "stable": None, "gates": ["clock"]})
-    assert row.tp is None and row.stable is None and row.extra == {"gates": ["clock"]}
-    assert list(row) == ["mode", "seed", "stable", "gates"] and "tp" not in row
-    assert row.get("tp", 3) == 3 and row["gates"] == ["clock"]
-    with pytest.raises(KeyError):
-        row["tp"]
-
-
-def test_a_row_that_is_made_has_every_key() -> None:
-    row = Row(mode="ar")
-    assert tuple(row) == KEYS and row["draft"] is None and row.mode == "ar"
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,6 @@ def test_a_phase_is_the_time_since_the_last_mark(clock: list[int]) -> None:
     ]
 
 
-def test_a_restart_leaves_a_gap(clock: list[int]) -> None:
-    ledger = Ledger(FollowPhase)
-    clock += [10, 20, 30, 40]
-    ledger.close_round(0, FollowPhase.DEVICE_WAIT)
-    ledger.mark(FollowPhase.COMMIT)
-    ledger.restart()
-    ledger.close_round(1, FollowPhase.DEVICE_WAIT)
-    assert ledger.slices(0, 2)[:, 2:].tolist() == [[0, 10], [30, 40]]
-    assert ledger.table(0, 2)[:, 1].tolist() == [10, 10]
-
-
 @pytest.mark.parametrize("phases", [LeadPhase, DraftPhase, FollowPhase])
 def test_slices_and_table_say_the_same(phases: type[LeadPhase]) -> None:
     ledger = Ledger(phases)

@@ -64,13 +64,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
     [
         ({"model_type": "gemma2"}, "model_type='gemma2' is not supported: allowed: llama"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "layer_types="),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config='awq'"),
         ({"quantization_config": {}, "mpissd": {"quantization": "int4"}}, "quantization='int4'"),
+        ({"mpissd": {"head": "low-rank"}}, "mpissd.head='low-rank' is not supported"),
         ({"rope_scaling": YARN}, "rope_type='yarn' is not supported: allowed: default, llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
         ({"head_dim": 15}, "head_dim=15 with forward=transformer: allowed: even numbers"),
         ({"rope_theta": -1}, "rope_theta=-1: allowed: numbers above 0"),
     ],
@@ -129,11 +128,6 @@ def test_a_damaged_header_is_refused_or_harmless(
     [
         ("lm_head.weight", None, "the tensor lm_head.weight is missing"),
         ("model.norm.weight", np.ones(63, "f4"), "model.norm.weight is [63]: allowed: [64]"),
-        (
-            "lm_head.weight",
-            np.ones((50, 63), "f4"),
-            "lm_head.weight is [50, 63]: allowed: [50, 64]",
-        ),
         ("lm_head.weight", np.ones((50, 64), "f8"), "lm_head.weight is F64: allowed: F32, F16"),
         ("head_ids", np.arange(50), "head_ids is I64: allowed: I32"),
         ("model.norm.weight", np.ones(64, "i1"), "model.norm.weight is I8: allowed: of a matrix"),
@@ -155,7 +149,7 @@ def test_a_missing_shard_and_a_broken_index(home: Path, good: Path) -> None:
     shutil.copytree(good, folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refused(folder, "names 'model-00002-of-00002.safetensors', which is not there")
-    for index in ("{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "", "[" * 99_999):
+    for index in ("{}", '{"weight_map": {"a": 3}}', "[" * 99_999):
         (folder / "model.safetensors.index.json").write_text(index)
         refused(folder, "is no index of safetensors")
 
@@ -178,7 +172,6 @@ def test_folders_without_weights(home: Path) -> None:
         ({"architecture": "gemma2"}, "general.architecture='gemma2' is not supported"),
         ({"metadata": {"expert_count": 8}}, "expert_count=8 says mixture-of-experts"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "rope.scaling.type='yarn'"),
-        ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count=8"),
         ({"metadata": {"block_count": 3}}, "model.layers.2.input_layernorm.weight is missing"),
         ({"metadata": {"block_count": None}}, "llama.block_count is missing"),
     ],

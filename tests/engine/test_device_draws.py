@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
@@ -39,11 +38,8 @@ def opened(gpu: Any, seed: int = 0, columns: int = V, spread: float = 2.0) -> tu
     return CupyDraws(gpu, launcher, launcher.uploaded(logits, np.float32)), logits
 
 
-@pytest.mark.parametrize("columns, threads", [(9, 64), (V, 64)])
-def test_a_token_of_the_target_is_the_hosts(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, columns: int, threads: int
-) -> None:
-    monkeypatch.setattr(cupy_draws, "_THREADS", threads)
+@pytest.mark.parametrize("columns", [9, V])
+def test_a_token_of_the_target_is_the_hosts(gpu: Any, columns: int) -> None:
     draws, logits = opened(gpu, columns=columns)
     rng = np.random.default_rng(1)
     for temperature in (0.7, 1.0, 1e-3):
@@ -54,7 +50,7 @@ def test_a_token_of_the_target_is_the_hosts(
         assert [one.token for one in draws.judge(asked)] == expected
 
 
-@pytest.mark.parametrize("top, scale", [(0, 1.0), (5, 0.25), (64, 0.0)])
+@pytest.mark.parametrize("top, scale", [(0, 1.0), (64, 0.0)])
 def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
     """The row is rounded as on the host, and both ends compute the probability that was sent."""
     draws, logits = opened(gpu, seed=top)
@@ -98,27 +94,3 @@ def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> No
                 replaced += 1
                 assert verdict.token == expected[1]
     assert replaced > 5
-
-
-def test_emitted_tokens_follow_the_target(gpu: Any) -> None:
-    """χ² of the first token after a draft's proposal; a draft that is wrong on purpose fails."""
-    rng = np.random.default_rng(8)
-    launcher = gpu.launcher(early=False)
-    columns, count = 9, 400
-    target = np.repeat(rng.standard_normal((1, columns)), count, 0).astype(np.float32)
-    drafted = np.repeat(rng.standard_normal((1, columns)), count, 0).astype(np.float32)
-    p_side, q_side = (
-        CupyDraws(gpu, launcher, launcher.uploaded(one, np.float32)) for one in (target, drafted)
-    )
-    us, coins, bonus = rng.random((3, count)).tolist()
-    proposed = q_side.propose([Drafting(n, 0.7, us[n], 2) for n in range(count)], 0.5)
-    asked = [
-        Judging(n, 0.7, bonus[n], one.token, one.q, coins[n], one.kept)
-        for n, one in enumerate(proposed)
-    ]
-    emitted = [one.token for one in p_side.judge(asked)]
-    probs = sampling.probabilities(target[0], 0.7)
-    counts = np.bincount(emitted, minlength=columns)
-    assert stats.chisquare(counts, count * probs).pvalue > 1e-3
-    wrong = np.bincount([one.token for one in proposed], minlength=columns)
-    assert stats.chisquare(wrong, count * probs).pvalue < 1e-6

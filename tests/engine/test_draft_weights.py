@@ -82,19 +82,6 @@ def test_a_distilled_draft_may_read_its_head_s_rows_off_the_target(
     assert logits(draft, TOKENS).shape == (6, 5)
 
 
-def test_a_draft_of_another_version_is_refused(tmp_path: Path) -> None:
-    target, _ = folder(tmp_path, "target")
-    path, _ = distilled(tmp_path, [1, 2])
-    for key, value in (("head", "low-rank"), ("quantization", "int4-64")):
-        changed = json.loads((path / "config.json").read_text())
-        changed["mpissd"][key] = value
-        (path / "config.json").write_text(json.dumps(changed))
-        with pytest.raises(ConfigError, match=f"mpissd.{key}='{value}' is not supported"):
-            config_of(str(path), str(target))
-        changed["mpissd"][key] = {"head": "own", "quantization": "int8-32"}[key]
-        (path / "config.json").write_text(json.dumps(changed))
-
-
 def test_a_distilled_draft_needs_the_target_it_was_made_for(tmp_path: Path) -> None:
     path, _ = distilled(tmp_path, [1, 2])
     with pytest.raises(ConfigError, match="reads its target's embedding: allowed: as a draft"):
@@ -136,7 +123,7 @@ def test_the_shipped_draft_names_its_target() -> None:
     assert made_for("smollm2-draft", "smollm2") is True
 
 
-@pytest.mark.parametrize("ids", [[3, 3], [5, 2], [-1, 4], [4, 50], []])
+@pytest.mark.parametrize("ids", [[3, 3], [-1, 4], [4, 50], []])
 def test_ids_of_a_head_rise_within_the_vocabulary(tmp_path: Path, ids: list[int]) -> None:
     target, _ = folder(tmp_path, "target")
     path, _ = distilled(tmp_path, ids)
@@ -144,21 +131,17 @@ def test_ids_of_a_head_rise_within_the_vocabulary(tmp_path: Path, ids: list[int]
         config_of(str(path), str(target))
 
 
-@pytest.mark.parametrize("change", ["missing", "float32", "short"])
-def test_scales_of_int8_fit_their_weights(tmp_path: Path, change: str) -> None:
+def test_scales_of_int8_fit_their_weights(tmp_path: Path) -> None:
     _, values = folder(tmp_path, "whole")
     stored, name = quantized(values, np.arange(50)), "model.layers.1.mlp.up_proj.scale"
-    if change == "missing":
-        del stored[name]
-    else:
-        stored[name] = stored[name].astype("f4") if change == "float32" else stored[name][:, :1]
-    path = write_folder(tmp_path / "bad", {**CONFIG, "mpissd": {"quantization": "int8-32"}}, stored)
-    with pytest.raises(ConfigError, match=r"up_proj\.scale is .* allowed: F16 \[96, 2\]"):
-        config_of(str(path))
+    config, scale = {**CONFIG, "mpissd": {"quantization": "int8-32"}}, stored.pop(name)
+    for changed in ({}, {name: scale.astype("f4")}, {name: scale[:, :1]}):
+        path = write_folder(tmp_path / "bad", config, {**stored, **changed})
+        with pytest.raises(ConfigError, match=r"up_proj\.scale is .* allowed: F16 \[96, 2\]"):
+            config_of(str(path))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["folder", "gguf", "random"])
+@pytest.mark.parametrize("kind, tied", [("folder", True), ("gguf", False), ("random", True)])
 @pytest.mark.parametrize("target_vocab", [40, 60])
 def test_a_draft_speaks_its_target_s_tokens(
     tmp_path: Path, kind: str, target_vocab: int, tied: bool

@@ -91,23 +91,6 @@ def test_a_forward_by_hand(shape: ModelShape) -> None:
     assert stack.buffers.gate_up.shape[1] == (2 if shape.gated else 1) * ffn
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=lambda shape: shape.name)
-def test_a_forward_writes_all_that_it_should_and_no_more(shape: ModelShape, fuse: bool) -> None:
-    options = ForwardOptions(fuse=fuse, lm_head=True, top_k=3)
-    stack = build(shape, options, SoloGroup())
-    names = ("hidden", "middle", "qkv", "gate_up", "logits")
-    buffers = [getattr(stack.buffers, name) for name in names]
-    assert all(np.isnan(buffer).all() for buffer in buffers)
-    forward(stack)
-    for name, buffer in zip(names, buffers, strict=True):
-        assert np.isfinite(buffer[:ROWS]).all(), name
-        assert np.isnan(buffer[ROWS:]).all(), name
-    lists = stack.candidates.by_k[3]
-    assert np.isfinite(lists.values[:ROWS]).all() and np.isnan(lists.values[ROWS:]).all()
-    assert (lists.ids[:ROWS] >= 0).all() and (lists.ids[ROWS:] == -1).all()
-
-
 @pytest.mark.parametrize("tp", [1, 3])
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> None:

@@ -135,25 +135,20 @@ def test_all_tables_are_read(box: Any) -> None:
     assert load_profile(DATASHEET).tables == Tables()
 
 
-def uncovered() -> dict[str, tuple[Shard, ForwardOptions, int]]:
-    model = resolve_model("8b")
-    return {
-        "tp": (Shard(model), OPTIONS, 1),
-        "options": (Shard(model), ForwardOptions(), 1),
-        "head": (Shard(model), ForwardOptions(fuse=True, lm_head=True), 1),
-        "context": (Shard(model), ForwardOptions(fuse=True, context=8), 1),
-        "depth": (Shard(model.scaled(31)), OPTIONS, 1),
-        "model": (Shard(resolve_model("3b")), OPTIONS, 1),
-    }
-
-
-@pytest.mark.parametrize("what", uncovered())
-def test_what_no_table_covers_is_modelled(box: Any, what: str) -> None:
-    shard, options, sequences = uncovered()[what]
-    cost = shard.cost(8, sequences, 2, options)
-    profile = box({"tables/forwards": [forward(Shard(SHARD.shape, 4))]})
+def test_what_no_table_covers_is_modelled(box: Any) -> None:
+    alone = Shard(SHARD.shape)
+    profile = box({"tables/forwards": [forward(alone)]})
     rates = replace(profile, tables=Tables())
-    assert profile.forward_s(cost) == rates.forward_s(cost) != SECONDS["8"]
+    assert profile.forward_s(alone.cost(8, 1, 2, OPTIONS)) == SECONDS["8"]
+    for shard, options in (
+        (alone, ForwardOptions()),
+        (alone, replace(OPTIONS, lm_head=True)),
+        (alone, replace(OPTIONS, context=8)),
+        (Shard(SHARD.shape.scaled(31)), OPTIONS),
+        (Shard(resolve_model("3b")), OPTIONS),
+    ):
+        cost = shard.cost(8, 1, 2, options)
+        assert profile.forward_s(cost) == rates.forward_s(cost) != SECONDS["8"]
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import (
     WAITER,
     CountingForwards,
-    Scenario,
     SteppedSpeculator,
     drive,
+    requests,
 )
 from tests.mpi.harness import Together, needs_mpi
 
@@ -120,7 +120,7 @@ def inline(backup: Source, num_tokens: int, lookahead: int = 4) -> tuple[Rows, C
     target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, lookahead)))
     speculator = InlineSpeculator(Drafter(worker, policy, 1, WAITER))
     loop = TargetLoop(target, speculator, None, 1, WAITER)
-    return drive(loop, Scenario(lookahead=lookahead, rounds=30)).sequences(), forwards
+    return drive(loop, requests(1), lookahead, rounds=30).sequences(), forwards
 
 
 def test_a_lookup_launches_nothing() -> None:
@@ -146,7 +146,7 @@ def test_parallel_heads_grow_in_one_forward() -> None:
     target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, 4)))
     speculator = SteppedSpeculator(rig, lambda round_: 9)
     loop = TargetLoop(target, speculator, None, 1, WAITER)
-    rows = drive(loop, Scenario(lookahead=4, rounds=40)).sequences()
+    rows = drive(loop, requests(1), 4, rounds=40).sequences()
     assert rows[:, 6].any() and set(rows[:, 7]) == {4}
     assert all([rows for rows, _ in grown] == [5, 10] for grown in speculator.grown)  # glue, growth
     drafted = [len(answered) for answered in speculator.answered]
@@ -164,12 +164,7 @@ WHOLE = [  # ranks, flags, the draft's name
     (1, (*INLINE, "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),
 ]
-MARKOV = ("--backend=emulated", "--device=null", "--pair=toy", "--workload=markov", "--vocab=12")
-MARKOV += ("--num_tokens=40", "--prompt_tokens=20", "--warmup_rounds=8", "--batch_size=3")
-LOSSLESS = {"lookup": (*INLINE, "--backup=fast"), "inline": INLINE}
 RUNS = {" ".join(flags): (np_, (*COMMON, *flags)) for np_, flags, _ in WHOLE}
-RUNS |= {name: (1, (*MARKOV, *flags)) for name, flags in LOSSLESS.items()}
-RUNS["ar"] = (1, (*MARKOV, "--mode=ar"))
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +188,3 @@ def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: st
     if is_heads:
         names = json.loads((done.folder / "profiles" / f"{row['run_id']}.json").read_text())
         assert names["config"]["pair"] == "8b/medusa:8b"
-
-
-@needs_mpi[0]
-@needs_mpi[1]
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_a_draft_without_a_rank_is_lossless_on_language_models(runs: Together, name: str) -> None:
-    """At temperature 0 it emits what AR emits."""
-    row = runs[name].row
-    assert row["token_digest"] == runs["ar"].row["token_digest"] and row["acceptance_length"] > 1

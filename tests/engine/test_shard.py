@@ -5,39 +5,26 @@ from __future__ import annotations
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import PRESETS, ModelShape, resolve_model
+from mpissd.common.presets import ModelShape, resolve_model
 from mpissd.engine.model.shard import ForwardOptions, Shard
 
 PLAIN = ForwardOptions()
 HEAD = ForwardOptions(lm_head=True)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "eagle:8b", "medusa:8b"])
 def test_the_shards_of_a_model_are_the_model(name: str) -> None:
-    shape = PRESETS[name]
+    shape = resolve_model(name)
     whole = Shard(shape)
     assert whole.num_params(PLAIN) == shape.gemm_params
     assert (
         whole.num_params(HEAD) == shape.gemm_params + sum(shape.lm_head_inputs) * shape.vocab_size
     )
-    for tp in (1, 2, 4, 8):
-        if shape.num_heads % tp or shape.num_kv_heads % tp or shape.ffn % tp:
-            continue
+    for tp in (1, 2, 4, 8) if shape.head is None else (1,):
         shard = Shard(shape, tp)
         assert tp * shard.num_params(PLAIN) == shape.gemm_params
         assert tp * shard.kv_bytes(100, 3) == whole.kv_bytes(100, 3)
         assert (tp * shard.q_width, tp * shard.kv_width) == (shape.q_width, shape.kv_width)
-
-
-def test_16_bit_bytes_of_known_models() -> None:
-    def gigabytes(name: str) -> float:
-        return Shard(resolve_model(name)).cost(1, 1, 2, PLAIN).weight_bytes / 1e9
-
-    assert gigabytes("70b") == pytest.approx(136.9, abs=0.05)
-    assert gigabytes("8b") == pytest.approx(13.96, abs=0.005)
-    assert gigabytes("1b") == pytest.approx(1.95, abs=0.005)
-    assert Shard(resolve_model("70b")).kv_bytes(1, 1) == 327_680
-    assert Shard(resolve_model("1b")).kv_bytes(1, 1) == 32_768
 
 
 def test_what_a_forward_costs() -> None:
@@ -54,16 +41,12 @@ def test_what_a_forward_costs() -> None:
     assert Shard(shape).cost(6, 2, 2, options).num_all_reduces == 0
 
 
-@pytest.mark.parametrize(
-    ("tp", "message"),
-    [
-        (3, "num_heads=4 is not divisible by tp=3; allowed for it: 1, 2, 4"),
-        (4, "num_kv_heads=2 is not divisible by tp=4; allowed for it: 1, 2"),
-    ],
-)
-def test_what_does_not_divide(tp: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Shard(ModelShape("t", 1, 8, 4, 2, 2, 12, True, 10), tp)
+def test_what_does_not_divide() -> None:
+    shape = ModelShape("t", 1, 8, 4, 2, 2, 12, True, 10)
+    with pytest.raises(ConfigError, match=r"num_heads=4 is not divisible by tp=3; .*: 1, 2, 4"):
+        Shard(shape, 3)
+    with pytest.raises(ConfigError, match=r"num_kv_heads=2 is not divisible by tp=4; .*: 1, 2"):
+        Shard(shape, 4)
 
 
 HEADS = {  # (products, LM heads, all-in-one weights without LM heads) of 8-wide targets

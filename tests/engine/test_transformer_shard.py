@@ -84,7 +84,6 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
         assert weights + whole.cache_bytes(1, 3, OPTIONS, itemsize) == memory
 
 
-@pytest.mark.parametrize(("name", "tp"), [("8b", 9), ("toy-target", 5)])
-def test_more_ranks_than_kv_heads_are_refused(name: str, tp: int) -> None:
-    with pytest.raises(ConfigError, match=f"tp={tp} .* at most its {tp - 1} KV heads"):
-        TransformerShard(config_of(name), tp)
+def test_more_ranks_than_kv_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tp=9 .* at most its 8 KV heads"):
+        TransformerShard(config_of("8b"), 9)

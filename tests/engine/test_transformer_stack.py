@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_it_computes_what_plain_numpy_does(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [2, 5, 7, 15, 32])
+@pytest.mark.parametrize("rows", [2, 7, 32])
 def test_a_row_is_itself_alone_among_any_others(family: str, rows: int) -> None:
     """Bit by bit, in forwards of any size: prompts in chunks, verifications, single tokens."""
     rig, tokens = Rig(FAMILIES[family]), dice_tokens(2, COUNT)
@@ -56,28 +57,33 @@ def test_a_row_is_itself_alone_among_any_others(family: str, rows: int) -> None:
         assert np.array_equal(mine, other)
 
 
-@settings(max_examples=30)
+TEXTS = [dice_tokens(10 + slot, 40) for slot in range(4)]
+
+
+@cache
+def alone(slot: int) -> Any:
+    return Rig(LLAMA).one_by_one(0, TEXTS[slot])
+
+
+@settings(max_examples=20)
 @given(data=st.data())
 def test_ragged_forwards_of_many_sequences(data: st.DataObject) -> None:
-    rig, slots = Rig(LLAMA, slots=4), range(4)
-    texts = [dice_tokens(10 + slot, 40) for slot in slots]
-    alone = [Rig(LLAMA).one_by_one(0, text) for text in texts]
-    lengths = [0] * 4
+    rig, lengths = Rig(LLAMA, slots=4), [0] * 4
     while any(length < 40 for length in lengths):
         counts = [data.draw(st.integers(0, min(9, 40 - length))) for length in lengths]
         if not any(counts):
             counts[int(np.argmin(lengths))] = 1
-        spans = [trunk_rows(s, lengths[s], lengths[s] + counts[s]) for s in slots]
-        tokens = [texts[s][lengths[s] : lengths[s] + counts[s]] for s in slots]
-        found = np.split(rig.forward(np.concatenate(tokens), joined(*spans)), np.cumsum(counts))
-        for slot in slots:
-            want = alone[slot][lengths[slot] : lengths[slot] + counts[slot]]
-            assert np.array_equal(found[slot], want)
-            lengths[slot] += counts[slot]
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        spans = [(slot, lengths[slot], ends[slot]) for slot in range(4)]
+        tokens = np.concatenate([TEXTS[slot][start:stop] for slot, start, stop in spans])
+        found = rig.forward(tokens, joined(*(trunk_rows(*span) for span in spans)))
+        want = np.concatenate([alone(slot)[start:stop] for slot, start, stop in spans])
+        assert np.array_equal(found, want)
+        lengths = ends
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "odd"])
-@pytest.mark.parametrize("trunk", [1, 15, 16, 40])
+@pytest.mark.parametrize("trunk", [1, 15, 40])
 def test_lanes_are_what_the_trunk_would_be(family: str, trunk: int) -> None:
     """A lane after any trunk, over page borders too, has the bits of the same text as a trunk."""
     rig, steps = Rig(FAMILIES[family]), 20
@@ -134,7 +140,7 @@ def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
         assert np.array_equal(mine, other)
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))
@@ -151,8 +157,7 @@ def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
     assert np.array_equal(values, np.take_along_axis(logits.scores, want, 1))
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("heads", [(6, 3), (10, 5)], ids=str)
+@pytest.mark.parametrize("tp, heads", [(2, (10, 5)), (3, (6, 3)), (3, (10, 5))], ids=str)
 def test_uneven_shards_are_the_whole(tp: int, heads: tuple[int, int]) -> None:
     shape = replace(TINY, num_heads=heads[0], num_kv_heads=heads[1], ffn=70, vocab_size=149)
     config, tokens = replace(LLAMA, shape=shape, head_vocab=149), dice_tokens(13, 40)
@@ -175,38 +180,31 @@ def test_uneven_shards_are_the_whole(tp: int, heads: tuple[int, int]) -> None:
         assert np.array_equal(best.values[0], np.take_along_axis(whole, order, 1))
 
 
-class TestStepper:
-    WHERE = "gen:layers=2,hidden=64,ffn=96,kv_heads=1,vocab=99"
+def test_results_are_the_best_of_the_logits() -> None:
+    where = "gen:layers=2,hidden=64,ffn=96,kv_heads=1,vocab=99"
+    stepper = Stepper(
+        NumpyBackend(),
+        SoloGroup(),
+        TransformerShard(config_of(where)),
+        ForwardOptions(lm_head=True, top_k=3, capacity=40),
+        buckets=[1, 4, 8],
+        num_sequences=2,
+        seed=3,
+        model=ModelSource(where, page=16),
+    )
 
-    def make(self, backend: Any = None, **changes: Any) -> Stepper:
-        options = ForwardOptions(lm_head=True, top_k=3, capacity=40, **changes)
-        return Stepper(
-            backend or NumpyBackend(),
-            SoloGroup(),
-            TransformerShard(config_of(self.WHERE)),
-            options,
-            buckets=[1, 4, 8],
-            num_sequences=2,
-            seed=3,
-            model=ModelSource(self.WHERE, page=16),
-        )
-
-    def run(self, stepper: Stepper, tokens: Any, start: int, *, lists: bool = True) -> None:
-        tokens = np.array(tokens, np.int32)
-        places = trunk_rows(0, start, start + len(tokens))
-        stepper.upload(len(tokens), tokens, places, lists=lists)
+    def run(tokens: list[int]) -> None:
+        places = trunk_rows(0, 0, len(tokens))
+        stepper.upload(len(tokens), np.array(tokens, np.int32), places, lists=True)
         stepper.launch()
         stepper.wait(Waiter(60.0, spin=False))
 
-    def test_results_are_the_best_of_the_logits(self) -> None:
-        stepper = self.make()
-        self.run(stepper, [5, 6, 7], 0)
-        logits, results = stepper.logits([0, 1, 2]), stepper.results()
-        assert logits.shape == (3, 99) and np.array_equal(stepper.logits([2]), logits[2:])
-        order = np.argsort(-logits, axis=1, kind="stable")[:, :3]
-        assert np.array_equal(results.ids[0], order)
-        assert results.values is not None
-        assert np.array_equal(results.values[0], np.take_along_axis(logits, order, 1))
-        stepper.release([0])
-        self.run(stepper, [5], 0)
-        assert np.array_equal(stepper.logits([0]), logits[:1])
+    run([5, 6, 7])
+    logits, results = stepper.logits([0, 1, 2]), stepper.results()
+    assert logits.shape == (3, 99) and np.array_equal(stepper.logits([2]), logits[2:])
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :3]
+    assert np.array_equal(results.ids[0], order) and results.values is not None
+    assert np.array_equal(results.values[0], np.take_along_axis(logits, order, 1))
+    stepper.release([0])
+    run([5])
+    assert np.array_equal(stepper.logits([0]), logits[:1])

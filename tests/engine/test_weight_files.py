@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of, has_weights, resolve_model
+from mpissd.engine.model.transformer import checkpoint
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
@@ -24,14 +25,16 @@ from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
 Values = dict[str, np.ndarray]
+# Logits as transformers computes them from the same folders.
+REFERENCE = json.loads(Path(__file__).with_name("reference").joinpath("families.json").read_text())
 
 
-def random_values(folder: Path, **changes: Any) -> tuple[dict[str, Any], Values]:
+def random_values(folder: Path, seed: int = 5, **changes: Any) -> tuple[dict[str, Any], Values]:
     """A config.json and random values for it."""
     config = {**CONFIG, **changes}
     path = folder / "alone.json"
     path.write_text(json.dumps(config), "utf-8")
-    return config, values_of(open_checkpoint(str(path), seed=5))
+    return config, values_of(open_checkpoint(str(path), seed))
 
 
 def assert_holds(checkpoint: Checkpoint, values: Values, allowed: float = 0.0) -> None:
@@ -43,33 +46,39 @@ def assert_holds(checkpoint: Checkpoint, values: Values, allowed: float = 0.0) -
         assert np.abs(found - value).max() <= allowed * np.abs(value).max(), name
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
+    "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
-    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_folder_gives_what_was_written(tmp_path: Path, family: str, shards: int) -> None:
-    config, values = random_values(tmp_path, **FAMILIES[family])
-    folder = write_folder(tmp_path / "model", config, values, shards)
-    checkpoint = open_checkpoint(str(folder))
-    assert_holds(checkpoint, values)
-    told = checkpoint.config
-    assert (told.qkv_bias, told.qk_norm, told.tied) == (
-        family == "qwen2",
-        family == "qwen3",
-        family == "tied",
-    )
-    if told.tied:
-        assert np.array_equal(
-            checkpoint.read("lm_head.weight"), values["model.embed_tokens.weight"]
-        )
+def test_a_folder_gives_what_was_written_and_the_librarys_logits(
+    tmp_path: Path, family: str
+) -> None:
+    """Random weights of seed 1, 40 tokens; transformers' float32 differs by 3e-6 of 4."""
+    config, values = random_values(tmp_path, 1, **FAMILIES[family])
+    folder = write_folder(tmp_path / "model", config, values, shards=3 if family == "tied" else 1)
+    opened = open_checkpoint(str(folder))
+    assert_holds(opened, values)
+    told = opened.config
+    expected = family == "qwen2", family == "qwen3", family == "tied"
+    assert (told.qkv_bias, told.qk_norm, told.tied) == expected
     assert has_weights(str(folder)) and files_of(str(folder)) == folder
+    found, wanted = logits(opened, REFERENCE["tokens"]), REFERENCE["logits"][family]
+    assert found.argmax(-1).tolist() == wanted["argmax"]
+    np.testing.assert_allclose(found[-1, :8], wanted["last"], atol=5e-5)
 
 
 def write_bfloat16(path: Path, values: Values) -> None:
@@ -139,17 +148,9 @@ def test_int8_alone_comes_as_it_is_stored(
         assert checkpoint.part(name, rows, slice(8, 40)).int8() is None  # no whole group
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
 def test_the_llama_3_scaling_of_a_gguf_is_found_in_its_factors(tmp_path: Path) -> None:
-    config, values = random_values(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3)
+    scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
+    config, values = random_values(tmp_path, rope_theta=5e5, rope_scaling=scaling)
     folder = str(write_folder(tmp_path / "scaled", config, values))
     scaled = config_of(folder)
     assert scaled.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
@@ -192,3 +193,29 @@ def has_smollm2() -> bool:
         return has_weights("smollm2")
     except ConfigError:
         return False
+
+
+def test_a_large_file_counts_by_size_beginning_and_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, head, block = 100_000, 4096, 256
+    for name, value in (("LARGEST", size - 1), ("_HEAD", head), ("_SAMPLE", block)):
+        monkeypatch.setattr(checkpoint, name, value)
+
+    def found(name: str, data: bytes) -> tuple[str, str]:
+        (tmp_path / name).write_bytes(data)
+        return checkpoint.digest([tmp_path / name])
+
+    data, between = np.random.default_rng(0).bytes(size), head + block
+    wanted = found("model", data)
+    assert wanted[1] == checkpoint.SAMPLED != found("small", data[:-1])[1]
+    others = {
+        "longer": data + b"\0",
+        "header": data[:100] + b"\xff\xff" + data[102:],
+        "end": data[:-1] + bytes([data[-1] ^ 1]),
+        "one layer in sixty": data[:50_000] + bytes(size // 60) + data[50_000 + size // 60 :],
+    }
+    digests = {found(name, each)[0] for name, each in others.items()}
+    assert len({wanted[0], *digests}) == len(others) + 1
+    # Bytes between the head and the first block are not covered.
+    assert found("between", data[:between] + b"\0\0" + data[between + 2 :]) == wanted

@@ -13,7 +13,7 @@ import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.engine.job import Job, resolve
+from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
 
@@ -31,38 +31,25 @@ def model(home: Path, name: str, tokens: str = "abc", **changes: Any) -> Path:
     return folder
 
 
-def job(tp: int, target: Path, draft: Path | str, memory: int | None = None, **flags: str) -> Job:
-    told = {"mode": "sd", "workload": "text", "prompt_ids": "1,2", **flags}
-    config = parse_flags({**told, "target": str(target), "draft": str(draft)})
-    return resolve(config, tp, backend="numpy", memory_bytes=memory)
-
-
-def refused(*args: Any, told: str, **flags: Any) -> None:
-    with pytest.raises(ConfigError) as error:
-        job(*args, **flags)
-    assert told in str(error.value)
-
-
 def test_pairs_that_cannot_run(tmp_path: Path) -> None:
+    def refused(
+        told: str, target: Path, draft: Path, tp: int = 1, memory: int | None = None
+    ) -> None:
+        flags = {"mode": "sd", "workload": "text", "prompt_ids": "1,2"}
+        config = parse_flags({**flags, "target": str(target), "draft": str(draft)})
+        with pytest.raises(ConfigError) as error:
+            resolve(config, tp, backend="numpy", memory_bytes=memory)
+        assert told in str(error.value)
+
     target, draft = model(tmp_path, "target"), model(tmp_path, "draft", "xyz")
-    refused(1, target, draft, told="unequal vocabularies: token 0 is 'a' in target and 'x' in dra")
-    refused(
-        3, target, target, told="tp=3 with forward=transformer: allowed: at most its 2 KV heads"
-    )
-    refused(
-        1,
-        target,
-        target,
-        memory=1 << 30,
-        told="the device has 1.1 GB: use fewer layers (70b@8L) or",
-    )
+    refused("unequal vocabularies: token 0 is 'a' in target and 'x' in dra", target, draft)
+    refused("tp=3 with forward=transformer: allowed: at most its 2 KV heads", target, target, 3)
+    memory = "the device has 1.1 GB: use fewer layers (70b@8L) or"
+    refused(memory, target, target, memory=1 << 30)
     draft = model(tmp_path, "draft")
     (draft / "model.safetensors").write_bytes(b"short")
-    refused(1, target, draft, told="model.safetensors' is damaged")
-    refused(1, draft, target, told="model.safetensors' is damaged")
-    mixture = {**CONFIG, "model_type": "mixtral", "num_local_experts": 8}
-    (draft / "config.json").write_text(json.dumps(mixture), "utf-8")
-    refused(1, target, draft, told="num_local_experts says mixture-of-experts")
+    refused("model.safetensors' is damaged", target, draft)
+    refused("model.safetensors' is damaged", draft, target)
 
 
 def test_the_command_ends_with_one_line_and_code_2(tmp_path: Path) -> None:

@@ -72,15 +72,6 @@ def test_each_method_is_compared_at_equal_and_at_its_own_best_lookahead() -> Non
     assert [use.tok_per_s for use in bests(second)] == [300, 400]  # AR is in both
 
 
-@pytest.mark.parametrize("other", [{"device_name": "A100"}, {"tp": 2}, {"context": 4096}])
-def test_rows_of_another_setting_are_not_compared(other: dict[str, Any]) -> None:
-    found = compare_methods([*ROWS[:4], row("ssd", 4, 999, **other)])
-    assert [list(comparison.methods) for comparison in found] == [
-        ["AR", "SD"],
-        ["SSD fan_out=uniform:3 p_hit:0.9"],
-    ]
-
-
 def test_answers_to_other_prompts_are_not_compared() -> None:
     """Nor with a row of the same prompts and another top_p; rows without `forward` are gemm's."""
     asked = [{"prompts": "a"}, {"prompts": "a"}, {"prompts": "b"}, {"prompts": "a", "top_p": ".5"}]
@@ -106,13 +97,6 @@ def test_what_a_method_is_called() -> None:
     assert method_of(row("ssd", 4, 1, **alone)) == "SSD fan_out=geometric:24 p_hit:0.9"
 
 
-def test_what_drafts_a_miss_makes_another_method() -> None:
-    usual = row("ssd", 4, 900, backup="jit", backup_lookahead=4, acceptance_fast="alpha:0.3")
-    fast = {"backup": "fast"}
-    others = [{"backup_lookahead": 2}, fast, fast | {"acceptance_fast": "alpha:0.5"}]
-    assert len({method_of(usual), *(method_of(usual | other) for other in others)}) == 4
-
-
 def test_the_table_and_the_json_say_the_same() -> None:
     found = compare_methods(ROWS)
     lines = render(found).splitlines()
@@ -131,14 +115,6 @@ def test_the_table_and_the_json_say_the_same() -> None:
     assert told["by_lookahead"]["8"] == {"tok_per_s": 1000, "repeats": [990, 1010, 1000]}
 
 
-def test_the_best_lookahead_is_chosen_by_the_prediction_and_not_by_luck() -> None:
-    lucky = [row("sd", 4, 600), row("sd", 8, 640, expected_tok_per_s=590)]
-    (found,) = compare_methods(lucky)
-    assert bests(found)[0].lookahead == 4
-    unknown = [lucky[0] | {"expected_tok_per_s": None}, lucky[1]]
-    assert bests(compare_methods(unknown)[0])[0].lookahead == 8
-
-
 def test_predictions_that_miss_by_far_choose_no_k_and_are_named() -> None:
     told = [(6, 661, 320), (7, 807, 300)]
     rows = [row("sd", *of, expected_tok_per_s=mean, prediction_error=1.45) for *of, mean in told]
@@ -148,36 +124,6 @@ def test_predictions_that_miss_by_far_choose_no_k_and_are_named() -> None:
     assert "miss these rows by (median) SD 145%" in warning
     (found,) = compare_methods([each | {"prediction_error": 0.15} for each in rows])
     assert bests(found)[0].lookahead == 6 and "warning" not in render([found])
-
-
-def seeded(count: int, num_rounds: int = 400) -> list[Row]:
-    """A sweep over seeds, as `seed = 0..4` of a grid makes it: noise of 10%, shared but for 1%."""
-    luck = [1.0, 1.1, 0.9, 1.05, 0.95][:count]
-    known = {"num_rounds": num_rounds, "sampling_sd": 0.1}
-    found = [row("ar", 0, 300 + n % 2, seed=n, **known) for n in range(count)]
-    for n, lucky in enumerate(luck):
-        found.append(row("sd", 4, 400 * lucky, seed=n, **known))
-        found.append(row("ssd", 4, 420 * lucky * (1 + 0.002 * n), seed=n, **known))
-    return found
-
-
-def test_seeds_of_a_grid_are_paired() -> None:
-    """A gain of 5% under noise of 10% is detected, and is a headline from five seeds on."""
-    (found,) = compare_methods(seeded(5))
-    ar, sd, ssd = bests(found)
-    gain = ssd.over(sd)
-    assert gain is not None and gain.is_headline and gain.num_seeds == 5
-    assert gain.speedup == pytest.approx(1.0542, abs=1e-3) and 1.05 < gain.low < gain.high < 1.06
-    over_ar = ssd.over(ar)
-    assert over_ar is not None and over_ar.is_headline and "+" in render([found])
-    for poor in (seeded(4), seeded(5, num_rounds=399)):
-        (few,) = compare_methods(poor)
-        gain = bests(few)[2].over(bests(few)[1])
-        assert gain is not None and gain.is_real and not gain.is_headline
-        assert ")+" not in render([few])
-    lone = bests(compare_methods([r for r in seeded(5) if r.seed == 3])[0])
-    alone = lone[2].over(lone[1])
-    assert alone is not None and not alone.is_real  # one seed, as independent rows
 
 
 def test_a_lookup_belongs_to_every_draft_and_law() -> None:

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from mpissd.common.compare import DRIFT
-from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.lab.tables.best import setting_of
 from mpissd.lab.tables.claims import Claim, claims, judged, render
-from mpissd.lab.tables.load import load_rows
-from mpissd.lab.tables.pair import Pair
 from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,15 +97,6 @@ def test_rivals_of_another_visit_give_no_verdict() -> None:
         assert bool(claim.unknown) == is_open and (claim.text == "1.20× (1.20–1.20)") != is_open
 
 
-def test_no_pair_is_of_two_visits_or_two_commits() -> None:
-    """SD inline was faster on another machine, and by other code; neither touches the interval."""
-    faster = {("sd", 2, 0): {3: 760.0}}
-    older = {"provenance": {"commit": "0", "ranks": [{"uuid": "a"}]}}
-    for others in (rows(faster, visit="b"), [r | older for r in rows(faster, visit="c")]):
-        found = one(rows() + others)
-        assert found.gain is not None and found.gain.interval == "1.10–1.10" and found.is_verdict
-
-
 def test_what_was_not_measured_is_named_with_what_is_expected_of_it() -> None:
     claim = one(rows(without(("sd", 2, 0))))
     assert str(claim.other) == "lookup T=2 K=8" and not claim.is_verdict
@@ -122,12 +110,6 @@ def test_a_lookup_is_ruled_out_by_what_it_can_reach_at_most() -> None:
     assert "no verdict: lookup T=2 not measured" in text
     fast = {**without(("lookup", 2, 0)), ("sd", 2, 0): {3: 790.0}, ("ssd", 1, 1): {4: 850.0}}
     assert one(rows(fast)).text == "1.08× (1.08–1.08)"
-
-
-def test_a_lookup_counts_only_with_the_acceptance_that_ssd_may_assume() -> None:
-    lucky = rows({("lookup", 2, 0): {8: 900.0}}, acceptance_fast="alpha:0.6")
-    assert str(one(rows() + lucky).other) == "SD inline T=2 K=3"
-    assert str(one(rows({**USES, ("lookup", 2, 0): {8: 900.0}})).other) == "lookup T=2 K=8"
 
 
 def test_where_a_recording_decides_each_lookup_is_a_use_of_its_own() -> None:
@@ -145,20 +127,6 @@ def test_where_a_recording_decides_each_lookup_is_a_use_of_its_own() -> None:
         found += [r | told | {"lookup": kind} for r in rows({("lookup", 2, 0): {8: rate}})]
         assert not claim().unknown and str(claim().other) == f"{kind} T=2 K=8"
         assert claim().other.method.endswith(f"lookup={kind}")
-
-
-def test_70b_on_three_gpus_needs_three_targets() -> None:
-    """64 heads divide unevenly; what T = 3 would give is expected between T = 2 and T = 4."""
-    uses: Uses = {
-        ("ar", 2, 0): {0: 60.0},
-        ("ar", 4, 0): {0: 114.0},
-        ("sd", 2, 0): {8: 193.0},
-        ("sd", 4, 0): {5: 298.0},
-        ("sd", 2, 1): {7: 195.0},
-        ("ssd", 2, 1): {10: 245.0},
-    }
-    claim = one(rows(uses, target="llama-3.1-70b"))
-    assert [str(one.family) for one in claim.unknown] == ["SD inline T=3"] and claim.copies is None
 
 
 def test_a_loss_to_a_measured_use_holds_whatever_else_was_not_measured() -> None:
@@ -185,12 +153,6 @@ def test_verdicts_of_a_table_are_corrected_together() -> None:
     assert held.text.endswith("no verdict after Holm's correction") and not held.is_verdict
 
 
-@pytest.mark.parametrize("poor", [{"seeds": 4}, {"num_rounds": 399}], ids=str)
-def test_few_seeds_and_short_rows_claim_nothing(poor: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="allowed: 5 seeds of 400 rounds"):
-        claims(rows(**poor))
-
-
 def test_predictions_choose_ssd_s_k_and_no_weak_rival() -> None:
     """A lucky row does not choose K; a wrong prediction does not hide the strongest rival."""
     lucky = rows({**USES, ("ssd", 1, 1): {3: 790.0, 4: 770.0}})
@@ -214,17 +176,6 @@ def test_imposed_hits_claim_nothing() -> None:
     assert lines([*rows(), *imposed]) == lines(rows())
     told = [str(claim) for claim in judged(setting_of(imposed[0]), [*rows(), *imposed])]
     assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
-
-
-def test_the_committed_claims_are_those_of_a_pair() -> None:
-    """Each line over the H200 rows, as `compare A B` on one seed's two rows has it."""
-    every = load_rows([ROOT / "results" / "h200-pairs"])
-    for claim in claims(every):
-        assert claim.other is not None and claim.gain is not None
-        a = claim.other.rows[0]
-        b = next(r for r in claim.ssd.rows if r.seed == a.seed)
-        told = Pair.of(a, b, {}, others=every).comparison
-        assert (told.low, told.high) == pytest.approx((claim.gain.low, claim.gain.high))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])

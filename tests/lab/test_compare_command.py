@@ -25,21 +25,8 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def faster(factor: float) -> dict[str, Any]:
-    """What a row's rates and times are if it ran this much faster."""
-    row = result("")
-    round_us = {k: v if k == "n" else v / factor for k, v in row["round_us"].items()}
-    return {"tok_per_s": row["tok_per_s"] * factor, "round_us": round_us}
-
-
 def at(second: int) -> dict[str, Any]:
     return {"provenance": {"started_at": f"2026-01-01T00:00:{second:02}+00:00"}}
-
-
-def compared(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
-    assert main(["compare", *map(str, arguments)]) == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    return found["a"], found["b"]
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -61,56 +48,28 @@ def test_why_takes_the_row_that_was_measured_last_or_a_run_id(
         assert capfd.readouterr().out.startswith(f"{run_id}: ")
 
 
-def test_two_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "a" / "runs.jsonl", result("zero"), result("one", fuse=True))
-    write(tmp_path / "b" / "runs.jsonl", result("two", lookahead=5))
-    assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("one", "two")
-    assert compared(capfd, tmp_path / "b" / "runs.jsonl", tmp_path / "a") == ("two", "one")
+def test_a_pair_is_the_latest_rows_of_one_seed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep measures the seeds of both in its own order; three configurations are ranked."""
 
+    def told(*words: object) -> Any:
+        assert main(["compare", *map(str, words)]) == 0
+        return json.loads(capfd.readouterr().out.splitlines()[-1])
 
-def test_rows_of_one_seed_are_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A sweep measures the seeds of both in orders of their own."""
-    seeds = [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
     rows = [
         result(f"{name}{seed}", seed=seed, token_digest=f"{seed}", fuse=name == "b")
-        for seed, name in seeds
+        for seed, name in [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
     ]
-    write(tmp_path / "both" / "runs.jsonl", *rows)
-    assert compared(capfd, tmp_path / "both") == ("a2", "b2")
-    write(tmp_path / "a" / "runs.jsonl", *rows[:2])
-    write(tmp_path / "b" / "runs.jsonl", *rows[3:])
-    assert compared(capfd, tmp_path / "a", tmp_path / "b") == ("a1", "b1")
-
-
-@pytest.mark.parametrize("seeds", [1, 5])
-def test_two_folders_of_one_configuration_stay_apart(
-    seeds: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name, scale in (("a", 1.0), ("b", 1.5)):
-        rows = [
-            result(f"{name}{n}", seed=n, token_digest=f"{n}", **faster(scale * (1 + n / 1000)))
-            for n in range(seeds)
-        ]
-        write(tmp_path / name / "runs.jsonl", *rows)
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert found["low"] <= 1.5 <= found["high"] and found["low"] > 1.2
-
-
-def test_a_folder_with_two_configurations(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "runs_1.jsonl", result("one"), result("two", fuse=True), result("three"))
-    assert compared(capfd, tmp_path) == ("three", "two")
-
-
-def test_a_folder_of_more_than_two_configurations_shows_the_best_methods(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "runs.jsonl", *(result(str(k), lookahead=k) for k in (1, 2, 3)))
-    assert main(["compare", str(tmp_path)]) == 0
-    methods = json.loads(capfd.readouterr().out.splitlines()[-1])[0]["methods"]
-    assert list(methods[0]["by_lookahead"]) == ["1", "2", "3"]
+    both, a, b = (tmp_path / name / "runs.jsonl" for name in ("both", "a", "b"))
+    write(both, *rows)
+    write(a, *rows[:2])
+    write(b, *rows[3:])
+    for words, pair in (((both.parent,), ("a2", "b2")), ((a.parent, b), ("a1", "b1"))):
+        found = told(*words)
+        assert (found["a"], found["b"]) == pair
+    write(both, *rows, result("c", lookahead=5, seed=2, token_digest="2"))
+    assert list(told(both.parent)[0]["methods"][0]["by_lookahead"]) == ["4", "5"]
 
 
 @pytest.mark.parametrize(

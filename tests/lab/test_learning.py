@@ -21,8 +21,6 @@ SEEN = {"sequences": 128, "steps": 28, "published": 1, "refused": 6}
     [
         ({"gpu": "GPU-b"}, INFOS, 1),
         ({"gpu": "GPU-c"}, INFOS, None),
-        ({"gpu": None}, [DeviceInfo("a CPU", "cpu")] * 2, None),
-        ({}, [DeviceInfo("a CPU", "cpu")] * 2, None),
         (None, INFOS, None),
     ],
 )

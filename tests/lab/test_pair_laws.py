@@ -108,17 +108,6 @@ def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> N
     assert fields.acceptance is not None and fields.acceptance.startswith("rates:")
 
 
-def test_flags_that_say_a_law_override_the_file(file: Path) -> None:
-    made = job(file, alpha=0.5, hit_law="power:A=.4,r=1", acceptance_fast="alpha:0.1")
-    assert {law.hazards for law in made.acceptance.values()} == {(0.5,) * K, (0.1,) * K}
-    assert made.hit_law.label == "power:A=0.4,r=1.0"
-
-
-def test_a_k_beyond_what_was_measured_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match="lookahead=7 with laws=laws"):
-        resolve(RunConfig(laws=str(file), lookahead=7), 1, backend="emulated", memory_bytes=None)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -94,15 +94,6 @@ def test_a_draft_is_asked_behind_every_prefix(recording: Recording, pair: TinyPa
     assert agreed > 3
 
 
-def test_the_file_says_where_it_comes_from(recording: Recording) -> None:
-    about = recording.about
-    assert (recording.vocab, recording.lookahead, recording.widest) == (VOCAB, K, F)
-    assert (recording.longest, recording.filler) == (3, None)
-    assert about["target"] == "target" and about["draft"] == "draft"
-    assert len(about["target_sha256"]) == len(about["draft_sha256"]) == 64
-    assert about["licence"] == "none needed" and about["temperature"] == 0
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -129,13 +120,3 @@ def test_what_cannot_be_recorded_is_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(reason, line), line
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_is_never_replaced(
-    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "pair.npz"
-    path.write_text("mine")
-    assert command(pair, path) == 2
-    assert "exists: allowed: a new file" in capsys.readouterr().err
-    assert path.read_text() == "mine"

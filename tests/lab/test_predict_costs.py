@@ -1,4 +1,5 @@
-"""Costs: tables between measured points, the profile's forwards to the last bit, JSON and back."""
+"""Costs: tables between measured points, a profile's forwards to the last bit, JSON and back, the
+kernel's times that a job takes, host costs, and forwards at a T that was not measured."""
 
 from __future__ import annotations
 
@@ -6,24 +7,38 @@ import dataclasses
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
-from mpissd.common.config import RunConfig
+from mpissd.__main__ import main
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
+from mpissd.common.presets import resolve_model
+from mpissd.common.rivals import Family
+from mpissd.engine.backend.base import ForwardKey
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, Tables, load_profile
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.job import resolve
-from mpissd.engine.model.shard import Shard
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
+from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
+from mpissd.lab.predict.derive import (
+    costs_at,
+    derive,
+    derived_from,
+    entry_of,
+    host_of,
+    with_derived,
+)
 from mpissd.lab.predict.grid import padded
-from mpissd.lab.predict.simulation import steps_seen
-
-Points = st.dictionaries(st.integers(1, 500), st.floats(0, 1), min_size=1, max_size=6)
+from mpissd.lab.predict.search import survey
+from mpissd.lab.predict.simulation import expected
+from tests.datasheet import DATASHEET
 
 
 def test_a_table_is_straight_between_points_flat_before_and_goes_on_behind() -> None:
@@ -33,16 +48,6 @@ def test_a_table_is_straight_between_points_flat_before_and_goes_on_behind() -> 
     assert RowTable.of({4: 2.0})([1, 4, 99]).tolist() == [2.0, 2.0, 2.0]
     falling = RowTable.of({2: 2.0, 4: 1.0})
     assert falling([4, 8]).tolist() == [1.0, 1.0]  # noise doesn't become a negative time
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [((), ()), ((1,), ()), ((0, 1), (1.0, 1.0)), ((2, 1), (1.0, 1.0)), ((1, 1), (1.0, 1.0)),
-     ((1,), (-1.0,)), ((1,), (math.nan,)), ((1,), (math.inf,))],
-)  # fmt: skip
-def test_a_table_refuses_what_is_none(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="row table"):
-        RowTable(rows, seconds)
 
 
 @pytest.mark.parametrize("device", ["h200", "v100-32"])
@@ -101,11 +106,6 @@ def test_costs_survive_json() -> None:
     assert HostCosts.from_dict(json.loads(json.dumps(host.to_dict()))) == host
 
 
-def test_costs_older_than_the_upload_count_it_in_the_launch() -> None:
-    old = {k: v for k, v in HostCosts(lead_launch=2e-5).to_dict().items() if k != "lead_upload"}
-    assert HostCosts.from_dict(old) == HostCosts(lead_launch=2e-5, lead_upload=0.0)
-
-
 def test_bad_costs_are_one_line() -> None:
     good = HostCosts().to_dict()
     with pytest.raises(ConfigError, match=r"did you mean 'link'\?"):
@@ -116,12 +116,22 @@ def test_bad_costs_are_one_line() -> None:
         HostCosts.from_dict({**good, "wake": -1.0})
     with pytest.raises(ConfigError, match="wake: 'soon'"):
         HostCosts.from_dict({**good, "wake": "soon"})
+    old = {k: v for k, v in good.items() if k != "lead_upload"}  # counted in the launch
+    assert HostCosts.from_dict(old) == HostCosts()
+    for rows, seconds in (
+        ((), ()),
+        ((0, 1), (1.0, 1.0)),
+        ((2, 1), (1.0, 1.0)),
+        ((1,), (math.nan,)),
+    ):
+        with pytest.raises(ConfigError, match="row table"):
+            RowTable(rows, seconds)
     for bad in ({}, {"verify": 3}, {"verify": {"x": 1.0}}, {"verify": {"1": None}}):
         with pytest.raises(ConfigError, match=r"device costs|row table"):
             DeviceCosts.from_dict(bad)
 
 
-@pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 7), (3, 4), (6, 2), (8, 3)])
+@pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 7), (6, 2)])
 def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
     mode = "ssd" if lookahead else "ar"
     config = RunConfig(mode=mode, pair="toy", batch_size=batch, lookahead=lookahead)
@@ -135,7 +145,237 @@ def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
     assert padded(rows[None], np.array([[batch, job.verify_rows]])).tolist() == [expected]
 
 
-def test_polls_stand_between_whole_steps() -> None:
-    waited = np.array([-1.0, 0.0, 0.1, 1.0, 1.1, 99.0])
-    assert steps_seen(waited, np.array(1.0), 4).tolist() == [0, 0, 1, 1, 2, 4]
-    assert steps_seen(waited, np.array(0.0), 4).tolist() == [0, 0, 4, 4, 4, 4]
+MODELS = {"llama-3.1-8b": 3e-3, "llama-3.2-1b": 0.5e-3}
+FREE = HostCosts()
+
+
+def two_kernels() -> Profile:
+    """A device on which jobs of at most 32 rows take 3 ms and 0.5 ms a forward, others a third
+    more."""
+    tables: dict[ForwardKey, tuple[Forward, ...]] = {}
+    for name, seconds in MODELS.items():
+        shard = Shard(resolve_model(name.split("-")[-1]))
+        params = shard.num_params(ForwardOptions())
+        few, many = (
+            Curve((1, 32, 256), (s, 1.1 * s, 1.5 * s), "measured: here")
+            for s in (seconds, 4 / 3 * seconds)
+        )
+        kernels = Forward(params, few, "chain", 32), Forward(params, many, "cublas")
+        tables[shard.key(1, ForwardOptions())] = kernels
+    return replace(load_profile(DATASHEET), tables=Tables(forwards=tables))
+
+
+PROFILE = two_kernels()
+
+
+def job(**flags: Any) -> Job:
+    config = RunConfig(**{"pair": "8b/1b", "alpha": 0.8, **flags})
+    return resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "verify", "draft"),
+    [
+        ({"mode": "ar"}, 3e-3, None),
+        ({"mode": "ar", "batch_size": 33}, 4e-3, None),
+        ({"mode": "sd", "lookahead": 31}, 3e-3, 0.5e-3),
+        ({"mode": "sd", "lookahead": 32}, 4e-3, 2e-3 / 3),
+        ({"mode": "ssd", "fan_out": "geometric:32"}, 3e-3, 0.5e-3),
+        ({"mode": "ssd", "fan_out": "geometric:33"}, 3e-3, 2e-3 / 3),  # only the draft's rows
+    ],
+)
+def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(
+    flags: dict[str, Any], verify: float, draft: float | None
+) -> None:
+    costs = DeviceCosts.from_profile(PROFILE, job(**flags))
+    assert float(costs.verify(1)) == verify
+    if draft is not None:
+        assert float(costs.draft_s(1)) == pytest.approx(draft)
+
+
+def test_a_plan_s_choices_are_what_predict_says_of_them() -> None:
+    """Cells of one group may run two kernels: each has its own times."""
+    config = RunConfig(pair="8b/1b", alpha=0.9)
+    places = [p for p in survey(config, PROFILE, 2).placements if p.tp == 1]  # measured there
+    for choice in plan(config, places, 2).judged:
+        config = parse_flags({"pair": "8b/1b", "alpha": "0.9", **choice.flags()})
+        one = resolve(config, 1, backend="emulated", memory_bytes=None)
+        own = DeviceCosts.from_profile(PROFILE, one)
+        rate = float(expected(one, own, FREE).tok_per_s[0])
+        assert choice.tok_per_s == pytest.approx(rate, rel=1e-9), choice
+
+
+def entry(mode: str, drafts: int, sample: float, **changes: Any) -> HostEntry:
+    seconds = {**FREE.to_dict(), "lead_sample": sample}
+    known = HostEntry(mode, 1, drafts, 1, 4, seconds, "measured: here")
+    return replace(known, **changes)
+
+
+HOSTS = (
+    entry("ar", 0, 1e-6),
+    entry("sd", 0, 2e-6),
+    entry("sd", 1, 3e-6),
+    entry("ssd", 1, 4e-6),
+    entry("ssd", 1, 5e-6, batch_size=8),
+    entry("ssd", 1, 6e-6, tp=2, source="derived: from T=1"),
+    entry("ssd", 1, 7e-6, lookahead=9),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tp", "sample", "derived"),
+    [
+        ({"mode": "ar"}, 1, 1e-6, False),
+        ({"mode": "ar"}, 2, 1e-6, True),
+        ({"mode": "sd", "num_drafts": 0}, 1, 2e-6, False),
+        ({"mode": "sd"}, 1, 3e-6, False),
+        ({"mode": "ssd"}, 1, 4e-6, False),
+        ({"mode": "ssd", "batch_size": 2}, 1, (4 + 1 / 7) * 1e-6, False),
+        ({"mode": "ssd", "batch_size": 15}, 1, 6e-6, False),
+        ({"mode": "ssd"}, 2, 6e-6, True),
+        ({"mode": "ssd", "lookahead": 7}, 1, 7e-6, False),
+    ],
+)
+def test_host_costs_are_those_of_the_nearest_way_to_decode(
+    flags: dict[str, Any], tp: int, sample: float, derived: bool
+) -> None:
+    profile = replace(PROFILE, hosts=HOSTS)
+    found = replace(job(**flags), tp=tp)
+    assert host_of(profile, found).lead_sample == pytest.approx(sample)
+    label = derived_from(profile, profile, found) or ""
+    assert ("host costs of" in label or "derived: from T=1" in label) is derived
+    assert host_of(PROFILE, found) == FREE and entry_of(PROFILE, found) is None
+
+
+def test_host_costs_lie_on_a_line_between_contexts_and_batches() -> None:
+    points = {(1, 100): 1e-4, (8, 100): 8e-4, (1, 2100): 5e-4, (8, 2100): 12e-4}
+    hosts = tuple(
+        entry("sd", 0, seconds, batch_size=batch, context=context, forward="transformer")
+        for (batch, context), seconds in points.items()
+    )
+    known = replace(PROFILE, hosts=hosts)
+    for (batch, context), wanted in {**points, (1, 1100): 3e-4, (1, 20): 1e-4}.items():
+        found = costs_at(known, hosts[0], batch, context).lead_sample
+        assert found == pytest.approx(wanted), (batch, context)
+
+
+PROFILES = Path(__file__).resolve().parents[2] / "results/h200/profiles"
+FUSED = ForwardOptions(fuse=True)
+EIGHT = RunConfig(pair="8b/1b", fuse=True)
+
+
+def probed(name: str) -> Profile:
+    return load_profile(str(PROFILES / f"{name}.json"))
+
+
+def shard(pair: str, tp: int) -> Shard:
+    config = RunConfig(pair=pair, mode="ar")
+    return Shard(resolve(config, 1, backend="emulated", memory_bytes=None).target, tp)
+
+
+def seconds(profile: Profile, of: Shard, rows: int) -> float:
+    curve = profile.tables.forward(of.cost(rows, 1, 2, FUSED))
+    assert curve is not None
+    return curve(rows)
+
+
+def with_all_reduces(profile: Profile, *others: Profile) -> Profile:
+    latency, rate = {}, {}
+    for known in (profile, *others):
+        latency |= known.all_reduce_latency_s or {}
+        rate |= known.all_reduce_bytes_per_s or {}
+    return replace(profile, all_reduce_latency_s=latency, all_reduce_bytes_per_s=rate)
+
+
+@pytest.mark.parametrize("most_rows", [None, 32])
+def test_by_hand(most_rows: int | None) -> None:
+    """8B from T=1 to T=2: half the bytes and 64 all-reduces more; a product with a launch of its
+    own loses as much time as before, the chain half as much."""
+    one, two = shard("8b/1b", 1), shard("8b/1b", 2)
+    alone = by_one_kernel(
+        replace(
+            probed("h200-8b-1b-T1D1"),
+            launch_s=2e-6,
+            all_reduce_latency_s={2: 3e-6},
+            all_reduce_bytes_per_s={2: 8192 / 1e-6},
+        ),
+        one,
+        most_rows,
+    )
+    (found,) = derive(alone, one, two, 1, FUSED)
+    assert found.params == 6979321856 // 2 and found.most_rows == most_rows
+    assert alone.read_bytes_per_s is not None
+    lost = seconds(alone, one, 1) - 2 * 6979321856 / alone.read_bytes_per_s
+    for rows in (1, 16):
+        kept = 2e-6 if most_rows else lost
+        wanted = kept + (seconds(alone, one, rows) - kept) / 2 + 64 * (3e-6 + rows * 1e-6)
+        assert found.seconds(rows) == pytest.approx(wanted, rel=1e-12)
+    assert found.seconds.source.startswith("derived from T=1")
+    (back,) = derive(with_derived(alone, two, 1, FUSED), two, one, 1, FUSED)
+    assert back.seconds(5) == pytest.approx(seconds(alone, one, 5), rel=1e-12)
+
+
+def by_one_kernel(
+    profile: Profile, of: Shard, most_rows: int | None, one_row_s: float = 0.0
+) -> Profile:
+    """The profile with the measured forward assigned to another kernel, or given another time."""
+    key, forwards = of.key(1, FUSED), dict(profile.tables.forwards)
+    (known,) = forwards[key]
+    curve = Curve((1,), (one_row_s,)) if one_row_s else known.seconds
+    forwards[key] = (replace(known, most_rows=most_rows, seconds=curve),)
+    return replace(profile, tables=replace(profile.tables, forwards=forwards))
+
+
+@pytest.mark.parametrize(("have", "want"), [(2, 4), (4, 2)])
+def test_near_to_what_was_measured_there(have: int, want: int) -> None:
+    """70B on H200, probed with T = 2 and with T = 4."""
+    profiles = {2: probed("h200-70b-1b-T2D1"), 4: probed("h200-70b-T4")}
+    known = with_all_reduces(profiles[have], profiles[want])
+    (found,) = derive(known, shard("70b/1b", have), shard("70b/1b", want), 1, FUSED)
+    for rows, most in {1: 0.016, 2: 0.016, 4: 0.016, 8: 0.016, 16: 0.05, 64: 0.016}.items():
+        measured = seconds(profiles[want], shard("70b/1b", want), rows)
+        assert found.seconds(rows) == pytest.approx(measured, rel=most)
+
+
+def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:
+    alone = probed("h200-8b-1b-T1D1")
+    found = with_derived(alone, shard("8b/1b", 2), 1, FUSED)
+    assert "all-reduces of profile h200" in str(found.tables.forwards)
+    other = replace(alone, device_name="Another device")
+    with pytest.raises(ConfigError, match="knows no all-reduce over 2 ranks"):
+        with_derived(other, shard("8b/1b", 2), 1, FUSED)
+
+
+def test_a_survey_drops_no_t_silently() -> None:
+    alone = probed("h200-8b-1b-T1D1")
+    here = survey(EIGHT, alone, 4)
+    judged = plan(EIGHT, here.placements, 4).judged
+    assert {(c.tp, c.derived is None) for c in judged if c.mode != "ssd"} == {
+        (1, True),
+        (2, False),
+        (3, False),
+        (4, False),
+    }
+    assert not here.unjudged
+    there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
+    assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 3, 4}
+    assert "all-reduce over 4 ranks" in there.unjudged[Family("ar", 4, 0)]
+
+
+def test_a_prediction_at_two_ranks_takes_the_measured_share(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As in an advice; from only the profile's numbers 70B was 12% too fast."""
+
+    def last(*flags: str) -> dict[str, Any]:
+        assert (
+            main(["plan", "--profile=h200", "--pair=70b/1b", "--forward=transformer", *flags]) == 0
+        )
+        told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return told
+
+    judged = last("--gpus=2")["judged"]
+    (advised,) = (c for c in judged if (c["mode"], c["tp"], c["num_drafts"]) == ("sd", 2, 0))
+    flags = "--mode=sd", "--num_drafts=0", "--tp=2", f"--lookahead={advised['lookahead']}"
+    row = last(*flags)
+    assert row["expected_tok_per_s"] == pytest.approx(advised["tok_per_s"], rel=0.01)

@@ -1,18 +1,23 @@
-"""The recurrence against the loops themselves, in virtual time.
+"""The simulation, of one target and of a pool, against the loops themselves in virtual time.
 
 The real TargetLoop, drafter and workers run with clocks of their own that only move when a forward,
-a message or a named piece of host work takes time. Actions and times must be predicted exactly.
+a message or a named piece of host work takes time. Actions and times must be predicted exactly. In
+a pool, a thread for each group's lead, host work takes no time, since its order between two
+forwards is not predicted; the link does.
 """
 
 from __future__ import annotations
 
+import math
 import queue
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.records import RoundRecords, outcome_digest
@@ -31,10 +36,13 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.job import Job, resolve
+from mpissd.engine.model.shared import SharedForwards
 from mpissd.engine.workload import workers
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.simulation import replay
+from mpissd.lab.predict.pool import Pool
+from mpissd.lab.predict.pool import replay as replay_pool
+from mpissd.lab.predict.simulation import follow, replay
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_upload=5e-6, lead_launch=9e-6,
@@ -43,6 +51,7 @@ HOST = HostCosts(
     draft_send=8e-6, draft_record=4e-6, glue=50e-6, keys=65e-6, step=45e-6, wake=55e-6,
     nap=120e-6, patience=500e-6,
 )  # fmt: skip
+LINK = HostCosts(link=40e-6)  # of pools
 WARMUP, WARM_ID = 3, 1 << 20
 
 
@@ -200,8 +209,23 @@ class DraftWorker(workers.DraftWorker):
         super().collect_step(*args)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Plans for no followers."""
+def target_worker(job: Job, device: DeviceCosts, clock: Clock) -> TargetWorker:
+    config = job.config
+    stream = TokenStream(config.seed, job.target.vocab_size, config.batch_size, job.lookahead)
+    worker = TargetWorker(VirtualForwards(clock, device.verify), ImposedTarget(stream))
+    worker.clock = clock
+    return worker
+
+
+def drafter_of(job: Job, forwards: Any, clock: Clock) -> Drafter:
+    config, vocab, widest = job.config, job.target.vocab_size, max(1, job.fan_outs.widest)
+    laws = job.acceptance, job.hit_law
+    stream = DraftStream(config.seed, vocab, config.batch_size, *laws, widest)
+    worker = DraftWorker(forwards, ImposedDraft(stream))
+    worker.clock = clock
+    source = Source.FAST if config.backup == "fast" else Source.JIT
+    policy = DraftPolicy(job.lookahead, job.fan_outs, source, job.backup_lookahead)
+    return Drafter(worker, policy, config.batch_size, clock)
 
 
 class VirtualRun:
@@ -216,8 +240,9 @@ class VirtualRun:
     def __call__(self) -> tuple[RoundRecords, list[float]]:
         job, batch = self.job, self.job.config.batch_size
         speculator, thread = self._speculator()
-        nobody = None
-        loop = TargetLoop(self._target(), speculator, nobody, batch, self.lead)
+        loop = TargetLoop(
+            target_worker(job, self.device, self.lead), speculator, None, batch, self.lead
+        )
         if thread is not None:
             thread.start()
         loop.admit([Request(WARM_ID + n) for n in range(batch)])
@@ -243,32 +268,14 @@ class VirtualRun:
             thread.join(60)
         return records, records.round_s
 
-    def _target(self) -> TargetWorker:
-        job, config = self.job, self.job.config
-        vocab, batch = job.target.vocab_size, config.batch_size
-        stream = TokenStream(config.seed, vocab, batch, job.lookahead)
-        worker = TargetWorker(VirtualForwards(self.lead, self.device.verify), ImposedTarget(stream))
-        worker.clock = self.lead
-        return worker
-
-    def _drafter(self) -> Drafter:
-        job, config = self.job, self.job.config
+    def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
+        job = self.job
+        if job.lookahead == 0:
+            return asks(NoSpeculator(), self.lead), None
         assert self.device.draft is not None
-        vocab, batch = job.target.vocab_size, config.batch_size
-        laws = job.acceptance, job.hit_law
-        stream = DraftStream(config.seed, vocab, batch, *laws, max(1, job.fan_outs.widest))
-        lists = dict(self.device.lists).get(self.job.draft_options.top_k)
-        worker = DraftWorker(
-            VirtualForwards(self.draft, self.device.draft, lists), ImposedDraft(stream)
-        )
-        worker.clock = self.draft
-        policy = DraftPolicy(
-            job.lookahead,
-            job.fan_outs,
-            Source.FAST if config.backup == "fast" else Source.JIT,
-            job.backup_lookahead,
-        )
-        drafter = Drafter(worker, policy, batch, self.draft)
+        lists = dict(self.device.lists).get(job.draft_options.top_k)
+        forwards = VirtualForwards(self.draft, self.device.draft, lists)
+        drafter = drafter_of(job, forwards, self.draft)
         close = drafter.ledger.close_round
 
         def close_round(round_: int, phase: int) -> None:
@@ -277,13 +284,6 @@ class VirtualRun:
             close(round_, phase)
 
         drafter.ledger.close_round = close_round  # type: ignore[method-assign]
-        return drafter
-
-    def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
-        job = self.job
-        if job.lookahead == 0:
-            return asks(NoSpeculator(), self.lead), None
-        drafter = self._drafter()
         if job.inline:
             return asks(InlineSpeculator(drafter), self.lead), None
         shape = LinkShape(0, job.config.batch_size, job.lookahead)
@@ -347,3 +347,183 @@ def test_virtual_time_adds_up() -> None:
     _, round_s = run()
     forward = float(run.device.verify(1))
     np.testing.assert_allclose(round_s, forward + HOST.ask_s + HOST.lead_s, rtol=1e-12)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "sd": {"mode": "sd", "lookahead": 5},
+    "sd, short drafts": {"mode": "sd", "lookahead": 6, "backup_lookahead": 2},
+    "sd, fast": {"mode": "sd", "lookahead": 4, "backup": "fast"},
+    "sd, inline": {"mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 2},
+    "ssd, late": {"mode": "ssd", "lookahead": 4},
+    "ssd, very late": {"mode": "ssd", "lookahead": 7},
+    "ssd, batch": {"mode": "ssd", "lookahead": 5, "batch_size": 5, "fan_out": "geometric:24"},
+    "ssd, fast, short": {
+        "mode": "ssd", "lookahead": 6, "batch_size": 4, "backup": "fast",
+        "backup_lookahead": 2, "fan_out": "uniform:6",
+    },
+    "ssd, hits of a real pair": {
+        "mode": "ssd", "lookahead": 5, "hit_law": "smollm2-chat", "batch_size": 3,
+        "fan_out": "geometric:30", "backup_lookahead": 3,
+    },
+    "ssd, hits of two ends": {
+        "mode": "ssd", "lookahead": 7, "hit_law": "power:A=1.1/0.1,r=0.3/0.9",
+    },
+    "ssd, lists of candidates": {
+        "mode": "ssd", "lookahead": 4, "batch_size": 2, "fan_out": "geometric:40", "lm_head": True,
+    },
+    "ssd, tokens": {"mode": "ssd", "lookahead": 4, "batch_size": 3, "num_tokens": 60},
+    "ssd, tokens, crowd": {
+        "mode": "ssd", "lookahead": 5, "batch_size": 6, "num_tokens": 50, "fan_out": "uniform:2",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
+def test_predicts_what_the_loops_do(flags: dict[str, Any]) -> None:
+    check(make_job(**flags))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_predicts_random_configurations(seed: int) -> None:
+    rnd = random.Random(seed)
+    lookahead = rnd.randint(1, 9)
+    fan_outs = [f"uniform:{rnd.randint(1, 9)}", f"geometric:{rnd.randint(8, 60)}"]
+    job = make_job(
+        mode="ssd",
+        pair=rnd.choice(["8b/1b", "3b/1b", "70b/8b", "8b/0.6b"]),
+        lookahead=lookahead,
+        batch_size=rnd.choice([1, 1, 2, 3, 4, 7, 16]),
+        fan_out=rnd.choice(fan_outs),
+        alpha=rnd.choice([0.5, 0.8, 0.95]),
+        backup=rnd.choice(["jit", "fast"]),
+        backup_lookahead=rnd.randint(1, lookahead),
+        seed=seed,
+    )
+    check(job, rounds=40)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_given_its_outcomes_a_run_takes_as_long(name: str) -> None:
+    """Whatever decided them: the outcomes of a replay, as a run's records."""
+    job = make_job(**{"num_tokens": 60, "seed": 3, **CASES[name]})
+    device = DeviceCosts.from_profile(load_profile("h100"), job)
+    drawn = replay(job, device, HOST)
+    followed = follow(job, device, HOST, drawn.sequences())
+    assert np.array_equal(followed.round_s, drawn.round_s)
+    decided = [0, 3, 4, 6]  # round, k, t*, hit; a sequence's place is not its id once others ended
+    assert np.array_equal(followed.sequences()[:, decided], drawn.sequences()[:, decided])
+
+
+class PoolClock(Clock):
+    """The draft's time, which goes on to the first message of any group."""
+
+    def __init__(self) -> None:
+        self._next = math.inf
+        super().__init__()
+
+    @property
+    def next_event(self) -> float:  # type: ignore[override]
+        return self._next
+
+    @next_event.setter
+    def next_event(self, time: float) -> None:
+        self._next = min(self._next, time)
+
+    def until(self, test: Any, what: str) -> None:
+        self._next = math.inf
+        super().until(test, what)
+
+
+class PoolForwards(VirtualForwards):
+    most_rows = 1 << 20
+
+
+class PoolRun:
+    """One job of G groups, all sides in one process."""
+
+    def __init__(self, pool: Pool, rounds: int) -> None:
+        self.pool, self.rounds, self.draft = pool, rounds, PoolClock()
+        self.job, device = pool.job, pool.device
+        lists = dict(device.lists).get(self.job.draft_options.top_k)
+        assert device.draft is not None
+        stepper: Any = PoolForwards(self.draft, device.draft, lists)
+        self.shared = SharedForwards(stepper, pool.targets, slots=pool.batch, lanes=999)
+        self.round_s: list[list[float]] = [[] for _ in range(pool.targets)]
+
+    def __call__(self) -> list[list[float]]:
+        ends, leads = [], []
+        for group in range(self.pool.targets):
+            lead_end, draft_end, clock = self._link()
+            ends.append((draft_end, drafter_of(self.job, self.shared.seats[group], self.draft)))
+            lead = threading.Thread(target=self._lead, args=(group, lead_end, clock), daemon=True)
+            leads.append(lead)
+        for lead in leads:
+            lead.start()
+        serve(*ends)
+        for lead in leads:
+            lead.join(60)
+        return self.round_s
+
+    def _link(self) -> tuple[LeadEnd, DraftEnd, Clock]:
+        shape, clock = LinkShape(0, self.pool.batch, self.job.lookahead), Clock()
+        return *virtual_link(shape, clock, self.draft, (0, 0, 0)), clock
+
+    def _lead(self, group: int, end: LeadEnd, clock: Clock) -> None:
+        batch = self.pool.batch
+        worker = target_worker(self.job, self.pool.device, clock)
+        loop = TargetLoop(worker, RemoteSpeculator(end), None, batch, clock)
+        loop.admit([Request(n) for n in range(group * batch, (group + 1) * batch)])
+        for _ in range(self.rounds):
+            start = clock.now
+            loop.step()
+            self.round_s[group].append(clock.now - start)
+        loop.stop()
+
+
+def check_pool(groups: int, rounds: int, **flags: Any) -> None:
+    job = make_job(**flags)
+    made = Pool.of(job, groups, load_profile("h100"), LINK)
+    pool = Pool(job, groups, steep(made.device), LINK)
+    measured = PoolRun(pool, rounds)()
+    assert [len(each) for each in measured] == [rounds] * groups
+    for each, found in zip(measured, replay_pool(pool, rounds).rounds_s, strict=True):
+        np.testing.assert_allclose(found, each, rtol=0, atol=1e-9)
+
+
+POOLS: dict[str, dict[str, Any]] = {
+    "sd": {"mode": "sd", "lookahead": 5},
+    "late": {"mode": "ssd", "lookahead": 5, "fan_out": "uniform:3"},
+    "batch": {"mode": "ssd", "lookahead": 4, "batch_size": 3, "fan_out": "geometric:20"},
+    "fast": {"mode": "ssd", "lookahead": 4, "batch_size": 2, "backup": "fast"},
+}
+
+
+@pytest.fixture
+def no_host_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "HOST", LINK)
+
+
+@pytest.mark.usefixtures("no_host_work")
+@pytest.mark.parametrize("flags", POOLS.values(), ids=POOLS.keys())
+@pytest.mark.parametrize("groups", [1, 5])
+def test_replays_a_pool(groups: int, flags: dict[str, Any]) -> None:
+    check_pool(groups, 40, **flags)
+
+
+@pytest.mark.usefixtures("no_host_work")
+@pytest.mark.parametrize("seed", range(4))
+def test_replays_random_pools(seed: int) -> None:
+    rnd = random.Random(seed)
+    lookahead = rnd.randint(1, 8)
+    fan_out = rnd.choice([f"uniform:{rnd.randint(1, 5)}", f"geometric:{rnd.randint(8, 40)}"])
+    more: dict[str, Any] = {
+        "lookahead": lookahead,
+        "fan_out": fan_out,
+        "batch_size": rnd.choice([1, 1, 2, 4]),
+        "backup": rnd.choice(["jit", "fast"]),
+        "backup_lookahead": rnd.randint(1, lookahead),
+        "alpha": rnd.choice([0.5, 0.8, 0.95]),
+        "seed": seed,
+    }
+    check_pool(rnd.randint(2, 8), 30, mode="ssd", **more)

@@ -1,4 +1,7 @@
-"""A predicted row: keys of a result row, the run's own draws, sampling apart from the model."""
+"""A predicted row, the forecast of a row by another job's profile, and the errors of both.
+
+On committed rows; sampling is kept apart from the model.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,38 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
 from mpissd.common.real_pairs import DEFAULT, hit_rate, least_uniform
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.lab.measure.card import print_summary
+from mpissd.lab.predict.accuracy import (
+    MEAN_BAR,
+    decided,
+    decisions,
+    errors_of,
+    groups,
+    is_biased,
+    meets,
+    profile_of_another_job,
+    table,
+)
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.row import predict_row
+from mpissd.lab.predict.row import Forecast, forecast_row, job_of_row, predict_row
+from mpissd.lab.predict.simulation import expected
+from mpissd.lab.tables.load import load_rows
 
-LOOKAHEAD = 4  # a run's default K
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)
+RESULTS = Path(__file__).parents[2] / "results"
+STUDY = RESULTS / "emulated-predictions"
+# Its rows ran under h200 as it was before profiles distinguished kernels.
+DEVICES = f"{RESULTS / 'h200-probe/before.json'},{STUDY / 'h100.json'},a100-80,v100-32"
 
 
 def predict(device: str = "h100", host: HostCosts = HOST, **flags: Any) -> dict[str, Any]:
@@ -41,12 +62,15 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
     assert row["T_SD"] == pytest.approx(row["t_draft_s"] / row["t_target_s"])
     assert row["T_p"] == pytest.approx(row["t_growth_s"] / row["t_target_s"])
     assert row["exposed_us"] > 0
+    null = predict("null", HostCosts(), mode="ssd", rounds=10)
+    json.dumps(null, allow_nan=False)
+    assert null["tok_per_s"] is null["expected_tok_per_s"] is null["T_SD"] is None
 
 
 def test_imposed_hits_have_a_price() -> None:
     """p_hit = .8 is imposed on 15 branches; the default hit model needs more, which have a cost."""
     row = predict(mode="ssd", rounds=20, p_hit=0.8)
-    hazards, width = [0.8] * LOOKAHEAD, LOOKAHEAD + 1
+    hazards, width = [0.8] * 4, 5  # K = 4
     least = next(f for f in range(1, 99) if hit_rate(hazards, [f] * width, DEFAULT) >= 0.8)
     assert least == least_uniform(0.8, hazards, DEFAULT, 99) > 3
     honest = predict(mode="ssd", rounds=20, fan_out=f"uniform:{least}")
@@ -55,8 +79,6 @@ def test_imposed_hits_have_a_price() -> None:
         "branch_budget": least * width,
         "expected_tok_per_s": honest["expected_tok_per_s"],
     }
-    named = predict(mode="ssd", rounds=20, hit_law="p_hit:0.8")
-    assert named["imposed_hits"] == row["imposed_hits"]
     # Imposed on fewer branches, the hit model's own rate costs less if a branch costs anything.
     costly = dataclasses.replace(HOST, keys_lane=2e-6)
     own = hit_rate(hazards, [least] * width, DEFAULT)
@@ -68,45 +90,209 @@ def test_imposed_hits_have_a_price() -> None:
         assert predict(rounds=20, **flags)["imposed_hits"] is None
 
 
-def test_a_card_says_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str]) -> None:
-    row = json.loads(
-        Path(__file__)
-        .parents[2]
-        .joinpath("results/h200-sweep/runs_8b.jsonl")
-        .read_text()
-        .splitlines()[0]
-    )
+def test_a_card_prints_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str]) -> None:
+    row = json.loads((RESULTS / "h200-sweep/runs_8b.jsonl").read_text().splitlines()[0])
     price = {"hit_law": "power:A=0.75,r=1.0", "branch_budget": 40, "expected_tok_per_s": 827.1}
-    shown = {**row, "hit_rate": 0.9, "expected_tok_per_s": 906.0}
-    print_summary(Row.from_dict({**shown, "imposed_hits": price}))
-    assert "imposed: with the 40 branches" in (text := capsys.readouterr().out)
+    shown = {**row, "hit_rate": 0.9, "expected_tok_per_s": 906.0, "num_prompts": 3}
+    print_summary(Row.from_dict({**shown, "imposed_hits": price}), "out")
+    text = capsys.readouterr().out
+    assert "imposed: with the 40 branches" in text
     assert "827.1 tok/s predicted, 906.0 as run" in text
+    assert f"answers  out/text/{row['run_id']}.jsonl: of 3 prompts\n" in text
     whole, floor = row["t_target_s"] * 1e3, row["floor_us"] / 1e3
     share = f"its floor is {floor:.2f} ms, {floor / whole:.0%} of that"
     assert f"  target  {whole:.2f} ms a forward; {share}\n" in text
-    print_summary(Row.from_dict({**shown, "num_prompts": 3}), "out")
-    assert f"answers  out/text/{row['run_id']}.jsonl: of 3 prompts\n" in capsys.readouterr().out
-    print_summary(Row.from_dict(shown), "out")  # a row from before there was this key
-    print_summary(Row.from_dict({**shown, "imposed_hits": None}))
+    print_summary(Row.from_dict(row), "out")  # a row from before there was this key
     assert "imposed:" not in (text := capsys.readouterr().out) and "answers" not in text
     print_summary(Row.from_dict({**shown, "imposed_hits": {**price, "branch_budget": None}}))
     assert "imposed: no fan-out of power:A=0.75,r=1.0 hits as often" in capsys.readouterr().out
 
 
-def test_sampling_is_told_apart() -> None:
+def test_sampling_is_kept_apart() -> None:
     """Longer runs stray less; the replayed error is within five of its standard deviations."""
     short, long = predict(mode="ssd", rounds=50, seed=4), predict(mode="ssd", rounds=800, seed=4)
     assert long["expected_tok_per_s"] == short["expected_tok_per_s"]
     assert long["sampling_sd"] == pytest.approx(short["sampling_sd"] / 4)
     for row in (short, long):
-        assert row["tok_per_s"] == pytest.approx(
-            row["expected_tok_per_s"] * (1 + row["sampling_error"])
-        )
+        rate = row["expected_tok_per_s"] * (1 + row["sampling_error"])
+        assert row["tok_per_s"] == pytest.approx(rate)
         assert abs(row["sampling_error"]) < 5 * row["sampling_sd"]
 
 
-def test_a_null_device_without_host_costs_has_no_rate() -> None:
-    row = predict("null", HostCosts(), mode="ssd", rounds=10)
-    json.dumps(row, allow_nan=False)
-    assert row["tok_per_s"] is row["expected_tok_per_s"] is row["sampling_error"] is None
-    assert row["T_SD"] is None
+def row_like(name: str, **wanted: Any) -> dict[str, Any]:
+    for row in load_rows([RESULTS / name]):
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return row
+    raise AssertionError(f"{name}: no row with {wanted}")
+
+
+@pytest.mark.parametrize("name", ["h200", "h200-tables"])
+def test_a_row_holds_its_whole_configuration(name: str) -> None:
+    """With its own job's profile, the job that the row names has the mean that its run wrote."""
+    checked = 0
+    for row in load_rows([RESULTS / name]):
+        path = RESULTS / name / "profiles" / f"{row['run_id']}.json"
+        if path.exists():
+            checked += 1
+            known = json.loads(path.read_text())
+            device = DeviceCosts.from_dict(known["device"])
+            host = HostCosts.from_dict(known["host"])
+            mean = float(expected(job_of_row(row), device, host).tok_per_s[0])
+            assert mean == pytest.approx(row["expected_tok_per_s"], rel=6e-3), row["run_id"]
+    assert checked > 10
+
+
+def test_a_draft_on_another_device_needs_its_profile() -> None:
+    name = "emulated-sweep/runs_h100_drafts.jsonl"
+    row = row_like(name, mode="sd", draft_device_name="NVIDIA V100 32GB SXM2 (emulated)")
+    target = load_profile("h100")
+    assert "draft ran on NVIDIA V100" in (forecast_row(row, target).reason or "")
+    slow = forecast_row(row, target, load_profile("v100-32")).tok_per_s
+    fast = forecast_row(row | {"draft_device_name": row.device_name}, target).tok_per_s
+    assert slow is not None and fast is not None and slow < fast
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "reason"),
+    [
+        ("saguaro/runs.jsonl", {}, "markov"),
+        ("h200-ssd/runs.jsonl", {"backup": "auto"}, "they adapt"),
+        ("emulated-schedules/runs.jsonl", {"schedule": "pearl"}, "pearl"),
+        ("emulated-schedules/runs.jsonl", {"draft": "medusa4-llama-3.1-8b"}, "several tokens"),
+        ("h200/runs.jsonl", {"backend": "emulated"}, "ran on null device"),
+        ("h200-tables/runs.jsonl", {"mode": "ar"}, "is of NVIDIA H100 80GB SXM"),
+    ],
+)
+def test_what_has_no_forecast_has_a_reason(name: str, wanted: dict[str, Any], reason: str) -> None:
+    forecast = forecast_row(row_like(name, **wanted), load_profile("h100"))
+    assert forecast.tok_per_s is None and reason in (forecast.reason or "")
+
+
+def test_a_derived_forward_is_labelled(tmp_path: Path) -> None:
+    """The label is the profile's own: the source of the forward that the row needs."""
+    row = row_like("h200-tables/runs.jsonl", mode="ar")
+    profile = json.loads((RESULTS / "h200" / "profiles" / "h200-8b-1b-T1.json").read_text())
+    for source in ("measured: a probe", "derived: bytes over the read rate"):
+        for entry in profile["tables"]["forwards"]:
+            entry["from"] = source
+        path = tmp_path / "profile.json"
+        path.write_text(json.dumps(profile))
+        forecast = forecast_row(row, load_profile(str(path)))
+        assert forecast.tok_per_s and forecast.derived == source.startswith("derived")
+
+
+def test_rows_without_a_forecast_are_counted_and_derived_ones_shown_apart() -> None:
+    rows = load_rows([RESULTS / "h200-tables"])[:4]
+    forecasts = [Forecast(100.0), Forecast(100.0, derived=True), *[Forecast(reason="old")] * 2]
+    judged, left = errors_of(rows, forecasts)
+    assert [e["forwards"] for e in judged] == ["products", "products, derived"]
+    assert judged[0]["other"] == rows[0]["tok_per_s"] / 100 - 1
+    assert "Without (c): 2 rows, old." in table(groups(judged), left)
+
+
+def test_a_decision_is_against_the_strongest_rival() -> None:
+    """Predicted: SSD 130 over SD 120 and AR 100; measured: SD was the fastest, 4% above SSD."""
+    same = {"acceptance": "alpha:0.8", "sampling_error": 0.0, "device_name": "NVIDIA H200"}
+    of = {"ar": (100.0, 98.0), "sd": (120.0, 130.0), "ssd": (130.0, 125.0)}
+    like = load_rows([RESULTS / "h200-pairs/runs_t1.jsonl"])[0]
+    rows = [
+        like | {**same, "mode": mode, "tok_per_s": measured, "num_drafts": int(mode == "ssd")}
+        for mode, (_, measured) in of.items()
+    ]
+    made = decisions(rows, [Forecast(of[row.mode][0]) for row in rows])
+    assert made[-1] == (pytest.approx(130 / 125 - 1), False)
+    assert "right in 0 of 1" in decided(made[-1:])[1]
+
+
+def test_replay_and_mean_are_the_rows_own_and_between_them_is_luck() -> None:
+    """Luck in its own standard deviations, over 104 seeds: no shift, a spread of one. These are
+    some 4%, so that a mean off by 1% would shift it by a quarter."""
+    rows = [row for row in load_rows([STUDY]) if row.on_late != "serve"]
+    errors, left = errors_of(rows, map(profile_of_another_job(DEVICES), rows))
+    assert len(errors) == len(rows) == 159 and not left
+    for row, error in zip(rows, errors, strict=True):
+        assert error["replay"] == row["prediction_error"]
+        replayed = row["tok_per_s"] / row["predicted_tok_per_s"] - 1
+        luckless = (1 + error["mean"]) / (1 + row["sampling_error"]) - 1
+        assert luckless == pytest.approx(replayed, abs=1e-9)
+    by_seed = {
+        row["seed"]: row["sampling_error"] / row["sampling_sd"]
+        for row in load_rows([STUDY])
+        if row["mode"] == "sd"
+    }
+    lucks = np.array([*by_seed.values()])
+    assert len(lucks) == 104 and abs(lucks.mean()) < 2.6 / np.sqrt(len(lucks))
+    assert 0.8 < lucks.std() < 1.2
+
+
+def test_plan_judges_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another device's rows are left out; what cannot be judged is refused in one line."""
+    assert main(["plan", f"--rows={STUDY},{RESULTS / 'h200'}", "--profile=h200"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    numbers = json.loads(last)
+    assert {group["machine"] for group in numbers["groups"]} == {"NVIDIA H200", "emulated"}
+    assert sum(numbers["left_out"].values()) == 152
+    assert "the profile is of NVIDIA H200" in "\n".join(text)
+    for flags, message in (
+        (["--rows=nowhere"], "no runs"),
+        ([f"--rows={STUDY}", "--profile=missing.json"], "no such file"),
+    ):
+        assert main(["plan", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+WITHOUT = {  # reasons why rows of GPUs have no forecast, and how many rows have each
+    "a recording decides their tokens": 46,
+    "the models' own text decides their tokens": 106,
+    "they adapt": 30,
+    "pearl keeps candidates": 9,
+    "amusd keeps candidates": 9,
+    "num_drafts=2": 13,
+    "serve late hits": 9,
+    "ran other kernels": 67,
+    "read lists of candidates": 25,
+}
+
+
+def test_every_row_of_a_gpu_is_judged_or_counted_with_its_reason() -> None:
+    """Products and whole transformers meet their bars where nothing was derived. Servers' rows have
+    no rounds."""
+    rows: list[Row] = []
+    for path in sorted(RESULTS.glob("**/*.jsonl")):
+        first = json.loads(path.open().readline() or "{}")
+        if "num_rounds" in first and first.get("schema") is not None:
+            rows += [row for row in load_rows([path]) if row.backend == "cupy"]
+    judged, left = errors_of(rows, map(profile_of_another_job(None), rows))
+    assert len(judged) + sum(left.values()) == len(rows)
+    for reason, count in WITHOUT.items():
+        assert sum(n for told, n in left.items() if reason in told) == count, (reason, left)
+    assert sum(left.values()) == sum(WITHOUT.values())
+    every = {(g["machine"], g["forwards"]): g for g in groups(judged) if g["tp"] is None}
+    for machine in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        for forwards in ("products", "whole"):
+            assert meets(every[machine, forwards]), (machine, forwards)
+    assert every["NVIDIA H200", "products"]["rows"] > 900
+    kinds = {forwards for _, forwards in every}
+    assert kinds == {"products", "products, derived", "whole", "whole, derived"}
+    assert every["NVIDIA H200", "whole, derived"]["without_luck"][0] < 0.09
+
+
+def test_rows_of_the_kernels_before_are_judged_by_their_own_probe() -> None:
+    rows = load_rows([RESULTS / "transformer-cells/gpu.jsonl"])
+    probe = str(RESULTS / "transformer-cells/h200.json")
+    judged, left = errors_of(rows, map(profile_of_another_job(probe), rows))
+    assert len(judged) == 36 and not left and all(meets(group) for group in groups(judged))
+
+
+@pytest.mark.parametrize("share", [0.94, 1.06])
+def test_a_profile_that_differs_from_the_rows_is_biased(share: float, tmp_path: Path) -> None:
+    """Forwards that take 6% more or less than the rows' lie beyond the bar in every group."""
+    profile = json.loads(known_profiles()["h200"].read_text())
+    for entry in profile["tables"]["forwards"]:
+        entry["seconds"] = {rows: share * taken for rows, taken in entry["seconds"].items()}
+    (tmp_path / "off.json").write_text(json.dumps(profile))
+    rows = load_rows([RESULTS / "h200-pairs/runs_t1.jsonl"])
+    errors, _ = errors_of(rows, map(profile_of_another_job(str(tmp_path / "off.json")), rows))
+    every = [group for group in groups(errors) if group["tp"]]
+    assert all(is_biased(group) for group in every) and len(every) == 5
+    assert all((g["without_luck_signed"] > MEAN_BAR) == (share > 1) for g in every)

@@ -40,10 +40,3 @@ def test_an_emulated_floor_is_its_profile_s(batch: int, bound: str) -> None:
     flops_s = told["floor_flops"] / told["peak_flops_per_s"]
     assert told["floor_flops"] == 2 * 8 * batch * params
     assert (flops_s > bytes_s) == (bound == "flops") and seconds == max(bytes_s, flops_s)
-
-
-@pytest.mark.parametrize("unknown", ["read_bytes_per_s", "peak_flops_per_s"])
-def test_half_a_floor_is_none(unknown: str) -> None:
-    told, seconds, (cost, profile) = floor("h100", 1, **{unknown: None})
-    assert seconds is None and told[unknown] is None and told["floor_bytes"] > 0
-    assert profile.floor_s(cost) is None

@@ -60,14 +60,6 @@ def test_a_bad_line_is_named(
         load_rows([path])
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: cannot be read: No such file"):
-        load_rows([tmp_path / "nowhere.jsonl"])
-    (tmp_path / "runs.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=r"runs\.jsonl: cannot be read: Is a directory"):
-        load_rows([tmp_path])
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import numpy as np
 import pytest
 
 from mpissd.__main__ import main
-from mpissd.common.compare import How, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.tables.load import load_rounds, load_rows
-from mpissd.lab.tables.pair import Pair, check_alike
+from mpissd.lab.tables.load import load_rounds
+from mpissd.lab.tables.pair import check_alike
 from tests.common.tables_model import ar, sd
 
 SHARED = {"workload": "gemm", "seed": 0, "token_digest": "f00d", "num_rounds": 60, "world_size": 1}
@@ -133,19 +131,3 @@ def test_rounds_of_another_run_are_refused(tmp_path: Path) -> None:
         path.write_bytes(junk)
         with pytest.raises(ConfigError, match=r"one\.npz: no rounds of a run"):
             load_rounds([tmp_path], [result("one")])
-
-
-def test_the_committed_rows_compare() -> None:
-    """SSD over SD on the H200, by the rounds that were kept."""
-    folder = Path(__file__).resolve().parents[2] / "results" / "h200"
-    rows = load_rows([folder])
-    sd_row = next(r for r in rows if r["mode"] == "sd" and r["num_drafts"] and r["tp"] == 1)
-    ssd_row = next(r for r in rows if r["mode"] == "ssd" and r["hit_law"] == "p_hit:1.0"
-                   and r["target"] == sd_row["target"])  # fmt: skip
-    pair = Pair.of(sd_row, ssd_row, load_rounds([folder], [sd_row, ssd_row]))
-    assert pair.comparison.how is How.BLOCKS and pair.comparison.low > 1.6
-    whole = ssd_row["tok_per_s"] / sd_row["tok_per_s"]
-    assert pair.comparison.speedup == pytest.approx(whole, rel=1e-3)
-    alone = compare_rows([sd_row], [ssd_row])
-    width, apart = ((math.log(c.high / c.low)) for c in (pair.comparison, alone))
-    assert width < apart / 5  # all of the noise is shared: K and outcomes are equal

@@ -13,12 +13,9 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
-from mpissd.engine.job import resolve, resolve_unopened
 from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
-from mpissd.engine.workload.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure import run
 from mpissd.lab.tables.pair import check_alike
-from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
 TWO = "1,2,3;4,5"
@@ -47,17 +44,6 @@ def answered(pair: TinyPair, out: Path, **flags: Any) -> dict[str, Any]:
     return flat(json.loads((out / "runs.jsonl").read_text().splitlines()[-1]))
 
 
-@pytest.mark.parametrize("mode", ["sd"])
-def test_fewer_prompts_than_the_batch_are_a_sound_run(
-    mode: str, pair: TinyPair, tmp_path: Path
-) -> None:
-    row = answered(pair, tmp_path, mode=mode, batch_size=4)
-    assert (row["batch_size"], row["num_prompts"], row["num_tokens"]) == (4, 2, 16)
-    lines = (tmp_path / "text" / f"{row['run_id']}.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and not any("gates" in json.loads(line) for line in lines)
-    assert not (tmp_path / "flagged.jsonl").exists()
-
-
 def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Path) -> None:
     row = answered(pair, tmp_path, temperature=0.5, top_p=0.9)
     told = hashlib.sha256(b"1 2 3\n4 5\n").hexdigest()
@@ -70,14 +56,6 @@ def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Pa
         check_alike(Row.from_dict(row), Row.from_dict({**row, "top_p": 1.0}))
     older = {name: value for name, value in row.items() if name not in ("top_p", "prompts_sha256")}
     check_alike(Row.from_dict(older), Row.from_dict({**row, "tok_per_s": 1.0}))
-
-
-def test_weights_say_what_their_digests_cover(pair: TinyPair, tmp_path: Path) -> None:
-    weights = answered(pair, tmp_path)["weights"]
-    data = (pair.target / "model.safetensors").read_bytes()
-    target = weights["target"]
-    assert target["sha256"] == hashlib.sha256(data).hexdigest()
-    assert target["sha256_of"] == "whole files" and target["tokenizer_sha256"] is None
 
 
 def test_a_row_says_whether_its_draft_was_made_for_its_target(
@@ -100,17 +78,6 @@ def test_a_row_says_whether_its_draft_was_made_for_its_target(
     config.write_text(before)
 
 
-def test_a_tokenizer_s_digest_changes_with_its_template(pair: TinyPair, tmp_path: Path) -> None:
-    folder = tiny.write(tmp_path / "model")
-    (folder / "config.json").write_text((pair.target / "config.json").read_text())
-    first = tokenizer_digest(str(folder))
-    (folder / "weights.bin").write_bytes(b"no part of it")
-    assert first is not None and tokenizer_digest(str(folder)) == first
-    tiny.write(folder, chat_template="{{ messages[0]['content'] }}")
-    assert tokenizer_digest(str(folder)) not in (None, first)
-    assert tokenizer_digest("8b") is None  # random weights
-
-
 def test_answers_of_a_flagged_row_say_so(
     pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,23 +88,3 @@ def test_answers_of_a_flagged_row_say_so(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["gates"] for line in lines] == [["batch_size is 4", "so it is"]] * 2
     assert json.loads((tmp_path / "flagged.jsonl").read_text())["gates"] == lines[0]["gates"]
-
-
-@pytest.mark.parametrize("name", ["tiny", "{target}/nobody/nothing"])
-def test_ar_leaves_a_pair_s_draft_alone(
-    name: str, pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its draft is neither shipped, nor on the hub, nor on this machine."""
-    monkeypatch.setattr("mpissd.common.model_files.SHIPPED_IN", tmp_path)
-    monkeypatch.setattr(
-        "mpissd.common.model_files.PAIRS", {"tiny": (str(pair.target), "smollm2-draft")}
-    )
-    fetched: list[Any] = []
-    monkeypatch.setattr("mpissd.engine.job.fetch_missing", lambda *w: fetched.append(w))
-    text = {"workload": "text", "forward": "transformer", "prompt_ids": TWO, "backend": "numpy"}
-    given = {**text, "pair": name.format(target=pair.target)}
-    job = resolve_unopened(RunConfig(mode="ar", **given), 1)
-    assert job.target_where == str(pair.target) and job.draft is None
-    assert fetched == [(None, str(pair.target))]
-    with pytest.raises(ConfigError):
-        resolve(RunConfig(mode="sd", **given), 1, backend="numpy", memory_bytes=None)

@@ -70,12 +70,6 @@ def test_all_ranks_are_on_the_clock_of_rank_0() -> None:
     assert notes[1] == {"rank": 1, "offset_ns": ahead, "error_ns": 900}
 
 
-def test_nothing_to_show_is_a_trace_too() -> None:
-    empty = Track("host", ["a"], np.zeros((0, 4), np.int64))
-    trace = document([RankTrace("rank 0", [empty])], [], {})
-    assert shown(trace, "X") == []
-
-
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_what_is_written_is_what_was_made(name: str, tmp_path: Path) -> None:
     trace = shown_of([LEAD, DEVICE], [DRAFT])

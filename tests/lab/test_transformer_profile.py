@@ -92,7 +92,7 @@ def test_beyond_what_was_measured_it_is_derived(
 ) -> None:
     """The job's mean context is its --context and half of its one round."""
     found = job(mode="ar", draft=None, context=context, batch_size=batch, rounds=1)
-    label = derived_from(PROBED, PROBED, found, hosts=False)
+    label = derived_from(PROBED, PROBED, found)
     assert label == (
         f"derived: transformer {SHARD.shape.name} T=1 context={context} b={batch}, measured up to "
         "context=2000 b=8"
@@ -131,9 +131,9 @@ def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_
     products = cost.num_products * h200.product_overhead_s
     modelled = (h200.floor_s(cost) or 0) + products + reduces + h200.launch_s
     assert float(DeviceCosts.from_profile(h200, found).verify(5)) == modelled
-    label = derived_from(h200, h200, found, hosts=False)
+    label = derived_from(h200, h200, found)
     assert label is not None and "derived: transformer llama-3.1-70b T=4 context=8193 b=1" in label
-    assert derived_from(h100, h100, found, hosts=False) is None  # its every number is a datasheet's
+    assert derived_from(h100, h100, found) is None  # its every number is a datasheet's
     near = DeviceCosts.from_profile(h200, job(4, mode="ssd", **{**flags, "context": 0}))
     grown = modelled - float(near.verify(5))
     kv = 8192 * 80 * 2 * 2 * 128 * 2 / (h200.read_bytes_per_s or 0)

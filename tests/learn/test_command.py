@@ -174,7 +174,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "layer": ({}, ["--layers=0,9"], "layers=9: allowed: 0 to 3"),
     "width": ({}, ["--shapes=2x1x1x64"], "heads that are 32 wide together"),
     "both": ({}, ["--on={home}/asked.jsonl", "--prompts={home}/asked.jsonl"], "in both"),
-    "no prompt": ({}, ["--prompts={home}/none.jsonl"], "no prompt: allowed: one or more"),
+    "no prompt": ({}, ["--prompts={home}/none.jsonl"], "holds no prompt"),
     "kinds": ({}, ["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
     "kinds and shapes": ({}, ["--kinds=mlp", "--shapes=1x8x4x192"], "shapes and kinds: allowed"),
     "layers": ({}, ["--layers=1,0"], "layers=1,0: allowed: rising layer numbers"),

@@ -22,7 +22,7 @@ from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop, follow, serve
@@ -40,6 +40,7 @@ from tests.oracle import Law
 
 WAITER = Waiter(30.0, spin=False)
 Forward = tuple[int, list[int]]  # rows, tokens fed
+Hook = Callable[[LeadEnd, DraftEnd], None]
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,10 @@ class Rig:
         worker = self.target_worker(self.target_forwards)
         return TargetLoop(worker, speculator, publish, self.scenario.batch, WAITER)
 
+    def drive(self, loop: TargetLoop) -> RoundRecords:
+        s = self.scenario
+        return drive(loop, requests(s.batch), s.K, num_tokens=s.num_tokens, rounds=s.rounds)
+
 
 @dataclass
 class Result:
@@ -206,24 +211,48 @@ def requests(count: int) -> list[Request]:
     return [Request(n, first_token=n) for n in range(count)]
 
 
-def drive(loop: TargetLoop, scenario: Scenario) -> RoundRecords:
-    """Rounds until all sequences have num_tokens, or enough rounds ran."""
-    records = RoundRecords(scenario.K)
-    loop.admit(requests(scenario.batch))
+def drive(
+    loop: TargetLoop,
+    asked: Sequence[Request],
+    lookahead: int,
+    *,
+    num_tokens: int | None = None,
+    rounds: int | None = None,
+    stop_token: int | None = None,
+) -> RoundRecords:
+    """Rounds until all sequences have num_tokens or the stop token, or enough rounds ran."""
+    records = RoundRecords(lookahead)
+    loop.admit(asked)
     loop.ledger.restart()
-    left = dict.fromkeys(range(scenario.batch), scenario.num_tokens or 10**9)
-    while left and (scenario.rounds is None or len(records) < scenario.rounds):
+    most = num_tokens or 10**9
+    left = {request.request_id: most for request in asked}
+    while left and (rounds is None or len(records) < rounds):
         result = loop.step()
-        outcome = result.outcome
-        for id_, k in zip(outcome.ids.tolist(), outcome.num_accepted.tolist(), strict=True):
-            left[id_] -= k + 1
-        records.add(result.t_target_s, result.speculation, outcome)
-        done = [id_ for id_, wanted in left.items() if wanted <= 0]
-        loop.finish(done)
-        for id_ in done:
-            del left[id_]
+        records.add(result.t_target_s, result.speculation, result.outcome)
+        for name, new in result.emitted():
+            if stop_token in new:
+                records.ends[name] = most - left[name] + new.index(stop_token) + 1
+            left[name] -= len(new)
+            if left[name] <= 0 or stop_token in new:
+                del left[name]
+                loop.finish([name])
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     return records
+
+
+def joined(
+    drafter: Drafter | None, shape: LinkShape, *, inline: bool, hook: Hook | None = None
+) -> tuple[Speculator, Guarded | None]:
+    """The speculator of a drafter (None: of AR), and the draft's thread if it has one; hook: sees
+    both ends of the link first."""
+    if drafter is None:
+        return NoSpeculator(), None
+    if inline:
+        return InlineSpeculator(drafter), None
+    lead, draft = queue_link(shape, WAITER)
+    if hook is not None:
+        hook(lead, draft)
+    return RemoteSpeculator(lead), Guarded(lambda: serve((draft, drafter)))
 
 
 class Guarded(threading.Thread):
@@ -262,17 +291,12 @@ def run(scenario: Scenario) -> Result:
         )
         for f, q in zip(forwards, plans.queues, strict=True)
     ]
-    speculator: Speculator = NoSpeculator()
-    if scenario.inline:
-        speculator = InlineSpeculator(rig.drafter)
-    elif scenario.mode != "ar":
-        lead, draft = queue_link(rig.shape, WAITER)
-        threads.append(Guarded(lambda: serve((draft, rig.drafter))))
-        speculator = RemoteSpeculator(lead)
+    drafter = rig.drafter if scenario.K else None
+    speculator, draft = joined(drafter, rig.shape, inline=scenario.inline)
     loop = rig.loop(speculator, plans.publish if plans.queues else None)
-    records = drive(loop, scenario)
+    records = rig.drive(loop)
     loop.stop()
-    for thread in threads:
+    for thread in (*threads, *filter(None, [draft])):
         thread.finish()
     return Result(rig, records, [f.log for f in forwards])
 
@@ -315,7 +339,7 @@ def run_stepped(scenario: Scenario, steps: int | Sequence[int]) -> tuple[Result,
     counts = [steps] if isinstance(steps, int) else list(steps)
     speculator = SteppedSpeculator(rig, lambda round_: counts[round_ % len(counts)])
     loop = rig.loop(speculator)
-    records = drive(loop, scenario)
+    records = rig.drive(loop)
     loop.stop()
     return Result(rig, records), speculator
 

@@ -6,7 +6,7 @@ Forwards compute nothing. Draft ranks and followers are threads; their messages 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,23 +17,17 @@ from numpy.typing import NDArray
 from mpissd.common.errors import MpissdError
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Outcome, Source
-from mpissd.common.wait import Waiter
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.round import TargetLoop, serve
+from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.speculator import (
-    InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
-from tests.loop.harness import CountingForwards, Guarded
-
-WAITER = Waiter(30.0, spin=False)
+from tests.loop.harness import WAITER, CountingForwards, Hook, drive, joined
 
 
 @dataclass(frozen=True)
@@ -161,49 +155,23 @@ class Decoded:
 
 
 def decode(
-    pair: Pair,
-    num_tokens: int,
-    stop_token: int | None = None,
-    *,
-    hook: Callable[[LeadEnd, DraftEnd], None] = lambda lead, draft: None,
+    pair: Pair, num_tokens: int, stop_token: int | None = None, *, hook: Hook | None = None
 ) -> Decoded:
-    """Rounds until every sequence has num_tokens or its stop token; the draft is a thread.
-
-    hook: sees both ends of the link first.
-    """
-    threads = []
-    lead: LeadEnd | None = None
-    speculator: Speculator = NoSpeculator()
-    if pair.K and pair.is_inline:
-        speculator = InlineSpeculator(pair.drafter())
-    elif pair.K:
-        lead, draft = queue_link(pair.shape, WAITER)
-        hook(lead, draft)
-        threads.append(Guarded(lambda: serve((draft, pair.drafter()))))
-        speculator = RemoteSpeculator(lead)
+    """Rounds until every sequence has num_tokens or its stop token; the draft is a thread."""
+    drafter = pair.drafter() if pair.K else None
+    speculator, thread = joined(drafter, pair.shape, inline=pair.is_inline, hook=hook)
     worker = TargetWorker(CountingForwards(), MarkovTarget(pair.laws))
     loop = TargetLoop(worker, speculator, None, pair.batch, WAITER)
-    records = RoundRecords(pair.K)
+    asked = pair.laws.requests(0, pair.batch)
     try:
-        loop.admit(pair.laws.requests(0, pair.batch))
-        left = dict.fromkeys(range(pair.batch), num_tokens)
-        while left:
-            result = loop.step()
-            records.add(result.t_target_s, result.speculation, result.outcome)
-            for name, new in result.emitted():
-                if stop_token in new:
-                    records.ends[name] = num_tokens - left[name] + new.index(stop_token) + 1
-                left[name] -= len(new)
-                if left[name] <= 0 or stop_token in new:
-                    del left[name]
-                    loop.finish([name])
+        records = drive(loop, asked, pair.K, num_tokens=num_tokens, stop_token=stop_token)
         loop.stop()
     except MpissdError:
-        if lead is not None:  # the draft waits for the next outcome
-            lead.send_outcome(Outcome.admission(loop.round, []), stop=True)
+        if isinstance(speculator, RemoteSpeculator):  # the draft waits for the next outcome
+            speculator._link.send_outcome(Outcome.admission(loop.round, []), stop=True)
         raise
     finally:
-        for thread in threads:
+        if thread is not None:
             thread.finish()
     return Decoded(records, loop, speculator)
 

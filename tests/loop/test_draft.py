@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Event, Outcome, Source, Speculation
+from mpissd.common.rounds import Event, Outcome, Speculation
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.decode.draft import Drafter, Key, SpeculationCache
 from mpissd.engine.decode.round import serve
@@ -26,7 +26,6 @@ from tests.loop.harness import (
     Scenario,
     SteppedSpeculator,
     check_against_the_law,
-    drive,
     requests,
     run_stepped,
 )
@@ -99,7 +98,7 @@ def test_a_hit_is_a_key_and_every_branch_has_one_of_its_round() -> None:
     rig, cache = Rig(MIXED), Remembering()
     rig.drafter.cache = cache
     loop = rig.loop(SteppedSpeculator(rig, lambda round_: K))
-    rows = drive(loop, MIXED).sequences()
+    rows = rig.drive(loop).sequences()
     for round_, keys in enumerate(cache.filled):
         assert len(keys) == 6 * sum(MIXED.fans) and {key[0] for key in keys} == {round_}
         assert [(id_, k) for _, id_, _, k, _ in keys] == [(i, k) for i in range(6) for k in LANES]
@@ -117,19 +116,6 @@ def test_an_outcome_of_another_round_finds_nothing() -> None:
     row = np.array([[0, 0, Event.COMMIT, k, bonus]], np.int32)
     late = rig.drafter.answer(Outcome(7, row))
     assert (late.round, late.hit.tolist()) == (8, [0])
-
-
-def test_a_newcomer_misses_whatever_its_prompt() -> None:
-    """The same id and epoch comes again, and its prompt ends with a token that is a key."""
-    rig, cache = Rig(replace(MIXED, p_hit=1.0, batch=1)), Remembering()
-    rig.drafter.cache = cache
-    first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
-    begin_growth(rig, first)
-    token = next(key[4] for key in cache.filled[-1] if key[3] == 0)
-    rows = [(0, 0, Event.RELEASE, 0, token), (0, 0, Event.ADMIT, 0, token)]
-    again = rig.drafter.answer(Outcome(0, np.array(rows, np.int32)))
-    assert (again.hit.tolist(), again.source.tolist()) == ([0], [Source.JIT])
-    assert not rig.drafter.growing
 
 
 class ScriptedEnd(DraftEnd):

@@ -9,14 +9,11 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.records import outcome_digest
 from mpissd.engine import Decoder
-from mpissd.engine.job import Job, resolve
 
 MODEL = "gen:layers=2,hidden=64,ffn=128,heads=4,kv_heads=2,head_dim=16,vocab=97"
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("ar", {}),
     ("sd", {"num_drafts": 0, "alpha": 0.9}),
-    ("sd", {"batch_size": 3}),
-    ("sd", {"backup": "fast"}),
     ("ssd", {"batch_size": 3, "context": 70}),
     ("ssd", {"batch_size": 2, "lookahead": 3}),
     ("ssd", {"workload": "markov", "vocab": 20, "temperature": 0.8, "batch_size": 2}),
@@ -26,10 +23,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def config(mode: str, **flags: Any) -> RunConfig:
     models = {"target": MODEL, "draft": MODEL, "backend": "numpy", "rounds": 5}
     return RunConfig(mode=mode, **{**models, **flags})
-
-
-def job_of(mode: str, tp: int = 1, **flags: Any) -> Job:
-    return resolve(config(mode, **flags), tp, backend="numpy", memory_bytes=None)
 
 
 def digest(told: RunConfig) -> str:

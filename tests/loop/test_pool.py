@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.replay.recording import save
-from tests.loop.markov_rig import Pair
 from tests.loop.pool_rig import Pool, config_of, decided
-from tests.loop.recorded import recording_of
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -64,15 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_groups_decide_what_one_batch_of_them_decides(name: str) -> None:
+    """In whatever order they ask."""
     flags = CASES[name]
-    order = tuple(range(flags["groups"]))
-    assert together(flags, order) == alone(flags)
-
-
-@pytest.mark.parametrize("order", [(0, 0, 0, 1), (1, 0, 0, 1, 1)])
-def test_the_order_in_which_groups_ask_decides_nothing(order: tuple[int, ...]) -> None:
-    flags = CASES["ssd"]
-    assert together(flags, order) == alone(flags)
+    assert together(flags, (1, 0, 0, 1, *range(flags["groups"]))) == alone(flags)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -97,17 +85,6 @@ def test_groups_answer_prompts_as_one_does(pair: TinyPair, groups: int, temperat
     assert found == wanted and emitted == tokens
 
 
-def test_groups_follow_a_recording(tmp_path: Path) -> None:
-    pair = Pair(temperature=0.0, vocab=12, order=2, prompt_tokens=3, seed=4, divergence=0.35)
-    path = tmp_path / "six.npz"
-    save(path, recording_of(pair.laws, 6, limit=24, K=5, F=9, stop=7))
-    flags = {
-        "pair": "toy", "workload": "replay", "recording": path, "backend": "numpy",
-        "groups": 2, "batch_size": 3, "lookahead": 3, "fan_out": "uniform:2",
-    }  # fmt: skip
-    assert together(flags, (0, 1)) == alone(flags)
-
-
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_a_group_that_leaves_early_leaves_the_others_their_draft(leaver: int) -> None:
     flags = {**GEMM, "groups": 3, "batch_size": 1}
@@ -121,16 +98,11 @@ def test_a_group_that_leaves_early_leaves_the_others_their_draft(leaver: int) ->
         assert decided(group.records)[number] == wanted[number][:rounds]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_groups_stop_in_any_order_even_before_they_began(order: tuple[int, ...]) -> None:
+def test_groups_stop_in_any_order_even_before_they_began() -> None:
     with Pool(config_of(**{**GEMM, "groups": 3, "batch_size": 1})) as pool:
-        for number in order:
+        for number in (2, 0, 1):
             pool.groups[number].stop()
     assert all(group.is_stopped for group in pool.groups)  # and the draft loop has ended
-
-
-def _job(config: RunConfig) -> Job:
-    return resolve(config, 1, backend="numpy", memory_bytes=None)
 
 
 def test_a_decoder_in_one_process_has_one_group() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.common.config import RunConfig
 from mpissd.engine.comm.learner_messages import Bytes, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, packed
+from mpissd.engine.decode.learning import Updates
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, packed, tensors
+from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import deviation, joint_law
-from tests.loop.text_rig import logits_behind
+from tests.loop.text_rig import TextPair, logits_behind
 from tests.needs import module
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -25,22 +28,77 @@ module("safetensors.numpy", "safetensors")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tests.loop.swap_rig import (  # noqa: E402
-    LENGTH,
-    PROMPT,
-    between,
-    decoded,
-    drawing,
-    share_embedding,
-)
-
 SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
 WAYS = [
     {"mode": "sd", "lookahead": 3},
     {**SSD, "batch_size": 2},
     {**SSD, "backup": "fast"},
 ]
-SAMPLED = [{"mode": "ssd", "fan_out": "uniform:2"}]
+SAMPLED = {"mode": "ssd", "fan_out": "uniform:2"}
+LENGTH, PROMPT = 3, (1, 0, 2)  # enumerated tokens of a text, and the prompt before them
+
+
+def between(pair: TinyPair, share: float, dtype: Any = np.float32) -> Arrays:
+    """The draft's tensors, moved by a share of the way to the target's."""
+    target = open_checkpoint(str(pair.target))
+    draft = open_checkpoint(str(pair.draft), target=str(pair.target))
+    found = {}
+    for name, _ in tensors(draft.config):
+        if name != EMBEDDING:
+            own, other = draft.read(name), target.read(name)
+            found[name] = (own + share * (other - own)).astype(dtype)
+    return found
+
+
+def share_embedding(pair: TinyPair) -> None:
+    """Gives the draft the target's embedding, which no version replaces."""
+    files = [folder / "model.safetensors" for folder in (pair.target, pair.draft)]
+    target, draft = (load_file(file) for file in files)
+    save_file({**draft, EMBEDDING: target[EMBEDDING]}, files[1])
+
+
+class Feed:
+    """Brings these messages to a draft, one every few rounds, and then nothing."""
+
+    def __init__(self, messages: Iterator[Bytes], every: int) -> None:
+        self.messages, self.every, self.asked = messages, every, 0
+
+    def take(self) -> Bytes | None:
+        self.asked += 1
+        return next(self.messages, None) if self.asked % self.every == 0 else None
+
+
+class Learning(Decoder):
+    """A decoder whose draft gets newer weights."""
+
+    feed: Callable[[], Feed]
+    updates: Updates
+
+    def _updates(self, drafter: Drafter) -> Updates:
+        self.updates = Updates(type(self).feed(), drafter)
+        return self.updates
+
+
+def decoded(config: RunConfig, messages: Callable[[], Iterator[Bytes]], every: int = 3) -> Learning:
+    class Fed(Learning):
+        feed = staticmethod(lambda: Feed(messages(), every))
+
+    with Fed(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        return decoder
+
+
+def drawing(made: TinyPair, count: int, **flags: Any) -> tuple[TextPair, RunConfig]:
+    """A pair of V = 4 whose texts of LENGTH tokens can be enumerated, and a job of `count`."""
+    told = {"target_where": str(made.target), "draft_where": str(made.draft)}
+    base = TextPair("ssd", vocab=4, lookahead=2, fan_out=(1, 1, 1), top_p=0.9, **told)
+    config = RunConfig(
+        workload="text", temperature=1.0, top_p=0.9, backend="numpy", num_tokens=LENGTH,
+        lookahead=2, prompt_ids=";".join([",".join(map(str, PROMPT))] * count), batch_size=15,
+        seed=3, target=base.target_where, draft=base.draft_where, **flags,
+    )  # fmt: skip
+    return base, config
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +161,16 @@ def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: 
     assert len(report.refused) == 6 and all(part in told for part in parts), told
 
 
-@pytest.mark.parametrize("flags", SAMPLED, ids=str)
 @pytest.mark.parametrize("is_biased", [False, True], ids=["", "q of another version"])
 def test_sampled_answers_follow_the_target_while_versions_come_and_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], is_biased: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_biased: bool
 ) -> None:
     """A chi-squared test of the first three tokens, with a swap every few rounds.
 
     It refuses a draft that draws with the weights in use and sends the q of the next version.
     """
     made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
-    base, config = drawing(made, 4000, **flags)
+    base, config = drawing(made, 1500, **SAMPLED)
     versions = [between(made, share) for share in (0.9, -0.7, 0.3)]
     if is_biased:
         folders = [written(made, n, version) for n, version in enumerate(versions)]
@@ -125,9 +182,9 @@ def test_sampled_answers_follow_the_target_while_versions_come_and_go(
     report, law = found.updates.report, joint_law(base, PROMPT, LENGTH)
     # A swap is taken in a pause of the draft: fewer if it also computes the wrong q.
     assert len(report.swaps) > (5 if is_biased else 20) and not report.refused
-    assert len(found.tokens) == 4000
+    assert len(found.tokens) == 1500
     distance = deviation(law, found.tokens.values())
-    print(f"{flags}, biased: {is_biased}: {distance:.1f} standard deviations")
+    print(f"biased: {is_biased}: {distance:.1f} standard deviations")
     assert (distance > 5) == is_biased
 
 
@@ -161,13 +218,10 @@ def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str
     monkeypatch.setattr(Drafter, "_assembled", wrong)
 
 
-@pytest.mark.parametrize("flags", SAMPLED, ids=str)
-def test_weights_that_overflow_are_left_and_lose_nothing(
-    tmp_path: Path, flags: dict[str, Any]
-) -> None:
+def test_weights_that_overflow_are_left_and_lose_nothing(tmp_path: Path) -> None:
     """Finite ones, whose logits are not: between good versions, and again, until none is taken."""
     made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
-    base, config = drawing(made, 2000, **flags)
+    base, config = drawing(made, 1000, **SAMPLED)
     good = [packed(between(made, share)) for share in (0.9, 0.3)]
     huge = packed(overflowing(between(made, 0.5)))
     order = [good[0], huge, good[1], huge, good[0], huge, *good * 20]

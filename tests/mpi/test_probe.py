@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,17 @@ def told(out: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def numpy(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A probe of a tiny pair with T = 2 and one draft: (its output, its profile's JSON)."""
-
-    @cache
-    def once() -> tuple[str, dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("probe")
-        code, out, err = probe(3, *NUMPY, "--name=tiny", folder=folder)
-        assert code == 0, err[-2000:]
-        assert told(out)["profile"] == str(folder / "profiles" / "tiny.json")
-        return out, json.loads((folder / "profiles" / "tiny.json").read_text())
-
-    return once
+def numpy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A probe of a tiny pair with T = 2 and one draft: its output, its profile's JSON."""
+    folder = tmp_path_factory.mktemp("probe")
+    code, out, err = probe(3, *NUMPY, "--name=tiny", folder=folder)
+    assert code == 0, err[-2000:]
+    assert told(out)["profile"] == str(folder / "profiles" / "tiny.json")
+    return out, json.loads((folder / "profiles" / "tiny.json").read_text())
 
 
 def test_every_table_is_measured(numpy: Any) -> None:
-    out, data = numpy()
+    out, data = numpy
     tables = data["tables"]
     assert [e["rank"] for e in tables["bandwidths"]] == [0, 1, 2]
     target, draft = Shard(resolve_model(TARGET), 2), Shard(resolve_model(DRAFT))
@@ -79,7 +73,7 @@ def test_every_table_is_measured(numpy: Any) -> None:
 
 
 def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
-    _, data = numpy()
+    _, data = numpy
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps(data))
     flags = ("--backend=emulated", f"--device={file}", *NUMPY[1:], "--lookahead=7", "--rounds=20")
@@ -93,38 +87,28 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
     assert row["t_target_s"] == forward == data["tables"]["forwards"][0]["seconds"]["8"]
 
 
-@pytest.mark.parametrize(
-    ("np_", "tp", "flags", "counts"),
-    [  # forwards, all-reduces, links
-        (1, 1, ("--mode=sd", "--num_drafts=0"), (2, 0, 0)),
-        (3, 2, ("--mode=ssd", "--fuse", "--lm_head", "--context=64"), (2, 1, 2)),
-    ],
-)
-def test_roles_of_an_emulated_machine(
-    np_: int, tp: int, flags: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_a_probe_of_an_emulated_machine_gives_its_profile_again(tmp_path: Path) -> None:
     machine = ("--backend=emulated", "--device=a100-80", "--pair=8b/1b")
-    code, out, err = probe(np_, *machine, *flags, folder=tmp_path)
+    flags = ("--mode=ssd", "--fuse", "--lm_head", "--context=64")
+    code, out, err = probe(3, *machine, *flags, folder=tmp_path)
     assert code == 0, err[-2000:]
     path = Path(told(out)["profile"])
-    assert path.parent == tmp_path / "profiles" and path.name.startswith(
-        "NVIDIA-A100-80GB-SXM-llama"
-    )
+    assert path.parent == tmp_path / "profiles"
+    assert path.name.startswith("NVIDIA-A100-80GB-SXM-llama")
     tables = json.loads(path.read_text())["tables"]
-    names = ("forwards", "all_reduces", "links")
-    assert tuple(len(tables[name]) for name in names) == counts
+    assert [len(tables[name]) for name in ("forwards", "all_reduces", "links")] == [2, 1, 2]
     assert all("modelled" in e["from"] for e in tables["forwards"])
     assert all("measured" in e["from"] for e in tables["links"])
-    options = ForwardOptions("--fuse" in flags, "--lm_head" in flags, 64 if np_ == 3 else 0)
+    options = ForwardOptions(fuse=True, lm_head=True, context=64)
     again, truth = load_profile(str(path)), load_profile("a100-80")
-    shard = Shard(resolve_model("8b"), tp)
+    shard = Shard(resolve_model("8b"), 2)
     again.require(shard.key(1, options), shard.num_params(options))
     cost = shard.cost(8, 1, 2, options)
     assert again.forward_s(cost) == truth.forward_s(cost)
 
 
 def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
-    _, data = numpy()
+    _, data = numpy
     ways = [(e["mode"], e["num_drafts"], e["batch_size"]) for e in data["host"]]
     assert ways == [(mode, 1, b) for mode in ("sd", "ssd") for b in (1, 8)]
     for entry in data["host"]:
@@ -132,7 +116,6 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
         costs = HostCosts.from_dict(entry["seconds"])
         assert costs.lead_sample > 0 and costs.step >= 0
         assert entry["job_forwards"]["verify"][str(5 * entry["batch_size"])] > 0
-    assert data["stage_seconds"]["hosts"] > 0
 
 
 @pytest.mark.parametrize(

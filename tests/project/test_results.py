@@ -11,7 +11,7 @@ import pytest
 from mpissd.common.flags import parse_into
 from mpissd.common.row import Row
 from mpissd.lab.gates import violations
-from mpissd.lab.predict.costs import load_job
+from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.predict.why import gaps
 from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.scripts import ROOT
@@ -42,7 +42,8 @@ def test_every_line_is_json_and_every_row_and_profile_loads() -> None:
             if "round_us" in values and "run_id" in values:
                 assert Row.from_dict(values).run_id
     for path in JOBS:
-        assert load_job(str(path))[1].lead_launch > 0, path
+        known = json.loads(path.read_text())
+        assert HostCosts.from_dict(known["host"]).lead_launch > 0, path
 
 
 @pytest.mark.parametrize("path", TABLES, ids=label)

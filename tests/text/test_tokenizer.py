@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
@@ -80,22 +78,6 @@ def test_merges_apply_and_a_chat_ends_where_the_answer_begins(tokenizer: Tokeniz
     assert tokenizer.decode(tokens) == "user\nhelloassistant\n"
 
 
-@given(st.text(max_size=40))
-def test_what_was_encoded_decodes_to_the_same_text(text: str) -> None:
-    tokenizer = load_tokenizer(str(FOLDER))
-    if not any(special in text for special in tiny.SPECIALS):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-FOLDER = Path()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global FOLDER
-    FOLDER = tiny.write(tmp_path_factory.mktemp("given"))
-
-
 def test_smollm_splits_every_digit_and_the_space_before_it(tmp_path: Path) -> None:
     """GPT-2's rule on its own would put the second space of "a  1" in front of the digit."""
     merges = [" ".join(pair) for pair in [*tiny.MERGES, ("Ġ", "Ġ"), ("1", "2")]]
@@ -107,10 +89,14 @@ def test_smollm_splits_every_digit_and_the_space_before_it(tmp_path: Path) -> No
     assert found.encode("  12") == [tokens.index("ĠĠ"), one, two]
 
 
-def test_stop_tokens_are_those_of_every_file_that_names_some(tmp_path: Path) -> None:
-    folder = tiny.write(tmp_path)
+def test_every_file_that_names_a_stop_token_or_a_template_counts(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, chat_template=None)
+    assert load_tokenizer(str(folder)).template is None
+    load_tokenizer.cache_clear()
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert load_tokenizer(str(folder)).stop_ids == {1, 2}
+    (folder / "chat_template.jinja").write_text("hello")
+    found = load_tokenizer(str(folder))
+    assert found.stop_ids == {1, 2} and found.chat(CHAT) == found.encode("hello")
 
 
 @pytest.mark.parametrize(
@@ -135,12 +121,9 @@ def test_a_damaged_or_foreign_file_is_one_line(
         load_tokenizer(str(tmp_path))
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-
-
-def test_random_weights_have_no_tokenizer() -> None:
     with pytest.raises(ConfigError, match="allowed: run --prompt_ids=…"):
         load_tokenizer("llama-3.2-1b")
 
@@ -188,11 +171,3 @@ def test_a_template_that_fails_or_breaks_out_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
-
-
-def test_a_template_in_a_file_of_its_own_counts(tmp_path: Path) -> None:
-    folder = tiny.write(tmp_path, chat_template=None)
-    assert load_tokenizer(str(folder)).template is None
-    load_tokenizer.cache_clear()
-    (folder / "chat_template.jinja").write_text("hello")
-    assert load_tokenizer(str(folder)).chat(CHAT) == load_tokenizer(str(folder)).encode("hello")

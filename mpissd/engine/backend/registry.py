@@ -14,14 +14,16 @@ _NO_CUPY = (
 )
 
 
+def _has_cupy() -> bool:
+    return importlib.util.find_spec("cupy") is not None
+
+
 def choose(name: str) -> str:
     """Resolves `auto` to cupy if CuPy finds a GPU, else to numpy. Raises ConfigError if unknown."""
     if name not in NAMES:
         raise unknown("backend", name, NAMES)
-    if name != "auto":
-        return name
-    if importlib.util.find_spec("cupy") is None:
-        return "numpy"
+    if name != "auto" or not _has_cupy():
+        return "numpy" if name == "auto" else name
     import cupy
 
     try:
@@ -32,7 +34,7 @@ def choose(name: str) -> str:
 
 def check_here(name: str) -> None:
     """Raises ConfigError for cupy on a machine without CuPy, or whose GPUs it does not find."""
-    if name == "cupy" and importlib.util.find_spec("cupy") is None:
+    if name == "cupy" and not _has_cupy():
         raise ConfigError(_NO_CUPY)
     if name == "cupy" and choose("auto") != name:
         raise ConfigError("backend 'cupy': no usable GPU; allowed: numpy, emulated")
@@ -47,7 +49,7 @@ def visible_gpus() -> int:
 
 def unopened(name: str) -> str:
     """Resolves `auto` to numpy where CuPy is not installed; else returns the name as it is."""
-    return "numpy" if name == "auto" and importlib.util.find_spec("cupy") is None else name
+    return "numpy" if name == "auto" and not _has_cupy() else name
 
 
 def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:
@@ -66,7 +68,7 @@ def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True)
 
         return EmulatedBackend(load_profile(device))
     if name == "cupy":
-        if importlib.util.find_spec("cupy") is None:
+        if not _has_cupy():
             raise ConfigError(_NO_CUPY)
         from mpissd.engine.backend.cupy_backend import CupyBackend
 

@@ -111,8 +111,20 @@ class ChainedTarget(TargetWorker):
         batch.grow(ahead + 1)
         if self._drafter is not None and self._drafter.worker.placement is not None:
             self._drafter.batch.grow(ahead)
-        self._imposed = None if self.oracle.reads_forwards else self._judged(rollout)
-        if self._may_go_on():
+        self._imposed, more = None, np.ones(len(batch), np.int64)
+        if not self.oracle.reads_forwards:  # the outcome is imposed
+            known = Speculation.empty(0, len(batch), ahead)
+            if rollout is not None:
+                known.num_draft[...], known.tokens[...] = ahead, rollout.tokens
+            self._imposed = self.oracle.judge(batch, known, _no_proposals)
+            more += self._imposed[0]
+        # The next round may begin before the host knows this one's outcome, unless a sequence or
+        # the cache ends.
+        assert isinstance(self.stepper, Stepper)
+        if int(batch.room(self.stepper.options.capacity).min()) < 2 * ahead + 1:
+            return
+        emitted, limits = (batch.lengths - 1 + more).tolist(), map(self._limit, batch.ids.tolist())
+        if all(most is None or n < most for n, most in zip(emitted, limits, strict=True)):
             forwards.hold(batch.slots, last + 2 * ahead + 1)
             forwards.launch(round_ + 1, self._forced(self._next_rollout()))
 
@@ -171,24 +183,6 @@ class ChainedTarget(TargetWorker):
             if rollout is not None:
                 forced[:, :ahead] = rollout.tokens
         return forced
-
-    def _judged(self, rollout: Rollout | None) -> tuple[Ints, Ints]:
-        """Returns the outcome that is imposed on this round, which drafts `rollout`."""
-        known = Speculation.empty(0, len(self._batch), self._forwards.lookahead)
-        if rollout is not None:
-            known.num_draft[...], known.tokens[...] = known.tokens.shape[1], rollout.tokens
-        return self.oracle.judge(self._batch, known, _no_proposals)
-
-    def _may_go_on(self) -> bool:
-        """Returns whether the next round may begin before the host knows this one's outcome."""
-        assert isinstance(self.stepper, Stepper)
-        batch, ahead = self._batch, self._forwards.lookahead
-        if int(batch.room(self.stepper.options.capacity).min()) < 2 * ahead + 1:
-            return False
-        more = np.ones(len(batch), np.int64) if self._imposed is None else self._imposed[0] + 1
-        emitted = (batch.lengths - 1 + more).tolist()
-        limits = map(self._limit, batch.ids.tolist())
-        return all(most is None or n < most for n, most in zip(emitted, limits, strict=True))
 
     def _next_rollout(self) -> Rollout | None:
         """Returns the tokens imposed on the next round's draft; None: its own tokens count.

@@ -90,7 +90,6 @@ class GroupView(Forwards):
 
     @property
     def most_rows(self) -> int:
-        """The rows of the largest forward of one seat."""
         return self.shared.most_rows
 
     def upload(
@@ -110,7 +109,6 @@ class GroupView(Forwards):
         self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
 
     def launch(self) -> None:
-        """Adds the uploaded rows to the next forward."""
         assert self not in self.shared.launched, "a second forward before the first one is over"
         self.shared.launched.append(self)
 
@@ -118,7 +116,6 @@ class GroupView(Forwards):
         return self not in self.shared.launched and self.shared.stepper.done()
 
     def wait(self, waiter: Waiter) -> None:
-        """Runs what all seats have launched, and waits until it is over."""
         self.shared.wait(waiter)
 
     def elapsed_s(self) -> float:
@@ -126,17 +123,14 @@ class GroupView(Forwards):
         return self.shared.stepper.elapsed_s()
 
     def results(self) -> Results:
-        """Returns the candidates of this seat's rows, from the last finished forward."""
         whole = self.shared.stepper.results()
         window = slice(None), self.window, slice(None if self.lists else 1)
         return Results(whole.ids[window], None if whole.values is None else whole.values[window])
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits of these of this seat's rows, from the last finished forward."""
         return self.shared.stepper.logits([self.window.start + row for row in rows])
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the cache of these slots of this seat."""
         self.shared.stepper.release([self._first_slot + slot for slot in slots])
 
     def close(self) -> None:

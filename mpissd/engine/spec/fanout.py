@@ -46,18 +46,33 @@ def resolve_fan_out(
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
-    width = lookahead + 1
+    what, width = f"fan_out {text!r}", lookahead + 1
+    if kind not in ("uniform", "geometric", "list"):
+        known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
+        raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
+    numbers = values.split(",") if kind == "list" else [values]
+    for value in numbers:
+        if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+            raise ConfigError(f"{what}: {value!r}: allowed: whole numbers from 0")
+    fan_out = tuple(map(int, numbers))
     if kind == "list":
-        return _listed(text, values, width)
+        if len(fan_out) != width:
+            raise ConfigError(f"{what} has {len(fan_out)} values: allowed: lookahead + 1 = {width}")
+        if not 1 <= sum(fan_out) <= MAX_BRANCHES:
+            raise ConfigError(f"{what}: allowed: a sum from 1 to {MAX_BRANCHES}")
+        return fan_out
+    (budget,), most = fan_out, MAX_BRANCHES // (width if kind == "uniform" else 1)
+    if not 1 <= budget <= most:
+        raise ConfigError(f"{what}: {budget}: allowed: 1 to {most}")
     if kind == "uniform":
-        return (_count(text, values, MAX_BRANCHES // width),) * width
-    if kind == "geometric":
-        budget = _count(text, values, MAX_BRANCHES)
-        weights = accept_probabilities(alpha_rates)
-        laws = each_k(hit_a, width), hit_r, floor
-        return _geometric(text, budget, weights, *laws, minimum)
-    known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
-    raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
+        return fan_out * width
+    if budget < minimum * width:
+        raise ConfigError(f"{what}: allowed with these hits: a budget of {minimum * width} or more")
+    weights = accept_probabilities(alpha_rates)
+    best = optimal_fan_out(weights, budget, each_k(hit_a, width), hit_r, minimum, floor)
+    if not any(best):
+        raise ConfigError(f"{what}: no candidate hits under this power law: allow more")
+    return best
 
 
 def optimal_fan_out(
@@ -83,7 +98,15 @@ def optimal_fan_out(
     choices: list[NDArray[np.intp]] = []
     for weight, *law in zip(weights, hit_a, slopes, floors, strict=True):
         misses = [power_law_miss(minimum + extra, *law) for extra in range(spare + 1)]
-        best, chosen = _add_position(best, weight * np.array(misses))
+        cost = weight * np.array(misses)
+        # total[s] = min_e best[s−e] + cost[e], and the e that attains it
+        total, chosen = best + cost[0], np.zeros(len(best), np.intp)
+        for extra in range(1, len(best)):
+            candidate = best[:-extra] + cost[extra]
+            better = candidate < total[extra:] - _TIE
+            total[extra:][better] = candidate[better]
+            chosen[extra:][better] = extra
+        best = total
         choices.append(chosen)
     left = int(np.flatnonzero(best <= best.min() + _TIE)[0])
     fan_out = []
@@ -91,70 +114,6 @@ def optimal_fan_out(
         fan_out.append(minimum + int(chosen[left]))
         left -= int(chosen[left])
     return tuple(reversed(fan_out))
-
-
-def _add_position(
-    best: NDArray[np.float64], cost: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Adds one k to the dynamic program.
-
-    Returns total[s] = min_e best[s−e] + cost[e] for s candidates spent, and the e that attains it.
-    """
-    total = best + cost[0]
-    chosen = np.zeros(len(best), np.intp)
-    for extra in range(1, len(best)):
-        candidate = best[:-extra] + cost[extra]
-        better = candidate < total[extra:] - _TIE
-        total[extra:][better] = candidate[better]
-        chosen[extra:][better] = extra
-    return total, chosen
-
-
-def _geometric(
-    text: str,
-    budget: int,
-    weights: Sequence[float],
-    hit_a: Sequence[float],
-    hit_r: float | Sequence[float],
-    floor: float | Sequence[float],
-    minimum: int,
-) -> tuple[int, ...]:
-    """Returns the optimal fan-out for a budget.
-
-    Raises ConfigError if the optimum keeps no candidate, or the budget cannot hold the minimum.
-    """
-    if budget < minimum * len(weights):
-        least = minimum * len(weights)
-        raise ConfigError(f"fan_out {text!r}: allowed with these hits: a budget of {least} or more")
-    fan_out = optimal_fan_out(weights, budget, hit_a, hit_r, minimum, floor)
-    if not any(fan_out):
-        raise ConfigError(f"fan_out {text!r}: no candidate hits under this power law: allow more")
-    return fan_out
-
-
-def _listed(text: str, values: str, width: int) -> tuple[int, ...]:
-    fan_out = tuple(_whole(text, value) for value in values.split(","))
-    if len(fan_out) != width:
-        raise ConfigError(
-            f"fan_out {text!r} has {len(fan_out)} values: allowed: lookahead + 1 = {width}"
-        )
-    if not 1 <= sum(fan_out) <= MAX_BRANCHES:
-        raise ConfigError(f"fan_out {text!r}: allowed: a sum from 1 to {MAX_BRANCHES}")
-    return fan_out
-
-
-def _count(text: str, value: str, most: int) -> int:
-    """Parses a whole number from 1 to `most`; raises ConfigError otherwise."""
-    count = _whole(text, value)
-    if not 1 <= count <= most:
-        raise ConfigError(f"fan_out {text!r}: {count}: allowed: 1 to {most}")
-    return count
-
-
-def _whole(text: str, value: str) -> int:
-    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
-        raise ConfigError(f"fan_out {text!r}: {value!r}: allowed: whole numbers from 0")
-    return int(value)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.base import Backend, Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.comm.group import Group
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
@@ -108,8 +106,11 @@ def calibrate(rank: Rank) -> JobProfile | None:
     if stepper is not None and topology.is_lead:
         weights, _ = job.rank_bytes(backend.itemsize)
         read = once(backend, ("read", weights), partial(backend.read_bandwidth, weights))
-        measured = partial(_peak_flops, session, stepper, seconds)
-        peak = once(stepper.stack, tuple(stepper.buckets), measured)
+        peak = once(stepper.stack, tuple(stepper.buckets), backend.peak_flops)
+        if peak is not None and backend.info.kind != "emulated":
+            # On a busy CPU a forward may have run in a quieter moment than the large product.
+            rates = (stepper.cost(rows).flops / s for rows, s in seconds.items() if s > 0)
+            peak = max(peak, *rates)
     session.barrier()
     draft = topology.world.bcast(draft, root=topology.first_draft if topology.num_drafts else 0)
     if not topology.is_lead or stepper is None:
@@ -154,26 +155,16 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> floa
     return float(np.median(times[1:]))
 
 
-def _peak_flops(session: Session, stepper: Stepper, seconds: Seconds) -> float | None:
-    """Returns the peak flops per second of the lead's device, or None if it is unknown.
-
-    The peak is the highest rate measured, whether in a large matrix product or in one of the
-    forwards: on a busy CPU a forward may have run in a quieter moment than the product.
-    """
-    peak = session.backend.peak_flops()
-    if peak is None or session.backend.info.kind == "emulated":
-        return peak
-    return max(peak, *(stepper.cost(rows).flops / s for rows, s in seconds.items() if s > 0))
-
-
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     """Returns the seconds that the all-reduces of a forward of b(K+1) rows take.
 
     The result is 0 at T = 1 and None if the time is unknown. An all-reduce inside a captured
     forward cannot be timed on its own, so on GPUs the same number of them is timed as a separate
-    chain. On CPUs they are timed where they run (Group.spent_s). Collective over the target ranks.
+    chain, captured where the forward is captured. On CPUs they are timed where they run
+    (Group.spent_s). Collective over the target ranks.
     """
     cost, backend = stepper.cost(stepper.bucket(session.job.verify_rows)), session.backend
+    group, seconds = session.group, list[float]()
     if cost.tp == 1:
         return 0.0
     if isinstance(backend, EmulatedBackend):
@@ -182,26 +173,18 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
         except ConfigError:  # the profile was probed on one rank and has no all-reduces
             return None
         return cost.num_all_reduces * once
-    if session.group.spent_s is not None:
+    if group.spent_s is not None:
         return None
-    return chain_s(backend, session.group, stepper.shard.shape.hidden, cost, session.waiter)
-
-
-def chain_s(backend: Backend, group: Group, width: int, cost: Cost, waiter: Waiter) -> float:
-    """Returns the median seconds of only a forward's all-reduces, run one after another.
-
-    They run as one program on an array [rows, width], captured where the forward is captured.
-    """
-    array = backend.activation(cost.rows, width)
+    array = backend.activation(cost.rows, stepper.shard.shape.hidden)
 
     def reduce_all() -> None:
         for _ in range(cost.num_all_reduces):
             group.all_reduce(array)
 
-    program, seconds = backend.program(reduce_all, cost, capturable=group.capturable), []
+    program = backend.program(reduce_all, cost, capturable=group.capturable)
     for _ in range(_REPEATS + 1):
         program.launch()
-        program.wait(waiter)
+        program.wait(session.waiter)
         seconds.append(program.elapsed_s())
     program.close()
     return float(np.median(seconds[1:]))

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import device_kind, known_profiles, load_profile
-from mpissd.lab.predict.costs import load_job
 from mpissd.lab.predict.row import Forecast, forecast_row
 
 # Largest allowed median and p95 of the size of error (c).
@@ -35,27 +33,23 @@ _SAME_USE = ("mode", "tp", "num_drafts", "lookahead", "backup", "backup_lookahea
 _COLUMNS = "machine", "forwards", "T", "rows", "(a)", "(c)", "(c) without luck"
 
 
-def profile_of_another_job(name: str | None, host: str | None) -> Callable[[Row], Forecast]:
+def profile_of_another_job(name: str | None) -> Callable[[Row], Forecast]:
     """Returns a function that predicts a row from another job's profile, for error (c).
 
     name: a device's profile, by name or file; several, separated by commas, are each used for the
-    rows of their own device. None means the built-in profile of each row's device. host: a run's
-    profile whose host costs to use (None: the profile's own). Raises ConfigError if there is no
-    such profile.
+    rows of their own device. None means the built-in profile of each row's device. Raises
+    ConfigError if there is no such profile.
     """
     named = [] if name is None else [*map(load_profile, name.split(","))]
-    costs = None if host is None else load_job(host)[1]
     known = {p.kind: p for p in (*map(load_profile, known_profiles()), *named)}
     own = {p.kind: p for p in named}
 
     def forecast(row: Row) -> Forecast:
-        if host is not None and Path(host).stem == row.run_id:
-            return Forecast(reason="the host costs are of their own job")
         kind = device_kind(row.device_name)
         target = own.get(kind, named[0]) if named else known.get(kind)
         if target is None:
             return Forecast(reason=f"no profile of {kind}")
-        return forecast_row(row, target, costs, known.get(device_kind(row.draft_device)))
+        return forecast_row(row, target, known.get(device_kind(row.draft_device)))
 
     return forecast
 

@@ -18,11 +18,9 @@ HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trac
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +35,6 @@ from mpissd.engine.model.stacks import AnyShard
 Floats = NDArray[np.float64]
 
 EMULATED_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element on the emulated backend
-JOB_SCHEMA = 1  # of a job's own profile
-_JOB_FILE = "OUT/profiles/RUN_ID.json"
 
 
 @dataclass(frozen=True)
@@ -328,8 +324,8 @@ def job_to_dict(
 ) -> dict[str, Any]:
     """Returns a job's own profile as JSON: its flags, T, and the durations measured in it.
 
-    `run` writes one for each row (OUT/profiles/RUN_ID.json). `plan --rows --host=` reads its host
-    costs. rates: of the lead's device, by their keys in a row.
+    `run` writes one for each row (OUT/profiles/RUN_ID.json). rates: of the lead's device, by their
+    keys in a row.
     """
     config = asdict(job.config)
     # The default pair depends on the machine, so the file names the pair.
@@ -337,7 +333,7 @@ def job_to_dict(
         config["target"] = job.target.name
         config["draft"] = None if job.draft is None else job.draft.name
     return {
-        "schema": JOB_SCHEMA,
+        "schema": 1,
         "kind": "job",
         "backend": backend,
         "tp": job.tp,
@@ -347,17 +343,3 @@ def job_to_dict(
         "device": device.to_dict(),
         "host": host.to_dict(),
     }
-
-
-def load_job(name: str) -> tuple[DeviceCosts, HostCosts]:
-    """Loads the durations of a run's profile.
-
-    Raises ConfigError for another file, another schema or a missing field.
-    """
-    try:
-        data = json.loads(Path(name).read_text())
-        if data["kind"] == "job" and data["schema"] == JOB_SCHEMA:
-            return DeviceCosts.from_dict(data["device"]), HostCosts.from_dict(data["host"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"host {name!r}: {error}: allowed: a run's {_JOB_FILE}") from error
-    raise ConfigError(f"host {name!r}: allowed: a run's {_JOB_FILE} of schema {JOB_SCHEMA}")

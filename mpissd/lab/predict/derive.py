@@ -276,21 +276,21 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
     return flags
 
 
-def derived_from(profile: Profile, drafts: Profile, job: Job, *, hosts: bool = True) -> str | None:
+def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
     """Returns the origin of a job's derived times, as text beginning with "derived", or None.
 
     profile: the target's, including its forward (with_derived), and the hosts'. drafts: the draft
     device's. A forward is derived if its table is marked so, if its table ends before the job's
     rows, or if the profile was measured but lacks this forward. On a modelled device it is derived
     if the all-reduces are. Host costs are derived from another T or by a stated rule, or are not
-    known at all, unless the profile has none. hosts: whether host costs count.
+    known at all, unless the profile has none.
     """
     sources = [*_forward(profile, job.target_shard, job.options, job.target_buckets()[-1], job)]
     if job.draft_shard is not None and not job.config.is_lookup:
         rows = job.draft_buckets()[-1]
         sources += _forward(drafts, job.draft_shard, job.draft_options, rows, job)
     forwards = "; ".join(dict.fromkeys(sources))
-    entry = entry_of(with_hosts(profile), job) if hosts and profile.hosts else None
+    entry = entry_of(with_hosts(profile), job) if profile.hosts else None
     host = ""
     if entry is not None:
         if entry.source.startswith(DERIVED):
@@ -299,7 +299,7 @@ def derived_from(profile: Profile, drafts: Profile, job: Job, *, hosts: bool = T
             host = f"{DERIVED}: host costs of T={entry.tp}"
         elif job.config.is_transformer != (entry.forward == "transformer"):
             host = f"{DERIVED}: host costs of products for whole transformers"
-    elif hosts and profile.hosts:
+    elif profile.hosts:
         host = f"{DERIVED}: host costs of {job.config.mode} are not known"
     return "; ".join(filter(None, (forwards, host))) or None
 

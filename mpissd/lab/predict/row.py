@@ -193,18 +193,12 @@ class Forecast:
     derived: bool = False
 
 
-def forecast_row(
-    row: Row,
-    profile: Profile,
-    host: HostCosts | None = None,
-    draft_profile: Profile | None = None,
-) -> Forecast:
+def forecast_row(row: Row, profile: Profile, draft_profile: Profile | None = None) -> Forecast:
     """Predicts the long-run mean rate of a row's configuration on a device.
 
-    row: written by `run`, possibly an earlier version. profile: of the row's device. host: costs of
-    the host's work and the link there (None: the profile's). draft_profile: of the draft ranks'
-    device, if it is of another kind. Raises nothing: if there is no prediction, the forecast has a
-    reason.
+    row: written by `run`, possibly an earlier version. profile: of the row's device. draft_profile:
+    of the draft ranks' device, if it is of another kind. Raises nothing: if there is no prediction,
+    the forecast has a reason.
     """
     drafts = draft_profile or profile
     try:
@@ -220,13 +214,12 @@ def forecast_row(
         _check_kernels(row, profile, job)
         check_device(profile, job, drafts)
         device = DeviceCosts.from_profile(profile, job, drafts)
-        rate = float(expected(job, device, host or host_of(profile, job)).tok_per_s[0])
+        rate = float(expected(job, device, host_of(profile, job)).tok_per_s[0])
         if not math.isfinite(rate):
             raise ConfigError("a null device without host costs takes no time")
     except ConfigError as error:
         return Forecast(reason=str(error))
-    label = derived_from(profile, drafts, job, hosts=host is None)
-    return Forecast(rate, derived=label is not None)
+    return Forecast(rate, derived=derived_from(profile, drafts, job) is not None)
 
 
 def job_of_row(row: Row) -> Job:

@@ -90,7 +90,10 @@ class Rounds:
             # The draft polls between growth steps: it sees the outcome when the running one ends.
             asked, grown = self._clock + self._send_s, self._grown
             step_s, free = grid.step_s.ravel()[grown], self._sent + grid.keys_s.ravel()[grown]
-            steps = steps_seen(asked - free, step_s, grid.most_steps.ravel()[grown])
+            grown_s = asked - free
+            with np.errstate(divide="ignore", invalid="ignore"):
+                begun = np.ceil(np.where(grown_s > 0, grown_s / step_s, 0.0))
+            steps = np.minimum(begun, grid.most_steps.ravel()[grown]).astype(np.int64)
             free = free + steps * step_s + self._record_s
             noticed = np.maximum(free, asked + self._late_s(asked - free))
             drafting_s = self._drafting_s(won, live, steps)
@@ -150,17 +153,6 @@ class Rounds:
         shared, lane = np.minimum(finish, backup), self._lane
         apart = (finish - shared) * lanes_s[lane + won] + (backup - shared) * lanes_s[lane + missed]
         return np.asarray(shared * lanes_s[lane + live] + apart, np.float64)
-
-
-def steps_seen(waited: Floats, step_s: Floats, most: Ints) -> Ints:
-    """Returns the growth steps taken when an outcome is seen that arrives `waited` s after growth
-    began.
-
-    A step that has begun is finished; `most` steps end the growth.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        steps = np.ceil(np.where(waited > 0, waited / step_s, 0.0))
-    return np.asarray(np.minimum(steps, most), np.int64)
 
 
 @dataclass(frozen=True)

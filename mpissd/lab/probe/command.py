@@ -14,7 +14,6 @@ saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -40,7 +39,6 @@ from mpissd.lab.probe.measure import (
     Entry,
     GroupProbe,
     links,
-    open_groups,
 )
 from mpissd.lab.probe.report import (
     TABLES,
@@ -226,22 +224,11 @@ class Prober:
         self._tables["read_outs"] += probe.read_outs
 
     def all_reduces(self) -> None:
-        """Measures every all-reduce that can be opened over the target ranks; none with one
-        rank."""
-        session, comm = self._session, self._topology.group
-        if self._topology.is_draft or self._topology.tp == 1:
-            return
-        with ExitStack() as stack:
-            aware = self._job.config.all_reduce == "mpi"
-            parts = session.group, session.backend, comm, session.waiter
-            groups, refused = open_groups(*parts, cuda_aware=aware)
-            for group in groups.values():
-                if group is not session.group:
-                    stack.callback(group.close)
-            entries = self._probe(comm).all_reduces(groups, self._job.target.hidden)
-        if self._topology.is_lead:
-            self._tables["all_reduces"] += entries
-            self._notes += refused
+        """Measures the job's all-reduce over the target ranks; none with one rank."""
+        if not self._topology.is_draft and self._topology.tp > 1:
+            probe = self._probe(self._topology.group)
+            entry = probe.all_reduces(self._session.group, self._job.target.hidden)
+            self._tables["all_reduces"] += [entry] if self._topology.is_lead else []
 
     def links(self) -> None:
         """Measures between the lead and the first draft rank, while the others nap."""

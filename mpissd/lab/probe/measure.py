@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +17,11 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import MpiInbox, MpiOutbox
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, ReadOut
@@ -285,24 +284,21 @@ class GroupProbe:
                     forwards.append(self.forwards(group, shard, past, rows, batch, model=model))
         return forwards
 
-    def all_reduces(self, groups: Mapping[str, Group], hidden: int) -> list[Entry]:
-        """Measures every group's all-reduce of ROWS hidden vectors and of 1 MB, in a graph and
-        eagerly."""
-        itemsize = self._backend.itemsize
-        widths = [(rows, hidden) for rows in ROWS] + [(1, LARGE_BYTES // itemsize)]
-        widths.sort(key=lambda shape: shape[0] * shape[1])
-        entries = []
-        for name, group in groups.items():
-            ways = [True, False] if group.capturable and self._backend.capture else [False]
-            for graph in ways if self._real else [True]:
-                taken = dict[int, Any]()
-                for rows, width in widths:
-                    taken[rows * width * itemsize] = self._all_reduce(group, rows, width, graph)
-                identity = {"name": name, "ranks": self._comm.size, "graph": graph}
-                entries.append(entry(identity, self._source, taken))
-        return entries
+    def all_reduces(self, group: Group, hidden: int) -> Entry:
+        """Measures the group's all-reduce of ROWS hidden vectors and of 1 MB, as forwards run it.
 
-    def _all_reduce(self, group: Group, rows: int, width: int, graph: bool) -> Any:
+        Returns its "all_reduces" entry.
+        """
+        itemsize = self._backend.itemsize
+        shapes = sorted(
+            [*((rows, hidden) for rows in ROWS), (1, LARGE_BYTES // itemsize)], key=prod
+        )
+        taken = {prod(shape) * itemsize: self._all_reduce(group, *shape) for shape in shapes}
+        graph = not self._real or (group.capturable and self._backend.capture)
+        name = group.name if self._real else "modelled"
+        return entry({"name": name, "ranks": self._comm.size, "graph": graph}, self._source, taken)
+
+    def _all_reduce(self, group: Group, rows: int, width: int) -> Any:
         """Returns the seconds of all-reduces, launched in a chain over separate buffers.
 
         The buffers are filled anew before every launch: repeated sums would exceed float16.
@@ -316,7 +312,7 @@ class GroupProbe:
 
         size = rows * width * backend.itemsize
         cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
-        program = backend.program(body, cost, capturable=graph)
+        program = backend.program(body, cost, capturable=group.capturable)
         parts = [addend(rank, rows, width) for rank in range(self._comm.size)]
         mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)
         timed = self._launched(program.launch, program)
@@ -339,26 +335,6 @@ class GroupProbe:
         check(f"{what}, repeated")
         program.close()
         return taken
-
-
-def open_groups(
-    own: Group, backend: Backend, comm: MPI.Comm, waiter: Waiter, *, cuda_aware: bool
-) -> tuple[dict[str, Group], list[str]]:
-    """Opens every all-reduce that is possible here; collective.
-
-    Returns ({name: group}, reasons why others are not possible). `own`, the job's group, is among
-    them; the caller closes the others after their programs.
-    """
-    if backend.info.kind == "emulated":
-        return {"modelled": own}, []
-    groups, refused = {own.name: own}, list[str]()
-    for choice in ("oneshot", "nccl", "staged") + ("device",) * cuda_aware:
-        if backend.info.kind == "gpu" and choice not in groups:
-            try:
-                groups[choice] = open_group(backend, comm, choice, waiter)
-            except ConfigError as error:  # All ranks raise the same error here.
-                refused.append(str(error))
-    return groups, refused
 
 
 def links(pair: MPI.Comm, waiter: Waiter, faults: list[str]) -> list[Entry]:

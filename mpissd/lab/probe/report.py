@@ -108,7 +108,7 @@ def fit(
 
 
 def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
-    """Fits latency and rate to the first entry, which is of the job's own implementation."""
+    """Fits latency and rate to the first entry."""
     if not entries:
         unknown = f"{source}: not known, there was one target rank"
         return {"from": unknown, "latency_s": None, "bytes_per_s": None}

@@ -28,7 +28,6 @@ from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.engine.workload.text.workload import check_prompts
 from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
-from mpissd.lab.sweep.locks import Claims
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
 from mpissd.lab.tables.best import compare_methods, render, to_dict
 
@@ -41,15 +40,6 @@ class Failure:
     exit_code: int
 
 
-@dataclass(frozen=True)
-class Survey:
-    """The state of a sweep's folder at its start."""
-
-    todo: frozenset[str]  # names of the tasks that this job measures
-    elsewhere: int  # number of tasks that another job is measuring
-    earlier: list[int]  # exit codes of the tasks that failed in earlier jobs
-
-
 def execute_sweep(config: SweepConfig) -> int:
     """Runs a sweep on all ranks.
 
@@ -58,11 +48,7 @@ def execute_sweep(config: SweepConfig) -> int:
     sharpen_sleep()
     plan = planned(config)
     with opened_machine(config.run, plan.num_drafts) as machine:
-        sweep = Sweep(machine, plan, config)
-        claims = closing(Claims(Path(config.run.out))) if sweep.is_lead else nullcontext()
-        with claims as mine:
-            survey = None if mine is None else sweep.survey(mine)
-            return sweep.measure(machine.topology.world.bcast(survey))
+        return Sweep(machine, plan, config).measure()
 
 
 class Sweep:
@@ -71,7 +57,7 @@ class Sweep:
     def __init__(self, machine: Machine, plan: Plan, config: SweepConfig) -> None:
         """Divides the ranks and makes all configurations' models; collective over the world."""
         self._machine, self._plan, self._config = machine, plan, config
-        self.is_lead = machine.topology.is_lead
+        self._is_lead = machine.topology.is_lead
         self._out = Path(config.run.out)
         self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
         self._jobs: dict[str, Job | Failure] = {}
@@ -80,7 +66,7 @@ class Sweep:
                 if point.config is None:
                     raise ConfigError(str(point.error))
                 job = machine.resolve(point.config)
-                if self.is_lead:
+                if self._is_lead:
                     check_prompts(job)
                 self._jobs[point.digest] = job
             except ConfigError as refused:
@@ -91,23 +77,15 @@ class Sweep:
         machine.divide(plan.drafts)
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
 
-    def survey(self, claims: Claims) -> Survey:
-        """Returns the tasks that are left and not claimed by another job; on the lead."""
-        names = [self._digest(task) for task in self._plan.tasks()]
-        before = self._known()
-        mine = {name for name in names if name not in before and claims.take(name)}
-        known = self._known()  # read again: a job that has just ended has written its rows
-        left = {name for name in names if name not in known}
-        earlier = [known[name] for name in names if known.get(name)]
-        return Survey(frozenset(left & mine), len(left - mine), earlier)
-
-    def measure(self, survey: Survey) -> int:
-        """Measures the tasks of the survey in the plan's order; returns the exit code."""
-        tasks = list(self._plan.tasks())
-        todo = [task for task in tasks if self._digest(task) in survey.todo]
+    def measure(self) -> int:
+        """Measures the tasks without a row, in the plan's order; returns the exit code."""
+        tasks, world = list(self._plan.tasks()), self._machine.topology.world
+        known: dict[str, int] = world.bcast(self._known() if self._is_lead else None)
+        todo = [task for task in tasks if self._digest(task) not in known]
+        earlier = [code for task in tasks if (code := known.get(self._digest(task)))]
         bar, when = None, self._config.run.progress
-        if self.is_lead:
-            self._print_card(len(todo), len(tasks) - len(todo) - survey.elsewhere, survey.elsewhere)
+        if self._is_lead:
+            self._print_card(len(todo), len(tasks) - len(todo))
             if when != "off":
                 lines_s = 2.0 if when == "on" else 10.0
                 bar = open_bar(len(todo), "run", lines_s=lines_s, leave=True)
@@ -116,15 +94,15 @@ class Sweep:
             for task in todo:
                 result = self._one(task)
                 codes.append(result.exit_code if isinstance(result, Failure) else 0)
-                if self.is_lead:
+                if self._is_lead:
                     line = self._record(task, result)
                     with nullcontext() if bar is None else tqdm.external_write_mode():
                         print(line, flush=True)
                 if bar is not None:
                     bar.update(1)
-        if self.is_lead:
-            self._print_end(tasks, codes, survey, time.monotonic() - began)
-        return int(self._machine.topology.world.bcast(max([0, *codes, *survey.earlier])))
+        if self._is_lead:
+            self._print_end(tasks, codes, len(earlier), time.monotonic() - began)
+        return int(world.bcast(max([0, *codes, *earlier])))
 
     def _digest(self, task: Task) -> str:
         machine = self._machine  # infos[0] is the lead's device; a draft's may be of another kind
@@ -183,15 +161,13 @@ class Sweep:
             append_row(self._out / "failed.jsonl", {**self._named(task), **failed})
         return f"    FAILED  {name}: {result.error}"
 
-    def _print_card(self, todo: int, known: int, elsewhere: int) -> None:
+    def _print_card(self, todo: int, known: int) -> None:
         """Prints which sweep runs on which machine, and how many measurements are left (stdout).
 
-        known: measurements that exist already. elsewhere: measurements that another job is making.
+        known: measurements that exist already.
         """
         machine, plan = self._machine, self._plan
         there = f", {known} there already" if known else ""
-        if elsewhere:
-            there += f", {elsewhere} left to another job that is to measure them"
         lines = [
             ("sweep", f"{self._id}: {len(plan.points)} configurations x {plan.repeats}{there}"),
             ("", f"{todo} to measure"),
@@ -200,30 +176,27 @@ class Sweep:
         lines += rank_lines(machine.topology, machine.infos)
         print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
-    def _print_end(
-        self, tasks: list[Task], codes: list[int], survey: Survey, seconds: float
-    ) -> None:
-        """Prints the best methods of all rows of this plan, then a JSON object as the last line."""
-        known, elsewhere = self._rows("runs.jsonl"), survey.elsewhere
+    def _print_end(self, tasks: list[Task], codes: list[int], before: int, seconds: float) -> None:
+        """Prints the best methods of all rows of this plan, then a JSON object as the last line.
+
+        codes: the exit code of each measurement. before: tasks that failed in earlier jobs.
+        """
+        known = self._rows("runs.jsonl")
         rows = [known[name] for task in tasks if (name := self._digest(task)) in known]
         comparisons = compare_methods(rows)
         if comparisons:
             print(f"\n{render(comparisons)}\n")
-        done, failed, before = codes.count(0), len(codes) - codes.count(0), len(survey.earlier)
+        done, failed = codes.count(0), len(codes) - codes.count(0)
         rate = 60 * done / seconds if done and seconds > 0 else None
         at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
         again = f", {before} before (--retry measures them again)" if before else ""
-        others = f"; {elsewhere} left to another job" if elsewhere else ""
-        print(
-            f"{done} measured{at}; {failed} failed{again}{others}; {len(rows)} rows of this sweep "
-            "are there"
-        )
+        there = f"{len(rows)} rows of this sweep are there"
+        print(f"{done} measured{at}; {failed} failed{again}; {there}")
         summary = {
             "sweep": self._id,
             "measured": done,
             "failed": failed,
             "failed_before": before,
-            "left_to_others": elsewhere,
             "rows": len(rows),
             "seconds": round(seconds, 3),
             "per_minute": None if rate is None else round(rate, 1),

@@ -65,7 +65,7 @@ def read_prompts(
             needed = "prompt: needed with workload=text (or prompts=FILE.jsonl, prompt_ids)"
             raise ConfigError(needed)
         for where, entry in entries or [("prompt", {"prompt": config.prompt})]:
-            tokens = _encoded(where, entry, tokenizer, chat=config.chat_template)
+            tokens = encoded(where, entry, tokenizer, chat=config.chat_template)
             named.append((where, Prompt(entry, tokens)))
     for where, prompt in named:
         count, largest = len(prompt.tokens), max(prompt.tokens, default=0)
@@ -81,11 +81,11 @@ def read_prompts(
     return [prompt for _, prompt in named]
 
 
-def read_entries(file: str) -> list[tuple[str, Entry]]:
-    """Returns the entries of a JSONL file, each with its name for error messages; blank lines are
-    skipped. Raises ConfigError."""
+def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
+    """Returns the entries of a flag's JSONL file, each with its name for error messages; blank
+    lines are skipped. Raises ConfigError."""
     path = Path(file).expanduser()
-    name = f"prompts={str(path)!r}"
+    name = f"{flag}={str(path)!r}"
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -110,8 +110,11 @@ def read_entries(file: str) -> list[tuple[str, Entry]]:
     return entries
 
 
-def _encoded(where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
-    """Returns the tokens of an entry; raises ConfigError for an empty one."""
+def encoded(where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
+    """Returns the tokens of an entry; raises ConfigError for an empty one.
+
+    chat: whether a prompt is a message in the model's chat template, if it has one.
+    """
     if "messages" in entry:
         messages = entry["messages"]
         if not isinstance(messages, list) or not messages:

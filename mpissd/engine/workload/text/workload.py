@@ -13,10 +13,9 @@ from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.workload.base import WARM_TOKENS, Resolved, RowFields, Workload, laws_label
 from mpissd.engine.workload.oracle import OpenGather
-from mpissd.engine.workload.text.draft import LogitsDraft
+from mpissd.engine.workload.text.oracles import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.text.stops import TextEndings
-from mpissd.engine.workload.text.target import LogitsTarget
 from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -1,0 +1,486 @@
+"""`plan`: its search against exhaustive search and `theory`, its uses of N GPUs, and its text.
+
+Statistical tests fix their seeds and allow five standard errors: false-alarm rate 6e-7 each.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+
+from mpissd.__main__ import main
+from mpissd.common import theory
+from mpissd.common.config import RunConfig, parse_flags
+from mpissd.common.errors import ConfigError
+from mpissd.common.rivals import Family
+from mpissd.common.row import Row
+from mpissd.engine.backend.profile import Profile, load_profile
+from mpissd.engine.job import resolve
+from mpissd.engine.spec.acceptance import named_hit_law
+from mpissd.lab.predict.advice import ERROR, gain_text, heading, pays, report
+from mpissd.lab.predict.advisor import (
+    Advice,
+    Use,
+    by_speed,
+    firsts,
+    frontier,
+    plan,
+    replicas,
+    rivals_of,
+    sizes,
+)
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.derive import METHODS, host_of
+from mpissd.lab.predict.grid import Config
+from mpissd.lab.predict.pool import Pool, simulate
+from mpissd.lab.predict.row import forecast_row
+from mpissd.lab.predict.search import (
+    FULL,
+    Choice,
+    Laws,
+    Placement,
+    candidates,
+    config_of,
+    job_of,
+    runnable,
+    survey,
+    weigh,
+)
+from mpissd.lab.predict.simulation import expected
+
+HOST = HostCosts(
+    lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
+    link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=4e-6, draft_assemble=21e-6,
+    draft_send=7e-6, draft_record=4e-6, glue=5e-5, keys=6e-5, keys_lane=2e-7, step=5e-5, wake=6e-5,
+)  # fmt: skip
+H200 = load_profile("h200")
+PROBED = str(Path(__file__).resolve().parents[2] / "results/h200-probe/profiles/8b-1b-T1D0.json")
+
+
+def placements(
+    config: RunConfig, profile: Profile, gpus: int, host: HostCosts = HOST
+) -> list[Placement]:
+    """Placements whose hosts cost as much as `host` where the profile has none."""
+    hosts = dict.fromkeys(METHODS, host)
+    return [replace(p, hosts=p.hosts or hosts) for p in survey(config, profile, gpus).placements]
+
+
+def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
+    config = RunConfig(**{"pair": "70b/1b", **flags})
+    return plan(config, placements(config, load_profile(device), gpus), gpus)
+
+
+def random_cell(rnd: random.Random) -> tuple[RunConfig, list[Placement], int]:
+    """A machine, a pair, its models, a batch and a number of GPUs on which the pair fits."""
+    flags: dict[str, Any] = {
+        "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
+        "batch_size": rnd.choice([1, 1, 2, 4]),
+        "alpha": rnd.uniform(0.2, 0.98),
+        "acceptance_fast": f"alpha:{rnd.uniform(0, 0.6):.2f}",
+        "lm_head": rnd.random() < 0.3,
+        "context": rnd.choice([0, 0, 4096]),
+    }
+    if rnd.random() < 0.3:
+        flags["p_hit"] = rnd.uniform(0.1, 0.99)
+    else:
+        flags["hit_law"] = f"power:A={rnd.uniform(0.3, 1)},r={rnd.uniform(0.4, 1.8)}"
+    config, gpus = RunConfig(**flags), rnd.randint(1, 3)
+    profile = load_profile(rnd.choice(["h100", "h200", "a100-80"]))
+    scale = rnd.uniform(0, 2)
+    host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})
+    try:
+        return config, placements(config, profile, gpus, host), gpus
+    except ConfigError:  # too little memory
+        return random_cell(rnd)
+
+
+def shortfall(seed: int) -> float:
+    """1 − advised / exhaustive in one random cell."""
+    config, places, gpus = random_cell(random.Random(seed))
+    advised, laws = plan(config, places, gpus).best, Laws.of(config)
+    every = (c for p in places for c in candidates(p, laws, config.batch_size, gpus, FULL))
+    best = by_speed(weigh(every, laws, places, quick=True))[:20]
+    return 1 - advised.tok_per_s / by_speed(weigh(best, laws, places))[0].tok_per_s
+
+
+@pytest.mark.slow
+def test_close_to_exhaustive_search() -> None:
+    """Within 2% of every K ≤ 16, uniform:1 … 10, fourteen budgets, every K_b and both backups, on
+    every T that divides and fits."""
+    assert max(shortfall(seed) for seed in range(3)) < 0.02
+
+
+def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
+    """The flags of every choice, run through a job of its own, give the same rate."""
+    config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
+    profile = load_profile("h100")
+    advice = plan(config, placements(config, profile, 4), 4)
+    assert {c.method for c in advice.judged} == {
+        *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1))
+    }
+    for choice in firsts(advice.judged, lambda c: c.method):
+        laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}
+        job = resolve(
+            parse_flags({**laws, **choice.flags()}), choice.tp, backend="emulated",
+            memory_bytes=profile.memory_bytes,
+        )  # fmt: skip
+        device = DeviceCosts.from_profile(profile, job)
+        found = expected(job, device, host_of(profile, job))
+        assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=1e-9)
+        assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=1e-9)
+
+
+def test_memory_and_heads_limit_t() -> None:
+    """70B is 137 GB: on 80 GB devices T = 1 doesn't fit; T = 3 and 5 hold unequal shares."""
+    config = RunConfig(pair="70b/1b")
+    assert [p.tp for p in placements(config, load_profile("h100"), 5)] == [2, 3, 4, 5]
+    assert [p.tp for p in placements(config, load_profile("h200"), 5)] == [1, 2, 3, 4, 5]
+    on_two = placements(config, load_profile("h100"), 2)
+    assert [(p.tp, p.num_drafts) for p in on_two] == [(2, (0,))]  # no third GPU for a draft
+    with pytest.raises(ConfigError, match="tp=1 needs"):
+        placements(config, load_profile("h100"), 1)
+    with pytest.raises(ConfigError, match="gpus=0"):
+        placements(config, load_profile("h100"), 0)
+    with pytest.raises(ConfigError, match="needs a pair"):
+        placements(RunConfig(), load_profile("h100"), 1)
+
+
+def test_a_good_draft_pays_and_a_bad_one_does_not() -> None:
+    good, bad = advise(5, alpha=0.9), advise(5, alpha=0.05, p_hit=0.05, acceptance_fast="alpha:0")
+    assert good.best.mode == "ssd" and good.gain is not None and good.gain > 1.2
+    assert bad.best.mode == "ar"
+    assert bad.gain is not None and bad.gain > 1
+
+
+def test_unequal_shares_are_judged_between_the_equal_ones() -> None:
+    """Products of 70B on three ranks: a + c/T, by T = 2 and T = 4, in AR, SD inline and lookups.
+    OPT runs as no whole transformer, so that T = 5 is no use of its 72 heads."""
+    config = RunConfig(pair="70b/1b", fuse=True)
+    two, three, four = placements(config, load_profile("h200"), 4)[1:]
+    assert (two.tp, three.tp, four.tp) == (2, 3, 4) and three.num_drafts == (0,)
+    for rows in (1, 7, 16):
+        low, middle, high = (float(place.device.verify(rows)) for place in (two, three, four))
+        assert middle == pytest.approx(high + (low - high) / 3, rel=1e-9)
+    judged = advise(3, alpha=0.8, fuse=True).judged
+    assert {(c.mode, c.derived is None) for c in judged if c.tp == 3} == {
+        *(("ar", False), ("sd", False), ("lookup", False))
+    }
+    opt = RunConfig(pair="66b/125m")
+    assert [p.tp for p in placements(opt, load_profile("h200"), 6)] == [1, 2, 3, 4, 6]
+
+
+def test_break_even_alpha_is_theory_s_for_sd() -> None:
+    """One GPU, K = 1 … 16 for both; a lookup of no acceptance is slower than AR."""
+    device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
+    places = [Placement(1, device, (0,))]
+    for alpha in (0.25, 0.9):
+        found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), places, 1)
+        drafting = next(c for c in found.judged if c.mode == "sd")
+        k = drafting.lookahead
+        cost = float(device.verify(k + 1)) + k * 0.3
+        wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
+        assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
+        assert found.best.mode == ("ar" if alpha < wanted else "sd")
+
+
+def test_break_even_p_hit_is_where_ssd_ties() -> None:
+    config = RunConfig(pair="8b/1b", alpha=0.8, p_hit=0.9)
+    places = placements(config, load_profile("h100"), 2)
+    advice = plan(config, places, 2)
+    assert advice.best.mode == "ssd" and advice.break_even_p_hit is not None
+    ssd, place = advice.best, next(p for p in places if p.tp == advice.best.tp)
+    flags = {"pair": "8b/1b", "alpha": "0.8", "p_hit": str(advice.break_even_p_hit)}
+    tie = resolve(parse_flags({**flags, **ssd.flags()}), ssd.tp, backend="emulated",
+                  memory_bytes=None)  # fmt: skip
+    assert advice.rival is not None
+    host = place.host(ssd.method)
+    assert host is not None
+    found = expected(tie, place.device, host).tok_per_s[0]
+    assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
+
+
+def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
+    """Theorem 17: the round waits for its slowest sequence, so b sequences pay for one miss."""
+    flags = {"pair": "8b/1b", "alpha": 0.8, "p_hit": 0.8, "acceptance_fast": "alpha:0"}
+    alone, crowd = advise(2, "h100", **flags), advise(2, "h100", **flags, batch_size=16)
+    assert (alone.best.mode, alone.best.backup) == ("ssd", "jit")
+    assert (crowd.best.mode, crowd.best.backup) == ("ssd", "fast")
+
+
+@pytest.mark.parametrize(
+    "law", [{"hit_law": "power:A=.9,r=.7"}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
+)
+@pytest.mark.parametrize("way", [("jit", 6), ("fast", 1)])
+@pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])
+def test_both_fan_outs_of_a_search_are_those_of_a_job(
+    fan_out: str, way: tuple[str, int], law: dict[str, Any]
+) -> None:
+    """After a hit, and after a backup that drafts K_b tokens of its own acceptance model."""
+    config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
+    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, 100.0, 9.0, 0.8)
+    flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
+    flags |= {name: str(value) for name, value in law.items()} | choice.flags()
+    job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
+    assert config_of(choice, Laws.of(config)) == Config.of(job)
+    alike = fan_out == "uniform:4" or way == ("jit", 6)
+    assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
+
+
+def test_needs_a_machine_whose_rounds_take_time() -> None:
+    with pytest.raises(ConfigError, match="0 placements"):
+        plan(RunConfig(pair="8b/1b"), [], 4)
+    config, null = RunConfig(pair="8b/1b"), load_profile("null")
+    with pytest.raises(ConfigError, match="rounds take no time"):
+        plan(config, survey(config, null, 2).placements, 2)
+
+
+def pool_of(targets: int, tp: int = 1, **flags: Any) -> Pool:
+    flags = {"mode": "ssd", "pair": "8b/1b", "alpha": 0.8, "fuse": True, **flags}
+    config = RunConfig(num_drafts=1, num_tokens=1000, **flags)
+    job = resolve(config, tp, backend="emulated", memory_bytes=None)
+    return Pool.of(job, targets, H200, host_of(H200, job))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "in time": {"lookahead": 4, "fan_out": "geometric:20", "backup_lookahead": 2},
+    "late": {"lookahead": 7, "fan_out": "uniform:3"},
+    "batch, fast": {"lookahead": 4, "fan_out": "uniform:3", "batch_size": 5, "backup": "fast"},
+    "sd": {"mode": "sd", "lookahead": 4, "batch_size": 2},
+    "imposed": {"lookahead": 3, "fan_out": "uniform:1", "p_hit": 0.9},
+}
+
+
+@pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
+def test_one_target_is_a_draft_of_its_own(flags: dict[str, Any]) -> None:
+    pool = pool_of(1, **flags)
+    alone = DeviceCosts.from_profile(H200, pool.job)
+    mean = float(expected(pool.job, alone, pool.host).tok_per_s[0])
+    rates = [simulate(pool, 200, seed).tok_per_s for seed in range(12)]
+    error = float(np.std(rates, ddof=1) / np.sqrt(12)) + 0.002 * mean  # its own, and the mean's
+    assert abs(np.mean(rates) - mean) < 5 * error
+
+
+def test_a_draft_that_takes_no_time_serves_any_number_of_targets() -> None:
+    pool = pool_of(1, lookahead=4, fan_out="uniform:3")
+    free = replace(pool.device, draft=type(pool.device.verify)((1,), (0.0,)), lists=())
+    rates = []
+    for targets in (1, 300):
+        many = Pool(pool.job, targets, free, HostCosts())
+        found = simulate(many, 40, 1)
+        assert (found.wait_s, found.busy) == (0, 0)
+        rates.append(found.round_s)
+    assert rates[1] == pytest.approx(rates[0], rel=0.01)
+
+
+def test_more_targets_make_their_drafts_slower_and_a_gpu_worth_more_up_to_a_point() -> None:
+    flags: dict[str, Any] = {"pair": "70b/1b", "lookahead": 8, "fan_out": "uniform:3"}
+    found = {n: simulate(pool_of(n, tp=2, **flags), 1600 // n) for n in (1, 4, 16, 64)}
+    waits = [each.wait_s for each in found.values()]
+    assert waits == sorted(waits)
+    per_gpu = {n: each.tok_per_s / (2 * n + 1) for n, each in found.items()}
+    assert per_gpu[1] < per_gpu[4] > per_gpu[64]
+
+
+def use(tok_per_s: float, token_s: float, targets: int = 1, mode: str = "sd", tp: int = 1) -> Use:
+    choice = Choice(mode, tp, 1, 1, 4, None, "jit", 4, tok_per_s / targets, 1.0, None)
+    return Use(choice, targets, 1, tok_per_s, token_s, None)
+
+
+def test_the_frontier_keeps_what_nothing_beats_in_both() -> None:
+    fast, mid, slow = use(10, 1.0), use(20, 2.0), use(30, 4.0)
+    worse = use(19, 2.5), use(20, 2.5), use(9, 1.0)
+    assert frontier([*worse, fast, slow, mid]) == [slow, mid, fast]
+
+
+def test_a_pool_is_compared_with_what_is_no_later_and_with_the_most() -> None:
+    pool, each = use(20, 2.0, 4, "ssd"), use(8, 1.0, 1, "ssd")
+    late, same = use(30, 4.0), use(15, 2.0)
+    rivals = rivals_of(pool, [use(25, 2.0, 3, "ssd"), late, same, each, pool])
+    assert rivals == {"in_time": same, "most": late, "each": each}
+
+
+@pytest.mark.parametrize(
+    ("tp", "gpus", "counts"), [(1, 2, []), (1, 3, [2]), (1, 9, [2, 3, 8]), (4, 8, []), (4, 9, [2])]
+)
+def test_pools_fill_the_gpus(tp: int, gpus: int, counts: list[int]) -> None:
+    assert sizes(tp, gpus) == counts
+
+
+def test_plan_knows_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.8", "--gpus=5"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)["pools"]
+    names = [(use["mode"], use["tp"], use["targets"]) for use in found["frontier"]]
+    assert ("ssd", 1, 4) in names and ("sd", 1, 1) in names
+    rates = [(use["tok_per_s"], use["token_ms"]) for use in found["frontier"]]
+    assert rates == sorted(rates, reverse=True) and len({ms for _, ms in rates}) == len(rates)
+    for gain in found["gains"]:
+        for rival in ("in_time", "most"):
+            other = gain[rival]
+            assert other["gain"] == pytest.approx(gain["pool"]["tok_per_s"] / other["tok_per_s"])
+        assert gain["in_time"]["token_ms"] <= gain["pool"]["token_ms"]
+        assert gain["pool"]["gpus"] <= 5 >= gain["most"]["gpus"]
+    assert any("SSD T=1 G=4 D=1 over the most with tokens no later" in line for line in lines)
+    (command,) = (line for line in lines if line.startswith("   run the pool "))
+    ranks = int(re.findall(r"-np (\d+)", command)[0])
+    words = shlex.split(command.partition(" mpissd ")[2])
+    assert main([*words, "--backend=emulated", f"--dry_run={ranks}"]) == 0
+    assert ranks <= 5 and "--groups=" in command
+
+
+@cache
+def advised(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
+    config = RunConfig(**{"pair": "8b/1b", "alpha": 0.8, "fuse": True, **flags})
+    found = survey(config, H200, gpus)
+    return config, plan(config, found.placements, gpus, found.unjudged)
+
+
+def lines_of(gpus: int, **flags: Any) -> tuple[Advice, list[str]]:
+    """An advice for H200s, and its text."""
+    config, advice = advised(gpus, **flags)
+    uses = replicas(advice.judged, gpus)
+    return advice, report(config, H200, gpus, survey(config, H200, gpus), advice, uses)[0]
+
+
+def row_of(config: RunConfig, choice: Choice) -> Row:
+    """A row as a run of that choice on this device would write it."""
+    job = job_of(config, choice)
+    names = "mode num_drafts batch_size fuse lm_head context backup acceptance_fast"
+    told = {name: getattr(job.config, name) for name in names.split()}
+    told |= {"target": job.target.name, "draft": job.draft and job.draft.name, "seed": 0}
+    told |= {"workload": "gemm", "device_name": H200.device_name, "num_rounds": 400, "tp": job.tp}
+    told |= {"lookahead": job.lookahead, "backup_lookahead": job.backup_lookahead}
+    told |= {"fan_out": job.fan_out, "fan_out_miss": job.fan_out_miss}
+    told |= {"mode": job.config.mode, "inline_draft": job.inline}
+    told |= {"acceptance": job.config.acceptance, "hit_law": job.hit_law.label}
+    return Row.from_dict(told)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "derived"),
+    [
+        (2, {}, set()),
+        (2, {"context": 16384}, {"ar", "sd", "lookup", "ssd"}),  # KV that was not probed
+        # more rows of a draft than were probed
+        (3, {"pair": "70b/8b", "hit_law": "power:A=.75,r=1", "batch_size": 2}, {"ssd"}),
+        (2, {"pair": None, "target": "8b", "draft": "toy-draft"}, {"sd", "ssd"}),
+        (
+            4,
+            {"pair": "70b/1b", "lm_head": True},
+            {"ar", "sd", "lookup", "ssd"},
+        ),  # a head that was not
+    ],
+)
+def test_a_choice_is_labelled_as_its_row_would_be(
+    gpus: int, flags: dict[str, Any], derived: set[str]
+) -> None:
+    config, advice = advised(gpus, **flags)
+    choices = [choice for choice in advice.judged if runnable(config, choice.tp) == config]
+    for choice in choices:
+        found = forecast_row(row_of(config, choice), H200)
+        assert found.reason is None and found.derived == (choice.derived is not None), choice
+    assert {choice.mode for choice in choices if choice.derived} == derived
+
+
+@pytest.mark.parametrize("context", [0, 16384])
+def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
+    advice, lines = lines_of(2, context=context)
+    (line,) = (line for line in lines if "over the best other use of the 2 asked for" in line)
+    assert line.endswith("(derived)") == (context > 0) == any("kv_tokens" in x for x in lines)
+    assert advice.rival is not None and bool(advice.to_probe) == (context > 0)
+    half = replace(advice, judged=(replace(advice.best, derived=None), *advice.judged[1:]))
+    assert bool(half.to_probe) == (context > 0)  # by its rival
+
+
+def test_host_costs_that_nobody_knows_make_no_verdict(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(pair="8b/1b", alpha=0.8, fuse=True)
+    other = replace(load_profile(PROBED), device_name="Another GPU")
+    found = survey(config, other, 2)
+    assert {Family("sd", 1, 1), Family("ssd", 1, 1)} <= set(found.unjudged)
+    advice = plan(config, found.placements, 2, found.unjudged)
+    assert {c.method for c in advice.judged} == {
+        ("ar", 0),
+        ("sd", 0),
+        ("lookup", 0),
+    } and advice.rival is None
+    file = tmp_path / "other.json"
+    file.write_text(Path(PROBED).read_text().replace("NVIDIA H200", "Another GPU"))
+    assert main(["plan", f"--profile={file}", "--gpus=2"]) == 0
+    first = capfd.readouterr().out.splitlines()[0]
+    assert first.startswith("not judged: ") and "no host costs of SSD" in first
+
+
+def test_every_ratio_names_its_gpus_and_no_words_stand_twice() -> None:
+    """SSD is on three of the four GPUs, SD inline on three or on all: a sentence for each."""
+    advice, lines = lines_of(4, pair="70b/1b")
+    said = {x.partition(": ")[0].strip(): x.partition(": ")[2] for x in lines if " over " in x}
+    assert len(said) == sum(" over " in x for x in lines) == 4
+    rate = {(c.mode, c.tp, c.num_drafts): c.tok_per_s for c in advice.judged}
+    ssd, sd = "SSD T=2 D=1 (3 GPUs) over the best other use of", "SD inline T=4 (4 GPUs) over the"
+    inline, grown, wide = rate["sd", 2, 0], rate["ssd", 2, 1], rate["sd", 4, 0]
+    uneven = rate["sd", 3, 0]
+    assert said == {
+        f"{sd} best other use of the 4 asked for, SSD T=2 D=1": f"{wide / grown:.3f}×",
+        f"{ssd} 3, SD inline T=3": f"{gain_text(grown / uneven)} (derived)",
+        f"{ssd} the 4 asked for, SD inline T=4": f"{grown / wide:.3f}×",
+        "SSD T=2 D=1 (3 GPUs) over one GPU fewer, SD inline T=2": f"{grown / inline:.3f}×; in "
+        f"tok/s a GPU: {2 * grown / inline / 3:.3f}×",
+    }
+    (legend,) = (x for x in lines if "SSD's line:" in x)
+    assert re.search(r"--fan_out.*--backup.*K_b", legend)
+
+
+def test_a_lookup_does_not_show_that_a_draft_pays() -> None:
+    weak, strong = (pays(advised(2, alpha=alpha)[1]) for alpha in (0.5, 0.9))
+    assert re.search(r"here\? no: S\S+ .* over lookup T=2 ", weak)
+    assert re.search(r"here\? yes: S\S+ .* over lookup T=2 ", strong)
+
+
+@pytest.mark.parametrize(
+    ("gain", "near"), [(1.003, True), (1 / 1.049, True), (1.051, False), (1 / 1.051, False)]
+)
+def test_a_gain_within_the_error_is_no_difference(gain: float, near: bool) -> None:
+    assert ERROR == 0.05
+    none = " (no difference within the predictor's error of 5%)"
+    assert gain_text(gain) == f"{gain:.3f}×" + none * near
+
+
+def test_the_first_line_names_what_is_assumed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Imposed hits have a price."""
+    default = named_hit_law("smollm2").label
+    start, measured = "on 2 × NVIDIA H200, 8b/1b, alpha:0.8, ", "measured on SmolLM2-135M-Instruct"
+    terms = f"no LM head, context 0, hits as {measured} with the shipped draft ({default}):"
+    assert heading(RunConfig(pair="8b/1b", alpha=0.8), H200, 2) == [f"{start}{terms}"]
+    flags = ("--profile=h200", "--pair=8b/1b", "--gpus=2", "--alpha=.8", "--p_hit=.8", "--lm_head")
+    assert main(["plan", *flags, "--context=4096", "--fuse"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"{start}fused, LM head, context 4096, hits given p_hit:0.8:\n")
+    assert "hits imposed: with the " in out and f" branches that {default} needs" in out
+
+
+def test_one_configuration_of_groups_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--profile=h200", "--pair=8b/1b", "--mode=ssd", "--num_drafts=1", "--alpha=.8"]
+    rows = []
+    for groups in (1, 4):
+        assert main(["plan", *flags, "--rounds=200", f"--groups={groups}"]) == 0
+        rows.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    alone, pool = rows
+    assert alone["tok_per_s"] < pool["tok_per_s"] < 4 * alone["tok_per_s"]
+    assert pool["tok_per_s_per_gpu"] == pytest.approx(pool["tok_per_s"] / 5)
+    assert pool["round_us"]["n"] == 800 and pool["groups"] == 4
+    assert pool["expected_tok_per_s"] == pytest.approx(pool["tok_per_s"], rel=0.1)
+    for more, why in ((["--num_tokens=100"], "and rounds"), (["--rows=results"], "groups=3 with")):
+        assert main(["plan", *flags, "--groups=3", *more]) == 2
+        assert why in capsys.readouterr().err

@@ -1,0 +1,36 @@
+"""Answers of a tiny pair in this process, and what its rounds were like."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mpissd.engine import Decoder, RunConfig
+
+V, TOKENS = 97, 80
+LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 positions
+PROMPTS = ";".join(
+    ",".join(str((7 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
+)
+
+
+class Decoded(NamedTuple):
+    tokens: dict[int, list[int]]
+    accepted: float  # mean of a round
+    hit_rate: float
+
+
+def config(pair: Any, mode: str, **flags: Any) -> RunConfig:
+    """pair: has a target and a draft, which AR lacks."""
+    models = {"target": str(pair.target), "draft": None if mode == "ar" else str(pair.draft)}
+    told = {"prompt_ids": PROMPTS, "num_tokens": TOKENS, "backend": "numpy", "deadline_s": 60.0}
+    return RunConfig(mode=mode, workload="text", **{**told, **models, **flags})
+
+
+def decode(pair: Any, mode: str, **flags: Any) -> Decoded:
+    told = config(pair, mode, **flags)
+    with Decoder(told) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        rows = decoder.records.sequences()
+        tokens = {n: found[: told.num_tokens] for n, found in decoder.tokens.items()}
+    return Decoded(tokens, rows[:, 3].mean(), rows[:, 6].mean())
