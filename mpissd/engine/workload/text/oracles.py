@@ -79,8 +79,7 @@ class LogitsTarget(SampledTarget):
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
-            self._gather.start(padded)
-            waiter.until(self._gather.done, "logits of the target ranks")
+            self._parts = self._gather(padded, waiter)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -88,8 +87,6 @@ class LogitsTarget(SampledTarget):
         """Returns (num_accepted, bonus), both int32 [b]: greedily, or by rejection sampling."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        if self._gather is not None and self._reads_logits:
-            self._parts = self._gather.result()
         results = self._stepper.results()
         if results.values is not None:
             check_finite(results.values[0, :, 0], "target")
