@@ -44,7 +44,7 @@ class Pool:
 
     @classmethod
     def of(cls, job: Job, targets: int, profile: Profile, host: HostCosts) -> Pool:
-        """Makes a pool of modelled forwards; row counts go up to those of all targets."""
+        """Makes a pool of modelled forwards; row counts go up to the rows of all targets."""
         assert job.config.drafts == 1, "a pool shares one draft rank"
         rows = _buckets_of(job, targets)
         device = DeviceCosts.from_profile(profile, job, draft_rows=rows, targets=targets)
