@@ -284,7 +284,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
     costs["draft_assemble"] = assemble
     if device.draft is None:
         return costs
-    batch, lanes = job.config.batch_size, job.config.batch_size * job.num_lanes
+    batch, lanes = job.config.batch_size, job.config.batch_size * job.fan_outs.branches
     backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
     if len(missed) and backup:
         step_s = (np.median(missed) - assemble) / backup
