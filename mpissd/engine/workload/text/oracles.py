@@ -268,10 +268,10 @@ class LogitsDraft(SampledDraft):
             if isinstance(rollout, SampledRollout)
             for lane in rollout.lanes
         ]
-        if not any(lane.temperature > 0 for lane, _ in lanes):
+        chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
+        if not chosen:
             return None
         tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
-        chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         shared = Draws()
         u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
         tops = [self._damped(*lanes[n]) for n in chosen]
