@@ -60,7 +60,7 @@ def _buckets_of(job: Job, targets: int) -> list[int]:
     """Returns the row counts that a draft of G targets computes: one target's, all targets', and
     the powers of two between."""
     batch = job.config.batch_size
-    exact = batch, job.verify_rows, batch * max(1, job.num_lanes)
+    exact = batch, job.verify_rows, job.group_lanes
     return buckets(batch, *exact, *(targets * rows for rows in exact))
 
 
