@@ -26,7 +26,6 @@ from mpissd.common.flags import (
     flags_of,
     integer,
     mapped,
-    mapping,
     number,
     parse_into,
     ranks_or_switch,
@@ -436,7 +435,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     )
     learn: str | None = drafting(
         None,
-        mapping(Learning),
+        words,
         "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
         "device=auto|cuda|cpu",
     )
@@ -492,6 +491,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         needs_draft = self.mode != "ar" and not self.is_lookup
         if self.target is not None and self.draft is None and needs_draft:
             raise ConfigError(f"target={self.target} without draft: allowed: both, or mode=ar")
+        self.learning  # noqa: B018  (raises a wrong --learn)
         if self.learners and self.is_lookup:
             raise ConfigError("learners=1 with backup=fast in sd: allowed: a draft model")
 

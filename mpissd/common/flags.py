@@ -95,19 +95,6 @@ def words(name: str, text: str) -> str:
     return text
 
 
-def mapping(kind: type[Checked]) -> Parse:
-    """Checks name=value pairs, separated by commas, against a configuration's flags.
-
-    The value stays text, to be printed, saved and hashed as it was given; `mapped` reads it.
-    """
-
-    def parse(name: str, text: str) -> str:
-        mapped(kind, words(name, text), name)
-        return text
-
-    return parse
-
-
 def mapped(kind: type[Config], text: str | None, name: str) -> Config:
     """Returns the configuration that a flag's name=value pairs make; raises ConfigError."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]

@@ -158,7 +158,7 @@ class Endpoints:
         try:  # a stream waits for its first part, so that a refusal has its status
             first = await unless_gone(http, first_part())
         except BaseException:
-            self._lead.leave(request)
+            self._lead.cancel(request)
             raise
         if not request.stream:
             return JSONResponse(first)
@@ -166,7 +166,7 @@ class Endpoints:
             events(first),
             headers={"cache-control": "no-store"},
             media_type="text/event-stream",
-            background=BackgroundTask(self._lead.leave, request),  # also if the client is gone
+            background=BackgroundTask(self._lead.cancel, request),  # also if the client is gone
         )
 
     async def _complete(self, request: Request, http: Http, arrived_s: float) -> None:

@@ -2,71 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Control, Request
-from mpissd.common.trace import LeadPhase, Ledger, NullLedger
+from mpissd.common.rounds import Control
+from mpissd.common.trace import LeadPhase, NullLedger
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
-from mpissd.engine.decode.round import RoundResult
+from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.workload.text.stops import SOURCES
-from mpissd.serve.protocol import Cancel, End, Message, Stats, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1
 _KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
 
 
-class Mail(Protocol):
-    """The source of requests and sink of answers, as `Line` is."""
-
-    is_closed: bool
-
-    def take(self, wait_s: float = 0.0) -> Sequence[Message]: ...
-    def put(self, message: Message) -> None: ...
-    def flush(self) -> None: ...
-
-
-class Rounds(Protocol):
-    """The lead's loop: a TargetLoop, or one in virtual time.
-
-    live_ids: the sequences that the next round verifies. unstored: tokens of opened prompts that
-    are still to be stored. most_rows: rows of the largest forward. draft_lost_round: the first
-    round without the draft, or None. open: starts to store prompts, whose sequences join once that
-    is done. finish: releases sequences. step: decodes one round.
-    """
-
-    control: Control
-    ledger: Ledger
-    meanwhile: Callable[[], None] | None
-
-    @property
-    def live_ids(self) -> list[int]: ...
-    @property
-    def unstored(self) -> int: ...
-    @property
-    def most_rows(self) -> int: ...
-    @property
-    def draft_lost_round(self) -> int | None: ...
-    def open(self, requests: Sequence[Request]) -> None: ...
-    def finish(self, request_ids: Sequence[int]) -> None: ...
-    def step(self) -> RoundResult: ...
-
-
 class Driver:
     """Receives requests from the front, has the loop decode them, and sends their tokens.
 
-    It reads messages between two rounds and sends while the target verifies. times: of forwards.
-    goodput: chooses each round's way; None: `mode` and `lookahead` stay. is_over: the front has
-    left.
+    It reads messages between two rounds and sends while the target verifies. A simulation gives it
+    a loop in virtual time, and a mail of arrivals. times: of forwards. goodput: chooses each
+    round's way; None: `mode` and `lookahead` stay. is_over: the front has left.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        mail: Mail,
+        mail: Line,
         mode: str,
         lookahead: int,
         *,
@@ -84,7 +47,7 @@ class Driver:
         # The numbers of live and storing sequences of the last choice, and the rounds since.
         self._chosen, self._kept = (0, 0), 0
         self._modes: dict[int, str] = {}  # by request, for those that asked for a mode
-        self._loop: Rounds | None = None
+        self._loop: TargetLoop | None = None
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # changes before the next round
         # Handled while the next round verifies: messages to send, results for the controller.
@@ -102,7 +65,7 @@ class Driver:
             self._send()
         return self._has_round
 
-    def drive(self, loop: Rounds) -> None:
+    def drive(self, loop: TargetLoop) -> None:
         """Decodes until nothing is left, or the front has left."""
         loop.ledger = NullLedger(LeadPhase)
         self._loop = loop
@@ -158,7 +121,7 @@ class Driver:
         if asked.mode is not None and self.goodput is not None:
             self._modes[asked.id] = asked.mode
 
-    def _round(self, loop: Rounds) -> RoundResult:
+    def _round(self, loop: TargetLoop) -> RoundResult:
         """Decodes one round in the way with the highest expected goodput."""
         live, times = loop.live_ids, self.times
         way = self._way(live)

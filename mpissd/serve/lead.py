@@ -97,14 +97,8 @@ class Lead:
 
     def cancel(self, request: Request) -> None:
         """Asks the lead to end a request; its `End` follows, unless it came already."""
-        if request.id in self._open and not request.is_cancelled:
-            request.is_cancelled = True
+        if request.id in self._open:
             self._send(Cancel(request.id))
-
-    def leave(self, request: Request) -> None:
-        """Cancels a request unless it has ended, and drops its later messages."""
-        self.cancel(request)
-        request.is_left = True
 
     def stop(self) -> None:
         """Ends the job, by closing the lead's connection."""
@@ -139,7 +133,7 @@ class Lead:
         """Fails every request, and all further ones, with 503; the first reason counts."""
         self.gone = self.gone or why
         while self._open:
-            self._open.popitem()[1].put(Problem(503, self.gone, code="job_gone"))
+            self._open.popitem()[1].messages.put_nowait(Problem(503, self.gone, code="job_gone"))
 
     def receive(self, message: Message) -> None:
         """Handles a message of the lead."""
@@ -149,7 +143,8 @@ class Lead:
         elif isinstance(message, Stats):
             self.stats, self._stats_s = message, time.monotonic()
         elif isinstance(message, Tokens) and message.id in self._open:
-            self._open[message.id].put(message)
+            self._open[message.id].messages.put_nowait(message)
         elif isinstance(message, End) and message.id in self._open:
             is_refused = message.reason == "refused"
-            self._open.pop(message.id).put(Problem(400, message.why) if is_refused else message)
+            end = Problem(400, message.why) if is_refused else message
+            self._open.pop(message.id).messages.put_nowait(end)

@@ -28,21 +28,15 @@ _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer"
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class Problem(Exception):
     """Ends a request with a status. param: the field at fault. headers: of the response."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        *,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns {"error": …} as clients of OpenAI's API expect it."""
@@ -70,9 +64,8 @@ class Request:
 
     The first fields are the body's; None means that the server's default is missing yet. subject: a
     conversation, a text, or token ids. prompt: its tokens. id: of the lead's messages, chosen by
-    `Lead.submit`. messages: of the lead, or the reason why it is gone. is_cancelled: whether the
-    lead was asked to end it. is_left: whether its client is gone. num_tokens: up to the end of the
-    text, also if the lead decoded further. finish: the finish reason, None until the end.
+    `Lead.submit`. messages: of the lead, or the reason why it is gone. num_tokens: up to the end of
+    the text, also if the lead decoded further. finish: the finish reason, None until the end.
     """
 
     is_chat: bool
@@ -93,8 +86,6 @@ class Request:
     prompt: list[int] = field(default_factory=list)
     id: int = 0
     messages: asyncio.Queue[Tokens | End | Problem] = field(default_factory=asyncio.Queue)
-    is_cancelled: bool = False
-    is_left: bool = False
     num_tokens: int = 0
     num_rounds: int = 0
     num_hits: int = 0
@@ -132,11 +123,6 @@ class Request:
         }
         if self.is_chat and self.stream:
             self._head["object"] += ".chunk"
-
-    def put(self, message: Tokens | End | Problem) -> None:
-        """Adds a message of the lead, unless the client is gone."""
-        if not self.is_left:
-            self.messages.put_nowait(message)
 
     @property
     def is_stopped(self) -> bool:

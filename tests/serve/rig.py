@@ -24,7 +24,7 @@ from mpissd.serve.lead import Lead
 from tests.serve.fake_lead import FakeLead, Script
 from tests.text import tiny
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def tokenizer(folder: Path) -> Tokenizer:

@@ -105,7 +105,7 @@ def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
                 assert replicas.ask(found) == "the server finishes what it has, and ends"
                 gate.touch()
                 assert answered(unfinished)[0] == answered(late)[0] == 200
-        assert serving.process.wait(30) == 0
+        assert serving.process.wait(60) == 0
     assert replicas.ask(found) == "no answer"
     assert f"--register={folder}" not in serving.log  # the ranks do not
 
@@ -193,7 +193,7 @@ def test_a_watch_follows_the_folder_and_signals_haproxy(tmp_path: Path) -> None:
             assert "no HAProxy there" in faults[0] and "the file stays as it is" in faults[1]
             assert holds("r-two")()
             watch.send_signal(signal.SIGTERM)
-            printed, _ = watch.communicate(timeout=20)
+            printed, _ = watch.communicate(timeout=60)
             assert watch.returncode == 0 and signals.read_text().count("reload") == 1
             lines = [line.split(": ", 1)[1] for line in printed.splitlines()]
             assert lines[0] == "0 replicas: none" and lines[1] == "1 replicas: r-one node1:8001"

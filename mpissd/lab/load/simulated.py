@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpissd.common.rounds import Control, Event, Outcome, Request, Source, Specu
 from mpissd.common.trace import LeadPhase, Ledger, NullLedger
 from mpissd.engine.backend.profile import Profile, load_profile, role_profiles
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widths_of
-from mpissd.engine.decode.round import RoundResult
+from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
 from mpissd.engine.workload.replay.recording import Recorded
@@ -32,7 +32,7 @@ from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Outcomes
 from mpissd.lab.predict.pool import bucket
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import End, Message, Submit, Tokens
+from mpissd.serve.protocol import End, Line, Message, Submit, Tokens
 
 _PAGE = 64
 _MOST_ROWS = 512  # of a forward over only a prompt
@@ -119,7 +119,7 @@ def simulate(
     times = loop.measured()
     driver = Driver(
         Scheduler(room),
-        mail,
+        cast(Line, mail),
         config.mode,
         job.lookahead,
         times=times,
@@ -127,7 +127,7 @@ def simulate(
         clock=lambda: loop.now,
     )
     while driver.wait(math.inf):
-        driver.drive(loop)
+        driver.drive(cast(TargetLoop, loop))  # the part of it that the driver uses
     chosen = {} if driver.goodput is None else driver.goodput.rounds_by
     rounds_by = chosen or {config.mode: driver.scheduler.num_rounds}
     return Simulated(mail.served, loop.now, rounds_by, driver.scheduler.num_preempted)
