@@ -16,9 +16,8 @@ from typing import Any
 import pandas as pd
 
 from analysis.rows import Data, Notes, NothingLeft
-from mpissd.common.compare import Comparison, compare_rows
+from mpissd.common.compare import Comparison, Rounds, compare_rows, student_t
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.rates import Rounds, student_t
 from mpissd.lab.tables.best import are_predicted, setting_of
 from mpissd.lab.tables.claims import Claim, judged
 

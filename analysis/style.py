@@ -26,10 +26,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
-from analysis.rows import NothingLeft
+from analysis.rows import REAL, NothingLeft
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import BESIDE, BESIDE_SOURCE
+from mpissd.common.real_pairs import DEFAULT, DEFAULT_SOURCE
 
 # Okabe and Ito's palette, whose colours are distinct for any colour vision; markers differ as well.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
@@ -324,19 +324,17 @@ def look(method: str) -> dict[str, Any]:
     return {"color": color, "marker": marker}
 
 
-_START = "The hit law of these rows is assumed: predicted with hits as"
-
-
 def _with_real_hits(rows: pd.DataFrame) -> str:
     """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
 
     Returns "" if no row uses the assumed law, or none has the values that the prediction needs.
     """
-    parts = []
-    for name, pair in BESIDE.items():
-        share = (rows[f"real_{name}"] / rows["tok_per_s"]).dropna()
-        if len(share):
-            low, high = f"{share.min():.2f}", f"{share.max():.2f}"
-            span = low if low == high else f"{low} to {high}"
-            parts.append(f"{span}× ({pair.prompts})")
-    return f"{_START} {BESIDE_SOURCE}, SSD's tok/s are {', '.join(parts)} of these" if parts else ""
+    share = (rows[REAL] / rows["tok_per_s"]).dropna()
+    if share.empty:
+        return ""
+    low, high = f"{share.min():.2f}", f"{share.max():.2f}"
+    span = low if low == high else f"{low} to {high}"
+    return (
+        f"The hit law of these rows is assumed: predicted with hits as {DEFAULT_SOURCE}, "
+        f"temperature 0, SSD's tok/s are {span}× ({DEFAULT.prompts}) of these"
+    )

@@ -96,8 +96,10 @@ def execute(arguments: list[str] | None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         command = cli.parse(arguments)
-        check_backend(command)
-        if isinstance(command.config, RanksFlags) and launcher_size() is None:
+        size, is_sweep = launcher_size(), isinstance(command.config, SweepConfig)
+        if size is None and os.environ.get(ONE_HOST) and command.name in FRONTS | RANKS:
+            call("mpissd.engine.backend.registry:check_here", command.run.backend)
+        if isinstance(command.config, RanksFlags) and size is None:
             more = [arguments] if command.name == "serve" else []
             return int(call(FRONTS[command.name], command.config, *more))
         if command.name == "chat":
@@ -107,11 +109,18 @@ def execute(arguments: list[str] | None) -> int:
         if command.name in ALONE:
             extra: dict[str, Any] = {"doctor": [check_before_mpi], "plan": [command.given]}
             return int(call(ALONE[command.name], command.config, *extra.get(command.name, [])))
-        watch(command.run, isinstance(command.config, SweepConfig))
-        if isinstance(command.config, SweepConfig):
+        if size is not None and not command.run.dry_run:
+            guard.join(
+                launcher_rank(),
+                size,
+                deadline_s=command.run.deadline_s,
+                may_lose=[size - 1] if command.run.on_draft_loss == "ar" else [],
+                hint="; the same command resumes" if is_sweep else "",
+            )
+        if is_sweep:
             call("mpissd.lab.sweep.commands:check_sweep", command.config, command.given)
         elif isinstance(command.config, RanksFlags):
-            command.config.fit_world(command.name, launcher_size() or 1)
+            command.config.fit_world(command.name, size or 1)
         else:
             check_before_mpi(command.run)
     except ConfigError as error:
@@ -124,16 +133,9 @@ def execute(arguments: list[str] | None) -> int:
         return error.exit_code
     if not command.run.dry_run:
         return launch(command)
-    if isinstance(command.config, SweepConfig) and launcher_rank() == 0:
+    if is_sweep and launcher_rank() == 0:
         call("mpissd.lab.sweep.commands:list_plan", command.config)
     return 0
-
-
-def check_backend(command: cli.Command) -> None:
-    """Raises ConfigError for a backend that this host lacks, if all ranks will start on it."""
-    is_here = bool(os.environ.get(ONE_HOST)) and launcher_size() is None
-    if is_here and command.name in FRONTS | RANKS:
-        call("mpissd.engine.backend.registry:check_here", command.run.backend)
 
 
 def check_before_mpi(config: RunConfig) -> None:
@@ -154,22 +156,6 @@ def check_before_mpi(config: RunConfig) -> None:
     check_output(config.out)
     if config.trace is not None:
         check_file("trace", config.trace)
-
-
-def watch(config: RunConfig, resumes: bool) -> None:
-    """Joins the warden, which watches this rank from now on, if a launcher started it.
-
-    resumes: whether repeating the command continues an interrupted one.
-    """
-    size = launcher_size()
-    if size is not None and not config.dry_run:
-        guard.join(
-            launcher_rank(),
-            size,
-            deadline_s=config.deadline_s,
-            may_lose=[size - 1] if config.on_draft_loss == "ar" else [],
-            hint="; the same command resumes" if resumes else "",
-        )
 
 
 def launch(command: cli.Command) -> int:
@@ -195,12 +181,12 @@ def launch(command: cli.Command) -> int:
         MPI.COMM_WORLD.Abort(error.exit_code)
         return error.exit_code
     guard.leave(code)
-    if not guard.lost():
-        MPI.Finalize()
-    guard.stage(Stage.DONE)
     if guard.lost():  # MPI_Finalize would wait for the lost ranks
+        guard.stage(Stage.DONE)
         sys.stdout.flush()
         os._exit(code)
+    MPI.Finalize()
+    guard.stage(Stage.DONE)
     return code
 
 

@@ -24,8 +24,7 @@ from mpissd.engine.model.transformer.checkpoint import (
 )
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
+from mpissd.engine.model.transformer.stack import TransformerStack, TransformerWeights, load_weights
 from tests.transformer_reference import stored
 
 Floats = NDArray[np.float32]

@@ -60,7 +60,7 @@ def write_gguf(
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    from mpissd.engine.model.transformer.files import gguf_name
+    from mpissd.engine.model.transformer.sources import gguf_name
 
     architecture = changes.get("architecture", "llama")
     writer = GGUFWriter(path, architecture)

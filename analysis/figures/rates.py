@@ -117,7 +117,7 @@ def _draw(
 ) -> None:
     share = 1 if name == "all GPUs" else medians["gpus"]
     y, low, high = (medians[column] / share for column in ("tok_per_s", "low", "high"))
-    also = {pair: medians[pair] / share for pair in REAL}
+    also = {REAL: medians[REAL] / share}
     wide = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
     x = medians.iloc[:, 0]
     poster.line(ax, label, x, y, low=low, high=high, also=also, **{**look(method), **wide})

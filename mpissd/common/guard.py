@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -36,8 +37,17 @@ class _Guard:
     """One rank's connection to the warden of its host."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Starts the thread that receives the warden's messages."""
+        """Starts the thread that receives the warden's messages.
+
+        C's signal handler sends the number of each signal that ends this rank, also during a
+        library's call. The warden then distinguishes a rank that the launcher ended from one that
+        was killed.
+        """
         self._link = link
+        link.setblocking(False)
+        signal.set_wakeup_fd(link.fileno(), warn_on_full_buffer=False)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda number, _: os._exit(128 + number))
         self.printed = threading.Event()  # the warden has printed this rank's report
         self.has_spoken = False  # whether this rank has reported a fault or its end
         self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
@@ -55,6 +65,7 @@ class _Guard:
     def _listen(self) -> None:
         """Receives "said", "lost R …" and "end", which ends this process with exit code 5."""
         while True:
+            select.select([self._link], [], [])
             try:
                 words = self._link.recv(64).decode().split()
             except OSError:
@@ -100,7 +111,7 @@ def join(
         link = _connect()
         if link is None:
             return
-        socket.send_fds(link, [json.dumps(about).encode()], [OWN.share(), _report_signals()])
+        socket.send_fds(link, [json.dumps(about).encode()], [OWN.share()])
     except OSError:
         return
     _guard = _Guard(link)
@@ -142,21 +153,6 @@ def _connect() -> socket.socket | None:
                 start_new_session=True,
             )
     return None
-
-
-def _report_signals() -> int:
-    """Makes every signal that ends this rank visible to the warden, also during a library's call.
-
-    Returns the read end of a pipe into which C's signal handler writes each signal's number. The
-    warden uses it to distinguish a rank that the launcher ended from one that was killed.
-    """
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, _: os._exit(128 + number))
-    return read
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:

@@ -5,10 +5,10 @@ miss(F) = min(1, floor + A·F^−r), with one (A, r, floor) after a rejection an
 the shipped draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd pair`). REAL_PAIRS
 are of an earlier draft: A is the miss rate measured at F = 1, and r the least-squares slope of log
 miss through it, for F = 2..16. ASSUMED is the earlier default, which committed rows of GPUs have.
-BESIDE names the hit models that tables and figures add to such rows: the shipped draft's.
+Figures add the shipped draft's to such rows.
 
-under_real_pair computes the rate of an SSD row with such hits, from its own waits. A round is its
-duration without waiting for the draft, plus the wait: short if all b sequences hit, and K draft
+under_real_pair computes the rate of an SSD row with a pair's hits, from its own waits. A round is
+its duration without waiting for the draft, plus the wait: short if all b sequences hit, and K draft
 steps if one misses. The row has its mean wait, its hit rate h and the duration of K steps, so P(all
 hit) = h^b gives the wait after hits; another hit model changes only h. The tokens of a round do not
 change, because the same model drafts after a miss (backup jit of all K tokens).
@@ -26,7 +26,6 @@ from mpissd.common.theory import accept_probabilities, power_law_miss
 
 _TARGET = "SmolLM2-135M-Instruct"
 DEFAULT_SOURCE = f"measured on {_TARGET} with the shipped draft"
-BESIDE_SOURCE = f"{DEFAULT_SOURCE}, temperature 0"
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ ASSUMED_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
 DEFAULT = PairHits(
     "HumanEval and chat prompts", (0.5068, 0.1737), (0.6233, 0.9954), floor=(0.0968, 0.0215)
 )
-BESIDE = {"smollm2": DEFAULT}
-NAMED = {**REAL_PAIRS, **BESIDE}
+NAMED = {**REAL_PAIRS, "smollm2": DEFAULT}
 
 
 def under_real_pair(row: Row, pair: PairHits) -> float | None:

@@ -31,8 +31,7 @@ LOOKUPS = ("lookup", "suffix")
 class Family:
     """Key of the uses that share mode, T and D and differ in K.
 
-    mode: ar, sd, ssd, or a kind of lookup (SD whose drafts are looked up), such as those of
-    LOOKUPS.
+    mode: ar, sd, ssd, or a kind of lookup (SD whose drafts are looked up), such as LOOKUPS.
     """
 
     mode: str
@@ -90,7 +89,7 @@ def tps_of(target: str, most: int) -> tuple[int, ...]:
 
 
 def between(tp: int, low: tuple[int, float], high: tuple[int, float]) -> float:
-    """Returns the seconds of a forward on T ranks by those of (T, seconds) below and above.
+    """Returns the seconds of a forward on T ranks by (T, seconds) below and above.
 
     It takes a + c/T, as if all shares were of equal size.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
@@ -64,11 +63,7 @@ class Page:
 
         The caller closes the descriptor. The memory is freed with the last process that maps it.
         """
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("mpissd")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = os.memfd_create("mpissd")  # Linux, as all of the warden
         os.ftruncate(fd, SIZE)
         shared = mmap.mmap(fd, SIZE)
         shared[:] = self.bytes.tobytes()

@@ -26,9 +26,9 @@ class Tape:
     the methods of `tail` itself, so that an append costs no extra call.
     """
 
-    def __init__(self, typecode: str) -> None:
-        """Makes an empty tape. typecode: the number type, as array.array names it ("q", "d")."""
-        self.tail: array[Any] = array(typecode)
+    def __init__(self, typecode: str, numbers: bytes = b"") -> None:
+        """Makes a tape of these numbers. typecode: their type, as array.array names it."""
+        self.tail: array[Any] = array(typecode, numbers)
         self.append: Callable[[float], None] = self.tail.append
         self.extend: Callable[[bytes], None] = self.tail.frombytes
         self.saved = 0  # the number of numbers in the file
@@ -44,7 +44,7 @@ class Tape:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the numbers, which another process holds in memory."""
-        return _refilled, (self.tail.typecode, self.read().tobytes())
+        return Tape, (self.tail.typecode, self.read().tobytes())
 
     def spill(self) -> None:
         """Moves the numbers in memory to the file; after a failed write they stay in memory."""
@@ -81,9 +81,3 @@ class Tape:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return self.read().astype(dtype or self.tail.typecode, copy=False)
-
-
-def _refilled(typecode: str, numbers: bytes) -> Tape:
-    tape = Tape(typecode)
-    tape.extend(numbers)
-    return tape

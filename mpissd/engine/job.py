@@ -22,9 +22,8 @@ from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.transformer.files import fetch_missing
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import check_vocabularies, config_of
+from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
 from mpissd.engine.workload.base import Resolved, Serving, Workload, workload_kind

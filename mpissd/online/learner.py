@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,19 +50,6 @@ _JUDGED_AT_ONCE = 8
 
 Counted = NDArray[np.float64]
 Arrays = dict[str, NDArray[Any]]
-
-
-class Step(NamedTuple):
-    """Mean losses over the positions of one step, before it."""
-
-    cross_entropy: float
-    variation: float
-    agreement: float
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the losses are numbers."""
-        return bool(np.isfinite([self.cross_entropy, self.variation]).all())
 
 
 class Student:
@@ -112,11 +98,9 @@ class Student:
         """Returns a copy of the weights as they are."""
         return mapped(self.draft, lambda tensor: tensor.detach().clone())
 
-    def step(self, examples: Sequence[Example]) -> Step:
-        """Takes one step on the examples' positions; returns their losses before it.
-
-        They are the mean cross-entropy, total variation and greedy agreement (draft.distance). A
-        loss that is not finite changes nothing.
+    def step(self, examples: Sequence[Example]) -> bool:
+        """Takes one step on the examples' positions, by cross-entropy and total variation
+        (draft.distance); returns whether these were finite. If not, nothing changes.
         """
         logits, ids, logs = self._forward(examples)
         p_logits = torch.full_like(logits, -torch.inf)
@@ -125,18 +109,18 @@ class Student:
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(ids)
         p_logits[rows[known], places[known]] = logs[known]
         nothing, ones = logs.new_zeros(len(logs)), logs.new_ones(len(logs))
-        losses = distance(p_logits, nothing, ids[:, 0], logits, self.head_ids, ones)
-        step = Step(*(float(part.detach()) for part in losses))
-        if not step.is_finite:
-            return step
+        entropy, variation, _ = distance(p_logits, nothing, ids[:, 0], logits, self.head_ids, ones)
+        loss = CROSS_ENTROPY * entropy + VARIATION * variation
+        if not torch.isfinite(loss):
+            return False
         tensors = parameters(self.draft)
         for tensor in tensors:
             tensor.grad = None
-        (CROSS_ENTROPY * losses[0] + VARIATION * losses[1]).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(tensors, 1.0)
         self._steps += 1
         self.optimizer.step(self.rate * min(1.0, self._steps / 10))
-        return step
+        return True
 
     def _forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the draft's logits [rows, columns], and the target's ids and logs of the rows.
@@ -240,14 +224,6 @@ class Student:
         return arrays
 
 
-class State(str, Enum):
-    """State of a learner; `diverged` and `refused` describe its last version."""
-
-    LEARNING = "learning"
-    DIVERGED = "diverged"  # a loss or a weight was not finite: it went back to the last version
-    REFUSED = "refused"  # held-out agreement did not rise, or not surely
-
-
 @dataclass
 class Counts:
     """Counts of a learner's work; `tokens` of all sequences, prompts included."""
@@ -277,8 +253,9 @@ class Learner:
     memory: Memory = field(default_factory=lambda: Memory(4096))
 
     def __post_init__(self) -> None:
-        self.state, self.counts = State.LEARNING, Counts()
-        self.losses: list[Step] = []  # of the last hundred steps
+        # "learning"; "diverged": a loss or weight of the last version was not finite, and training
+        # went back; "refused": its held-out agreement did not rise, or not surely
+        self.state, self.counts = "learning", Counts()
         self.agreement: float | None = None  # held-out, of the last candidate
         self.in_use = self.student.copy()
         self._new = self._bad = 0
@@ -298,20 +275,22 @@ class Learner:
         """Whether a step is due."""
         return self._due >= 1 and bool(self.memory.trained)
 
-    def learn(self) -> Step:
-        """Takes one step: on the sequences that came since the last one, and on earlier ones."""
+    def learn(self) -> bool:
+        """Takes one step: on the sequences that came since the last one, and on earlier ones.
+
+        Returns whether its losses were finite.
+        """
         newest = min(max(1, self._new), self.batch)
         self._new, self._due = 0, self._due - 1
-        step = self.student.step(self.memory.batch(self.batch, newest))
+        is_finite = self.student.step(self.memory.batch(self.batch, newest))
         self.counts.steps += 1
-        self.losses = [*self.losses[-99:], step]
-        if not step.is_finite:
+        if not is_finite:
             self._diverge()
-        return step
+        return is_finite
 
     def _diverge(self) -> None:
         """Begins again from the last published version."""
-        self.state, self._due = State.DIVERGED, 0.0
+        self.state, self._due = "diverged", 0.0
         self.counts.diverged += 1
         self.student.restore(self.in_use)
 
@@ -330,11 +309,11 @@ class Learner:
         self.agreement = float(mine[:, 0].sum() / mine[:, 1].sum())
         gain, error = paired(mine, before)
         if gain > ERRORS * error:
-            self.state, self._bad = State.LEARNING, 0
+            self.state, self._bad = "learning", 0
             self.in_use = self.student.copy()
             self.counts.published += 1
             return True
-        self.state = State.REFUSED
+        self.state = "refused"
         self.counts.refused += 1
         self._bad = self._bad + 1 if gain < -FALL else 0
         if self._bad >= PATIENCE:

@@ -20,7 +20,7 @@ import torch
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import packed
 from mpissd.online.examples import Example
-from mpissd.online.learner import Learner, Step, Student
+from mpissd.online.learner import Learner, Student
 from mpissd.online.process import receive, send
 
 _IDLE_S = 0.05
@@ -68,9 +68,7 @@ def train(task: Task, inbox: queue.SimpleQueue[Example | None], out: BinaryIO) -
     def report() -> None:
         nonlocal reported_at
         reported_at = time.monotonic()
-        means = zip(*learner.losses, strict=True)
-        losses = dict(zip(Step._fields, map(_mean, means), strict=False))
-        work = {"state": learner.state.value, **asdict(counts), "last_losses": losses}
+        work = {"state": learner.state, **asdict(counts)}
         send(out, {**work, "held_out_agreement": learner.agreement, **since_start})
 
     gpu = None  # as DeviceInfo.uuid
@@ -99,11 +97,6 @@ def train(task: Task, inbox: queue.SimpleQueue[Example | None], out: BinaryIO) -
         if time.monotonic() - reported_at > _REPORT_S:
             report()
     report()
-
-
-def _mean(losses: tuple[float, ...]) -> float | None:
-    mean = sum(losses) / len(losses)
-    return round(mean, 5) if mean == mean else None
 
 
 def device_of(task: Task) -> str:

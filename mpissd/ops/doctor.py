@@ -3,9 +3,9 @@
     mpissd doctor --tp=2 --mode=ssd …
 
 It examines the machine, then starts the ranks itself, each as `mpissd doctor --json`, with a
-deadline. The ranks compare what they see, and open and close a session as a run would. Their rank 0
-prints a report as one line of JSON after each step, so that the last line shows how far a job came
-that hangs or ends early. Drivers are asked in child processes with a time limit.
+deadline. The ranks report their versions and devices, and open and close a session as a run would.
+Their rank 0 prints a report as one line of JSON after each step, so that the last line shows how
+far a job came that hangs or ends early. Drivers are asked in child processes with a time limit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 OK, WARN, BAD = "ok", "warn", "BAD"
 Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses before MPI
-Facts = dict[str, Any]  # what one rank sees, or the report of all ranks, as JSON
+Facts = dict[str, Any]  # about one rank, or the report of all ranks, as JSON
 MARK = "mpissd-doctor "  # begins rank 0's reports on stdout
 NOT_PASSED = ("dry_run", "progress")  # flags that the ranks of the trial do not get
 _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
@@ -58,13 +58,14 @@ _SHM_A_RANK = 32 << 20  # shared memory of MPI and NCCL for each rank
 _DRIVER_13, _TURING = 580, 7.5
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
 _INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
-# Prints which library mpi4py loads, without starting MPI.
+# Prints which library mpi4py loads, and the files that the process maps, without starting MPI.
 _LIBRARY = """
-import json, mpi4py, pathlib
+import mpi4py, pathlib
 mpi4py.rc.initialize = False
 from mpi4py import MPI
+print(MPI.Get_library_version().replace("\\n", " "))
 maps = pathlib.Path("/proc/self/maps")
-print(json.dumps([MPI.Get_library_version(), maps.read_text() if maps.exists() else ""]))
+print(maps.read_text() if maps.exists() else "")
 """
 _WHY = {  # this all-reduce was chosen
     "mpi": "host arrays",
@@ -89,10 +90,11 @@ _FIXES = (
     ("No module named 'mpi4py'", "pip install mpi4py (or: make venv)"),
     ("MPI library|libmpi", f"unset MPI4PY_LIBMPI, or point it at mpirun's libmpi; or {_INSTALL}"),
     ("no answer within", "try mpirun -np 2 hostname; --deadline_s=300 if the machine is slow"),
+    ("libcu|libnv", "reinstall CuPy: pip uninstall -y cupy-cuda12x cupy-cuda13x; make venv"),
     ("needs", "a larger TP, fewer layers (70b@8L), or a smaller PAIR (PAIR=toy always fits)"),
     ("visible GPU|no usable GPU", "fewer ranks on this node, a GPU node, or BACKEND=numpy"),
     ("allowed: |pip install", "as the line says; docs/troubleshooting.md"),
-    ("Error: ", "a defect of mpissd or of what it imports: the run itself shows the traceback"),
+    ("Error: ", "a defect of mpissd or of a library: the run itself shows the traceback"),
 )
 
 
@@ -104,7 +106,7 @@ class DoctorConfig(Checked):
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
     )
     tp: int | None = flag(None, integer(1), "target ranks to start (default 1)")
-    json: bool = flag(False, switch, "under mpirun: print what the ranks see as lines of JSON")
+    json: bool = flag(False, switch, "under mpirun: print the ranks' facts as lines of JSON")
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
@@ -162,7 +164,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
         given = [f"--{name}={text}" for name, text in said(run).items() if name not in NOT_PASSED]
         command = ranks_command(["doctor", "--json", *given], num_ranks)
         report = last_report(*ask(command, run.deadline_s + _MORE_S, signal.SIGTERM))
-        findings += judge(report, run, num_ranks, gpus)
+        findings += judge(report, num_ranks, gpus if run.backend in ("auto", "cupy") else ())
     sys.stdout.write(render(findings))
     sys.stdout.flush()
     return 2 if any(finding.verdict == BAD for finding in findings) else 0
@@ -196,17 +198,17 @@ def _fault(what: str, error: str) -> Finding:
 
 def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Finding]:
     """Yields the findings about this host's installation, launcher and flags, before MPI starts."""
-    library, library_error = ask_json([sys.executable, "-c", _LIBRARY])
-    for what, (version, place) in versions(*(library or ("", ""))).items():
+    out, library_error = ask([sys.executable, "-c", _LIBRARY])
+    library, _, maps = out.partition("\n")
+    for what, (version, place) in versions(library, maps).items():
         if what == "MPI library" and library_error:
             yield _fault(what, library_error)
         else:
             yield Finding(what, f"{version} {place}")
     try:
         program = launcher()[0]
-        printed = re.match(
-            r".{0,100}?\d+(\.\w+)+", " ".join(ask([program, "--version"])[0].split())
-        )
+        words = " ".join(ask([program, "--version"])[0].split())
+        printed = re.match(r".{0,100}?\d+(\.\w+)+", words)
         path = shutil.which(program) or program
         yield Finding("mpirun", f"{path} ({printed[0]})" if printed else path)
     except ConfigError as error:
@@ -222,18 +224,19 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
 
 
 def _of_gpus(run: RunConfig, gpus: Sequence[Gpu], error: str) -> Iterator[Finding]:
-    """Yields a driver that does not answer, and GPUs without CuPy."""
+    """Yields the GPUs of this host, a driver that does not answer, and GPUs without CuPy."""
     if run.backend not in ("auto", "cupy"):
         return
     if error:
         fix = "nvidia-smi has to answer: driver >= 525; reload it, reboot, or ask your site"
         yield Finding("driver", error, WARN, fix)
+    if gpus:
+        yield Finding("driver", f"{gpus[0].driver}, {len(gpus)} × {gpus[0].name}")
     if gpus and importlib.util.find_spec("cupy") is None:
-        detail = f"not installed, and there are {len(gpus)} × {gpus[0].name}"
-        yield Finding("CuPy", detail, WARN, wanted(gpus))
+        yield Finding("CuPy", "not installed, and there are GPUs", WARN, wanted(gpus))
 
 
-def judge(report: Facts, run: RunConfig, num_ranks: int, gpus: Sequence[Gpu] = ()) -> list[Finding]:
+def judge(report: Facts, num_ranks: int, gpus: Sequence[Gpu]) -> list[Finding]:
     """Returns the findings about the ranks and their session, in the order of the table."""
     findings, ranks, error = list[Finding](), report["ranks"], report["error"]
     first = ranks[0] if ranks else None
@@ -260,8 +263,7 @@ def judge(report: Facts, run: RunConfig, num_ranks: int, gpus: Sequence[Gpu] = (
                 findings.append(Finding(what, detail, verdict, fix))
                 break
     for rank in ranks:
-        device = " ".join(str((rank["cuda"] or {}).get(n, "")) for n in ("name", "uuid", "bus_id"))
-        device = f"{device}  " if device.strip() else ""
+        device = f"{rank['device']}  " * bool(rank["device"])
         where = f"{rank['role']:6}  {rank['host']}  {device}{len(rank['cores'])} cores"
         findings.append(Finding(f"rank {rank['rank']}", where))
     for host in dict.fromkeys(rank["host"] for rank in ranks):
@@ -275,59 +277,20 @@ def judge(report: Facts, run: RunConfig, num_ranks: int, gpus: Sequence[Gpu] = (
         detail = f"{shm / 1e6:.0f} MB free for {len(ranks)} ranks"
         fix = "docker run --shm-size=1g, or remove old files"
         findings.append(Finding("/dev/shm", detail, WARN, fix))
-    findings += _of_cuda(ranks, run, gpus)
     if error:
         findings.append(_fault("session", error))
     for finding in (Finding(*choice) for choice in report["choices"]):
         if gpus and finding.detail.endswith(("CuPy finds no GPU", "CuPy is not installed")):
             detail = f"{finding.detail}, though there are {len(gpus)} × {gpus[0].name}"
-            fix = "fix CUDA as above, or: make venv on this node installs CuPy"
+            fix = "unset CUDA_VISIBLE_DEVICES; else reinstall CuPy: pip uninstall -y cupy-cuda12x "
+            fix += f"cupy-cuda13x; {wanted(gpus)}"
             finding = Finding("backend", detail, WARN, fix)
         findings.append(finding)
     return findings
 
 
-def _of_cuda(ranks: Sequence[Facts], run: RunConfig, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Yields the first fault of a rank's CuPy, or the versions that CuPy sees."""
-    if run.backend not in ("auto", "cupy"):
-        return
-    fault = next(filter(None, (_cupy_fault(rank, gpus) for rank in ranks)), None)
-    if fault is not None:
-        yield fault  # other ranks would repeat it
-    elif (view := ranks[0]["cuda"] or {}).get("count"):
-        runtime, driver = _cuda_version(view["runtime"]), _cuda_version(view["driver"])
-        yield Finding("CUDA", f"CuPy {view['cupy']}, runtime {runtime}, driver serves {driver}")
-
-
-def _cupy_fault(rank: Facts, gpus: Sequence[Gpu]) -> Finding | None:
-    """Returns a fault of one rank's CuPy; None for none."""
-    view, place, visible = rank["cuda"], _place(rank), rank["visible"]
-    if view is None:  # not installed
-        return None
-    reinstall = f"pip uninstall -y cupy-cuda12x cupy-cuda13x; then {wanted(gpus)}"
-    error = view.get("error", "")
-    if error and "cupy" not in view:  # `run` would import CuPy as well, and fail
-        return Finding("CuPy", f"cannot be imported on {place}: {error}", BAD, reinstall)
-    if error or not view["count"]:
-        detail = f"{error or 'no GPU is visible'} on {place}"
-        detail += "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        unset = "unset CUDA_VISIBLE_DEVICES"
-        fix = f"{reinstall}; else: nvidia-smi -q" if visible is None else unset
-        return Finding("CUDA", detail, WARN, fix) if gpus else None
-    if view["runtime"] // 1000 > view["driver"] // 1000:
-        runtime, driver = _cuda_version(view["runtime"]), _cuda_version(view["driver"])
-        detail = f"runtime {runtime}, driver serves {driver} on {place}"
-        return Finding("CUDA", detail, WARN, reinstall)
-    return None
-
-
 def _place(rank: Facts) -> str:
     return f"rank {rank['rank']} ({rank['host']})"
-
-
-def _cuda_version(number: int) -> str:
-    """Returns CUDA's version number as text: 13020 is "13.2"."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def wanted(gpus: Sequence[Gpu]) -> str:
@@ -375,15 +338,6 @@ def ask(
     return out, complaint[:300] or f"printed nothing and ended with code {child.returncode}"
 
 
-def ask_json(command: Sequence[str], timeout_s: float = _ASK_S) -> tuple[Any, str]:
-    """Returns (the JSON of the last line that a command printed, why there is none)."""
-    out, problem = ask(command, timeout_s)
-    try:
-        return (None, problem) if problem else (json.loads(out.splitlines()[-1]), "")
-    except (ValueError, IndexError):
-        return None, f"no answer: {out[-200:]!r}"
-
-
 def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
     """Returns (version, place) of Python, mpissd and the MPI library.
 
@@ -422,16 +376,6 @@ def parse_gpus(text: str) -> list[Gpu]:
             capability = float(row[2]) if re.fullmatch(r"\d+\.\d+", row[2]) else None
             gpus.append(Gpu(row[0], int(major) if major.isdecimal() else 0, capability))
     return gpus
-
-
-def read_cuda(local_rank: int, timeout_s: float = 3 * _ASK_S) -> Facts:
-    """Returns CuPy's facts (cupy_device); `error`: why there are none or no GPU.
-
-    A child asks it, because an import may crash and a driver hang.
-    """
-    program = [sys.executable, "-m", "mpissd.engine.backend.cupy_device", str(local_rank)]
-    view, problem = ask_json(program, timeout_s)
-    return {"error": problem} if problem else dict(view)
 
 
 def last_report(out: str, problem: str) -> Facts:
@@ -475,18 +419,14 @@ def examine_rank(config: RunConfig, check: Check) -> int:
         "launcher_size": launcher_size(),
         "cores": sorted(usable_cores()),
         "shm_free": shutil.disk_usage(shm).free if shm.is_dir() else None,
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "cuda": None,
+        "device": "",
     }
     report["ranks"] = [mine]
     reach("meeting the other ranks")
     try:
         topology = open_topology(config.drafts, config.groups)
         role = "draft" if topology.is_draft else "lead" if topology.leads_group else "target"
-        mine |= {"role": role, "local_rank": topology.local_rank}
-        if importlib.util.find_spec("cupy") is not None:
-            mine["cuda"] = read_cuda(topology.local_rank, min(_ASK_S, config.deadline_s / 2))
-        report["ranks"] = topology.world.allgather(mine)
+        report["ranks"] = topology.world.allgather({**mine, "role": role})
         reach("opening a session")
         refused = ""
         try:
@@ -495,7 +435,7 @@ def examine_rank(config: RunConfig, check: Check) -> int:
             refused = str(error)
         for reason in filter(None, topology.world.allgather(refused)):
             raise ConfigError(reason)
-        report["choices"] = _try_session(config)
+        report["choices"] = _try_session(config, report["ranks"])
     except (ConfigError, Refused) as error:  # on every rank
         report["error"] = str(error)
     reach("")
@@ -503,10 +443,11 @@ def examine_rank(config: RunConfig, check: Check) -> int:
     return 0
 
 
-def _try_session(config: RunConfig) -> list[Finding]:
+def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> list[Finding]:
     """Opens and closes a session as a run would; returns the lead's findings about its choices.
 
-    Removes the empty folders that it made. Raises ConfigError or Refused on every rank. Collective.
+    Adds the devices to the facts of the ranks. Removes the empty folders that it made. Raises
+    ConfigError or Refused on every rank. Collective.
     """
     from mpissd.engine.session.session import opened
 
@@ -515,6 +456,9 @@ def _try_session(config: RunConfig) -> list[Finding]:
     made = [p for p in (out / "rounds", out / "profiles", out, *out.parents) if not p.exists()]
     try:
         with opened(config) as session:
+            for rank, info in zip(ranks, session.infos, strict=True):
+                ids = (info.uuid, info.bus_id) if info.kind == "gpu" else ()
+                rank["device"] = " ".join(filter(None, (info.name, *ids)))
             return _choices(session)
     finally:
         for folder in made:

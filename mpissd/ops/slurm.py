@@ -1,8 +1,8 @@
 """Builds a Slurm request: checks it against the cluster's limits, then writes the sbatch command.
 
 Refusals name the make variable to change. Bridges-2's limits are from the PSC user guide
-(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"); for another cluster only
-requests that no cluster can meet are refused.
+(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"). sbatch itself refuses times
+and arrays that cannot be.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from math import ceil
 
 from mpissd.common.errors import ConfigError, unknown
 
-_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
-_ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%[1-9]\d*)?")
 _DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)=(\S+)")
 
 
@@ -37,7 +35,6 @@ BRIDGES2_TYPES = {
 SHARED, WHOLE = "GPU-shared", "GPU"  # Bridges-2's GPU partitions: part of one node, whole nodes
 _MOST_SHARED, _GPUS_A_NODE = 4, 8
 _DGX2 = ("v100-32", 16)  # one node of 16
-_LONGEST_MIN = 48 * 60
 _DEFAULT_CPUS = 5
 CLUSTERS = ("bridges2", "other")
 
@@ -92,22 +89,12 @@ class Request:
         elif self.needs_gpus or limited:
             gpus = max(gpus, ranks)
         cpus = self.cpus or self._number("cpus-per-task") or (_DEFAULT_CPUS if limited else 0)
-        time = self.time or self.header.get("time")
-        if time is not None and minutes(time) > _LONGEST_MIN and limited:
-            raise ConfigError(
-                f"TIME={time}: Bridges-2 ends GPU jobs after 48 hours: allowed: up to 48:00:00; "
-                "an array goes on where it stopped when it is submitted again"
-            )
         if self.needs_gpus and gpus and ranks > gpus:
             whole = limited == WHOLE
             fix = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if whole else f"GPUS={ranks}"
             raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {fix}")
-        if nodes > ranks:
-            raise ConfigError(f"NODES={nodes}: allowed: up to T + D = {ranks}")
         if limited:
             _check_bridges2(limited, ranks, gpu_type or "", gpus, nodes, cpus)
-        if self.array is not None and not _ARRAY.fullmatch(self.array):
-            raise ConfigError(f"ARRAY={self.array}: allowed: 0-7, 0-7%2 (two at once), 3,5")
         options = {
             "partition": self.partition,
             "account": self.account,
@@ -115,7 +102,7 @@ class Request:
             "ntasks": str(ranks),
             "cpus-per-task": str(cpus) if cpus else None,
             "gpus": (f"{gpu_type}:{gpus}" if gpu_type else str(gpus)) if gpus else None,
-            "time": time,
+            "time": self.time,
             "array": self.array,
         }
         if self.exports:
@@ -156,25 +143,6 @@ def _check_bridges2(
             f"CPUS={cpus}: {ranks} ranks of {cpus} cores, but {gpus} {gpu_type} come with "
             f"{gpus * cores}: allowed: up to {gpus * cores // ranks}"
         )
-
-
-def minutes(time: str) -> float:
-    """Returns the minutes of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
-
-    Raises ConfigError for other forms.
-    """
-    match = _TIME.fullmatch(time)
-    if match is None:
-        raise ConfigError(f"TIME={time}: allowed: minutes, H:MM:SS or D-HH:MM:SS")
-    days, *rest = match.groups()
-    numbers = [int(part) for part in rest if part is not None]
-    if days is None and len(numbers) < 3:  # M, M:S
-        numbers = [0, *numbers]
-    hours, mins, seconds = (*numbers, 0, 0)[:3]
-    total = (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
-    if total <= 0:
-        raise ConfigError(f"TIME={time}: allowed: more than nothing")
-    return total
 
 
 def read_header(script: str) -> dict[str, str]:

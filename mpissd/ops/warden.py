@@ -33,7 +33,6 @@ _ORDERED_S = 0.3  # longest wait for all ranks to end that a launcher has signal
 _OTHERS_S = 3.0  # delay of an uncertain verdict, as another host's warden may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
 _END_S = 1.5  # time for a rank to end after the order to end
-_LAUNCHER_S = 2.0  # time for ranks to end by themselves when their launcher is gone
 _LINGER_S = 60.0  # longest wait for the first rank, and for ranks that come after the job is over
 _MPI_S = 5.0  # time that the start and the end of MPI may take, however short the deadline is
 _ELSEWHERE = "; a rank of another host may be why"
@@ -42,19 +41,16 @@ _ELSEWHERE = "; a rank of another host may be why"
 class Peer:
     """A rank of this host that has joined the warden: its activity, whether and how it ended."""
 
-    def __init__(
-        self, link: socket.socket, pid: int, page: int, signals: int, about: dict[str, Any]
-    ) -> None:
-        """Takes over a rank's descriptors.
+    def __init__(self, link: socket.socket, pid: int, page: int, about: dict[str, Any]) -> None:
+        """Takes over a rank's connection and the descriptor of its page, which is closed here.
 
-        link: the connection. page: of the rank's page, closed here. signals: of the pipe with the
-        numbers of the signals that the rank got. about: the message of guard.join.
+        about: the message of guard.join.
         """
         self.link, self.pid, self.about = link, pid, about
         self.rank: int = about["rank"]
         self.page = mmap.mmap(page, SIZE)  # stage, activity and wait: common.stage
         os.close(page)
-        self._signals, self._pidfd = signals, process.open_pidfd(pid)
+        self._pidfd = process.open_pidfd(pid)
         self.is_closed = False  # whether the rank has closed the link, as at its end
         self.ordered: int | None = None  # the launcher's or a user's signal that ended the rank
         self.ordered_at = 0.0
@@ -63,18 +59,14 @@ class Peer:
         self.gone, self.gone_at = False, 0.0
         self.status: int | None = None  # the wait status as os.waitpid gives it, if known
         self.is_lost = False  # whether the rank is gone and the job goes on without it
-        self.is_orphan = False  # whether its launcher ended before the rank
         self.stopped_at: float | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.about['host']}, pid {self.pid})"
 
     def look(self) -> bool:
-        """Returns whether the rank has ended; notes the signals that it got and its wait status."""
+        """Returns whether the rank has ended; notes its wait status."""
         self.gone = self.gone or process.is_gone(self.pid)
-        with suppress(BlockingIOError):
-            if numbers := os.read(self._signals, 64):
-                self.ordered, self.ordered_at = numbers[0], monotonic()
         if self.gone and self.status is None:
             self.status = process.exit_status(self.pid, self._pidfd)
         return self.gone
@@ -141,7 +133,7 @@ class Warden:
         self._events = selectors.DefaultSelector()
         self._verdict: Verdict | None = None
         self._held: tuple[float, Verdict] | None = None  # (when to use it, an uncertain verdict)
-        self._end_at = self._kill_at = self._abandoned_at = float("inf")
+        self._end_at = self._kill_at = float("inf")
         self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: the first rank
         self._lingers = False
         self._launcher = 0  # its pid; 0: it is not watched
@@ -208,11 +200,10 @@ class Warden:
         pid, uid, _ = struct.unpack("3i", raw)
         link.settimeout(1.0)  # a rank sends its message before it is accepted
         try:
-            text, fds, _, _ = socket.recv_fds(link, 4096, 2)
+            text, (page,), _, _ = socket.recv_fds(link, 4096, 1)
             if uid != os.getuid() or not pid:  # 0: a process in a container that hides its pids
                 raise ValueError(f"process {pid} of user {uid}")
-            page, signals = fds
-            peer = Peer(link, pid, page, signals, json.loads(text))
+            peer = Peer(link, pid, page, json.loads(text))
         except (OSError, ValueError, LookupError):
             link.close()
             return
@@ -243,6 +234,9 @@ class Warden:
                 peer.is_closed = True
                 self._events.unregister(peer.link)
                 return
+            if len(text) == 1:  # the number of a signal
+                peer.ordered, peer.ordered_at = text[0], monotonic()
+                continue
             with suppress(ValueError):  # a message that was cut off
                 self._take(peer, json.loads(text))
 
@@ -275,7 +269,7 @@ class Warden:
                 peer.stopped_at = None
         self._looked_at = now
         for peer in [peer for peer in self.alive if peer.look()]:
-            peer.gone_at, peer.is_orphan = now, self._is_abandoned()
+            peer.gone_at = now
             self._read(peer)  # its last message may announce its end
         if self._verdict is not None:
             return
@@ -298,8 +292,6 @@ class Warden:
             ended_at = min(peer.gone_at for peer in self.peers.values() if peer.gone)
             if not self.alive or now > ended_at + _ORDERED_S:
                 self._judge(verdict)
-        elif culprit.is_orphan and culprit.status != 0 and not culprit.was_killed:
-            self._judge(self._abandoned())  # MPI ended the rank because its launcher was gone
         elif self.can_do_without(culprit):
             culprit.is_lost = True
             self._print(Verdict(f"{verdict.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
@@ -409,12 +401,6 @@ class Warden:
         line += f" within {now - since:.1f} s (--deadline_s={self._deadline_s:g})"
         return self._unless_stopped(Verdict(line, culprit), now)
 
-    def _is_abandoned(self) -> bool:
-        return self._launcher > 0 and process.is_gone(self._launcher)
-
-    def _abandoned(self) -> Verdict:
-        return Verdict(f"the launcher (pid {self._launcher}) is gone", late=True)
-
     def _judge(self, verdict: Verdict, grace_s: float = 0.0) -> None:
         """Prints the first verdict and has the ranks end `grace_s` later; ignores further ones."""
         if self._verdict is None:
@@ -440,10 +426,6 @@ class Warden:
         """Prints a held verdict, orders ranks to end, and kills them, each when it is due."""
         if self._held is not None and now > self._held[0]:
             self._judge(self._held[1])
-        if self._is_abandoned():
-            self._abandoned_at = min(self._abandoned_at, now)
-            if now > self._abandoned_at + _LAUNCHER_S:
-                self._judge(self._abandoned())
         for peer in self.alive:
             if peer.ordered and now > peer.ordered_at + _ORDERED_S:
                 peer.kill()  # a library call that never returns keeps the rank from ending

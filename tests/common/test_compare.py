@@ -15,12 +15,15 @@ from mpissd.common.compare import (
     HEADLINE_SEEDS,
     Comparison,
     How,
+    Rate,
+    Samples,
     compare_rates,
     compare_rows,
     holm,
+    student_p,
+    student_t,
 )
 from mpissd.common.errors import ConfigError
-from mpissd.common.rates import Rate, Samples, student_p, student_t
 from mpissd.common.row import Row
 
 

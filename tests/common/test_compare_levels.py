@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.common.compare import Comparison, How, compare_blocks, compare_rows
-from mpissd.common.rates import Rounds
+from mpissd.common.compare import Comparison, How, Rounds, compare_blocks, compare_rows
 from mpissd.common.row import Row
 from mpissd.common.theory import expected_tokens
 

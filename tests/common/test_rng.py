@@ -46,11 +46,3 @@ def test_a_window_is_a_slice_of_a_longer_one(
     part = uniforms(seed, purpose, sequence, start + skip, count)
     assert part.dtype == np.float64
     assert part.tolist() == long[skip:].tolist()
-
-
-def test_draws_are_uniform_on_the_half_open_unit_interval() -> None:
-    """Seed 0; 64 bins of 65,536 draws: chi-square beyond 140 has probability 1e-7 at 63 dof."""
-    drawn = uniforms(0, Purpose.TOKEN, 0, 0, 65_536)
-    assert drawn.min() >= 0 and drawn.max() < 1
-    counts = np.bincount((drawn * 64).astype(int), minlength=64)
-    assert float(((counts - 1024) ** 2 / 1024).sum()) < 140

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from array import array
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common import tape as module
-from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
-from mpissd.common.trace import LeadPhase, Ledger
+from mpissd.common.tape import Tape
 from tests.needs import needs_linux
 
 Steps = st.lists(st.integers(-(2**31), 2**31 - 1) | st.none(), max_size=60)
@@ -71,31 +69,3 @@ def test_a_full_disk_costs_memory_and_nothing_else(failing: str) -> None:
     tape.append(4)
     tape.spill()
     assert tape.read().tolist() == ([1, 2, 4] if failing == "open" else [1, 2, 3, 4])
-
-
-def test_a_ledger_that_was_spilled_tells_what_one_in_memory_tells() -> None:
-    """Restarts between spills included: marks of no round vanish wherever they lie."""
-    clock = iter(range(1000, 10**9, 7))
-    with mock.patch("mpissd.common.trace.perf_counter_ns", lambda: next(clock)):
-        ledger = Ledger(LeadPhase)
-        want = []
-        for round_ in range(3 * SPILL_ROUNDS):
-            if round_ % 300 == 7:
-                ledger.mark(LeadPhase.SEND)
-                ledger.restart()
-            marks = [LeadPhase.SEND, LeadPhase.SAMPLE, LeadPhase.SEND][: 1 + round_ % 3]
-            for phase in marks:
-                ledger.mark(phase)
-            ledger.close_round(round_, LeadPhase.RECORD)
-            sums = [0] * len(LeadPhase)
-            for phase in (*marks, LeadPhase.RECORD):
-                sums[phase] += 7
-            want.append([round_, 7 * (len(marks) + 1), *sums])
-    assert ledger._tapes[0].saved > 0 and isinstance(ledger._ends, array)
-    assert ledger.table(0, 10**9).tolist() == want
-    middle = slice(SPILL_ROUNDS - 5, LAST + 9)  # over a border
-    assert ledger.table(SPILL_ROUNDS - 5, LAST + 9).tolist() == want[middle]
-    slices = ledger.slices(SPILL_ROUNDS - 5, LAST + 9)
-    assert (np.diff(slices[:, 2]) > 0).all() and (slices[:, 3] - slices[:, 2] == 7).all()
-    assert sorted(set(slices[:, 0].tolist())) == list(range(SPILL_ROUNDS - 5, LAST + 9))
-    assert ledger.table(9, 9).shape == (0, 2 + len(LeadPhase))

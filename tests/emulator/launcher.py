@@ -102,21 +102,26 @@ class EmulatedLauncher:
         texts = [
             path.read_bytes() for folder in folders for path in sorted(folder.glob("*.[chu]*"))
         ]
-        tag = hashlib.sha256(repr((source, options, texts)).encode()).hexdigest()[:16]
-        built = _BUILT / f"{name}-{tag}.so"
-        if not built.exists():
-            _BUILT.mkdir(parents=True, exist_ok=True)
-            own = _BUILT / f"{tag}.{os.getpid()}.{id(self)}"
-            code = self._folder / f"{tag}.cpp"
-            code.write_text(source)
-            command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-            command += ["-fno-gnu-unique", *options, *(f"-I{folder}" for folder in folders)]
-            command += [str(code), "-o", str(own)]
+        headers = _BUILT / hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+        tag = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:16]
+        built, code = headers / f"{name}-{tag}.so", self._folder / f"{tag}.cpp"
+        code.write_text(source)
+        include = [f"-I{folder}" for folder in (headers, *folders)]
+        for output, what in (  # device.hpp, compiled once for all kernels of these sources
+            (headers / "device.hpp.gch", ["-x", "c++-header", str(folders[1] / "device.hpp")]),
+            (built, ["-shared", *options, str(code)]),
+        ):
+            if output.exists():
+                continue
+            headers.mkdir(parents=True, exist_ok=True)
+            own = headers / f"{tag}.{os.getpid()}.{id(self)}"
+            command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w"]
+            command += ["-fno-gnu-unique", *include, *what, "-o", str(own)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if "_Float16" in done.stderr:
                 lack("a C++ compiler with _Float16")
             assert done.returncode == 0, done.stderr
-            os.replace(own, built)
+            os.replace(own, output)
         # A copy has its own globals: ranks run the same kernel at the same time.
         library = self._folder / built.name
         shutil.copy(built, library)

@@ -10,7 +10,7 @@ import re
 import pytest
 from llvmlite import binding, ir
 
-from mpissd.engine.model.transformer.numba_ops import products, tiles
+from mpissd.engine.model.transformer.numba_ops import kernels, tiles
 
 # By instruction set: triple, processor, and how many vectors of columns a tile of 1 to 6 rows sums
 # at once, of bfloat16 and of int8 weights.
@@ -31,7 +31,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(tiles, "LANES", lanes)
     monkeypatch.setattr(tiles, "VECTOR", ir.VectorType(tiles.F32, lanes))
     monkeypatch.setattr(tiles, "REGISTERS", registers)
-    assert products.BLOCK % width == products.BLOCK % int8_width == 0
+    assert kernels.BLOCK % width == kernels.BLOCK % int8_width == 0
     return name
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Control, Outcome, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.decode.speculator import ARFallback, LossWaiter, PeerLost
+from mpissd.engine.decode.speculator import ARFallback, LossWaiter
 
 ASKED = Outcome.admission(-1, [Request(0)])
 
@@ -116,15 +116,3 @@ def test_a_sampled_round_is_judged_once_its_distributions_are_there_or_not_at_al
     assert not speculator.confirm(served), "whatever is accepted in this round"
     assert not asked(speculator, 2).num_draft.any() and speculator.lost_round == 2
     assert speculator.confirm(served)
-
-
-def test_a_wait_whose_end_and_loss_coincide_ends_well() -> None:
-    tests: list[int] = []
-
-    def once() -> bool:
-        tests.append(1)
-        return len(tests) == 3
-
-    LossWaiter(Waiter(9.0, spin=False), lambda: len(tests) > 2).until(once, "it")
-    with pytest.raises(PeerLost, match="it: the rank is gone"):
-        LossWaiter(Waiter(9.0, spin=False), lambda: True).until(lambda: False, "it")

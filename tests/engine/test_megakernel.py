@@ -18,7 +18,7 @@ from mpissd.engine.model.transformer.checkpoint import (
     tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops import packing
+from mpissd.engine.model.transformer.cupy_ops import ops as cupy_ops
 from mpissd.engine.model.transformer.cupy_ops.megakernel import (
     MegakernelOps,
     chosen,
@@ -27,7 +27,7 @@ from mpissd.engine.model.transformer.cupy_ops.megakernel import (
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
-from mpissd.engine.model.transformer.weights import load_weights
+from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.transformer_rig import HEADS, Rig, prompt, tiny, use_megakernel
 from tests.transformer_reference import stored
@@ -74,7 +74,7 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     gpu: Any, head: int, is_random: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights of a recipe, and of a file: two heads at a time."""
-    monkeypatch.setattr(packing, "_STAGING_ELEMENTS", 2 * head * 64 + 1)
+    monkeypatch.setattr(cupy_ops, "_STAGING_ELEMENTS", 2 * head * 64 + 1)
     config = tiny("llama" if head == 32 else "smollm2", layers=1)
     ops = chosen(gpu, config, heads=HEADS[config.family][0], kv_heads=1, max_rows=8, page=128)
     checkpoint, name = random_checkpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
@@ -84,7 +84,7 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     expected = checkpoint.read(name).astype(np.float16)
     assert packed.head == head and packed.columns == len(expected)
     chunks = CupyChunks.__new__(CupyChunks)
-    chunks._launcher, chunks._attention = gpu.launcher(early=False), ops._attention
+    chunks._launcher, chunks._ops = ops.launcher, ops
     rows = gpu.launcher(early=False).zeros((expected.size,), np.float16)
     chunks._unpack(packed, rows)
     assert np.array_equal(rows.reshape(expected.shape), expected)

@@ -17,7 +17,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.checkpoint import digest
-from mpissd.engine.model.transformer.files import SafetensorsFiles
+from mpissd.engine.model.transformer.sources import SafetensorsFiles
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay.recording import Recording, load, save
 from tests.loop.recorded import recording_of

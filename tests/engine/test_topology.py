@@ -31,17 +31,10 @@ def test_what_launchers_say(environ: dict[str, str], size: int | None, rank: int
     assert (launcher_size(environ), launcher_rank(environ)) == (size, rank)
 
 
-def test_a_world_is_t_and_d() -> None:
+def test_a_world_is_t_and_d_and_groups_divide_its_targets() -> None:
     assert [check_world(size, 1) for size in (2, 3, 9)] == [1, 2, 8]
-    assert check_world(1, 0) == 1
-    for size, drafts in ((1, 1), (2, 2), (1, 3)):
-        with pytest.raises(
-            ConfigError, match=f"of {size} rank.* T=0 beside D={drafts}: .* at least {drafts + 1}"
-        ):
-            check_world(size, drafts)
-
-
-def test_a_world_of_groups_divides_its_targets() -> None:
+    with pytest.raises(ConfigError, match=r"of 1 rank .* T=0 beside D=1: .* at least 2"):
+        check_world(1, 1)
     assert [check_world(size, 1, 2) for size in (3, 5, 17)] == [1, 2, 8]
     assert check_world(10, 2, 4) == 2
     with pytest.raises(ConfigError, match=r"groups=2 and num_drafts=1, .* T=0 .* at least 3"):

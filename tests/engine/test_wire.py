@@ -234,29 +234,6 @@ def test_large_messages_are_checked_by_a_fold() -> None:
             message.array[HEADER + place] ^= 1 << bit
 
 
-def test_messages_of_one_sequence_leave_at_once() -> None:
-    """An Isend completes at once up to 256 B on Open MPI."""
-    shape = LinkShape(0, 1, 12)
-    kinds = Kind.OUTCOME, Kind.SPECULATION, Kind.PLAN
-    assert max(shape.message(kind).array.nbytes for kind in kinds) <= 256
-
-
-def test_the_largest_messages_fit() -> None:
-    """All b sequences leave and b others come in one outcome, with the longest prompts."""
-    rows = np.zeros((2 * BATCH, Outcome.WIDTH), np.int32)
-    rows[:BATCH, 2], rows[BATCH:, 2], rows[:, 0] = Event.RELEASE, Event.ADMIT, np.arange(2 * BATCH)
-    requests = [Request(n, 0, 0, (1,) * (MOST_PROMPT - 1) + (0,)) for n in range(BATCH, 2 * BATCH)]
-    told = Outcome(0, rows, {(r.request_id, 0): r for r in requests})
-    drafted = Speculation.empty(1, BATCH, K, sampled=True)
-    wire.write_outcome(SHAPE.message(Kind.OUTCOME), told)
-    wire.write_speculation(SHAPE.message(Kind.SPECULATION), drafted)
-    plan, prompts = SHAPE.message(Kind.PLAN), SHAPE.message(Kind.PROMPT)
-    wire.write_plan(plan, told, drafted, False)
-    assert len(wire.read_plan(plan, 1)[1].rows) == BATCH
-    assert wire.write_prompts(prompts, told) == len(prompts.array)
-    wire.write_proposals(SHAPE.message(Kind.PROPOSALS), 0, [np.ones(V, np.float32)] * BATCH * K)
-
-
 def test_every_draft_receives_the_prompts_as_they_are() -> None:
     lead, draft = queue_link(SHAPE, WAITER)
     requests = [Request(n, n, n, (5, n), 0.5 * n, 1.0) for n in range(BATCH)]

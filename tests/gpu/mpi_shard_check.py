@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,35 +36,27 @@ TOP_K, LAUNCHES = 2, 3
 ONE_A_GPU = ("oneshot", "nccl")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    choice: str
-    what: str
-    passed: bool
-    note: str
-
-    def __str__(self) -> str:
-        verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.choice:8s} {self.what:26s} {self.note}"
+Row = tuple[bool, str, str, str]  # whether it passed, the choice, what was checked, a note
 
 
 def main() -> int:
     """Runs every choice on every model; the exit code."""
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=("cupy", "numpy", "host"), default="cupy")
+    parser.add_argument("--all_reduce", default="oneshot,nccl,staged,auto")
+    parser.add_argument("--models", default="toy-target,1b@2L")
+    args = parser.parse_args()
     backend, shared = open_backend(args.backend)
-    rows = []
+    rows: list[Row] = []
     for choice in args.all_reduce.split(","):
         try:
             group = open_choice(backend, choice)
-        except ConfigError as error:
-            rows.append(refused(choice, shared, str(error)))
+        except ConfigError as error:  # right only if two ranks on one GPU would have met
+            sound = choice in ONE_A_GPU and shared and "share GPU" in str(error)
+            rows.append((sound, choice, "refused", str(error)))
             continue
         sound = not (shared and group.name in ONE_A_GPU)
-        rows.append(
-            Row(choice, f"opens {group.name}", sound, "ranks share a GPU" if shared else "")
-        )
+        rows.append((sound, choice, f"opens {group.name}", "ranks share a GPU" * shared))
         for name in args.models.split(","):
             for fuse in (False, True):
                 rows.append(check(backend, group, choice, resolve_model(name), fuse))
@@ -74,21 +65,13 @@ def main() -> int:
             rows.append(check_abort(backend, group, choice))
         group.close()
     backend.close()
-    passed = COMM.allreduce(int(all(row.passed for row in rows)), MPI.MIN)
+    passed = COMM.allreduce(int(all(row[0] for row in rows)), MPI.MIN)
     if COMM.rank == 0:
         print(f"{COMM.size} rank(s), {backend.name} on {backend.info.name}")
-        print("\n".join(map(str, rows)))
+        for good, choice, what, note in rows:
+            print(f"{'pass' if good else 'FAIL'}  {choice:8s} {what:26s} {note}")
         print("passed" if passed else "FAILED", flush=True)
     return 1 - passed
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=("cupy", "numpy", "host"), default="cupy")
-    parser.add_argument("--all_reduce", default="oneshot,nccl,staged,auto")
-    parser.add_argument("--models", default="toy-target,1b@2L")
-    return parser.parse_args()
 
 
 def open_backend(name: str) -> tuple[Backend, bool]:
@@ -123,20 +106,16 @@ def open_choice(backend: Backend, choice: str) -> Group:
     return open_group(backend, COMM, choice, WAITER)
 
 
-def refused(choice: str, shared: bool, line: str) -> Row:
-    """A refusal is right only if two ranks on one GPU would have met."""
-    sound = choice in ONE_A_GPU and shared and "share GPU" in line
-    return Row(choice, "refused", sound, line)
-
-
 def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: bool) -> Row:
     """LAUNCHES forwards with other tokens each: sharded against whole, and rank against rank.
 
     The sharded model, and its graph, end with this call: before the group is closed.
     """
     options = ForwardOptions(fuse=fuse, lm_head=shape.vocab_size < 10_000, top_k=TOP_K)
-    sharded = stepper(backend, group, Shard(shape, COMM.size, COMM.rank), options)
-    whole = stepper(NumpyBackend(), SoloGroup(), Shard(shape), options)
+    told = {"buckets": [8], "num_sequences": 1, "seed": 1}
+    shard = Shard(shape, COMM.size, COMM.rank)
+    sharded = Stepper(backend, group, shard, options, **told)
+    whole = Stepper(NumpyBackend(), SoloGroup(), Shard(shape), options, **told)
     bound = tolerance(4 * shape.num_layers)
     worst, agree = 0.0, True
     for launch in range(LAUNCHES):
@@ -150,7 +129,7 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
     what = f"{shape.name} {'fused' if fuse else 'seven'} {'graph' if captured else 'eager'}"
     note = f"error {worst:.1e} of {bound:.1e}, ranks {'agree' if agree else 'DIFFER'}"
     note += f", ids {'right' if top else 'WRONG'}"
-    return Row(choice, what, worst <= bound and agree and top, note)
+    return worst <= bound and agree and top, choice, what, note
 
 
 def check_abort(backend: Any, group: Any, choice: str) -> Row:
@@ -168,12 +147,7 @@ def check_abort(backend: Any, group: Any, choice: str) -> Row:
     group.abort()
     backend.synchronize()
     note = f"the device was free after {time.perf_counter() - start:.2f} s"
-    return Row(choice, "abort of a lone all-reduce", gave_up, note)
-
-
-def stepper(backend: Backend, group: Group, shard: Shard, options: ForwardOptions) -> Stepper:
-    """A model with one program, of 8 rows."""
-    return Stepper(backend, group, shard, options, buckets=[8], num_sequences=1, seed=1)
+    return gave_up, choice, "abort of a lone all-reduce", note
 
 
 def forward(model: Stepper, seed: int) -> Any:

@@ -21,8 +21,7 @@ def opened(backend: Any, columns: int) -> tuple[CupyDraws, Any]:
     return CupyDraws(backend, launcher, launcher.uploaded(logits, np.float32)), logits
 
 
-@pytest.mark.parametrize("columns", [49_152, 128_256])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("columns, temperature", [(49_152, 0.7), (128_256, 1.0)])
 def test_draws_are_the_hosts(backend: Any, columns: int, temperature: float) -> None:
     draws, logits = opened(backend, columns)
     rng = np.random.default_rng(2)

@@ -51,19 +51,23 @@ def test_a_forward_is_the_oracles(
         out, ref = forward(on_device, rows, seed=rows), forward(oracle, rows, seed=rows)
         assert relative_error(out, ref) <= tolerance(chain), f"{rows} rows"
         check_written(on_device, rows)
-        check_top(on_device, oracle, rows, tolerance(chain))
+        # The ids read out are among the oracle's best: only near ties may swap.
+        buffers, ids = oracle.stack.buffers, on_device.results().ids[0]
+        scores = (buffers.hidden if buffers.logits is None else buffers.logits)[:rows]
+        slack = 8 * tolerance(chain) * np.abs(scores).std(axis=1, keepdims=True)
+        best = -np.sort(-scores, axis=1)[:, :4]
+        assert (np.take_along_axis(scores, ids, axis=1) >= best - slack).all()
     on_device.close()
 
 
 @pytest.mark.parametrize("buckets", ROWS)
-@pytest.mark.parametrize("model", ["eagle:8b", "mtp:8b", "medusa:8b", "mlp:8b"])
+@pytest.mark.parametrize("model", ["eagle:8b", "medusa:8b", "mlp:8b"])
 def test_a_head_is_the_oracles(backend: Any, model: str, buckets: list[int]) -> None:
-    """Without LM heads, which NumPy would take a minute to fill: see the next test."""
-    check_head(backend, model, ForwardOptions(fuse=True, top_k=4), buckets)
+    """A head-sized draft's joined inputs, its layer, its heads, and the ids of each.
 
-
-def check_head(backend: Any, model: str, options: ForwardOptions, buckets: list[int]) -> None:
-    """A head-sized draft's joined inputs, its layer, its heads, and the ids of each."""
+    Without LM heads, which NumPy would take a minute to fill.
+    """
+    options = ForwardOptions(fuse=True, top_k=4)
     on_device, oracle = (stepper(b, model, options, buckets) for b in (backend, NumpyBackend()))
     bound = tolerance(on_device.cost(1).num_products)
     for rows in buckets:
@@ -87,16 +91,6 @@ def check_written(model: Stepper, rows: int) -> None:
             assert np.isfinite(model.backend.to_host(array)[:rows]).all(), name
     lists = model.stack.candidates.by_k[model.options.top_k]
     assert np.isfinite(model.backend.to_host(lists.values)[:rows]).all()
-
-
-def check_top(model: Stepper, oracle: Stepper, rows: int, bound: float) -> None:
-    """The ids read out are among the oracle's best: only near ties may swap."""
-    buffers = oracle.stack.buffers
-    scores = (buffers.hidden if buffers.logits is None else buffers.logits)[:rows]
-    ids = model.results().ids[0]
-    found = np.take_along_axis(scores, ids, axis=1)
-    slack = 8 * bound * np.abs(scores).std(axis=1, keepdims=True)
-    assert (found >= -np.sort(-scores, axis=1)[:, :4] - slack).all()
 
 
 def test_a_graph_replays_what_eager_runs(gpu: None) -> None:

@@ -61,17 +61,17 @@ def test_gather_takes_tokens_modulo_the_table(backend: Any, rows: int, width: in
     assert np.array_equal(backend.to_host(out), expected.astype(np.float16))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 24, 64])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products(backend: Any, shape: tuple[int, int], rows: int) -> None:
-    check_product(backend, rows, [whole(11, *shape)], start=0)
+def fused(last: int) -> list[WeightPart]:
+    widths = {1: 256, 2: last}
+    return [WeightPart(key, 0, 512, 8, 8 + width, 512**-0.5) for key, width in widths.items()]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 24, 64])
-@pytest.mark.parametrize("start", [1, 64])
-def test_products_of_column_views_and_fused_parts(backend: Any, rows: int, start: int) -> None:
-    parts = [WeightPart(key, 0, 512, 8, 8 + width, 512**-0.5) for key, width in ((1, 256), (2, 65))]
-    check_product(backend, rows, parts, start)
+def test_products(backend: Any, rows: int) -> None:
+    for shape in SHAPES:
+        check_product(backend, rows, [whole(11, *shape)], start=0)
+    for start in (1, 64):  # column views and fused parts
+        check_product(backend, rows, fused(65), start)
 
 
 @pytest.fixture
@@ -85,16 +85,12 @@ def packing(backend: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 16, 24, 32, 70])
-@pytest.mark.parametrize("shape", PACKED_SHAPES)
-def test_packed_products(packing: Any, shape: tuple[int, int], rows: int) -> None:
-    check_product(packing, rows, [whole(11, *shape)], start=0)
-
-
-def test_packed_products_of_column_views_and_fused_parts(packing: Any) -> None:
-    parts = [WeightPart(key, 0, 512, 8, 8 + width, 512**-0.5) for key, width in ((1, 256), (2, 64))]
-    check_product(packing, 7, parts, start=64)
+def test_packed_products(packing: Any, rows: int) -> None:
+    for shape in PACKED_SHAPES:
+        check_product(packing, rows, [whole(11, *shape)], start=0)
+    check_product(packing, rows, fused(64), start=64)
     with pytest.raises(ConfigError, match="multiples of 8"):
-        check_product(packing, 7, parts, start=1)
+        check_product(packing, rows, fused(64), start=1)
 
 
 def test_a_packed_weight_is_the_same_weight(packing: Any) -> None:
@@ -124,9 +120,8 @@ def check_product(backend: Any, rows: int, parts: list[WeightPart], start: int) 
     assert np.isnan(untouched).all()
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 24, 64])
+@pytest.mark.parametrize("k, levels", [(1, 3), (1, None), (5, 3), (24, None), (64, 3)])
 @pytest.mark.parametrize("rows, width", TOP_K_SHAPES)
-@pytest.mark.parametrize("levels", [None, 3])
 def test_top_k(backend: Any, rows: int, width: int, k: int, levels: int | None) -> None:
     rng = np.random.default_rng(width + k)
     values = halves(rng, rows, width)

@@ -75,7 +75,7 @@ def test_layers_at_full_width_are_the_references(backend: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_the_same_in_any_forward(backend: Any, family: str, way: str) -> None:
     rig = Rig(backend, tiny(family), max_rows=128, capacity=512, page=256)
-    check_rows_alone(rig, 290, [2, 3, 5, 8, 9, 16, 17, 24, 31, 32, 100, 128])
+    check_rows_alone(rig, 290, [2, 5, 9, 17, 24, 32, 100, 128])
 
 
 WIDE = ["llama-3.2-1b@2L", "llama-3.1-8b@1L"]
@@ -89,7 +89,7 @@ def test_a_row_at_full_width_is_the_same_in_any_forward(
     """With one kernel for up to 32 rows, 128 are several."""
     use_megakernel(monkeypatch, is_on=is_on)
     rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
-    check_rows_alone(rig, 128, [*range(2, 33), 128])
+    check_rows_alone(rig, 128, [*range(2, 33, 3), 32, 128])
 
 
 @pytest.mark.parametrize("where", WIDE)

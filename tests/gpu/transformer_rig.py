@@ -19,9 +19,9 @@ from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.weights import load_weights
+from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from tests import transformer_reference
+from tests.transformer_rig import joined as joined
 
 PAGE = 128
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -66,12 +66,6 @@ def lanes(slot: int, trunk: int, positions: Sequence[int], first: int = 0) -> Pl
     number = np.arange(first, first + count, dtype=np.int32)
     place = np.array(positions, np.int32)
     return Places(np.full(count, slot, np.int32), place, number, np.full(count, trunk, np.int32))
-
-
-def joined(*every: Places) -> Places:
-    """Places side by side in one forward."""
-    names = ("slots", "positions", "lanes", "trunks")
-    return Places(*(np.concatenate([getattr(p, name) for p in every]) for name in names))
 
 
 class Rig:

@@ -270,30 +270,9 @@ def test_one_target_is_a_draft_of_its_own(flags: dict[str, Any]) -> None:
     assert abs(np.mean(rates) - mean) < 5 * error
 
 
-def test_a_draft_that_takes_no_time_serves_any_number_of_targets() -> None:
-    pool = pool_of(1, lookahead=4, fan_out="uniform:3")
-    free = replace(pool.device, draft=type(pool.device.verify)((1,), (0.0,)), lists=())
-    rates = []
-    for targets in (1, 300):
-        many = Pool(pool.job, targets, free, HostCosts())
-        found = simulate(many, 40, 1)
-        assert (found.wait_s, found.busy) == (0, 0)
-        rates.append(found.round_s)
-    assert rates[1] == pytest.approx(rates[0], rel=0.01)
-
-
-def test_more_targets_make_their_drafts_slower_and_a_gpu_worth_more_up_to_a_point() -> None:
-    flags: dict[str, Any] = {"pair": "70b/1b", "lookahead": 8, "fan_out": "uniform:3"}
-    found = {n: simulate(pool_of(n, tp=2, **flags), 1600 // n) for n in (1, 4, 16, 64)}
-    waits = [each.wait_s for each in found.values()]
-    assert waits == sorted(waits)
-    per_gpu = {n: each.tok_per_s / (2 * n + 1) for n, each in found.items()}
-    assert per_gpu[1] < per_gpu[4] > per_gpu[64]
-
-
 def use(tok_per_s: float, token_s: float, targets: int = 1, mode: str = "sd", tp: int = 1) -> Use:
     choice = Choice(mode, tp, 1, 1, 4, None, "jit", 4, tok_per_s / targets, 1.0, None)
-    return Use(choice, targets, 1, tok_per_s, token_s, None)
+    return Use(choice, targets, 1, tok_per_s, token_s)
 
 
 def test_the_frontier_keeps_what_nothing_beats_in_both() -> None:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import ModelShape, resolve_model
+from mpissd.common.presets import ModelShape
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
@@ -27,7 +27,6 @@ from mpissd.lab.probe.measure import (
     FORWARD_ROWS,
     LARGE_BYTES,
     GroupProbe,
-    addend,
     different,
     entry,
 )
@@ -102,16 +101,6 @@ def test_a_forward_that_is_wrong_is_found(backend: type[NumpyBackend], said: str
     assert said in faults[0]
 
 
-def test_an_emulated_forward_lasts_what_its_profile_says() -> None:
-    profile, shard = load_profile("h200"), Shard(resolve_model("8b"))
-    group, faults = probe(EmulatedBackend(profile))
-    known = group.forwards(SoloGroup(), shard, ForwardOptions(), FORWARD_ROWS, 1)
-    for rows in FORWARD_ROWS:
-        cost = shard.cost(rows, 1, 2, ForwardOptions(), max(FORWARD_ROWS))
-        assert known["seconds"][str(rows)] == profile.forward_s(cost)
-    assert faults == []
-
-
 def test_all_reduces_by_bytes() -> None:
     group, faults = probe(NumpyBackend())
     known = group.all_reduces(MpiGroup(MPI.COMM_SELF, WAITER), 64)
@@ -126,17 +115,6 @@ def test_a_wrong_sum_is_found(wrong: type[Group]) -> None:
     group, faults = probe(NumpyBackend())
     group.all_reduces(wrong(1, 0), 64)
     assert "all-reduce solo of 256 B" in faults[0]
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_addends_are_exact_in_any_order(ranks: int) -> None:
-    parts = [addend(rank, 3, 64) for rank in range(ranks)]
-    assert not np.array_equal(parts[0], parts[1]) and np.count_nonzero(parts[0]) > 180
-    for order in (1, -1):
-        total = np.zeros((3, 64), np.float16)
-        for part in parts[::order]:
-            total += part.astype(np.float16)
-        assert np.array_equal(total, sum(parts))
 
 
 def test_launches_take_turns_and_the_first_ones_do_not_count() -> None:

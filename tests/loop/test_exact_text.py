@@ -49,7 +49,6 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
 @pytest.mark.parametrize(
     ("changed", "sources"),
     [
-        ({"mode": "sd"}, {JIT}),
         ({}, {CACHE, JIT}),
         ({"temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
         ({"top_p": 0.7}, {CACHE, JIT}),

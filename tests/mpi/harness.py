@@ -138,8 +138,6 @@ class Started:
                 continue
             if (int(session) == self.process.pid or tagged) and state not in "ZX":
                 found.append(int(path.parent.name))
-        if not Path("/proc/self/stat").exists() and self.process.poll() is None:
-            found.append(self.process.pid)
         return found
 
     def is_gone(self) -> bool:

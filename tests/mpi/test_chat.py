@@ -89,15 +89,3 @@ def test_a_chat_in_a_terminal(pair: TinyPair) -> None:
         screen.type(END_OF_FILE)
         assert screen.end(30) == 0
         assert "Traceback" not in screen.seen
-
-
-def test_a_run_shows_its_answer_on_the_terminal_and_ends_with_its_row(
-    pair: TinyPair, tmp_path: Path
-) -> None:
-    flags = [*models(pair), "--mode=sd", "--prompt=hello", "--show", f"--out={tmp_path}"]
-    with TerminalSession(["launch/local.sh", "2", *flags], str(ROOT), ALWAYS) as screen:
-        assert screen.end(90) == 0
-        assert "\x1b[33m■ drafted in time" in screen.seen and "% hits" not in screen.seen
-        assert f"{NUM_TOKENS} tokens in " in screen.seen
-        row = json.loads(screen.seen.splitlines()[-1])
-        assert row["workload"] == "text" and row["mode"] == "sd"

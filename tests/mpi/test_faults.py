@@ -36,15 +36,6 @@ def test_a_struck_rank_is_named_and_the_job_is_gone(strike: Strike) -> None:
     assert faults_of(strike) == []
 
 
-def test_a_lead_may_make_its_row_for_longer_than_the_deadline(tmp_path: Path) -> None:
-    """A million rounds take it two minutes on a busy machine, in which the others have no news."""
-    env = {"STRIKE": f"{LEAD} late gather 1", "STRUCK": str(tmp_path / "struck")}
-    told = ["--mode=sd", "--rounds=40", "--deadline_s=.5", f"--out={tmp_path / 'out'}"]
-    with start(2, "tests.mpi.struck", "run", *NULL, *told, env=env) as job:
-        code, _, err = job.finish()
-    assert (tmp_path / "struck").exists() and code == 0, err[-2000:]
-
-
 @contextmanager
 def endless(np_: int, tmp_path: Path, *flags: str, **env: str) -> Iterator[Started]:
     """A job in the midst of its measured rounds."""

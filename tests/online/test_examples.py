@@ -44,11 +44,6 @@ def test_the_likeliest_tokens_are_kept_with_their_log_probabilities() -> None:
     assert compressed(logits, 100)[0].shape == (5, V)
 
 
-def test_of_equal_logits_the_lower_token_comes_first() -> None:
-    ids, _ = compressed(np.zeros((3, V), np.float32), 5)
-    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
-
-
 def test_lessons_survive_their_message_bit_for_bit() -> None:
     told = [lesson(3, 0, [4, 5, 6], [1, 2]), lesson(9, 7, [1], [], epoch=2)]
     first, second = sent(*told)

@@ -14,25 +14,16 @@ from pathlib import Path
 import pytest
 
 from mpissd.common.row import flat
-from mpissd.engine.backend.profile import known_profiles
 from tests.mpi.harness import needs_mpi
 from tests.slurm.jobs import ENDLESS, NULL, ROOT, WAIT_S, Job
 from tests.slurm.sandbox import Sandbox, deadline, wait_until
 
 pytestmark = [*needs_mpi, pytest.mark.slurm]
 
+SCRIPT = "bridges2_shared"
 # (mode, T, D, target) of each row, in the order in which they run.
-SCRIPTS = {
-    "bridges2_shared": [
-        (mode, 2, int(mode != "ar"), "llama-3.1-8b") for mode in ("ar", "sd", "ssd")
-    ],
-}
+ROWS = [(mode, 2, int(mode != "ar"), "llama-3.1-8b") for mode in ("ar", "sd", "ssd")]
 MINE = ("--seed=7", "--warmup_rounds=1")  # further flags
-REFUSED = {  # options and script → the log's text
-    "--ntasks=2 launch/bridges2_shared.sh --mode=ssd": "3 ranks, but the job has 2 tasks",
-    "--ntasks=2 launch/slurm.sh --mode=sssd": "unknown mode 'sssd'",
-    "--ntasks=2 --array=2,5 launch/array.sh --grid=x": "SHARDS=N",
-}
 # A short run, one without end, and one that never starts.
 THREE = f"""#!/usr/bin/env bash
 . launch/job.sh || exit 2
@@ -47,18 +38,10 @@ class Queue:
 
     def __init__(self, slurm: Sandbox, folder: Path) -> None:
         self.slurm, self.folder = slurm, folder
-        self.refused = {
-            words: self.submit(f"refused{number}", *words.split())
-            for number, words in enumerate(REFUSED)
-        }
-        self.failed = self._failed()
         three = self.script("three.sh", THREE)
         self.warned = self.submit("warned", "--ntasks=2", "--time=1", "--signal=B:TERM@55", three)
         self.cancelled = self.submit("cancelled", "--ntasks=2", three)
-        self.scripts = {
-            name: self.submit(name, f"launch/{name}.sh", *MINE, **NULL)
-            for name in reversed(SCRIPTS)
-        }
+        self.ran = self.submit(SCRIPT, f"launch/{SCRIPT}.sh", *MINE, **NULL)
 
     def submit(self, name: str, *words: str, **env: str) -> Job:
         return Job.submit(self.slurm, self.folder / name, *words, env=env)
@@ -68,14 +51,6 @@ class Queue:
         path.write_text(text)
         path.chmod(0o755)
         return str(path)
-
-    def _failed(self) -> Job:
-        """A forward lasts 1.6 s, and no rank waits longer than 0.1 s."""
-        profile = json.loads(known_profiles()["h100"].read_text())
-        profile["numbers"]["read_bytes_per_s"]["value"] = 1e10
-        env = {**NULL, "DEVICE": self.script("slow.json", json.dumps(profile))}
-        flags = "--mode=sd", "--pair=8b/1b", "--deadline_s=.1"
-        return self.submit("failed", "--ntasks=2", "launch/slurm.sh", *flags, **env)
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +69,6 @@ def test_scancel_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
     assert job.log.count("job: run on") == 2
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_job_that_cannot_be_is_refused_in_a_line(queue: Queue, words: str) -> None:
-    job = queue.refused[words]
-    assert job.code == 2
-    (line,) = {line for line in job.log.splitlines() if REFUSED[words] in line}
-    assert line.startswith(("job: ", "mpissd: ")) and job.rows == []
-
-
-def test_an_exit_code_comes_through(queue: Queue) -> None:
-    job = queue.failed
-    assert job.code == 5 and job.rows == [], job.log[-2000:]
-    assert (job.folder / f"mpissd-{job.number}.log").exists()
-
-
 def test_the_time_limit_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
     job = queue.warned
     assert job.code == 128 + signal.SIGTERM
@@ -116,12 +77,11 @@ def test_the_time_limit_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
     assert f"job: ended by a signal; the rows so far are in {job.folder}/out" in job.log
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_to_its_rows(queue: Queue, name: str) -> None:
-    job = queue.scripts[name]
+def test_a_script_runs_to_its_rows(queue: Queue) -> None:
+    job = queue.ran
     assert job.code == 0, job.log[-2000:]
     keys = ("mode", "tp", "num_drafts", "target")
-    assert [tuple(row[key] for key in keys) for row in job.rows] == SCRIPTS[name]
+    assert [tuple(row[key] for key in keys) for row in job.rows] == ROWS
     assert {(row["backend"], row["seed"]) for row in job.rows} == {("emulated", 7)}
     printed = [flat(json.loads(line)) for line in job.log.splitlines() if line.startswith("{")]
     assert printed == job.rows  # each run's JSON line

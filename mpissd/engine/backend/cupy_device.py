@@ -1,17 +1,9 @@
-"""One GPU as CuPy sees it: its identity and memory, launches of kernels, and captured programs.
-
-As a program it prints what CuPy sees in this environment, as one JSON line. Run it in a child
-process with a deadline, since the import can crash and a driver can hang:
-
-    python -m mpissd.engine.backend.cupy_device LOCAL_RANK
-"""
+"""One GPU as CuPy sees it: its identity and memory, launches of kernels, and captured programs."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -252,25 +244,3 @@ class CupyProgram(Program):
     def close(self) -> None:
         """Destroys the graph; a later launch runs the body."""
         self._graph = None
-
-
-def _facts(local_rank: int) -> dict[str, Any]:
-    """Returns the versions of CuPy, its runtime and the driver, and this rank's GPU.
-
-    `error`: why it has none.
-    """
-    view: dict[str, Any] = {"cupy": cupy.__version__, "runtime": int(runtime.runtimeGetVersion())}
-    try:
-        view["driver"] = int(runtime.driverGetVersion())
-        view["count"] = int(runtime.getDeviceCount())
-        if local_rank < view["count"]:
-            runtime.setDevice(local_rank)
-            info = device_info(local_rank)
-            view |= {"name": info.name, "uuid": info.uuid or "", "bus_id": info.bus_id or ""}
-    except runtime.CUDARuntimeError as error:
-        view["error"] = str(error)
-    return view
-
-
-if __name__ == "__main__":
-    print(json.dumps(_facts(int(sys.argv[1]))))  # noqa: T201

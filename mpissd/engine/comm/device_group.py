@@ -27,7 +27,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -36,7 +36,7 @@ from mpissd.common.errors import ConfigError, FaultError, unknown
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.device_oneshot import MAX_RANKS, OneshotGroup
-from mpissd.engine.comm.group import ALL_REDUCES, Device, Group
+from mpissd.engine.comm.group import ALL_REDUCES, Group
 
 _CLOSE_S = 1.0  # longest wait of a close for enqueued work
 
@@ -87,7 +87,7 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
-    device, info = cast(Device, backend), backend.info
+    device, info = backend, backend.info
     has_nccl = False
     if info.kind == "gpu":
         with suppress(ImportError):
@@ -122,7 +122,7 @@ class NcclGroup(Group):
 
     name = "nccl"
 
-    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+    def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
         import cupy
         from cupy.cuda import nccl
 
@@ -142,7 +142,7 @@ class NcclGroup(Group):
 
         def connected() -> bool:
             self.check()
-            return over()
+            return bool(over())
 
         waiter.until(connected, "NCCL's first all-reduce")
 
@@ -192,7 +192,7 @@ class HostPacedGroup(Group):
 
     capturable = False
 
-    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+    def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
         self._device, self._comm, self._waiter = device, comm, waiter
         self._memory: dict[Any, Any] = {}  # made once for each size

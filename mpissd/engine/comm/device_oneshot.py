@@ -24,7 +24,7 @@ from mpi4py import MPI
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend import kernels
-from mpissd.engine.comm.group import Device, Group
+from mpissd.engine.comm.group import Group
 
 MAX_RANKS = 8
 BLOCKS, THREADS = 64, 256  # launch sizes of the kernel `exchange`
@@ -51,7 +51,7 @@ class OneshotGroup(Group):
     name = "oneshot"
     done_counts = BLOCKS
 
-    def __init__(self, device: Device, comm: MPI.Comm, waiter: Waiter) -> None:
+    def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
         """Maps the others' memory and tries sums. Collective.
 
         Raises ConfigError on every rank where memory cannot be mapped or a sum is wrong.

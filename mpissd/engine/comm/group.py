@@ -8,10 +8,7 @@ has to ask for) reduce on the device (device_group).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Protocol
-
-from mpissd.engine.backend.base import DeviceInfo
+from typing import Any
 
 ALL_REDUCES = ("auto", "oneshot", "nccl", "mpi", "staged", "device")
 
@@ -58,27 +55,3 @@ class SoloGroup(Group):
 
     def all_gather(self, local: Any, gathered: Any) -> None:
         return None
-
-
-class Device(Protocol):
-    """The device of the groups that reduce on a GPU.
-
-    It has a stream, page-locked memory, copies and a fence; for oneshot also arrays, a word that
-    stops kernels, and product chains that sum.
-    """
-
-    info: DeviceInfo
-    stream: Any
-    stop: Any
-
-    def host_ints(self, count: int) -> Any: ...
-    def copy_out(self, array: Any, host: Any) -> None: ...
-    def copy_in(self, host: Any, array: Any) -> None: ...
-    def activation(self, rows: int, width: int) -> Any: ...
-    def from_host(self, values: Any, out: Any) -> None: ...
-    def to_host(self, array: Any) -> Any: ...
-    def flush(self) -> None: ...
-    def fence(self) -> Callable[[], bool]: ...
-    def destroy_graphs(self) -> None: ...
-    def sum_last(self, out: Any, inboxes: Any) -> bool: ...
-    def limit_waits(self, seconds: float) -> None: ...

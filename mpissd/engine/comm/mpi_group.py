@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
@@ -58,31 +57,3 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
     from mpissd.engine.comm.device_group import open_device_group
 
     return open_device_group(backend, comm, choice, waiter)
-
-
-Logits = NDArray[np.float32]
-
-
-class MpiLogitsGather:
-    """Gathers logits without blocking, one gather at a time, on a communicator of its own."""
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm = comm
-        self._request: MPI.Request = MPI.REQUEST_NULL
-        self._local = np.zeros(0, np.float32)
-        self._gathered = np.zeros(0, np.float32)
-
-    def start(self, local: Logits) -> None:
-        """Starts to gather `local`, float32 [rows, V/T]. Collective: every rank has to call it."""
-        self._local = np.ascontiguousarray(local)
-        shape = (self._comm.size if self._comm.rank == 0 else 0, *local.shape)
-        self._gathered = np.empty(shape, np.float32)
-        self._request = self._comm.Igather(self._local, self._gathered, root=0)
-
-    def done(self) -> bool:
-        """Returns whether the gather is over, without blocking."""
-        return self._request.Test()
-
-    def result(self) -> Logits:
-        """Returns the logits [T, rows, V/T] on the lead; an array of no rows elsewhere."""
-        return self._gathered

@@ -32,20 +32,19 @@ _LAUNCHERS = (
 
 def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Returns how many processes the launcher started; None outside a launcher."""
-    return _launcher(environ, 0)
+    return _launched(environ)[0]
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Returns this process's rank among those that the launcher started; 0 outside a launcher."""
-    return _launcher(environ, 1) or 0
+    return _launched(environ)[1]
 
 
-def _launcher(environ: Mapping[str, str], which: int) -> int | None:
-    for names in _LAUNCHERS:
-        if environ.get(names[0], "").isdigit():
-            value = environ.get(names[which], "")
-            return int(value) if value.isdigit() else None
-    return None
+def _launched(environ: Mapping[str, str]) -> tuple[int | None, int]:
+    for size, rank in ((environ.get(s, ""), environ.get(r, "")) for s, r in _LAUNCHERS):
+        if size.isdigit():
+            return int(size), int(rank) if rank.isdigit() else 0
+    return None, 0
 
 
 def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
@@ -70,7 +69,7 @@ def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
     return targets // groups
 
 
-@dataclass(frozen=True)
+@dataclass
 class Topology:
     """This rank's place in the world.
 
@@ -99,25 +98,13 @@ class Topology:
             return Waiter(deadline_s, spin=False, spin_s=PATIENT_SPIN_S)
         return Waiter(deadline_s, spin=False)
 
-    @property
-    def first_draft(self) -> int:
-        """World rank of the first draft, G·T."""
-        return self.groups * self.tp
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether this is the job's lead, world rank 0, which prints and writes the files."""
-        return self.world.rank == 0
-
-    @property
-    def is_draft(self) -> bool:
-        """Whether this rank drafts."""
-        return self.world.rank >= self.first_draft
-
-    @property
-    def leads_group(self) -> bool:
-        """Whether this is the lead of a target group: its first rank."""
-        return not self.is_draft and self.world.rank % self.tp == 0
+    def __post_init__(self) -> None:
+        rank, first_draft = self.world.rank, self.groups * self.tp
+        self.first_draft = first_draft  # world rank of the first draft
+        self.is_lead = rank == 0  # of the job, which prints and writes the files
+        self.is_draft = rank >= first_draft
+        self.leads_group = not self.is_draft and rank % self.tp == 0  # the first rank of its group
+        self.group_index = min(rank // self.tp, self.groups)  # 0 … G-1; G on a draft
 
     def place(self, info: DeviceInfo) -> dict[str, Any]:
         """Returns this rank's role, host and device, as a probe's profile records them."""
@@ -131,11 +118,6 @@ class Topology:
             "bus_id": info.bus_id,
             "cores": len(usable_cores()),
         }
-
-    @property
-    def group_index(self) -> int:
-        """The number of this target rank's group, 0 … G-1; G on a draft."""
-        return min(self.world.rank // self.tp, self.groups)
 
 
 def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
@@ -246,27 +228,16 @@ def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
     """
     if launcher_size(environ) is None:
         return
-    allowed = f"allowed: on_draft_loss=abort, or mpirun {_FLAG} of Open MPI 5 on one host"
     version = environ.get("OMPI_VERSION", "")
     if version.partition(".")[0] != "5":
-        what = f"Open MPI {version}" if version else "this launcher"
-        raise ConfigError(f"on_draft_loss=ar: {what} ends all ranks with one; {allowed}")
-    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ.get("OMPI_COMM_WORLD_SIZE"):
-        raise ConfigError(f"on_draft_loss=ar: ranks on several hosts; {allowed}")
-    if not any(_FLAG in line for line in command_lines(os.getppid())):
-        raise ConfigError(f"on_draft_loss=ar: mpirun was started without recovery; {allowed}")
-
-
-def command_lines(pid: int) -> list[list[str]]:
-    """Returns the command lines of a process, its parent, the parent's parent, and so on."""
-    lines = []
-    while pid > 1:
-        try:
-            lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"))
-        except (OSError, UnicodeDecodeError):
-            break
-        fields = process.stat(pid)
-        if fields is None:
-            break
-        pid = fields[1]
-    return lines
+        why = f"{f'Open MPI {version}' if version else 'this launcher'} ends all ranks with one"
+    elif environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ.get("OMPI_COMM_WORLD_SIZE"):
+        why = "ranks on several hosts"
+    else:
+        why, pid = "mpirun was started without recovery", os.getppid()
+        while pid > 1 and (fields := process.stat(pid)) is not None:
+            if _FLAG.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return
+            pid = fields[1]
+    allowed = f"allowed: on_draft_loss=abort, or mpirun {_FLAG} of Open MPI 5 on one host"
+    raise ConfigError(f"on_draft_loss=ar: {why}; {allowed}")

@@ -226,7 +226,22 @@ class Drafter:
             rollouts.append(self.worker.restart(self.batch, misses, self.policy.backup))
             if self.policy.backup == Source.FAST:  # these tokens cost no draft step
                 rollouts[-1].steps = min(self.policy.backup_lookahead, self._most)
-        yield from self._finish(rollouts)
+        if self.chained is not None and self.chained.is_on:
+            (self.rollout,) = rollouts  # the target's worker launches its forwards
+            self.rollout.steps = self.policy.lookahead
+        else:  # grows hits to K and misses to K_b, in shared forwards
+            start, backup = perf_counter(), min(self.policy.backup_lookahead, self._most)
+            growth = cache.growth
+            wanted = [(one, self._most if one is growth else backup) for one in rollouts]
+            while short := [rollout for rollout, want in wanted if rollout.steps < want]:
+                self.worker.launch_step(self.batch, short)
+                yield
+                if not self._collect(short):
+                    for rollout, want in wanted:
+                        rollout.fill(want)
+            drafting_s, only_jit = perf_counter() - start, self._num_jit == len(self.batch) > 0
+            is_whole = only_jit and backup == self.policy.lookahead
+            self.draft_s = drafting_s if is_whole else _UNKNOWN
         speculation = self._assembled(outcome.round + 1, len(lanes), rollouts)
         if self.rank_counts is not None:
             self.rank_counts.lookup = outcome, lanes, cache.branches, self._fan_outs
@@ -238,27 +253,6 @@ class Drafter:
     def is_asked(self) -> bool:
         """Whether the lead waits for the answer: one without a token it knows."""
         return self._most > 0
-
-    def _finish(self, rollouts: Sequence[Rollout]) -> Steps[None]:
-        """Grows hits to K and misses to K_b, in shared forwards."""
-        if self.chained is not None and self.chained.is_on:
-            (rollout,) = rollouts
-            rollout.steps = self.policy.lookahead  # the target's worker launches these forwards
-            self.rollout = rollout
-            return
-        start, backup = perf_counter(), min(self.policy.backup_lookahead, self._most)
-        growth = self.cache.growth
-        wanted = [(one, self._most if one is growth else backup) for one in rollouts]
-        while short := [rollout for rollout, want in wanted if rollout.steps < want]:
-            self.worker.launch_step(self.batch, short)
-            yield
-            if not self._collect(short):
-                for rollout, want in wanted:
-                    rollout.fill(want)
-        drafting_s = perf_counter() - start
-        only_jit = self._num_jit == len(self.batch) > 0
-        is_whole = only_jit and backup == self.policy.lookahead
-        self.draft_s = drafting_s if is_whole else _UNKNOWN
 
     def _collect(self, rollouts: Sequence[Rollout]) -> bool:
         """Stores a step's tokens; returns False if newer weights give logits that are not finite.

@@ -116,19 +116,19 @@ class ForwardTimes:
         Fewer rows than measured count as the smallest measured size. More rows lie on the line
         through the two largest sizes, or are in proportion if only one was measured.
         """
-        if (answer := self._asked.get(rows)) is None:
-            answer = self._asked[rows] = self._seconds_of(self._size(rows))
+        if (answer := self._asked.get(rows)) is not None:
+            return answer
+        known, size = self._rows, self._size(rows)
+        at = bisect_left(known, size)
+        if at < len(known) and (at == 0 or known[at] == size):
+            answer = self._seconds[known[at]]
+        elif len(known) < 2:
+            answer = self._seconds[known[0]] * size / known[0] if known else 0.0
+        else:
+            high = min(at, len(known) - 1)
+            answer = self._line(known[high - 1], known[high], size)
+        self._asked[rows] = answer
         return answer
-
-    def _seconds_of(self, rows: int) -> float:
-        known = self._rows
-        at = bisect_left(known, rows)
-        if at < len(known) and (at == 0 or known[at] == rows):
-            return self._seconds[known[at]]
-        if len(known) < 2:
-            return self._seconds[known[0]] * rows / known[0] if known else 0.0
-        high = min(at, len(known) - 1)
-        return self._line(known[high - 1], known[high], rows)
 
     def _line(self, low: int, high: int, rows: int) -> float:
         below, above = self._seconds[low], self._seconds[high]

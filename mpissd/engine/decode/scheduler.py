@@ -189,8 +189,17 @@ class Scheduler:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
-        room, join = self.room, list[Request]()
-        if not self._preempt():
+        room, join, before = self.room, list[Request](), self.num_preempted
+        while self.free_pages < 0:
+            # The sequence that arrived last goes back until the others have the pages that they
+            # need. The first one always stays: the pool holds at least one whole sequence.
+            last = max(self._running.values(), key=_ORDER)
+            del self._running[last.request_id]
+            self._leaving.append(last.request_id)
+            last.epoch += 1
+            insort(self._waiting, last, key=_ORDER)
+            self.num_preempted += 1
+        if self.num_preempted == before:
             while self._waiting and len(self._running) < room.sequences:
                 task = self._waiting[0]
                 # Each running sequence may need a page soon; taking it from a new one would be
@@ -203,23 +212,6 @@ class Scheduler:
         turn = Turn(self._ended, self._leaving, join)
         self._ended, self._leaving = [], []
         return turn
-
-    def _preempt(self) -> int:
-        """Puts the sequences that arrived last back until the others have the pages that they need;
-        returns how many.
-
-        The first one always stays: the pool holds at least one whole sequence.
-        """
-        count = 0
-        while self.free_pages < 0:
-            last = max(self._running.values(), key=_ORDER)
-            del self._running[last.request_id]
-            self._leaving.append(last.request_id)
-            last.epoch += 1
-            insort(self._waiting, last, key=_ORDER)
-            count += 1
-        self.num_preempted += count
-        return count
 
     def take(self, result: RoundResult) -> list[Emitted]:
         """Counts a round; returns the tokens of each request that still runs."""

@@ -26,8 +26,13 @@ from mpissd.engine.model.stacks import AnyShard, Stack
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.model.transformer.checkpoint import Arrays
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.model.transformer.stack import StateStack, TransformerStack, open_stack
-from mpissd.engine.model.transformer.weights import TransformerWeights, load_weights
+from mpissd.engine.model.transformer.stack import (
+    StateStack,
+    TransformerStack,
+    TransformerWeights,
+    load_weights,
+    open_stack,
+)
 
 Weights = GemmWeights | TransformerWeights
 

@@ -119,7 +119,8 @@ class Models:
     def expect(self, jobs: Iterable[Job]) -> None:
         """Plans steppers with the row counts of all these jobs; call before the first `open`."""
         for need in (need for job in jobs for need in needs(job)):
-            self._rows[self._keys(need)[1]] = self._wanted(need)
+            key = self._keys(need)[1]
+            self._rows[key] = self._rows.get(key, frozenset()) | set(need.buckets)
 
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
         """Returns [target stepper, draft stepper], None for a model that this rank lacks.
@@ -147,13 +148,16 @@ class Models:
                 is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
-            full = str(error)  # the error itself would keep the allocations alive
+            # The error itself would keep the allocations alive.
+            full = ConfigError(f"rank {topology.world.rank}: {error}")
         try:
-            refused = None if full is None else ConfigError(f"rank {topology.world.rank}: {full}")
-            agree(topology.world, refused)
-        except Refused:
+            agree(topology.world, full)
+        except Refused:  # undo _make
             for need in fresh:
-                self._forget(need)
+                weights, key = self._keys(need)
+                self._drop(key)
+                if not any(isinstance(k, tuple) and k[0] == weights for k in self._held):
+                    self._drop(weights)
             raise
         for need in fresh:
             if (stepper := self._stepper(need)) is not None:
@@ -163,10 +167,6 @@ class Models:
             stepper = self._stepper(need)
             steppers[need.which] = None if stepper is None else stepper.only(need.buckets)
         return steppers
-
-    def _wanted(self, need: Need) -> frozenset[int]:
-        known = self._rows.get(self._keys(need)[1], frozenset())
-        return known | frozenset(need.buckets)
 
     def _keys(self, need: Need) -> tuple[WeightsKey, StepperKey]:
         return need.keys(self._backend.few_rows)
@@ -183,18 +183,14 @@ class Models:
                 self._held.move_to_end(key)
         if (held := self._held.get(keys[1])) is None:
             return False
-        if frozenset(need.buckets) <= held.rows and self._reads_source(need):
-            return True
-        self._drop(keys[1])
-        return False
-
-    def _reads_source(self, need: Need) -> bool:
-        """Returns whether a stepper reads the states of the current target, if it reads any."""
-        if need.source is None:
-            return True
-        stepper = self._stepper(need)
-        is_there = self._is_there(need.source)
-        return is_there and (stepper is None or stepper.source is self._stepper(need.source))
+        stepper, is_usable = self._stepper(need), frozenset(need.buckets) <= held.rows
+        if need.source is not None:  # it has to read the states of the current target
+            is_usable &= self._is_there(need.source)
+            if is_usable and stepper is not None:
+                is_usable = stepper.source is self._stepper(need.source)
+        if not is_usable:
+            self._drop(keys[1])
+        return is_usable
 
     def _make_room(self, fresh: Sequence[Need], keep: Collection[WeightsKey | StepperKey]) -> None:
         """Drops the least recently used, except `keep`, until `fresh` fits.
@@ -211,7 +207,8 @@ class Models:
             self._drop(key)
 
     def _make(self, need: Need, rank: int, is_here: bool) -> None:
-        (weights, key), rows = self._keys(need), self._wanted(need)
+        weights, key = self._keys(need)
+        rows = self._rows.get(key, frozenset()) | set(need.buckets)
         group = self._group if need.which == _TARGET else SoloGroup()
         shard = replace(need.shard, rank=rank if need.which == _TARGET else 0)
         weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
@@ -223,26 +220,12 @@ class Models:
             )
         held = self._held[key] = _Held(kv_bytes, rows=rows)
         if is_here:
+            source = None if need.source is None else self._stepper(need.source)
+            parts = self._backend, group, shard, need.options
             held.made = Stepper(
-                self._backend,
-                group,
-                shard,
-                need.options,
-                buckets=rows,
-                num_sequences=need.num_sequences,
-                seed=seed,
-                model=need.model,
-                weights=cast(Any, base.made),
-                source=None if need.source is None else self._stepper(need.source),
-                compiled=False,
-            )
-
-    def _forget(self, need: Need) -> None:
-        """Undoes `_make` after it failed on this or another rank."""
-        weights, key = self._keys(need)
-        self._drop(key)
-        if not any(isinstance(other, tuple) and other[0] == weights for other in self._held):
-            self._drop(weights)
+                *parts, buckets=rows, num_sequences=need.num_sequences, seed=seed,
+                model=need.model, weights=cast(Any, base.made), source=source, compiled=False,
+            )  # fmt: skip
 
     def _drop(self, key: WeightsKey | StepperKey) -> None:
         """Closes and removes a stepper, or weights with the steppers on them, if they exist."""

@@ -22,7 +22,9 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
@@ -35,7 +37,7 @@ from mpissd.common.wait import Waiter, within
 from mpissd.engine.backend.base import Backend, DeviceInfo
 from mpissd.engine.backend.registry import choose, open_backend, visible_gpus
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.mpi_group import MpiLogitsGather, open_group
+from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
@@ -44,8 +46,10 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.sources import doubt
 from mpissd.engine.session.models import Models
 from mpissd.engine.workload.base import Workload
+from mpissd.engine.workload.oracle import LogitsGather
 from mpissd.engine.workload.workers import TargetWorker
 
+Logits = NDArray[np.float32]
 # Measurements of the lab and when they were made, by owner and key: configurations that run on one
 # machine share them, and an owner's are dropped when it is collected.
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
@@ -76,10 +80,17 @@ class Session:
     def target_worker(self, stepper: Stepper) -> TargetWorker:
         """Returns a worker that verifies with this target rank's share of the model."""
 
-        def open_gather() -> MpiLogitsGather:
+        def open_gather() -> LogitsGather:
             comm = self.topology.group.Dup()
             self.resources.callback(comm.Free)
-            return MpiLogitsGather(comm)
+
+            def gather(local: Logits, waiter: Waiter) -> Logits:
+                gathered = np.empty((comm.size * (comm.rank == 0), *local.shape), np.float32)
+                request = comm.Igather(local, gathered, root=0)
+                waiter.until(request.Test, "logits of the target ranks")
+                return gathered
+
+            return gather
 
         return self.workload.target_worker(stepper, open_gather)
 

@@ -246,8 +246,8 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
         laws = load_laws(values).behind(lookahead)
         if laws.rejected is None or laws.complete is None:
             which = "a rejection" if laws.rejected is None else "K accepted tokens"
-            few = f"laws={values}: too few outcomes behind {which} for a hit law"
-            raise ConfigError(f"{few}: allowed: hit_law=… beside it")
+            few = f"laws={values}: too few outcomes after {which} for a hit model"
+            raise ConfigError(f"{few}: allowed: hit_law=… in addition")
         fits = laws.rejected, laws.complete
         return _power_law(*([round(value, 4) for value in fit] for fit in fits))
     match = _POWER.fullmatch(values)
@@ -382,69 +382,39 @@ _KEYS = (  # of a row, of vLLM's, TensorRT-LLM's and SGLang's responses
     "spec_accept_histogram",
     "spec_correct_drafts_histogram",
 )
-_VLLM = re.compile(
-    r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)(?:_total)?(?:\{([^}]*)\})?\s+(\S+)",
-    re.MULTILINE,
-)
 
 
 def read_histogram(path: Path) -> list[int]:
     """Reads counts of rounds with k = 0, 1, 2, … accepted tokens, as engines report them.
 
     That is a JSON list, an object with a list under one of _KEYS (a result row, or a response of
-    vLLM, SGLang or TensorRT-LLM), one object or whole number a line, one line with commas, or the
-    text of vLLM's /metrics. The counts of several objects are added. Raises ConfigError naming the
-    file.
+    vLLM, SGLang or TensorRT-LLM), one object or whole number a line, or one line with commas. The
+    counts of several objects are added. Raises ConfigError naming the file.
     """
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
-    # Each model has its own acceptance rates, so counts of several must not be added.
-    models = set(re.findall(r"^vllm:spec_decode_.*\bmodel_name=\"([^\"]*)\"", text, re.MULTILINE))
-    if len(models) > 1:
-        names = ", ".join(sorted(models))
-        raise ConfigError(f"{str(path)!r}: of models {names}: allowed: one model")
     try:
-        counts = _of_metrics(text) if "vllm:spec_decode" in text else _of_json(text)
+        try:
+            data = json.loads(text)
+        except ValueError:  # one value a line, or one line with commas
+            lines = [line for line in text.splitlines() if line.strip()]
+            data = json.loads(f"[{text}]") if len(lines) == 1 else [*map(json.loads, lines)]
+        histograms = [[data]] if type(data) is int else list(_histograms(data))
+        if not all(type(n) is int for counts in histograms for n in counts):
+            raise TypeError("not whole numbers")
+        counts = [sum(each) for each in zip_longest(*histograms, fillvalue=0)]
         if min(counts, default=-1) < 0 or sum(counts) == 0:
             raise ValueError("no counts")
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{str(path)!r}: allowed: counts of rounds with 0, 1, 2, … tokens accepted, not all 0: "
-            'a JSON list, {"counts": […]}, one whole number a line, one line with commas, vLLM\'s '
-            "/metrics, or responses of vLLM or SGLang with an acceptance histogram"
+            'a JSON list, {"counts": […]}, one whole number a line, one line with commas, or '
+            "responses of vLLM or SGLang with an acceptance histogram"
         ) from error
     return counts
-
-
-def _of_metrics(text: str) -> list[int]:
-    """Reads Prometheus text: c_k = n_k − n_{k+1}, with n_0 drafts and n_i tokens accepted at
-    position i; the counts of several engines (labels) are added."""
-    at_least: dict[int, float] = {}
-    for name, labels, value in _VLLM.findall(text):
-        place = 0
-        if name != "drafts":
-            match = re.search(r'position="(\d+)"', labels)
-            place = int(match[1]) + 1 if match else -1
-        at_least[place] = at_least.get(place, 0.0) + float(value)
-    if len(at_least) < 2 or set(at_least) != set(range(len(at_least))):
-        raise ValueError("a position is missing")
-    values = [at_least[place] for place in range(len(at_least))]
-    return [round(a - b) for a, b in pairwise([*values, 0.0])]  # round(NaN) raises
-
-
-def _of_json(text: str) -> list[int]:
-    lines = [line for line in text.splitlines() if line.strip()]
-    try:
-        data = json.loads(text)
-    except ValueError:  # one value a line, or one line with commas
-        data = json.loads(f"[{text}]") if len(lines) == 1 else [*map(json.loads, lines)]
-    histograms = [[data]] if type(data) is int else list(_histograms(data))
-    if not all(type(n) is int for counts in histograms for n in counts):
-        raise TypeError("not whole numbers")
-    return [sum(each) for each in zip_longest(*histograms, fillvalue=0)]
 
 
 def _histograms(data: Any) -> Iterator[list[Any]]:

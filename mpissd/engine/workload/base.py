@@ -176,17 +176,12 @@ class Resolved:
     @property
     def group_lanes(self) -> int:
         """The most branches that the draft grows for a target group, at least one a sequence."""
-        return self.config.batch_size * max(1, self.num_lanes)
+        return self.config.batch_size * max(1, self.fan_outs.branches)
 
     @property
     def fan_outs(self) -> FanOuts:
         """The fan-out lists of the job: after hits, and after misses."""
         return FanOuts(self.fan_out, self.fan_out_miss)
-
-    @property
-    def num_lanes(self) -> int:
-        """The largest number of branches that the draft grows for a sequence."""
-        return self.fan_outs.branches
 
     @property
     def widest(self) -> int:

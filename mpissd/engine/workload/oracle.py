@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,19 +43,8 @@ _NO_LOGPROBS: Mapping[int, list[float]] = {}
 Proposals = Callable[[int, int], NDArray[np.float32]]
 
 
-class LogitsGather(Protocol):
-    """Gathers the T target ranks' shares of the logits on the lead."""
-
-    def start(self, local: NDArray[np.float32]) -> None:
-        """Starts to gather `local` [rows, V/T] (collective)."""
-
-    def done(self) -> bool:
-        """Returns whether the gather is over (never blocks)."""
-
-    def result(self) -> NDArray[np.float32]:
-        """Returns the gathered logits on the lead: float32 [T, rows, V/T]."""
-
-
+# Gathers the T target ranks' shares of the logits [rows, V/T] on the lead: float32 [T, rows, V/T].
+LogitsGather = Callable[[NDArray[np.float32], Waiter], NDArray[np.float32]]
 OpenGather = Callable[[], LogitsGather]
 
 

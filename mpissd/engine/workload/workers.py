@@ -7,7 +7,7 @@ or read a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -124,23 +124,27 @@ class Worker(Generic[AnyOracle]):
         Rows that lack at most `spare` tokens are left out. Returns how many tokens were stored;
         collective over the target ranks, which all see the same batch.
         """
-        gaps = batch.gaps(rows, spare)
+        gaps, stepper, others = batch.gaps(rows, spare), self.stepper, list[Gap]()
         if not gaps:
             return 0
         batch.fill(gaps)
-        others: list[Gap] = []
-        stepper = self.stepper
         is_long = any(gap.size >= LEAST_CHUNK for gap in gaps)
         chunk_rows = stepper.chunk_rows if is_long else 0
-        for gap, is_chunk in _cut(gaps, chunk_rows):
-            if not is_chunk:
-                others.append(gap)
-                continue
-            yield from self._fill_rows(batch, others)
-            others = []
-            stepper.upload_chunk(gap.slot, gap.start, batch.committed(gap))
-            stepper.launch()
-            yield
+        for slot, start, end in gaps:
+            while start < end:
+                # Cut at absolute multiples of chunk_rows, so that how a position is computed
+                # depends only on its sequence. A chunk is computed whole.
+                stop = min(end, (start // chunk_rows + 1) * chunk_rows) if chunk_rows else end
+                part = Gap(slot, start, stop)
+                if chunk_rows and start % chunk_rows == 0 and part.size >= LEAST_CHUNK:
+                    yield from self._fill_rows(batch, others)
+                    others = []
+                    stepper.upload_chunk(slot, start, batch.committed(part))
+                    stepper.launch()
+                    yield
+                else:
+                    others.append(part)
+                start = stop
         yield from self._fill_rows(batch, others)
         return sum(gap.size for gap in gaps)
 
@@ -280,20 +284,3 @@ class DraftWorker(Worker[DraftOracle]):
         """
         batch.filled[:] = 0
         self.oracle.forget()
-
-
-def _cut(gaps: Sequence[Gap], rows: int) -> Iterator[tuple[Gap, bool]]:
-    """Cuts gaps at absolute multiples of `rows` (0: not at all); yields (part, is a chunk).
-
-    A chunk begins at such a multiple, so that how a position is computed depends only on its
-    sequence. Parts of fewer than LEAST_CHUNK tokens are no chunks, because a chunk is computed
-    whole.
-    """
-    for gap in gaps:
-        start = gap.start
-        while rows and start < gap.stop:
-            stop = min(gap.stop, start // rows * rows + rows)
-            yield Gap(gap.slot, start, stop), start % rows == 0 and stop - start >= LEAST_CHUNK
-            start = stop
-        if not rows:
-            yield gap, False

@@ -2,8 +2,8 @@
 
 `calibrate` runs before the rounds: it times forwards bucket by bucket while the other ranks wait,
 and measures the rates that bound them. `host_costs` computes HostCosts afterwards. Each cost is the
-median of a phase; a phase that waits for a forward counts with what it takes beyond that forward as
-it was timed in series. No measured round enters, so that a row's prediction rests on nothing that
+median of a phase; a phase that waits for a forward counts with its time beyond that of the forward
+in series. No measured round enters, so that a row's prediction rests on nothing that
 it is compared with. What the draft's own phases do not explain of the lead's wait is spent on the
 link, naps of both ranks included.
 """
@@ -284,7 +284,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
     costs["draft_assemble"] = assemble
     if device.draft is None:
         return costs
-    batch, lanes = job.config.batch_size, job.config.batch_size * job.num_lanes
+    batch, lanes = job.config.batch_size, job.config.batch_size * job.fan_outs.branches
     backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
     if len(missed) and backup:
         step_s = (np.median(missed) - assemble) / backup

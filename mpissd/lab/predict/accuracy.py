@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -204,29 +204,39 @@ def decisions(
         key = base, accepted, hits, row.mode, int(row.tp) + int(row.num_drafts or 0), way
         rates = row.tok_per_s / (1 + row.sampling_error), forecast.tok_per_s
         alike[key].append(rates)
-    # By cell: (acceptance or None for AR, hit model or None, mode, GPUs, measured, predicted).
-    cells: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
-    for (base, accepted, hits, mode, gpus, _), pairs in alike.items():
-        cells[base].append((accepted, hits, mode, gpus, *np.mean(pairs, axis=0).tolist()))
+    cells: dict[Any, list[_Use]] = defaultdict(list)
+    for (base, *about, _), pairs in alike.items():
+        cells[base].append(_Use(*about, *np.mean(pairs, axis=0).tolist()))
     made = []
     for uses in cells.values():
-        for accepted in sorted({use[0] for use in uses} - {None}, key=str):
-            same = [use for use in uses if use[0] in (None, accepted)]
-            for hits in sorted({use[1] for use in same} - {None}, key=str) or [None]:
-                for gpus in sorted({use[3] for use in uses}):
-                    fits = [use for use in same if use[3] <= gpus and use[1] in (None, hits)]
-                    if len(fits) > 1 and any(use[3] == gpus for use in fits):
-                        made.append(_decision([use[2] == "ssd" for use in fits], fits))
+        for accepted in sorted({use.accepted for use in uses} - {None}, key=str):
+            same = [use for use in uses if use.accepted in (None, accepted)]
+            for hits in sorted({use.hits for use in same} - {None}, key=str) or [None]:
+                for gpus in sorted({use.gpus for use in uses}):
+                    fits = [u for u in same if u.gpus <= gpus and u.hits in (None, hits)]
+                    if len(fits) > 1 and any(use.gpus == gpus for use in fits):
+                        made.append(_decision(fits))
     return made
 
 
-def _decision(is_ssd: Sequence[bool], uses: Sequence[tuple[Any, ...]]) -> tuple[float, bool | None]:
-    measured, predicted = (np.array([use[n] for use in uses]) for n in (4, 5))
-    regret, ssd = float(measured.max() / measured[predicted.argmax()] - 1), np.array(is_ssd)
+class _Use(NamedTuple):
+    accepted: str | None  # the acceptance model; None: AR
+    hits: str | None  # None: nothing grows
+    mode: str
+    gpus: int
+    measured: float
+    predicted: float
+
+
+def _decision(uses: Sequence[_Use]) -> tuple[float, bool | None]:
+    measured = np.array([use.measured for use in uses])
+    predicted = np.array([use.predicted for use in uses])
+    regret = float(measured.max() / measured[predicted.argmax()] - 1)
+    ssd = np.array([use.mode == "ssd" for use in uses])
     if not ssd.any() or ssd.all():
         return regret, None
-    true, told = (rates[ssd].max() / rates[~ssd].max() - 1 for rates in (measured, predicted))
-    return regret, None if abs(true) < MARGIN else bool((true > 0) == (told > 0))
+    gain, expected = (rates[ssd].max() / rates[~ssd].max() - 1 for rates in (measured, predicted))
+    return regret, None if abs(gain) < MARGIN else bool((gain > 0) == (expected > 0))
 
 
 def decided(made: Sequence[tuple[float, bool | None]]) -> list[str]:

@@ -147,7 +147,7 @@ def _mark(*choices: Choice) -> str:
 
 
 def _notes(advice: Advice, placed: Survey, gpus: int, most: Use | None) -> list[str]:
-    """Returns the fastest use, that with the most tok/s, and the origin of what is derived."""
+    """Returns the fastest use, the use with the most tok/s, and the origin of derived times."""
     notes, best = [], advice.best
     if not advice.missing:
         batch = best.batch_size

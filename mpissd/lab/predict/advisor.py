@@ -308,7 +308,6 @@ class Use:
     copies: int
     tok_per_s: float
     token_s: float
-    hit_rate: float | None
     wait_s: float | None = None
 
     @property
@@ -337,7 +336,6 @@ class Use:
             "gpus": self.gpus,
             "tok_per_s": self.tok_per_s,
             "token_ms": self.token_s * 1e3,
-            "hit_rate": self.hit_rate,
             "wait_us": None if self.wait_s is None else self.wait_s * 1e6,
         }
 
@@ -345,7 +343,7 @@ class Use:
 def replicas(choices: Iterable[Choice], gpus: int) -> list[Use]:
     """Returns each choice in as many copies as fit on N GPUs."""
     return [
-        Use(c, 1, n, n * c.tok_per_s, c.batch_size / c.tok_per_s, c.hit_rate)
+        Use(c, 1, n, n * c.tok_per_s, c.batch_size / c.tok_per_s)
         for c in choices
         if (n := gpus // c.gpus)
     ]
@@ -403,7 +401,7 @@ def _fastest(
         means = simulate(pool, max(_LEAST_ROUNDS, rounds // targets), config.seed)
         rate, round_us = means.tok_per_s / targets, means.round_s * 1e6
         one = replace(choice, tok_per_s=rate, round_us=round_us, hit_rate=means.hit_rate)
-        return Use(one, targets, 1, means.tok_per_s, batch / rate, means.hit_rate, means.wait_s)
+        return Use(one, targets, 1, means.tok_per_s, batch / rate, means.wait_s)
 
     tried = [(simulated(choice, _RANKED).tok_per_s, n) for n, choice in enumerate(choices)]
     if not tried:

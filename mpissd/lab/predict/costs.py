@@ -114,7 +114,7 @@ class HostCosts:
 
     def to_dict(self) -> dict[str, float]:
         """Returns {field: seconds}, for a profile's JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
@@ -300,8 +300,8 @@ def forwards(
 ) -> RowTable:
     """Returns the seconds of one rank's forward at each row count, by the profile.
 
-    They are those of a job whose largest forward has the most of these rows, which selects the
-    kernel. any_job: that row count is not chosen yet, so that the table holds both kernels.
+    The job's largest forward has the most of these rows, which selects the kernel. any_job: that
+    row count is not chosen yet, so that the table holds both kernels.
     """
     rows, limit = sorted(rows), profile.few_rows
 

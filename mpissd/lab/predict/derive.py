@@ -14,7 +14,7 @@ If one rank's share of the model at T was measured without all-reduces, that is 
 
     derived(T) = share(T) + reduces(T)
 
-Host costs are those of the most similar method. If a method was measured at several batch sizes b,
+Host costs come from the most similar method. If a method was measured at several batch sizes b,
 each cost is interpolated linearly over b as a Curve, except `keys`: it is interpolated over the
 lanes of all sequences, because the fan-out determines them, too.
 """
@@ -223,7 +223,7 @@ def costs_at(
         }
         least, most = entries[0], entries[-1]
         lanes = most.lanes * (most.batch_size - least.batch_size)
-        if lanes:  # a line through two entries: the host's seconds for `keys`, and those of a lane
+        if lanes:  # a line through two entries: the host's seconds for `keys`, and for a lane
             slope = max(0.0, most.seconds["keys"] - least.seconds["keys"]) / lanes
             none = least.seconds["keys"] - slope * least.lanes * least.batch_size
             costs |= {"keys": max(0.0, none), "keys_lane": slope}

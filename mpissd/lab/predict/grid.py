@@ -293,7 +293,7 @@ def _spread(chains: int, batch: int, seed: int, number: int) -> Floats:
 class Outcomes:
     """The accepted tokens and hits of one sequence under a job's imposed models, by position.
 
-    They are those of a run with the same seed and sequence id; after num_positions they repeat.
+    A run with the same seed and sequence id has the same; after num_positions they repeat.
     counts [2, n]: tokens that a round accepts from a position on, if a (backup, cached branch)
     drafted K. ranks [2, n]: of a bonus token among the draft's candidates, after (a rejection, all
     served tokens were accepted).

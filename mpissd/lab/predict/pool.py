@@ -44,7 +44,7 @@ class Pool:
 
     @classmethod
     def of(cls, job: Job, targets: int, profile: Profile, host: HostCosts) -> Pool:
-        """Makes a pool of modelled forwards; row counts go up to those of all targets."""
+        """Makes a pool of modelled forwards; row counts go up to the rows of all targets."""
         assert job.config.drafts == 1, "a pool shares one draft rank"
         rows = _buckets_of(job, targets)
         device = DeviceCosts.from_profile(profile, job, draft_rows=rows, targets=targets)
@@ -60,7 +60,7 @@ def _buckets_of(job: Job, targets: int) -> list[int]:
     """Returns the row counts that a draft of G targets computes: one target's, all targets', and
     the powers of two between."""
     batch = job.config.batch_size
-    exact = batch, job.verify_rows, batch * max(1, job.num_lanes)
+    exact = batch, job.verify_rows, job.group_lanes
     return buckets(batch, *exact, *(targets * rows for rows in exact))
 
 

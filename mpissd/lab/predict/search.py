@@ -153,7 +153,7 @@ class Placement:
     def host(self, method: tuple[str, int]) -> HostCosts | None:
         """Returns the host's costs of a method (mode, D); None if they are not known.
 
-        A lookup has those of SD inline.
+        A lookup has the costs of SD inline.
         """
         mode, drafts = method
         way = ("sd", 0) if mode == LOOKUP else (mode, min(drafts, 1))
@@ -514,7 +514,7 @@ def weigh(
 ) -> list[Choice]:
     """Returns the possible ones of these choices with their simulated rates.
 
-    quick: of fewer rounds, to rank many. Without it the rates are those of the choice's job.
+    quick: of fewer rounds, to rank many. Without it the rates are as expected of the choice's job.
     """
     by_tp = {place.tp: place for place in places}
     alike: dict[tuple[int, tuple[str, int]], list[tuple[Choice, Config]]] = {}

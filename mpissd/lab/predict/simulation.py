@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -167,8 +168,13 @@ class Expected:
 
 
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Returns the means of one job, [1]."""
-    return expect(Grid.of([Config.of(job)], device, host))
+    """Returns the means of one job, [1]; they depend neither on its seed nor on its length."""
+    return _expected(Config.of(job), device, host)
+
+
+@lru_cache(maxsize=256)
+def _expected(config: Config, device: DeviceCosts, host: HostCosts) -> Expected:
+    return expect(Grid.of([config], device, host))
 
 
 def expect(grid: Grid, *, quick: bool = False) -> Expected:

@@ -157,7 +157,7 @@ class GroupProbe:
         """Measures one model; returns its "forwards" entry by rows.
 
         most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
-        use, and what they were made from (default: bare products, made here).
+        use, and their source (default: bare products, made here).
         """
         stepper = Stepper(
             self._backend,

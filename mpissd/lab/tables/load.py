@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpissd.common.compare import Rounds
 from mpissd.common.errors import ConfigError
-from mpissd.common.rates import Rounds
 from mpissd.common.row import READABLE, Row, flat
 from mpissd.lab.tables.pair import siblings
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpissd.common import theory
-from mpissd.common.compare import How, compare_rows
+from mpissd.common.compare import FEWEST_ROUNDS, How, Rounds, compare_rows
 from mpissd.common.presets import PAIRS
-from mpissd.common.rates import FEWEST_ROUNDS, Rounds
 from mpissd.common.row import Row
 from mpissd.lab.tables.claims import alpha_of
 from mpissd.lab.tables.load import forward_times

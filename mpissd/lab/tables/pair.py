@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, How, compare_rows
+from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, How, Rounds, compare_rows
 from mpissd.common.errors import ConfigError
-from mpissd.common.rates import Rounds
 from mpissd.common.row import Row
 
 _HOW = {

@@ -20,8 +20,8 @@ from mpissd.engine.model.forwards import Draws
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.files import library
 from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.transformer.sources import library
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
 

@@ -5,39 +5,339 @@ distill wrote names its target by two digests in its config.json. The digest of 
 one file only. The digest of the norms' weights holds for the model in each of its formats, because
 a .gguf of any quantisation keeps vectors as they are in the Hugging Face folder. A fine-tuned model
 that left the norms of its parent as they were (most LoRA) counts as its parent.
+
+Files are memory-mapped, so that each rank reads its slice only. In safetensors a matrix may be
+quantised by mpissd ("int8-32"): `X.weight` int8 [out, in] with `X.scale` float16 [out, in / 32],
+where element (o, i) is weight · scale[o, i // 32]. The library gguf dequantises a .gguf's tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
+import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
+from mpissd.common.gguf import read_gguf
 from mpissd.common.model_files import has_files
-from mpissd.common.presets import files_of, resolve_model
+from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model
 from mpissd.common.rounds import Ints
 from mpissd.common.token_lists import check_same_tokens
 from mpissd.engine.model.transformer import config as configs
 from mpissd.engine.model.transformer.checkpoint import (
+    BLOCK,
     EMBEDDING,
     HEAD,
+    HEAD_IDS,
+    LAST_NORM,
+    ArrayTensor,
     Checkpoint,
+    Floats,
+    LentRows,
     Resized,
+    Tensor,
     random_checkpoint,
     tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.files import (
-    ROPE_FACTORS,
-    GgufFiles,
-    SafetensorsFiles,
-    open_files,
-)
+
+_FETCHED = ["*.json", "*.safetensors", "*.jinja"]
+_TIMEOUT_S = 10
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "<i1", "I32": "<i4"}
+ROPE_FACTORS = "rope_freqs.weight"
+_PIECE = 1 << 17  # elements dequantised at once; they stay in the processor's cache
+_OUTSIDE = {EMBEDDING: "token_embd.weight", HEAD: "output.weight", LAST_NORM: "output_norm.weight"}
+_INSIDE = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def library(name: str, what: str) -> ModuleType:
+    """Imports a library that `what` needs; raises ConfigError, one line, if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"{what} needs {name}: pip install 'mpissd[text]'") from missing
+
+
+def fetch_missing(pair: str | None, *models: str | None) -> None:
+    """Downloads the models of these names that the hub's cache lacks; local files are skipped.
+
+    Raises ConfigError, one line with the way to go on without a network.
+    """
+    for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
+        if not is_missing(name):
+            continue
+        hub = library("huggingface_hub", name)
+        try:
+            hub.snapshot_download(name, allow_patterns=_FETCHED, etag_timeout=_TIMEOUT_S)
+        except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"{name} is not on this machine and cannot be fetched ({reason}): give "
+                "--target=FOLDER (--draft, --pair) with its config.json and *.safetensors, or a "
+                ".gguf"
+            ) from error
+
+
+def open_files(
+    files: SafetensorsFiles | GgufFiles,
+    config: TransformerConfig,
+    target: Checkpoint | None = None,
+    *,
+    shares_head: bool = False,
+) -> Checkpoint:
+    """Returns the weights in files; reads no tensor yet.
+
+    target: the model whose input embedding a draft reads, if not its own. shares_head: its LM head
+    too is that model's, the rows of head_ids. Raises ConfigError, one line that names the file and
+    the tensor, if one is missing or has another shape than in the configuration.
+    """
+    where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
+    ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
+    if ids is not None:
+        last = config.shape.vocab_size - 1
+        if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
+            raise ConfigError(f"{where}: {HEAD_IDS}: allowed: one list of rising token ids")
+        if ids[0] < 0 or ids[-1] > last:
+            span = f"{HEAD_IDS} reaches from {ids[0]} to {ids[-1]}"
+            raise ConfigError(f"{where}: {span}: allowed: 0..{last}")
+        config = replace(config, head_vocab=len(ids))
+    if target is not None:
+        own, other = (
+            [each.shape.vocab_size, each.shape.hidden] for each in (config, target.config)
+        )
+        if own != other:
+            raise ConfigError(
+                f"{where} reads its target's embedding, {own}; that of {target.name} is {other}: "
+                "allowed: the target it was made for"
+            )
+        by_name[EMBEDDING] = target.by_name[EMBEDDING]
+        if shares_head:
+            rows = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
+            by_name[HEAD] = LentRows(target.by_name[HEAD], rows)
+    for name, size in tensors(config):
+        if name in by_name:
+            continue
+        tensor = files.get(name)
+        if tensor is None:
+            raise ConfigError(f"{where}: the tensor {name} is missing")
+        if tensor.shape != size:
+            raise ConfigError(f"{where}: {name} is {list(tensor.shape)}: allowed: {list(size)}")
+        by_name[name] = tensor
+    if config.tied:
+        by_name[HEAD] = by_name[EMBEDDING]
+    read = ["model.layers.0.mlp.down_proj.weight", *([] if shares_head else [HEAD])]
+    is_int8 = all(by_name[name].part().int8() is not None for name in read)
+    return Checkpoint(replace(config, int8=is_int8), by_name, files.paths, ids, shares_head)
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    """Returns the folder's files of weights; if the folder has an index, those that it names."""
+    index = folder / INDEX
+    if not index.exists():
+        if paths := sorted(folder.glob("*.safetensors")):
+            return paths
+        raise ConfigError(f"{str(folder)!r} has no *.safetensors: allowed: a folder with weights")
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        paths = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        paths = []
+    if not paths:
+        raise ConfigError(f"{str(index)!r} is no index of safetensors (weight_map)")
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{str(index)!r} names {path.name!r}, which is not there")
+    return paths
+
+
+class SafetensorsFiles:
+    """The tensors of a folder by their Hugging Face names."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers; raises ConfigError, one line that names the file, if one is missing or
+        damaged."""
+        self.paths = _weight_paths(folder)
+        self._entries = {
+            name: (path, entry) for path in self.paths for name, entry in _header(path).items()
+        }
+        self._maps = {path: np.memmap(path, np.uint8, "r") for path in self.paths}
+
+    def get(self, name: str) -> Tensor | None:
+        """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
+        if name not in self._entries:
+            return None
+        values = self._array(name, _DTYPES)
+        if values.dtype != "i1":
+            return ArrayTensor(values)
+        where, scale = repr(str(self._entries[name][0])), name.removesuffix("weight") + "scale"
+        if values.ndim != 2:
+            raise ConfigError(f"{where}: {name} is I8: allowed: of a matrix alone")
+        _, entry = self._entries.get(scale, (None, {}))
+        blocks = [len(values), -(-values.shape[1] // BLOCK)]
+        if (entry.get("dtype"), entry.get("shape")) != ("F16", blocks):
+            kind = f"{entry['dtype']} {entry['shape']}" if entry else "missing"
+            raise ConfigError(f"{where}: {scale} is {kind}: allowed: F16 {blocks}")
+        return ArrayTensor(values, self._array(scale, ("F16",)))
+
+    def integers(self, name: str) -> Ints | None:
+        """Returns a tensor of whole numbers, int32; None if it is missing."""
+        return np.array(self._array(name, ("I32",))) if name in self._entries else None
+
+    def _array(self, name: str, kinds: Iterable[str]) -> NDArray[Any]:
+        """Returns a tensor as it is stored; raises ConfigError if its dtype is not in `kinds`."""
+        path, entry = self._entries[name]
+        if entry["dtype"] not in kinds:
+            allowed = ", ".join(kinds)
+            raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: {allowed}")
+        first, last = entry["data_offsets"]
+        data = np.asarray(self._maps[path][first:last])
+        values: NDArray[Any] = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data)
+        return values
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns each tensor's dtype, shape, and data_offsets, counted from the start of the file.
+
+    The safetensors library only checks the file. The header is read here, because the library does
+    not give the offsets that a memory map needs.
+    """
+    safetensors = library("safetensors", str(path.parent))
+    try:
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["data_offsets"] = [8 + size + offset for offset in entry["data_offsets"]]
+    return dict(header)
+
+
+def gguf_name(name: str) -> str:
+    """Returns the GGUF name of a Hugging Face tensor ("blk.0.attn_q.weight")."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    inside, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_INSIDE[inside]}.{kind}" if inside in _INSIDE else name
+
+
+class GgufTensor(Tensor):
+    """A tensor of ggml's blocks, which the library dequantises."""
+
+    def __init__(
+        self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
+    ) -> None:
+        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and ggml's type.
+
+        head_dim: width of a head whose rows the file has in llama.cpp's order; 0: no such order.
+        """
+        self.shape = shape
+        self._data, self._kind, self._head_dim = data, kind, head_dim
+
+    def read(self, rows: slice, columns: slice) -> Floats:
+        if len(self.shape) == 1:
+            return np.asarray(_values(self._data[None], self._kind)[0, rows], np.float32)
+        block, size = _block(self._kind) or (1, 4)
+        stored: slice | NDArray[np.int64] = rows
+        if width := self._head_dim:
+            wanted = np.arange(rows.start, rows.stop)
+            pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
+            stored = wanted - wanted % width + 2 * pair + half
+        first, last = columns.start // block, -(-columns.stop // block)
+        values = _values(self._data[stored, first * size : last * size], self._kind)
+        return values[:, columns.start - first * block : columns.stop - first * block]
+
+
+class GgufFiles:
+    """The tensors of one .gguf by their Hugging Face names."""
+
+    def __init__(self, path: Path, head_dim: int) -> None:
+        """Reads the metadata; head_dim: width of a head, whose rows of q and k are reordered.
+
+        Raises ConfigError, one line, if the file is damaged.
+        """
+        self.paths, self.file = [path], read_gguf(path)
+        self._data, self._where = np.memmap(path, np.uint8, "r"), repr(str(path))
+        # llama.cpp's converter makes a rotated pair's rows neighbours, for "llama" only.
+        is_llama = self.file.metadata["general.architecture"] == "llama"
+        self._head_dim = head_dim if is_llama else 0
+
+    def get(self, name: str) -> Tensor | None:
+        """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
+        if (info := self.file.tensors.get(gguf_name(name))) is None:
+            return None
+        if (known := _block(info.kind)) is None:
+            raise ConfigError(f"{self._where}: {name} is of ggml's type {info.kind}, not supported")
+        block, size = known
+        if not info.shape or info.shape[0] % block:
+            raise ConfigError(f"{self._where}: {name}: {info.shape} elements, in blocks of {block}")
+        shape = (*info.shape[:0:-1], info.shape[0] // block * size)
+        start = self.file.data_start + info.offset
+        if start + math.prod(shape) > len(self._data):
+            raise ConfigError(f"{self._where} is cut off before the end of {name}")
+        data = self._data[start : start + math.prod(shape)].reshape(shape)
+        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
+        return GgufTensor(data, info.kind, info.shape[::-1], is_rotated * self._head_dim)
+
+    def integers(self, name: str) -> None:
+        """None, because a .gguf has no reduced head."""
+        return None
+
+
+@lru_cache(maxsize=64)
+def _block(kind: int) -> tuple[int, int] | None:
+    """Returns (elements, bytes) of a block of a ggml type; None if the library lacks it."""
+    gguf = library("gguf", "a .gguf")
+    try:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        _values(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        return None
+    return block, size
+
+
+def _values(data: NDArray[Any], kind: int) -> Floats:
+    """Dequantises whole blocks, bytes [rows, n], in pieces: the library splits its input
+    into groups of 16 rows, whose calls take longer than their arithmetic."""
+    gguf = library("gguf", "a .gguf")
+    known = gguf.GGMLQuantizationType(kind)
+    block, size = gguf.GGML_QUANT_SIZES[known]
+    pieces = np.ascontiguousarray(data).reshape(-1, size)
+    values = np.empty((len(pieces), block), np.float32)
+    for first in range(0, len(pieces), _PIECE // block):
+        part = slice(first, first + _PIECE // block)
+        floats = gguf.quants.dequantize(pieces[part].reshape(1, -1), known)
+        values[part] = floats.reshape(-1, block)
+    return values.reshape(len(data), data.shape[1] // size * block)
 
 
 def check_vocabularies(target: str, draft: str) -> None:

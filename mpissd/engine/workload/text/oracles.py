@@ -79,8 +79,7 @@ class LogitsTarget(SampledTarget):
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
-            self._gather.start(padded)
-            waiter.until(self._gather.done, "logits of the target ranks")
+            self._parts = self._gather(padded, waiter)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -88,8 +87,6 @@ class LogitsTarget(SampledTarget):
         """Returns (num_accepted, bonus), both int32 [b]: greedily, or by rejection sampling."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        if self._gather is not None and self._reads_logits:
-            self._parts = self._gather.result()
         results = self._stepper.results()
         if results.values is not None:
             check_finite(results.values[0, :, 0], "target")
@@ -271,10 +268,10 @@ class LogitsDraft(SampledDraft):
             if isinstance(rollout, SampledRollout)
             for lane in rollout.lanes
         ]
-        if not any(lane.temperature > 0 for lane, _ in lanes):
+        chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
+        if not chosen:
             return None
         tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
-        chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         shared = Draws()
         u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
         tops = [self._damped(*lanes[n]) for n in chosen]

@@ -71,12 +71,10 @@ class TextWorkload(Workload):
 
     @property
     def law(self) -> str:
-        config = self.job.config
-        where = self.job.target_where
+        config, where = self.job.config, self.job.target_where
         weights = "" if has_weights(where) else " of random weights"
-        how = "greedy"
-        if self.samples:
-            how = f"temperature {config.temperature:g}, top_p {config.top_p:g}"
+        sampled = f"temperature {config.temperature:g}, top_p {config.top_p:g}"
+        how = sampled if self.samples else "greedy"
         return f"text by {self.job.target.name}{weights}, {how}"
 
     def check(self) -> None:
@@ -134,13 +132,11 @@ class TextWorkload(Workload):
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns prompts first_id …; beyond their number, short ones to warm the job up."""
-        return [self._request(n) for n in range(first_id, first_id + count)]
-
-    def _request(self, request_id: int) -> Request:
-        every = self.prompts
-        if request_id < len(every):
-            return self.request(request_id, every[request_id].tokens)
-        return self.request(request_id, every[request_id % len(every)].tokens[:WARM_TOKENS])
+        requests, every = [], self.prompts
+        for n in range(first_id, first_id + count):
+            tokens = every[n % len(every)].tokens
+            requests.append(self.request(n, tokens if n < len(every) else tokens[:WARM_TOKENS]))
+        return requests
 
     def tabulated(self, group: int = 0) -> list[Request]:
         return []

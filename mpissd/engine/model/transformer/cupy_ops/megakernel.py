@@ -21,9 +21,12 @@ from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, 
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops import attention
-from mpissd.engine.model.transformer.cupy_ops.attention import Cache, task_bytes
-from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.cupy_ops.ops import (
+    QUERY_TILES,
+    Cache,
+    CupyOps,
+    task_bytes,
+)
 from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeight
 
 FIRST_CAPABILITY = 90
@@ -97,7 +100,7 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
         ("SHARED_BYTES", shared_bytes),
         ("HEAD", head),
         ("PAGE", page),
-        ("QUERY_TILES", attention.QUERY_TILES),
+        ("QUERY_TILES", QUERY_TILES),
     )
     return Geometry(slots, shared_bytes, macros)
 
@@ -188,15 +191,15 @@ class MegakernelOps(CupyOps):
     def qkv_matrix(self, parts: Sequence[Part]) -> PackedWeight:
         """Packs q, k and v so that a tile has 8 columns of a head's first half, and 8 that rotate
         with them."""
-        return self._packer.heads(parts, self._config.shape.head_dim)
+        return self._packed_heads(parts, self._head)
 
     def normed(self, rows: int, width: int) -> Normed:
-        return Normed.over(self._launcher, self.buffer(rows, width))
+        return Normed.over(self.launcher, self.buffer(rows, width))
 
     def cache(self, sizes: CacheSizes, seats: RowPlaces) -> MegakernelCache:
-        made = self._attention.cache(sizes, seats)
+        made = super().cache(sizes, seats)
         count = OPERATIONS * sizes.layers + 1 + sizes.layers * sizes.kv_heads
-        return MegakernelCache(**vars(made), counters=self._launcher.zeros((count,), np.int32))
+        return MegakernelCache(**vars(made), counters=self.launcher.zeros((count,), np.int32))
 
     def norm(
         self,
@@ -212,11 +215,11 @@ class MegakernelOps(CupyOps):
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)
         kind = "float32" if delta is None else str(delta.dtype)
-        kernel = self._launcher.function(f"late_norm_{kind}", kernels.LATE)
-        self._launcher.launch(kernel, (rows,), (_NORM_THREADS,), args, _NORM_BYTES)
+        kernel = self.launcher.function(f"late_norm_{kind}", kernels.LATE)
+        self.launcher.launch(kernel, (rows,), (_NORM_THREADS,), args, _NORM_BYTES)
 
     def _geometry(self, rows: int) -> Geometry:
-        head, room = self._config.shape.head_dim, self._launcher.shared_bytes
+        head, room = self._config.shape.head_dim, self.launcher.shared_bytes
         return geometry_of(rows, head, self.page, room)
 
     def takes(self, rows: int) -> bool:
@@ -234,11 +237,11 @@ class MegakernelOps(CupyOps):
             cache.tables[rows] = self._tables(weights, memory, cache, rows)
         operations, model = cache.tables[rows]
         geometry, count = self._geometry(rows), OPERATIONS * len(weights.layers) + 1
-        shared, stop = geometry.shared_bytes, np.uintp(self._backend.stop.ctypes.data)
-        kernel = self._launcher.function("whole", kernels.WHOLE, geometry.macros, shared)
+        shared, stop = geometry.shared_bytes, np.uintp(self.backend.stop.ctypes.data)
+        kernel = self.launcher.function("whole", kernels.WHOLE, geometry.macros, shared)
         args = (operations, np.int32(count), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
-        grid = (self._launcher.multiprocessors,)
-        self._launcher.launch(kernel, grid, (THREADS,), args, shared)
+        grid = (self.launcher.multiprocessors,)
+        self.launcher.launch(kernel, grid, (THREADS,), args, shared)
         return True
 
     def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> tuple[Any, Any]:
@@ -273,12 +276,12 @@ class MegakernelOps(CupyOps):
             "width": width,
             "norm_rows": memory.x.squares.shape[1],
             "eps": self._config.norm_eps,
-            "scale": self._attention.scale,
+            "scale": self.scale,
         }
         for name, value in fields.items():
             model[name] = value
         first, second = (
-            self._launcher.uploaded(array.view(np.int32), np.int32) for array in (operations, model)
+            self.launcher.uploaded(array.view(np.int32), np.int32) for array in (operations, model)
         )
         return first, second
 

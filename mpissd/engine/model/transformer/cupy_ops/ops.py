@@ -1,8 +1,13 @@
-"""The operations of a transformer's forward on a GPU (see ops.Ops)."""
+"""The operations of a transformer's forward on a GPU (see ops.Ops).
+
+Weights are packed in the order of skinny.cu (pack.cu); products of a few rows have the same bits
+for any number of rows (skinny.cu); the KV cache is paged (attention.cu).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +20,11 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.cupy_ops.attention import SPLIT, Attention, Cache
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
-from mpissd.engine.model.transformer.cupy_ops.packing import Packer
 from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import (
     PAIR,
+    TILE,
     PackedWeight,
     multiply,
     values_and_factors,
@@ -36,6 +40,46 @@ _FIRST_CAPABILITY = 80
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
 _CHAINED_THREADS = 64
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
+SPLIT = 128  # A split of the attention covers this many positions.
+QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
+_ATTEND_THREADS, _BEGIN_THREADS, _TASK_WORDS = 128, 256, 4
+# The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
+_BLOCKS = 264
+_LOG2_E = 1.4426950408889634
+_STAGING_ELEMENTS = 1 << 26  # Of a checkpoint's matrix, brought to the device at once.
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values in pages and lanes, and the tables and sums of attention.
+
+    keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
+    same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
+    [position, pair, 2]. words: the seats on the device. qkv: a forward's q, k and v, float32.
+    partial, tops: each split's sums, and its largest score with the sum of weights.
+    """
+
+    sizes: CacheSizes
+    seats: RowPlaces
+    keys: Any
+    values: Any
+    lane_keys: Any
+    lane_values: Any
+    turns: Any
+    words: Any
+    qkv: Any
+    count: Any
+    tasks: Any
+    partial: Any
+    tops: Any
+    splits: int
+
+
+def task_bytes(head: int) -> int:
+    """Returns ATTEND_BYTES: values, or the warps' sums in their place, then tops and weights."""
+    queries = 16 * QUERY_TILES
+    values = SPLIT * (2 * head + 16)
+    return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
 
 
 class CupyOps(Ops):
@@ -61,40 +105,135 @@ class CupyOps(Ops):
     ) -> None:
         _check(backend, config, page)
         self.page = page or _PAGE
-        self._backend, self._config = backend, config
+        self.backend, self._config = backend, config
         self._is_shard = heads < config.shape.num_heads
-        self._launcher: Launcher = backend.launcher(early=self.early)
-        self._packer = Packer(self._launcher, config.shape.name)
-        self._attention = Attention(self._launcher, config, heads, kv_heads, self.page)
+        self.launcher: Launcher = backend.launcher(early=self.early)
+        self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
+        self._head = config.shape.head_dim
+        self.macros = (("HEAD", self._head), ("PAGE", self.page), ("QUERY_TILES", QUERY_TILES))
         self._gathered: dict[int, Any] = {}
-        self._unpacked: dict[int, Any] = {}  # see CupyChunks
+        self.unpacked: dict[int, Any] = {}  # see CupyChunks
 
     def matrix(self, parts: Sequence[Part]) -> PackedWeight:
-        return self._packer.matrix(parts)
+        """Packs parts side by side."""
+        depth, widths = parts[0].shape[1], [part.shape[0] for part in parts]
+        self._check_widths(depth, widths[:-1])
+        sizes = [ceil_div(width, TILE) * TILE * depth for width in widths]
+        values, start = self.launcher.empty((sum(sizes),), np.float16), 0
+        for part, size in zip(parts, sizes, strict=True):
+            self._fill(values[start : start + size], part, part)
+            start += size
+        return PackedWeight(values, depth, sum(widths))
+
+    def _packed_heads(self, parts: Sequence[Part], head: int) -> PackedWeight:
+        """Packs parts side by side; a tile has 8 columns of a head's first half, and 8 that rotate
+        with them. head: columns of a head."""
+        depth, outputs = parts[0].shape[1], sum(part.shape[0] for part in parts)
+        self._check_widths(depth, [head // 2])
+        values, start = self.launcher.empty((outputs * depth,), np.float16), 0
+        for part in parts:
+            for at in range(0, part.shape[0], head):
+                middle = at + head // 2
+                left, right = part.outputs(at, middle), part.outputs(middle, at + head)
+                self._fill(values[start:], left, right)
+                start += head * depth
+        return PackedWeight(values, depth, outputs, head=head)
 
     def gate_up(self, gate: Part, up: Part) -> PackedWeight:
-        return self._packer.gate_up(gate, up)
+        """Packs gate and up so that a tile has 8 columns of each."""
+        outputs, depth = gate.shape
+        self._check_widths(depth, [])
+        size = ceil_div(outputs, TILE // 2) * TILE * depth
+        values = self.launcher.empty((size,), np.float16)
+        self._fill(values, gate, up)
+        return PackedWeight(values, depth, outputs, gated=True)
 
     def table(self, embedding: Part) -> Any:
-        return self._packer.table(embedding)
+        """Returns an embedding table, float16 [entries, width]."""
+        entries, width = embedding.shape
+        table = self.launcher.empty((entries, width), np.float16)
+        recipe = embedding.recipe()
+        if recipe is not None:
+            first, scale = np.uint32(recipe.out_start), np.float32(recipe.scale)
+            key = np.uint32(recipe.key & 0xFFFFFFFF)
+            args = (table, np.int64(entries), np.int32(width), key, first, scale)
+            self._pack("fill_rows", entries * width, args)
+            return table
+        step = max(1, _STAGING_ELEMENTS // width)
+        for first in range(0, entries, step):
+            rows = embedding.outputs(first, min(first + step, entries)).read()
+            self.launcher.upload(rows, table[first : first + len(rows)])
+        return table
+
+    def _fill(self, out: Any, left: Part, right: Part) -> None:
+        """Fills tiles of 16 columns: 8 of `left`, then 8 of `right`.
+
+        One part fills both halves of its own tiles, so that its columns are 16 apart from tile to
+        tile; those of two parts, gate and up, are 8 apart.
+        """
+        outputs, depth = left.shape
+        step = TILE if left is right else TILE // 2
+        shift = step - TILE // 2  # the right half's first column
+
+        def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            """Returns the lanes (of 16 bytes) and depths of the tiles of so many outputs; the
+            columns that each half has from its first one on, and their step."""
+            lanes = np.int64(ceil_div(count, step) * TILE * depth // 8)
+            columns = np.int32(count), np.int32(count - shift), np.int32(step)
+            return (lanes, np.int32(depth // PAIR), np.int32(depth)), columns
+
+        random, other = left.recipe(), right.recipe()
+        if random is not None and other is not None:
+            around, columns = sizes(outputs)
+            keys = [np.uint32(recipe.key & 0xFFFFFFFF) for recipe in (random, other)]
+            first = np.uint32(random.out_start), np.uint32(other.out_start + shift)
+            halves = np.uint32(random.in_start), keys[0], first[0], keys[1], first[1]
+            args = (out, *around, *halves, *columns, np.float32(random.scale))
+            self._pack("pack_random", int(around[0]), args)
+            return
+        # A stored matrix is copied to the device some columns at a time.
+        count = max(1, _STAGING_ELEMENTS // (depth * step)) * step
+        for start in range(0, outputs, count):
+            stop = min(start + count, outputs)
+            both = [
+                self.launcher.uploaded(part.outputs(start, stop).read(), np.float32)
+                for part in ([left] if left is right else [left, right])
+            ]
+            shifted = both[-1].ravel()[shift * depth :]
+            around, columns = sizes(stop - start)
+            sources = both[0], shifted if shifted.size else None, np.int64(depth)
+            to = out[start // step * TILE * depth :]
+            self._pack("pack_lanes", int(around[0]), (to, *around, *sources, *columns))
+
+    def _pack(self, name: str, threads: int, args: tuple[Any, ...]) -> None:
+        kernel = self.launcher.function(name, kernels.PACK)
+        self.launcher.launch(kernel, (min(ceil_div(threads, 256), 1 << 16),), (256,), args)
+
+    def _check_widths(self, depth: int, inner_widths: list[int]) -> None:
+        """Raises ConfigError for a depth, or widths of joined parts, that do not fit tiles."""
+        where = f"{self._config.shape.name} on a GPU"
+        if depth % PAIR:
+            raise ConfigError(f"{where}: a width of {depth}: allowed: multiples of {PAIR}")
+        if any(width % TILE for width in inner_widths):
+            raise ConfigError(f"{where}: {inner_widths}: allowed: multiples of {TILE}")
 
     def vector(self, values: Floats) -> Any:
-        return self._launcher.uploaded(values, np.float32)
+        return self.launcher.uploaded(values, np.float32)
 
     def overwrite(self, old: Any, new: Any) -> None:
         """Copies a weight or a vector on the device; `old` keeps its address, as graphs read it."""
         if isinstance(old, PackedWeight):
             old, new = old.values, new.values
-        self._launcher.copy(new, old)
+        self.launcher.copy(new, old)
 
     def buffer(self, rows: int, width: int) -> Any:
-        return self._backend.activation(rows, width)
+        return self.backend.activation(rows, width)
 
     def hidden(self, rows: int) -> Any:
-        return self._launcher.empty((rows, self._config.shape.hidden), np.float32)
+        return self.launcher.empty((rows, self._config.shape.hidden), np.float32)
 
     def logits(self, rows: int, width: int) -> Any:
-        return self._launcher.empty((rows, width), np.float32)
+        return self.launcher.empty((rows, width), np.float32)
 
     def delta(self, rows: int) -> Any:
         """Returns a buffer for what o and down give: float16 where ranks exchange it."""
@@ -102,15 +241,12 @@ class CupyOps(Ops):
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)
 
-    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
-        return self._attention.cache(sizes, seats)
-
     def clear(self, cache: Cache) -> None:
         for part in (cache.keys, cache.values, cache.lane_keys, cache.lane_values):
-            self._launcher.copy(0, part)
+            self.launcher.copy(0, part)
 
     def states(self, slots: int, positions: int) -> Any:
-        return self._launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
+        return self.launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
 
     def keep(self, x: Any, cache: Cache, states: Any, rows: int) -> None:
         args = (*values_and_factors(x), *self._seated(cache, states), states)
@@ -127,9 +263,6 @@ class CupyOps(Ops):
         sizes = cache.seats.rows.shape[1], *states.shape[1:]
         return cache.words, *map(np.int32, sizes)
 
-    def begin(self, cache: Cache, rows: int) -> None:
-        self._attention.begin(cache, rows)
-
     def embed(self, table: Any, tokens: Any, hidden: Any, rows: int) -> None:
         entries, width = table.shape
         host = np.uintp(tokens.ctypes.data)
@@ -143,17 +276,120 @@ class CupyOps(Ops):
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
     def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        multiply(self._launcher, x, layer.qkv, cache.qkv, rows)
-        self._attention.rotate(layer, cache, number, q, rows)
+        multiply(self.launcher, x, layer.qkv, cache.qkv, rows)
+        self.rotate(layer, cache, number, q, rows)
+
+    @property
+    def scale(self) -> float:
+        """What queries are multiplied by, so that 2 to the power of a score is its weight."""
+        return float(self._head**-0.5 * _LOG2_E)
+
+    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
+        """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
+        layers, heads, width = sizes.layers, sizes.kv_heads, sizes.head_dim
+        pages = layers, sizes.num_pages, heads, sizes.page, width
+        lanes = layers, max(1, sizes.lanes), heads, max(1, sizes.steps), width
+        keys, values, lane_keys, lane_values = (
+            self.launcher.zeros(shape, np.float16) for shape in (pages, pages, lanes, lanes)
+        )
+        angles = np.arange(sizes.num_positions)[:, None] * self._config.frequencies()
+        turns = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+        rows, splits = seats.rows.shape[1], ceil_div(sizes.num_positions, SPLIT)
+        queries = rows * self._heads * splits
+        per_row = ceil_div(self._heads // self._kv_heads, 16 * QUERY_TILES)
+        return Cache(
+            sizes=sizes,
+            seats=seats,
+            keys=keys,
+            values=values,
+            lane_keys=lane_keys,
+            lane_values=lane_values,
+            turns=self.launcher.uploaded(turns, np.float32),
+            words=self.launcher.empty((len(seats.ints),), np.int32),
+            qkv=self.launcher.empty((rows, self._every * width), np.float32),
+            count=self.launcher.zeros((1,), np.int32),
+            tasks=self.launcher.empty((rows * per_row * (splits + 1), _TASK_WORDS), np.int32),
+            partial=self.launcher.empty((queries, width), np.float32),
+            tops=self.launcher.empty((queries, 2), np.float32),
+            splits=splits,
+        )
+
+    def begin(self, cache: Cache, rows: int) -> None:
+        """Brings the seats to the device and lists the tasks of a forward."""
+        table = int(cache.seats.pages.size)
+        args = (
+            np.uintp(cache.seats.ints.ctypes.data),
+            cache.words,
+            np.int32(cache.seats.rows.shape[1]),
+            np.int32(table),
+            np.int32(rows),
+            np.int32(self._heads // self._kv_heads),
+            cache.count,
+            cache.tasks,
+        )
+        grid = (1 + ceil_div(table, _BEGIN_THREADS),)
+        self._attention("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
+
+    def rotate(
+        self,
+        layer: Layer,
+        cache: Cache,
+        number: int,
+        q: Any,
+        rows: int,
+        own: tuple[Any, Any, int] | None = None,
+    ) -> None:
+        """Takes q, k and v to the queries and the cache.
+
+        own: q, k and v of a chunk's rows, their seats [4, most_rows] on the device, and most_rows
+        (None: the forward's).
+        """
+        qkv, *seats = own or (cache.qkv, cache.words, cache.seats.rows.shape[1])
+        args = (
+            qkv,
+            layer.qkv_bias,
+            layer.q_norm,
+            layer.k_norm,
+            np.float32(self._config.norm_eps),
+            cache.turns,
+            seats[0],
+            np.int32(seats[1]),
+            *self.arguments(cache, number),
+            np.int32(self._heads),
+            np.float32(self.scale),
+            q,
+            np.int32(layer.qkv.head > 0 and own is None),
+        )
+        self._attention("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
 
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
-        self._attention.attend(cache, number, q, out, rows)
+        """Attends all splits, then adds them up."""
+        heads, splits = np.int32(self._heads), np.int32(cache.splits)
+        seats = cache.words, np.int32(cache.seats.rows.shape[1])
+        sums = cache.partial, cache.tops
+        tasks = heads, cache.count, cache.tasks, splits
+        args = (q, *seats, *self.arguments(cache, number), *tasks, *sums)
+        grid = min(_BLOCKS, rows * cache.splits), self._kv_heads
+        self._attention("attend", grid, (_ATTEND_THREADS,), args, task_bytes(self._head))
+        parts = (*seats, heads, splits, *sums, out)
+        self._attention("combine", (rows, self._heads), (self._head,), parts)
+
+    def arguments(self, cache: Cache, number: int) -> tuple[Any, ...]:
+        """The arguments CACHE of attention.cu, for one layer."""
+        arrays = (cache.keys, cache.values, cache.lane_keys, cache.lane_values)
+        table = cache.words[4 * cache.seats.rows.shape[1] :]
+        sizes = cache.sizes.pages_per_slot, self._kv_heads, max(1, cache.sizes.steps)
+        return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
+
+    def _attention(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
+        kernel = self.launcher.function(name, kernels.ATTENTION, self.macros, shared)
+        self.launcher.launch(kernel, grid, block, args, shared)
 
     def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-        multiply(self._launcher, x, weight, out, rows)
+        multiply(self.launcher, x, weight, out, rows)
 
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
-        multiply(self._launcher, x, gate_up, inner, rows)
+        multiply(self.launcher, x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
@@ -163,24 +399,23 @@ class CupyOps(Ops):
             return
         words = part.size // 2
         if rows not in self._gathered:
-            self._gathered[rows] = self._launcher.empty((group.size * words,), np.int32)
+            self._gathered[rows] = self.launcher.empty((group.size * words,), np.int32)
         gathered = self._gathered[rows]
         group.all_gather(part.ravel().view(np.int32), gathered)
         args = (gathered, np.int32(group.size), np.int64(words), part)
         self._launch("add_ranks", (ceil_div(words, 256),), (256,), args)
 
     def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
-        self._backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
+        self.backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
 
     def chunks(self, shard: TransformerShard, weights: Any, cache: Any) -> CupyChunks | None:
         """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
-        if self._is_shard or not self._backend.capture:
+        if self._is_shard or not self.backend.capture:
             return None
-        tools = self._backend, self._launcher, self._attention, self.embed
-        return CupyChunks(*tools, shard, weights.table, weights.layers, cache, self._unpacked)
+        return CupyChunks(self, shard, weights, cache)
 
     def ids(self, ids: Ints) -> Any:
-        return self._launcher.uploaded(ids, np.int32)
+        return self.launcher.uploaded(ids, np.int32)
 
     def chained(self, stage: Any) -> None:
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
@@ -200,19 +435,19 @@ class CupyOps(Ops):
         )
         best = stage.ids, draft.best.ids, np.int32(1)
         tops = target.best.ids, target.best.values, np.int32(1)
-        kernel = self._launcher.function("chained", kernels.CHAINED)
+        kernel = self.launcher.function("chained", kernels.CHAINED)
         args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
-        self._launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
+        self.launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
-        return CupyDraws(self._backend, self._launcher, logits)
+        return CupyDraws(self.backend, self.launcher, logits)
 
     def read(self, logits: Any, rows: Sequence[int]) -> Floats:
-        return np.stack([self._backend.to_host(logits[row]) for row in rows])
+        return np.stack([self.backend.to_host(logits[row]) for row in rows])
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
-        kernel = self._launcher.function(name, kernels.ROWS)
-        self._launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
+        kernel = self.launcher.function(name, kernels.ROWS)
+        self.launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:

@@ -7,22 +7,16 @@ the numbers are equal up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend import kernels
 from mpissd.engine.backend.kernels import ceil_div
-from mpissd.engine.model.transformer.cupy_ops.attention import Attention
 from mpissd.engine.model.transformer.cupy_ops.products import TILE, PackedWeight
-from mpissd.engine.model.transformer.ops import Layer
 from mpissd.engine.model.transformer.shard import TransformerShard
-
-if TYPE_CHECKING:  # it imports CuPy
-    from mpissd.engine.backend.cupy_device import Launcher
 
 _TILE_ROWS, _THREADS, _NORM_THREADS = 64, 128, 512
 _SPARE_BYTES = 16 << 30  # left free after a second copy of the weights
@@ -38,26 +32,15 @@ class CupyChunks:
     rows = 1024
     keeps: bool | None = None  # whether a copy is kept; None: where it fits
 
-    def __init__(
-        self,
-        backend: Any,
-        launcher: Launcher,
-        attention: Attention,
-        embed: Any,
-        shard: TransformerShard,
-        table: Any,
-        layers: Sequence[Layer],
-        cache: Any,
-        unpacked: dict[int, Any],
-    ) -> None:
+    def __init__(self, ops: Any, shard: TransformerShard, weights: Any, cache: Any) -> None:
         """Allocates the buffers, and unpacks all weights if they fit; otherwise allocates the
         scratch of the largest.
 
-        embed: the operation of the ops, which reads `table`. unpacked: the rows of the weights by
-        their identity, which all stacks over the same weights share.
+        ops: CupyOps. weights: TransformerWeights, over which stacks share the unpacked rows.
         """
-        self._backend, self._launcher, self._attention = backend, launcher, attention
-        self._embed, self._table, self._layers, self._cache = embed, table, layers, cache
+        backend, launcher = ops.backend, ops.launcher
+        self._ops, self._backend, self._launcher = ops, backend, launcher
+        self._table, self._layers, self._cache = weights.table, weights.layers, cache
         shape, rows, empty = shard.shape, self.rows, launcher.empty
         self._eps, self._heads, self._ffn = shard.config.norm_eps, shard.heads, shard.ffn_width
         every = shard.q_width + 2 * shard.kv_width
@@ -69,7 +52,7 @@ class CupyChunks:
         self._qkv = empty((rows, every), np.float32)
         self._both = empty((rows, 2 * self._ffn), np.float16)
         self._inner = empty((rows, self._ffn), np.float16)
-        self._kept = unpacked
+        self._kept = ops.unpacked  # rows of weights by their identity
         packed = self._weights()
         if all(id(weight) in self._kept for weight in packed):
             return
@@ -90,12 +73,12 @@ class CupyChunks:
 
     def body(self) -> None:
         """Enqueues the chunk's forward, which stores keys and values only."""
-        cache, attention, rows = self._cache, self._attention, self.rows
+        ops, cache, rows = self._ops, self._cache, self.rows
         pages, table = cache.seats.pages, cache.words[-cache.seats.pages.size :]
         places = np.uintp(self._place.ctypes.data), np.int32(rows), self._seats
         args = (*places, np.uintp(pages.ctypes.data), table, np.int32(pages.size))
         self._launch("begin_chunk", (ceil_div(max(rows, pages.size), 256),), (256,), args)
-        self._embed(self._table, self._tokens, self._hidden, rows)
+        ops.embed(self._table, self._tokens, self._hidden, rows)
         own, seats = (self._qkv, self._seats, rows), (self._seats, np.int32(rows))
         shared = 2 * 4 * _TILE_ROWS * (cache.sizes.head_dim + 8)
         count = rows * self._ffn // 8
@@ -103,10 +86,10 @@ class CupyChunks:
         for number, layer in enumerate(self._layers):
             self._norm(layer.attention_norm, self._delta if number else None)
             self._multiply(self._x, layer.qkv, self._qkv)
-            attention.rotate(layer, cache, number, self._q, rows, own)
+            ops.rotate(layer, cache, number, self._q, rows, own)
             if number == len(self._layers) - 1:  # whose keys and values are stored
                 return
-            held = attention.arguments(cache, number)
+            held = ops.arguments(cache, number)
             args = (self._q, *seats, *held, np.int32(self._heads), self._attended)
             grid = ceil_div(rows, _TILE_ROWS), self._heads
             self._launch("attend_chunk", grid, (_THREADS,), args, shared)
@@ -156,7 +139,7 @@ class CupyChunks:
         self._launch("unpack_rows", grid, (256,), (*args, *map(np.int32, columns), step))
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self._launcher.function(name, kernels.PREFILL, self._attention.macros, shared)
+        kernel = self._launcher.function(name, kernels.PREFILL, self._ops.macros, shared)
         self._launcher.launch(kernel, grid, block, args, shared)
 
 

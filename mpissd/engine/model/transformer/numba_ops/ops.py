@@ -15,7 +15,7 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.numba_ops import attention, products, rows
+from mpissd.engine.model.transformer.numba_ops import kernels
 from mpissd.engine.model.transformer.numba_ops.tiles import WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Ops
 
@@ -82,12 +82,12 @@ class NumbaOps(Ops):
         stored = [pair for part in parts if (pair := part.int8()) is not None]
         if len(stored) == len(parts):
             values, scales = (np.concatenate(each) for each in zip(*stored, strict=True))
-            return Packed(*products.pack_int8(values, scales), len(values))
+            return Packed(*kernels.pack_int8(values, scales), len(values))
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
         first = 0
         for part in parts:
-            products.pack(np.ascontiguousarray(part.read()), first, words)
+            kernels.pack(np.ascontiguousarray(part.read()), first, words)
             first += part.shape[0]
         return Packed(words, _NOTHING, outputs)
 
@@ -97,7 +97,7 @@ class NumbaOps(Ops):
     def table(self, embedding: Part) -> NDArray[np.uint16]:
         values = np.ascontiguousarray(embedding.read())
         table = np.empty(values.shape, np.uint16)
-        rows.round_table(values, table)
+        kernels.round_table(values, table)
         return table
 
     def vector(self, values: Floats) -> Floats:
@@ -112,7 +112,7 @@ class NumbaOps(Ops):
 
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of columns."""
-        return np.zeros((rows, -(-width // products.BLOCK) * products.BLOCK), np.float32)
+        return np.zeros((rows, -(-width // kernels.BLOCK) * kernels.BLOCK), np.float32)
 
     def hidden(self, rows: int) -> Floats:
         return self.buffer(rows, self._config.shape.hidden)
@@ -148,22 +148,22 @@ class NumbaOps(Ops):
         return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
 
     def keep(self, x: Floats, cache: Cache, states: Floats, count: int) -> None:
-        rows.keep(x, cache.places[0], states, count)
+        kernels.keep(x, cache.places[0], states, count)
 
     def recall(self, states: Floats, own: Floats, cache: Cache, hidden: Floats, count: int) -> None:
-        rows.recall(states, own, cache.places[0], hidden, count)
+        kernels.recall(states, own, cache.places[0], hidden, count)
 
     def begin(self, cache: Cache, rows: int) -> None:
         """Does nothing: the places are read where they were written."""
 
     def embed(self, table: NDArray[np.uint16], tokens: Ints, hidden: Floats, count: int) -> None:
-        rows.embed(table, tokens, hidden, count)
+        kernels.embed(table, tokens, hidden, count)
 
     def norm(
         self, hidden: Floats, delta: Floats | None, weight: Floats, x: Floats, count: int
     ) -> None:
         adds = delta is not None
-        rows.norm(hidden, delta if adds else x, adds, weight, self._eps, x, count)
+        kernels.norm(hidden, delta if adds else x, adds, weight, self._eps, x, count)
 
     def qkv(
         self, x: Floats, layer: Layer, cache: Cache, number: int, q: Floats, count: int
@@ -173,19 +173,19 @@ class NumbaOps(Ops):
         biased = layer.qkv_bias, layer.q_norm, layer.k_norm
         norms = tuple(_NOTHING if part is None else part for part in biased)
         model, held = (self._sizes, number, norms, self._eps), (cache.places, cache.arrays)
-        attention.store(qkv, *model, cache.turns, *held, q, count)
+        kernels.store(qkv, *model, cache.turns, *held, q, count)
 
     def attend(self, cache: Cache, number: int, q: Floats, out: Floats, count: int) -> None:
-        attention.attend(q, out, self._sizes, number, cache.places, cache.arrays, count)
+        kernels.attend(q, out, self._sizes, number, cache.places, cache.arrays, count)
 
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
         to = out.scores if isinstance(out, Logits) else out
-        products.product(x, weight.words, weight.scales, to, count)
+        kernels.product(x, weight.words, weight.scales, to, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         both = self._scratch(gate_up, count)
         self.product(x, gate_up, both, count)
-        rows.swiglu(both, inner, gate_up.outputs // 2, count)
+        kernels.swiglu(both, inner, gate_up.outputs // 2, count)
 
     def _scratch(self, weight: Packed, count: int) -> Floats:
         """Returns a buffer for a product of `count` rows that only the calling operation uses."""
@@ -197,10 +197,10 @@ class NumbaOps(Ops):
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
         parts = np.empty((group.size, count, delta.shape[1]), np.float32)
         group.all_gather(delta[:count], parts)
-        rows.sum_parts(parts, delta, count)
+        kernels.sum_parts(parts, delta, count)
 
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
-        rows.top_k(logits.scores, logits.width, k, ids, values, count)
+        kernels.top_k(logits.scores, logits.width, k, ids, values, count)
 
     def chained(self, stage: Any) -> None:
         stage.run()

@@ -1,0 +1,486 @@
+"""The CPU's kernels: packed weights and products with them, rows, and attention over the cache.
+
+Weights are bfloat16 or int8. int8 weights are read as they lie in the file: half the bytes of
+bfloat16, and none of its rounding. Keys lie transposed, [head_dim, positions], so that scores and
+sums are both small products whose sums add in order (tiles.tile). A page's part of the softmax is
+merged into the sum of the pages before it, in rising order of absolute positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from mpissd.engine.model.transformer.checkpoint import Floats
+from mpissd.engine.model.transformer.numba_ops.tiles import (
+    AHEAD,
+    GROUP,
+    INT8_WIDTH,
+    MOST_ROWS,
+    WIDTH,
+    as_bits,
+    as_float,
+    block_max,
+    fma,
+    tile,
+)
+
+JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": True}
+BLOCK = 64  # columns to which activations are padded: a multiple of every block's
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it rounds to a whole number
+_LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
+_C2, _C3 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1)
+_C4, _C5 = np.float32(4.1665795894e-2), np.float32(8.3334519073e-3)
+_C6, _C7 = np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_ONE = np.float32(1)
+_SCAN = 64  # logits in a block, which is skipped if its largest cannot be among the k best
+_NONE = np.float32(-np.inf)
+_SLOT, _POSITION, _LANE, _TRUNK = 0, 1, 2, 3
+
+
+@njit(**JIT)
+def rounded(value):
+    """Returns the bfloat16 (as a uint32 below 2¹⁶) nearest to a float32, ties to even."""
+    bits = as_bits(value)
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@njit(**JIT)
+def pack(matrix, first, packed):
+    """Writes matrix, float32 [outputs, inputs], into the outputs from `first` of a packed weight.
+
+    packed: uint32 [blocks, ⌈inputs / 2⌉, WIDTH]; the lower half of a word is the even input.
+    """
+    outputs, inputs = matrix.shape
+    for output in range(outputs):
+        block, column = (first + output) // WIDTH, (first + output) % WIDTH
+        for pair in range(inputs // 2):
+            low, high = rounded(matrix[output, 2 * pair]), rounded(matrix[output, 2 * pair + 1])
+            packed[block, pair, column] = low | (high << np.uint32(16))
+        if inputs % 2:
+            packed[block, inputs // 2, column] = rounded(matrix[output, inputs - 1])
+
+
+def pack_int8(weights: NDArray[np.int8], scales: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Returns packed values, int8 [blocks, inputs, INT8_WIDTH], and scales, float32 [blocks,
+    inputs / 32, INT8_WIDTH].
+
+    weights: [outputs, inputs], inputs a multiple of 32. scales: [outputs, inputs / 32].
+    """
+    outputs, inputs = weights.shape
+    blocks = -(-outputs // INT8_WIDTH)
+    rest = ((0, blocks * INT8_WIDTH - outputs), (0, 0))
+    values = np.pad(weights, rest).reshape(blocks, INT8_WIDTH, inputs)
+    factors = np.pad(scales, rest).reshape(blocks, INT8_WIDTH, inputs // GROUP)
+    return (
+        np.ascontiguousarray(values.transpose(0, 2, 1)),
+        np.ascontiguousarray(factors.transpose(0, 2, 1), np.float32),
+    )
+
+
+@njit(**JIT)
+def clear(array, rows):
+    """Sets the first rows of a matrix to 0."""
+    for row in range(rows):
+        for column in range(array.shape[1]):
+            array[row, column] = 0
+
+
+@njit(**JIT)
+def product(x, packed, scales, out, rows):
+    """Sets out[:rows] = x[:rows] · weightᵀ; packed: as `pack` or `pack_int8` writes it.
+
+    scales: of int8; bfloat16 reads none. If the number of inputs is odd, x has one more column, of
+    zeros. out has at least a column for each of the blocks'. Rows are computed in even groups of at
+    most MOST_ROWS. A block of the weight is read from memory once for all groups; while the last
+    one is computed, the next block is fetched.
+    """
+    blocks, steps, width = packed.shape
+    size, scale_size, ahead = steps * width * packed.itemsize, 0, steps * width
+    if packed.itemsize == 1:
+        steps //= GROUP
+        scale_size = steps * width * 4
+    groups, depth, columns = (rows + MOST_ROWS - 1) // MOST_ROWS, x.shape[1], out.shape[1]
+    clear(out, rows)
+    base, factors = np.int64(packed.ctypes.data), np.int64(scales.ctypes.data)
+    source, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+    for block in range(blocks):
+        for group in range(groups):
+            start, stop = group * rows // groups, (group + 1) * rows // groups
+            tile(
+                packed,
+                width,
+                stop - start,
+                base + block * size,
+                factors + block * scale_size,
+                source + start * depth * 4,
+                to + (start * columns + block * width) * 4,
+                steps,
+                width,
+                depth,
+                columns,
+                AHEAD if groups == 1 or group < groups - 1 else ahead,
+            )
+
+
+@njit(**JIT)
+def float_product(x, first, count, depth, weights, stride, out, width):
+    """Adds to out [count, width] the product of rows of x with float32 weights.
+
+    x: [rows, columns], of which `count` rows from `first` and `depth` columns are read. weights,
+    out: addresses; a row of weights has `stride` elements. width: a multiple of 16.
+    """
+    groups, columns = (count + MOST_ROWS - 1) // MOST_ROWS, x.shape[1]
+    for group in range(groups):
+        start, stop = group * count // groups, (group + 1) * count // groups
+        rows, source = stop - start, np.int64(x.ctypes.data) + (first + start) * columns * 4
+        to, column = out + start * width * 4, 0
+        while column < width:
+            at, end = weights + column * 4, to + column * 4
+            if column + 64 <= width:
+                tile(x, 64, rows, at, at, source, end, depth, stride, columns, width, 0)
+                column += 64
+            else:
+                tile(x, 16, rows, at, at, source, end, depth, stride, columns, width, 0)
+                column += 16
+
+
+@njit(**JIT)
+def exp(x):
+    """Returns eˣ in float32 to 2 units in the last place; 0 below −87.
+
+    Source of the polynomial: Cephes, expf.
+    """
+    bounded = min(max(x, _LEAST), _MOST)
+    whole = fma(bounded, _LOG2_E, _ROUNDER)
+    power = as_bits(whole) << np.uint32(23)
+    whole -= _ROUNDER
+    r = fma(whole, -_LN2_LOW, fma(whole, -_LN2_HIGH, bounded))
+    p = fma(fma(fma(fma(fma(_C7, r, _C6), r, _C5), r, _C4), r, _C3), r, _C2)
+    p = fma(p, r * r, r) + _ONE
+    return as_float(as_bits(p) + power) if x >= _LEAST else np.float32(0)
+
+
+@njit(**JIT)
+def round_table(matrix, table):
+    """Sets table (uint16) = matrix (float32) rounded to bfloat16."""
+    for row in range(matrix.shape[0]):
+        for column in range(matrix.shape[1]):
+            table[row, column] = rounded(matrix[row, column])
+
+
+@njit(**JIT)
+def embed(table, tokens, hidden, rows):
+    """Sets hidden[m] = the bfloat16 row tokens[m] of the table, modulo its entries."""
+    for row in range(rows):
+        token = tokens[row] % table.shape[0]
+        for column in range(table.shape[1]):
+            hidden[row, column] = as_float(np.uint32(table[token, column]) << np.uint32(16))
+
+
+@njit(**JIT)
+def keep(x, seats, states, rows):
+    """Sets states[slot, position + 1] = x for trunk rows; seats: [4, n], see cache.RowPlaces."""
+    for m in range(rows):
+        slot, position = seats[0, m], seats[1, m] + 1
+        if slot >= 0 and seats[2, m] < 0 and position < states.shape[1]:
+            for column in range(states.shape[2]):
+                states[slot, position, column] = x[m, column]
+
+
+@njit(**JIT)
+def recall(states, own, seats, hidden, rows):
+    """Sets hidden[m] = states[slot, position], after the trunk of `own`; zeros without a slot."""
+    for m in range(rows):
+        slot, position = seats[0, m], seats[1, m]
+        for column in range(states.shape[2]):
+            value = np.float32(0)
+            if slot >= 0:
+                ahead = 0 <= seats[3, m] < position
+                value = own[slot, position, column] if ahead else states[slot, position, column]
+            hidden[m, column] = value
+
+
+@njit(**JIT)
+def inverse_rms(row, eps):
+    """Returns 1 / √(mean of the squares + eps) of a vector, which adds up in 8 partial sums."""
+    a = b = c = d = e = f = g = h = np.float32(0)
+    width = len(row)
+    whole = width - width % 8
+    for k in range(0, whole, 8):
+        a = fma(row[k], row[k], a)
+        b = fma(row[k + 1], row[k + 1], b)
+        c = fma(row[k + 2], row[k + 2], c)
+        d = fma(row[k + 3], row[k + 3], d)
+        e = fma(row[k + 4], row[k + 4], e)
+        f = fma(row[k + 5], row[k + 5], f)
+        g = fma(row[k + 6], row[k + 6], g)
+        h = fma(row[k + 7], row[k + 7], h)
+    for k in range(whole, width):
+        a = fma(row[k], row[k], a)
+    total = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    return _ONE / np.sqrt(total / np.float32(width) + eps)
+
+
+@njit(**JIT)
+def norm(hidden, delta, adds, weight, eps, x, rows):
+    """Adds delta to hidden (if `adds`), and sets x = RMSNorm(hidden) · weight."""
+    width = len(weight)
+    for m in range(rows):
+        row = hidden[m]
+        if adds:
+            for k in range(width):
+                row[k] += delta[m, k]
+        scale = inverse_rms(row[:width], eps)
+        for k in range(width):
+            x[m, k] = weight[k] * (row[k] * scale)
+
+
+@njit(**JIT)
+def swiglu(gate_up, inner, width, rows):
+    """Sets inner = silu(gate) · up; gate_up holds gate's `width` columns, then up's."""
+    for m in range(rows):
+        for k in range(width):
+            gate = gate_up[m, k]
+            inner[m, k] = gate / (_ONE + exp(-gate)) * gate_up[m, width + k]
+
+
+@njit(**JIT)
+def turn_heads(qkv, first, heads, width, weight, eps, cosines, sines, position, m):
+    """Normalises (if there is a weight) and rotates `heads` heads of a row from column `first`."""
+    half = width // 2
+    for head in range(heads):
+        start = first + head * width
+        if len(weight):
+            scale = inverse_rms(qkv[m, start : start + width], eps)
+            for k in range(width):
+                qkv[m, start + k] = weight[k] * (qkv[m, start + k] * scale)
+        for k in range(half):
+            low, high = qkv[m, start + k], qkv[m, start + half + k]
+            cosine, sine = cosines[position, k], sines[position, k]
+            qkv[m, start + k] = low * cosine - high * sine
+            qkv[m, start + half + k] = high * cosine + low * sine
+
+
+@njit(**JIT)
+def sum_parts(parts, delta, rows):
+    """Sets delta[:rows] = the sum of parts [T, rows, width] in rising order of rank."""
+    for m in range(rows):
+        for k in range(parts.shape[2]):
+            total = parts[0, m, k]
+            for rank in range(1, parts.shape[0]):
+                total += parts[rank, m, k]
+            delta[m, k] = total
+
+
+@njit(**JIT)
+def top_k(logits, width, k, ids, values, rows):
+    """Writes the k largest of each row's first `width` logits; of equal ones the lower comes first.
+
+    Blocks whose largest logit does not exceed the k-th best so far are passed over.
+    """
+    for m in range(rows):
+        count = 0
+        row = logits[m]
+        for start in range(0, width, _SCAN):
+            stop = min(start + _SCAN, width)
+            if count == k and stop - start == _SCAN:
+                address = logits.ctypes.data + (m * logits.shape[1] + start) * 4
+                if not block_max(address, _SCAN) > values[m, k - 1]:
+                    continue
+            for column in range(start, stop):
+                value = row[column]
+                if count < k or value > values[m, k - 1]:
+                    count = min(count + 1, k)
+                    place = count - 1
+                    while place and value > values[m, place - 1]:
+                        values[m, place], ids[m, place] = values[m, place - 1], ids[m, place - 1]
+                        place -= 1
+                    values[m, place], ids[m, place] = value, column
+
+
+@njit(**JIT)
+def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
+    """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out.
+
+    qkv: the product. sizes: (heads, kv_heads, head_dim). norms: (bias, q's, k's), empty where there
+    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows and .pages. caches:
+    (keys, values, lanes' keys, lanes' values).
+    """
+    heads, kv_heads, width = sizes
+    bias, q_norm, k_norm = norms
+    cosines, sines = turns
+    seats, pages = places
+    first = heads * width
+    for m in range(rows):
+        for column in range(len(bias)):
+            qkv[m, column] += bias[column]
+        slot, position, lane = seats[_SLOT, m], seats[_POSITION, m], seats[_LANE, m]
+        turn = max(position, 0) if slot >= 0 else 0
+        turn_heads(qkv, first - first, heads, width, q_norm, eps, cosines, sines, turn, m)
+        turn_heads(qkv, first, kv_heads, width, k_norm, eps, cosines, sines, turn, m)
+        for column in range(first):
+            q[m, column] = qkv[m, column]
+        if slot < 0:
+            continue
+        keys, values, lane_keys, lane_values = caches
+        size = keys.shape[4]
+        if lane >= 0:
+            keys, values = lane_keys, lane_values
+            holder, at = lane, position - seats[_TRUNK, m]
+        else:
+            holder, at = pages[slot, position // size], position % size
+        for head in range(kv_heads):
+            for k in range(width):
+                column = first + head * width + k
+                keys[layer, holder, head, k, at] = qkv[m, column]
+                values[layer, holder, head, at, k] = qkv[m, column + kv_heads * width]
+
+
+@njit(**JIT)
+def attend(q, out, sizes, layer, places, caches, rows):
+    """Sets out = softmax(q·kᵀ/√head_dim)·v for each row; 0 for padding."""
+    seats = places[0]
+    start = np.int64(0)
+    while start < rows:
+        stop = start + 1
+        while stop < rows and seats[_SLOT, stop] == seats[_SLOT, start]:
+            stop += 1
+        if seats[_SLOT, start] < 0:
+            clear(out[start:stop], stop - start)
+        else:
+            for head in range(sizes[1]):
+                attend_head(q, out, sizes, layer, places, caches, head, (start, stop))
+        start = stop
+
+
+@njit(**JIT)
+def attend_head(q, out, sizes, layer, places, caches, head, span):
+    """Attends for one KV head and the rows of a span (start, stop), which are of one slot.
+
+    The queries, divided by √head_dim, are the span's rows times the query heads of this KV head,
+    row by row.
+    """
+    heads, kv_heads, width = sizes
+    group, seats = heads // kv_heads, places[0]
+    page, padded, steps = caches[0].shape[4], caches[1].shape[4], caches[2].shape[4]
+    count, scale = (span[1] - span[0]) * group, np.float32(1 / np.sqrt(width))
+    queries = np.empty((count, width), np.float32)
+    for n in range(count):
+        row, column = span[0] + n // group, (head * group + n % group) * width
+        for k in range(width):
+            queries[n, k] = q[row, column + k] * scale
+    scores, own = np.empty((count, page), np.float32), np.empty((count, steps), np.float32)
+    parts, sums = np.empty((count, padded), np.float32), np.zeros((count, padded), np.float32)
+    state = np.zeros((3, count), np.float32)
+    state[0] = _NONE
+    work = queries, scores, own, parts, state
+    last = np.int64(0)
+    for m in range(span[0], span[1]):
+        last = max(last, seats[_POSITION, m] // page)
+    for index in range(last + 1):
+        attend_page(group, layer, places, caches, head, span, index, work)
+        for n in range(count):
+            for k in range(padded):
+                sums[n, k] = fma(sums[n, k], state[2, n], parts[n, k])
+    for n in range(count):
+        column = (head * group + n % group) * width
+        for k in range(width):
+            out[span[0] + n // group, column + k] = sums[n, k] / state[1, n]
+
+
+@njit(**JIT)
+def attend_page(group, layer, places, caches, head, span, index, work):
+    """Sets parts to one page's sums of values for all queries of a span, and updates their state.
+
+    A lane row's own tokens have their scores and weights in the page's places of their positions,
+    and are moved to `own` for their product with the lane's values.
+    """
+    queries, scores, own, parts, state = work
+    seats, pages = places
+    (count, page), width, padded, steps = (
+        scores.shape,
+        queries.shape[1],
+        parts.shape[1],
+        own.shape[1],
+    )
+    first, none = index * page, np.int64(0)
+    holder, depth = pages[seats[_SLOT, span[0]], index], none
+    for m in range(span[0], span[1]):  # the page's positions that some row reads from the cache
+        limit = seats[_POSITION, m] + 1 if seats[_LANE, m] < 0 else seats[_TRUNK, m]
+        depth = max(depth, min(max(limit - first, 0), page))
+    clear(scores, count)
+    clear(parts, count)
+    if depth:
+        k_at, to = (
+            np.int64(caches[0][layer, holder, head].ctypes.data),
+            np.int64(scores.ctypes.data),
+        )
+        float_product(queries, none, count, width, k_at, page, to, page)
+    for m in range(span[0], span[1]):
+        begin, end = lane_span(seats, m, first, page)
+        if begin < end:
+            n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
+            clear(own[n : n + group], group)
+            k_at = np.int64(caches[2][layer, seats[_LANE, m], head].ctypes.data)
+            to = np.int64(own.ctypes.data) + n * steps * 4
+            float_product(queries, n, group, width, k_at, steps, to, steps)
+            for query in range(n, n + group):
+                for step in range(begin, end):
+                    scores[query, at + step] = own[query, step]
+    for n in range(count):
+        soften(scores[n], state, n, seats[_POSITION, span[0] + n // group] + 1 - first)
+    for m in range(span[0], span[1]):
+        begin, end = lane_span(seats, m, first, page)
+        n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
+        for query in range(n, n + group):
+            for step in range(begin, end):
+                own[query, step - begin] = scores[query, at + step]
+                scores[query, at + step] = 0
+    to = np.int64(parts.ctypes.data)
+    if depth:
+        v_at = np.int64(caches[1][layer, holder, head].ctypes.data)
+        float_product(scores, none, count, depth, v_at, padded, to, padded)
+    for m in range(span[0], span[1]):
+        begin, end = lane_span(seats, m, first, page)
+        if begin < end:
+            n = (m - span[0]) * group
+            v_at = np.int64(caches[3][layer, seats[_LANE, m], head, begin].ctypes.data)
+            float_product(own, n, group, end - begin, v_at, padded, to + n * padded * 4, padded)
+
+
+@njit(**JIT)
+def lane_span(seats, m, first, page):
+    """Returns the steps [from, to) of row m's lane that lie on the page from position `first`."""
+    trunk = seats[_TRUNK, m]
+    if seats[_LANE, m] < 0:
+        return np.int64(0), np.int64(0)
+    end = min(seats[_POSITION, m] + 1, first + page) - trunk
+    return np.int64(max(first - trunk, 0)), np.int64(end)
+
+
+@njit(**JIT)
+def soften(scores, state, n, visible):
+    """Turns a page's scores into weights, exp(score − largest so far).
+
+    Only the first `visible` positions get weight (none if it is negative). state[:, n]: the largest
+    score so far, the sum of the weights, and the factor of the weights before this page.
+    """
+    page = len(scores)
+    for j in range(max(visible, 0), page):
+        scores[j] = _NONE
+    old = state[0, n]
+    best = max(old, block_max(np.int64(scores.ctypes.data), page))
+    for j in range(page):
+        scores[j] = exp(scores[j] - best)
+    a = b = c = d = e = f = g = h = np.float32(0)
+    for j in range(0, page, 8):
+        a, b, c, d = a + scores[j], b + scores[j + 1], c + scores[j + 2], d + scores[j + 3]
+        e, f, g, h = e + scores[j + 4], f + scores[j + 5], g + scores[j + 6], h + scores[j + 7]
+    total = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    decay = exp(old - best)
+    state[0, n], state[2, n] = best, decay
+    state[1, n] = fma(state[1, n], decay, total)
