@@ -24,12 +24,11 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from mpissd.engine.workload.text.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
@@ -59,7 +58,7 @@ Result = TypeVar("Result")
 
 
 class Endpoints:
-    """The functions that answer each path, and their counters for /metrics."""
+    """The functions that answer each path, and their counters for /metrics: an ASGI application."""
 
     def __init__(
         self,
@@ -76,6 +75,7 @@ class Endpoints:
         self._names, self._about, self._replica = names, about, replica
         self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not block the loop
         self._encoding = 0  # prompts that are being encoded, or wait for it
+        self._under_way = 0  # requests
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, about: str, *labels: str) -> Counter:
@@ -101,8 +101,6 @@ class Endpoints:
         gauge("stats_age_seconds", "since the lead's last report", lambda: lead.stats_age_s)
         gauge("up", "whether the ranks are there", lambda: lead.is_serving)
 
-    def app(self) -> Starlette:
-        """Returns the ASGI application."""
         routes = [Route(path, self._post, methods=["POST"]) for path in (_CHAT, "/v1/completions")]
         gets = {
             "/v1/models": self._models,
@@ -111,13 +109,44 @@ class Endpoints:
             "/metrics": self._page,
         }
         routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
-        app = Starlette(
-            routes=routes,
-            middleware=[Middleware(Guard, key=self._config.key)],
-            exception_handlers={HTTPException: _unrouted},
-        )
-        app.router.redirect_slashes = False
-        return app
+        self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+        self._app.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, as ASGI servers call it; judges its headers before it reads its body.
+
+        401 without the key. Without keys 403 for a `Host` that is not this machine: a web page can
+        make a browser call 127.0.0.1 under a name of the page's own, but cannot change that header.
+        503 while REQUESTS requests are under way.
+        """
+        problem = self._refused(Headers(scope=scope), scope["path"])
+        if problem is not None:
+            await refusal(problem)(scope, receive, send)
+            return
+        self._under_way += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._under_way -= 1
+
+    def _refused(self, headers: Headers, path: str) -> Problem | None:
+        if self._under_way >= REQUESTS:
+            message = f"{REQUESTS} connections are in use"
+            busy = {"retry-after": "5", "connection": "close"}
+            return Problem(503, message, code="connections", headers=busy)
+        key = self._config.key
+        if key is None:
+            try:
+                host = urlsplit(f"//{headers.get('host', 'localhost')}").hostname
+            except ValueError:
+                host = None
+            return None if is_local(host or "") else Problem(403, "host: is not this one")
+        given = headers.get("authorization", "")
+        wanted = f"Bearer {key}".encode()
+        if path in _OPEN or hmac.compare_digest(given.encode("latin-1"), wanted):
+            return None
+        wrong = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer …"
+        return Problem(401, wrong, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     async def _post(self, http: Http) -> Response:
         try:
@@ -272,47 +301,6 @@ class Endpoints:
     async def _page(self, http: Http) -> Response:
         page = generate_latest(self._registry)
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
-
-
-class Guard:
-    """ASGI middleware: judges a request's headers before its body is read.
-
-    401 without the key. Without keys 403 for a `Host` that is not this machine: a web page can make
-    a browser call 127.0.0.1 under a name of the page's own, but cannot change that header. 503
-    while REQUESTS requests are under way.
-    """
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key, self._under_way = app, key, 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(Headers(scope=scope), scope["path"])
-        if problem is not None:
-            await refusal(problem)(scope, receive, send)
-            return
-        self._under_way += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._under_way -= 1
-
-    def _problem(self, headers: Headers, path: str) -> Problem | None:
-        if self._under_way >= REQUESTS:
-            message = f"{REQUESTS} connections are in use"
-            busy = {"retry-after": "5", "connection": "close"}
-            return Problem(503, message, code="connections", headers=busy)
-        if self._key is None:
-            try:
-                host = urlsplit(f"//{headers.get('host', 'localhost')}").hostname
-            except ValueError:
-                host = None
-            return None if is_local(host or "") else Problem(403, "host: is not this one")
-        given = headers.get("authorization", "")
-        wanted = f"Bearer {self._key}".encode()
-        if path in _OPEN or hmac.compare_digest(given.encode("latin-1"), wanted):
-            return None
-        wrong = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer …"
-        return Problem(401, wrong, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 async def read_body(http: Http) -> bytes:

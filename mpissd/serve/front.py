@@ -92,7 +92,7 @@ async def _serve(
     names = list(dict.fromkeys(name for name in (job.target.name, run.pair) if name))
     tokenizer = load_tokenizer(job.target_where)
     endpoints = Endpoints(lead, tokenizer, config, names, about, member.id if member else None)
-    server = Server(endpoints.app(), lead)
+    server = Server(endpoints, lead)
     with_draft = "" if job.draft is None else f" with {job.draft.name}"
     draining: asyncio.Task[None] | None = None
 

@@ -96,7 +96,7 @@ def serving(
 
         async def run() -> None:
             lead = Lead(config.max_queue)
-            server = Server(Endpoints(lead, words, config, ("tiny", "nick"), about).app(), lead)
+            server = Server(Endpoints(lead, words, config, ("tiny", "nick"), about), lead)
             async with await lead.accept(path):
                 found.append((lead, server))
                 await server.serve(sockets=[listener])
