@@ -1,5 +1,5 @@
-"""What measured times lead to expect: closed formulas (mpissd/common/theory.py), probed forwards,
-and the branches that an imposed hit rate would cost."""
+"""What measured times lead to expect: closed formulas (mpissd/common/theory.py), and the branches
+that an imposed hit rate would cost."""
 
 from __future__ import annotations
 

@@ -285,15 +285,10 @@ def caption(
         f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
     )
     rows = " · ".join(filter(None, [counts, version]))
-    few = _no_claim(used) if claims else ""
+    ssd = used[(used["mode"] == "ssd") & (pd.to_numeric(used["num_rounds"]) >= HEADLINE_ROUNDS)]
+    few = NO_CLAIM if claims and ssd["seed"].nunique() < HEADLINE_SEEDS else ""
     sentences = [" · ".join(words), *extra, few, _with_real_hits(used), rows]
     return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
-
-
-def _no_claim(rows: pd.DataFrame) -> str:
-    """Returns a sentence if none of the SSD rows allows a claimed speedup; else ""."""
-    long = rows[(rows["mode"] == "ssd") & (pd.to_numeric(rows["num_rounds"]) >= HEADLINE_ROUNDS)]
-    return "" if long["seed"].nunique() >= HEADLINE_SEEDS else NO_CLAIM
 
 
 def machine(rows: pd.DataFrame) -> str:

@@ -90,8 +90,15 @@ def fan_out(data: Data) -> Poster:
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
     wanted &= (rows["mode"] != "ssd") | (rows["hit_law"].fillna("").str.startswith("power"))
-    shown = [(case, _budgets(case)) for case in cases(data, wanted, ["policy"])]
-    shown = [(case, ssd) for case, ssd in shown if _varies(ssd)][:3]
+    shown = []
+    for case in cases(data, wanted, ["policy"]):
+        ssd = case.method("SSD")
+        ssd = ssd.assign(kind=ssd["policy"].str.split(":").str[0])
+        ssd = richest(ssd, ["alpha", "lookahead", "hit_law"], ["kind", "branch_budget"])
+        budgets = ssd.groupby("kind")["branch_budget"].nunique()
+        if len(budgets) == len(_KINDS) and budgets.max() >= 3:
+            shown.append((case, ssd))
+    shown = shown[:3]
     need(shown, "SSD, uniform and geometric, at three or more branch budgets of one power law")
     poster = Poster(11.2)
     grid = poster.panels(3, len(shown), sharex="col", sharey="row")
@@ -118,17 +125,6 @@ def fan_out(data: Data) -> Poster:
     used = [part for case, ssd in shown for part in (ssd, case.own_ar)]
     growth = "Growth: glue and K steps over all branches, where they ran to their end"
     return poster.finish("Fan-out: what more branches buy", caption(used, growth, GAINS))
-
-
-def _budgets(case: Case) -> pd.DataFrame:
-    ssd = case.method("SSD")
-    ssd = ssd.assign(kind=ssd["policy"].str.split(":").str[0])
-    return richest(ssd, ["alpha", "lookahead", "hit_law"], ["kind", "branch_budget"])
-
-
-def _varies(ssd: pd.DataFrame) -> bool:
-    budgets = ssd.groupby("kind")["branch_budget"].nunique()
-    return bool(len(budgets) == len(_KINDS) and budgets.max() >= 3)
 
 
 def _fan_out(

@@ -35,7 +35,9 @@ def roofline(data: Data) -> Poster:
     _products(poster, left, profiles)
     _forwards(poster, left, profiles)
     runs = _runs(poster, left, data.rows)
-    _messages(poster, upper, [_all_reduce(t) for t in _all_reduces(profiles)])
+    reduces = [t for t in tables(profiles, "all_reduces", "name", "ranks", "graph") if t["graph"]]
+    reduces.sort(key=lambda table: (table["name"], table["ranks"]))
+    _messages(poster, upper, [_all_reduce(table) for table in reduces])
     _messages(poster, lower, [_link(t) for t in tables(profiles, "links", "name", "idle_s")])
     names = ", ".join(sorted({p["name"] for p in profiles}))
     text = (
@@ -116,11 +118,6 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
         style = {"color": ORANGE, "marker": "*", "linestyle": "none", **rim}
         poster.line(ax, "verification in a run", x, y, **style)
     return len(x)
-
-
-def _all_reduces(profiles: list[Profile]) -> list[Profile]:
-    measured = tables(profiles, "all_reduces", "name", "ranks", "graph")
-    return sorted((t for t in measured if t["graph"]), key=lambda t: (t["name"], t["ranks"]))
 
 
 Curve = tuple[str, Profile, dict[str, Any]]  # label, seconds by bytes with their spread, look

@@ -119,11 +119,6 @@ class ModelShape:
         """The number of tokens that one forward drafts."""
         return max(1, len(self.head_widths))
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of 16-bit keys and values for one token of context, over all layers."""
-        return 2 * self.num_layers * self.kv_width * 2
-
     def scaled(self, num_layers: int) -> ModelShape:
         """Returns the shape with `num_layers` layers; its name shows it (llama-3.1-70b@8L)."""
         if num_layers == self.num_layers:

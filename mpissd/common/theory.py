@@ -55,18 +55,15 @@ def speedup_ssd(
     t_growth: float,
     t_backup: float,
     batch_size: int = 1,
-    interruptible: bool = True,
 ) -> float:
     """Returns the speedup of SSD over AR [S, theorem 7].
 
     It is [h·E_hit + (1−h)·E_miss] / [H·max(r, T_p) + (1−H)·(r + T_b)] with H = h^b, because a round
-    waits for every sequence and hits are independent [S, cor. 16]. A miss aborts the growth; if it
-    cannot (interruptible=False), the denominator is max(r, T_p) + (1−H)·T_b [D].
+    waits for every sequence and hits are independent [S, cor. 16]. A miss aborts the growth.
     """
     tokens = p_hit * tokens_hit + (1 - p_hit) * tokens_miss
     all_hit, hit_s = p_hit**batch_size, max(verify_ratio, t_growth)
-    miss_s = (verify_ratio if interruptible else hit_s) + t_backup
-    return tokens / (all_hit * hit_s + (1 - all_hit) * miss_s)
+    return tokens / (all_hit * hit_s + (1 - all_hit) * (verify_ratio + t_backup))
 
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:

@@ -7,20 +7,17 @@ A workload is a class (engine/workload/base.Workload) that is imported when a jo
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from mpissd.common.errors import unknown
 
-
-@dataclass(frozen=True)
-class Known:
-    """A registered workload: "module:class", and the flags of other workloads that it reads."""
-
-    where: str
-    flags: frozenset[str]
-
-
-_KNOWN: dict[str, Known] = {}
+_ENGINE = "mpissd.engine.workload"
+# By name: "module:class", and the flags of other workloads that it reads.
+_KNOWN: dict[str, tuple[str, frozenset[str]]] = {
+    "gemm": (f"{_ENGINE}.gemm:GemmWorkload", frozenset()),
+    "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
+    "text": (f"{_ENGINE}.text.workload:TextWorkload", frozenset()),
+    "replay": (f"{_ENGINE}.replay.workload:ReplayWorkload", frozenset()),
+}
 
 
 def register(name: str, where: str, flags: str = "") -> None:
@@ -30,15 +27,13 @@ def register(name: str, where: str, flags: str = "") -> None:
     mpissd.common.config) that it reads too, separated by spaces.
     """
     if name in _KNOWN:
-        raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name].where}")
-    _KNOWN[name] = Known(where, frozenset(flags.split()))
+        raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name][0]}")
+    _KNOWN[name] = where, frozenset(flags.split())
 
 
-def known(name: str) -> Known:
-    """Returns the workload of this name; raises ConfigError, which lists the names, for others."""
-    if name not in _KNOWN:
-        raise unknown("workload", name, _KNOWN)
-    return _KNOWN[name]
+def class_of(name: str) -> str:
+    """Returns "module:class" of a workload; raises ConfigError, which lists them, for others."""
+    return _KNOWN[parse_name("workload", name)][0]
 
 
 def parse_name(flag: str, text: str) -> str:
@@ -51,11 +46,5 @@ def parse_name(flag: str, text: str) -> str:
 def readers(flag: str, declared: Collection[str]) -> list[str]:
     """Returns the workloads that read a flag: those that its field declares (none: every one), and
     registered ones that name it."""
-    others = (name for name, entry in _KNOWN.items() if flag in entry.flags)
+    others = (name for name, (_, flags) in _KNOWN.items() if flag in flags)
     return sorted({*declared, *others} if declared else _KNOWN)
-
-
-register("gemm", "mpissd.engine.workload.gemm:GemmWorkload")
-register("markov", "mpissd.engine.workload.markov:MarkovWorkload")
-register("text", "mpissd.engine.workload.text.workload:TextWorkload")
-register("replay", "mpissd.engine.workload.replay.workload:ReplayWorkload")

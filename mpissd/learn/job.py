@@ -295,7 +295,7 @@ class Result:
     ) -> None:
         self.draft, self.folder, self.log = draft, folder, log
         own = source.checkpoint
-        self.about = {**origin_of(own).to_dict(), "head": facts["head"]}
+        self.about = {**origin_of(own), "head": facts["head"]}
         self.report = {"target": own.name, "sha256": own.sha256, **facts}
         self.curves: list[dict[str, Any]] = []
 

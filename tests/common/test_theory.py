@@ -1,4 +1,4 @@
-"""The formulas against the worked numbers they came with, brute force and simulation.
+"""The formulas against the worked numbers they came with, and simulation.
 
 Statistical tests fix their seed and allow 5 standard errors: false-alarm rate 6e-7 each.
 """
@@ -43,47 +43,14 @@ def test_tokens_and_probabilities_against_simulation() -> None:
         assert near((accepted == k).astype(float), weight)
 
 
-@pytest.mark.parametrize("interruptible", [True, False])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_speedup_ssd_against_a_simulated_batch(interruptible: bool, batch: int) -> None:
-    """Rounds drawn one by one; a round lasts as long as its slowest sequence."""
-    h, e_hit, e_miss, r, growth, backup = 0.7, 4.2, 3.1, 1.1, 1.4, 0.6
-    hits = np.random.default_rng(SEED).random((ROUNDS, batch)) < h
-    tokens = np.where(hits, e_hit, e_miss).mean(axis=1)
-    late = max(r, growth)
-    time = np.where(hits.all(axis=1), late, (r if interruptible else late) + backup)
-    formula = theory.speedup_ssd(
-        h,
-        e_hit,
-        e_miss,
-        verify_ratio=r,
-        t_growth=growth,
-        t_backup=backup,
-        batch_size=batch,
-        interruptible=interruptible,
-    )
-    assert near(tokens - formula * time, 0.0)
-
-
 def test_ssd_meets_sd_and_its_bound_at_the_ends() -> None:
+    """Between them tests/lab/test_simulation.py compares the formula with simulated rounds."""
     tokens, r, t_draft = 4.0, 1.05, 0.8
     sd = theory.speedup_sd(tokens, r, t_draft)
-
-    def ssd(h: float, growth: float, interruptible: bool = True) -> float:
-        return theory.speedup_ssd(
-            h,
-            tokens,
-            tokens,
-            verify_ratio=r,
-            t_growth=growth,
-            t_backup=t_draft,
-            interruptible=interruptible,
-        )
-
-    assert ssd(0.0, 0.9) == pytest.approx(sd)
-    assert ssd(1.0, 0.9) / sd == pytest.approx((r + t_draft) / r)  # [S, cor. 9]
-    assert ssd(0.5, 0.9) > sd
-    assert ssd(0.1, 1.6, interruptible=False) < sd  # growth that can't stop can lose to SD
+    times = {"verify_ratio": r, "t_growth": 0.9, "t_backup": t_draft}
+    never, half, always = (theory.speedup_ssd(h, tokens, tokens, **times) for h in (0.0, 0.5, 1.0))
+    assert never == pytest.approx(sd) and half > sd
+    assert always / sd == pytest.approx((r + t_draft) / r)  # [S, cor. 9]
     # T_p >= T_SD and equal K: hiding latency is worth at most 2x, at T_SD = r.
     gains = [
         theory.speedup_ssd(1, 1, 1, verify_ratio=1, t_growth=t, t_backup=t) * (1 + t)

@@ -99,7 +99,7 @@ def test_a_draft_says_whether_it_was_made_for_the_target_beside_it(tmp_path: Pat
     path, _ = distilled(tmp_path, [1, 2])
     assert made_for(str(path), str(target)) is None and not doubt(str(path), str(target))
     told = json.loads((path / "config.json").read_text())
-    about = origin_of(open_checkpoint(str(target))).to_dict()
+    about = origin_of(open_checkpoint(str(target)))
 
     def rewrite(**changes: Any) -> None:
         changed = {**told, "mpissd": {**told["mpissd"], **about, **changes}}

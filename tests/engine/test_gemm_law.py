@@ -157,7 +157,7 @@ def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObje
 
 @pytest.mark.parametrize(
     "text",
-    ["p_hit:0", "p_hit:0.35", "p_hit:1", "power:A=.75,r=1", "power:A=1.2,r=0.5", "smollm2-own"],
+    ["p_hit:0.35", "power:A=1.2,r=0.5", "smollm2-own"],
 )
 def test_hits_follow_the_hit_law(text: str) -> None:
     """Seed 11, 8 sequences, 500 rounds; 5 standard deviations: a false alarm in 1.7e6 a check."""

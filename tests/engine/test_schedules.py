@@ -159,7 +159,6 @@ COMMON = ("--backend=emulated", "--device=null", "--num_tokens=40", "--warmup_ro
 
 
 WHOLE = [  # ranks, flags, the draft's name
-    (1, (*INLINE, "--pair=8b/1b"), "llama-3.2-1b"),
     (1, (*INLINE, "--backup=fast", "--target=8b"), "lookup"),
     (1, (*INLINE, "--pair=8b/medusa:8b"), "medusa4-llama-3.1-8b"),
     (2, ("--mode=ssd", "--pair=8b/mlp3072:8b"), "mlp3072-llama-3.1-8b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.common.records import is_first_round
 from mpissd.common.trace import LeadPhase
-from tests.common.clean_row import Line, Rounds, device_means, judge, make, make_row
+from tests.common.clean_row import Line, N, Rounds, device_means, judge, make, make_row
 
 Spoil = Callable[[Line, Rounds], None]
 
@@ -200,3 +202,97 @@ def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Line, Rounds]) -> 
     few["round_s"][7] *= 1.5
     row = make_row(few)
     assert row["ledger_closure"] < 0.9 and judge(row, few) == []
+
+
+FIRST = 120  # rounds of the first group; the second has the others
+
+
+def pooled() -> tuple[Line, Rounds]:
+    """Two groups of one rank with a draft; the second group's rounds follow the first's."""
+    _, rounds = make()
+    rows = rounds["sequences"]
+    rows[FIRST:, 1] = 1
+    rows[FIRST, 5:7] = 2, 0  # the second group's first round is a miss
+    rounds["draft_rounds"][FIRST, 1] = 3.5e-4
+    row = make_row(rounds)
+    parts = rounds["round_s"][:FIRST], rounds["round_s"][FIRST:]
+    wall_s = max(float(part.sum()) for part in parts)
+    rate = row["num_tokens"] / wall_s
+    row |= {
+        "groups": 2,
+        "world_size": 3,
+        "wall_s": wall_s,
+        "tok_per_s": rate,
+        "tok_per_s_per_gpu": rate / 3,
+        "hit_rate": round(float(rows[~is_first_round(rows), 6].mean()), 5),
+        "per_group": [{"num_rounds": FIRST}, {"num_rounds": N - FIRST}],
+        "rank_digests": [5, 7, 5, 7],
+        "provenance": {"ranks": [{"host": "node1"}] * 3},
+    }
+    return row, rounds
+
+
+def test_a_clean_row_of_two_groups_passes() -> None:
+    assert judge(*pooled()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("world_size", 4, "world_size is 4, groups · tp + num_drafts is 3"),
+        ("rank_digests", [5, 7, 5], "rank_digests has 3"),
+        ("rank_digests", [5, 7, 5, 5], "rank 1 heard 7, rank 2 heard 5"),
+        ("rank_digests", [5, 7, 7, 7], "rank 0 heard 5, rank 2 heard 7"),
+        ("wall_s", 0.6, "wall_s is 0.6, Σ round_s"),
+        ("per_group", [{"num_rounds": 20}, {"num_rounds": N - 20}], "Σ round_s"),
+        ("groups", None, "world_size is 3, tp + num_drafts is 2"),
+    ],
+)
+def test_a_spoiled_row_of_two_groups_is_caught(key: str, value: Any, found: str) -> None:
+    row, rounds = pooled()
+    row[key] = value
+    assert any(found in line for line in judge(row, rounds)), judge(row, rounds)
+
+
+KEY_NUMBERS = """num_rounds num_tokens wall_s tok_per_s tok_per_s_per_gpu acceptance_length hit_rate
+ledger_closure t_target_s t_draft_s t_growth_s round_us.mean round_us.p50 round_us.p90 round_us.p99
+round_us.n phases_us.lead.device_wait phases_us.lead.sample phases_us.draft.wait
+phases_us.draft.grow lookahead batch_size tp world_size branch_budget backup_lookahead""".split()
+
+
+def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Line, Rounds]) -> None:
+    """Seed 11, 5 factors a number."""
+    rng = np.random.default_rng(11)
+    caught = {}
+    for path in KEY_NUMBERS:
+        lines = 0
+        for off in rng.uniform(0.05, 0.5, 5) * rng.choice([-1, 1], 5):
+            row, rounds = copy.deepcopy(clean[0]), clean[1]
+            *above, last = path.split(".")
+            holder = row
+            for key in above:
+                holder = holder[key]
+            old = holder[last]
+            new = old * (1 + off)
+            if isinstance(old, int):  # at least by one
+                new = old + int(np.sign(off)) * max(1, round(abs(old * off)))
+            holder[last] = new
+            lines += bool(judge(row, rounds))
+        caught[path] = lines
+    assert {path for path, n in caught.items() if n < 5} == set()
+
+
+@pytest.mark.parametrize("name", [k for k, v in make()[1].items() if v.dtype.kind in "if"])
+def test_a_column_scaled_by_five_percent_is_caught(clean: tuple[Line, Rounds], name: str) -> None:
+    row, rounds = clean
+    table = rounds[name].reshape(len(rounds[name]), -1)
+    unread = {"sequences": {2}, "draft_rounds": {0, 3, 4}}.get(name, set())  # epoch, round, counts
+    for column in set(range(table.shape[1])) - unread:
+        if table[:, column].any():
+            spoiled = table.copy()
+            spoiled[:, column] = (
+                np.ceil(table[:, column] * 1.05)
+                if name == "sequences"
+                else (table[:, column] * 1.05)
+            )
+            assert judge(row, {**rounds, name: spoiled.reshape(rounds[name].shape)}), column

@@ -68,7 +68,7 @@ def test_a_row_says_whether_its_draft_was_made_for_its_target(
     config = pair.draft / "config.json"
     told = json.loads(before := config.read_text())
     for maker, expected in ((pair.target, True), (other, False)):
-        about = origin_of(open_checkpoint(str(maker))).to_dict()
+        about = origin_of(open_checkpoint(str(maker)))
         config.write_text(json.dumps({**told, "mpissd": about}))
         for _ in range(2):
             row = answered(pair, tmp_path, mode="sd")

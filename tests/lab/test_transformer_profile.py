@@ -121,25 +121,6 @@ def test_a_probe_of_products_says_nothing_of_transformers_nor_of_another_model()
     assert covered(PROBED) == {"forward": "transformer"}
 
 
-def test_a_device_without_tables_models_bytes_and_flops_and_a_measured_one_says_so() -> None:
-    """Llama-3.1-70B after 8k tokens on four H200s: derived there, as no probe measured it."""
-    flags: dict[str, Any] = {"target": "70b", "draft": "1b", "context": 8192, "rounds": 1}
-    found = job(4, mode="ssd", **flags)
-    h200, h100 = load_profile("h200"), load_profile(DATASHEET)
-    cost = found.target_shard.cost(5, 1, 2, found.options, 5)
-    reduces = cost.num_all_reduces * h200.all_reduce_s(4, cost.all_reduce_bytes)
-    products = cost.num_products * h200.product_overhead_s
-    modelled = (h200.floor_s(cost) or 0) + products + reduces + h200.launch_s
-    assert float(DeviceCosts.from_profile(h200, found).verify(5)) == modelled
-    label = derived_from(h200, h200, found)
-    assert label is not None and "derived: transformer llama-3.1-70b T=4 context=8193 b=1" in label
-    assert derived_from(h100, h100, found) is None  # its every number is a datasheet's
-    near = DeviceCosts.from_profile(h200, job(4, mode="ssd", **{**flags, "context": 0}))
-    grown = modelled - float(near.verify(5))
-    kv = 8192 * 80 * 2 * 2 * 128 * 2 / (h200.read_bytes_per_s or 0)
-    assert grown == pytest.approx(kv, rel=0.01)
-
-
 def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], list[str]]:
     faults: list[str] = []
     group = GroupProbe(backend, MPI.COMM_SELF, Waiter(30.0, spin=False), faults, "measured: here")

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,16 +137,9 @@ class QueuePlans:
         for follower in self.queues:
             follower.put(buffer.array)
 
-
-class QueuePlanSource:
-    """A follower's end."""
-
-    def __init__(self, shape: LinkShape, plans: queue.SimpleQueue[Ints]) -> None:
-        self._shape, self._plans = shape, plans
-
-    def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        buffer = self._shape.message(wire.Kind.PLAN)
-        np.copyto(buffer.array, self._plans.get(timeout=60))
+    def plan(self, follower: int, round_: int) -> tuple[Outcome, Speculation, bool]:
+        buffer = self.shape.message(wire.Kind.PLAN)
+        np.copyto(buffer.array, self.queues[follower].get(timeout=60))
         return wire.read_plan(buffer, round_)
 
 
@@ -280,19 +274,14 @@ class Guarded(threading.Thread):
 
 def run(scenario: Scenario) -> Result:
     """The scenario over a queue link, draft and followers in threads of their own."""
-    rig = Rig(scenario)
-    plans = QueuePlans(rig.shape, scenario.num_followers)
+    rig, s = Rig(scenario), scenario
+    plans = QueuePlans(rig.shape, s.num_followers)
     forwards = [CountingForwards() for _ in plans.queues]
     threads = [
-        Guarded(
-            lambda f=f, q=q: follow(  # type: ignore[misc]
-                rig.target_worker(f), QueuePlanSource(rig.shape, q).plan, scenario.batch, WAITER
-            )
-        )
-        for f, q in zip(forwards, plans.queues, strict=True)
+        Guarded(partial(follow, rig.target_worker(f), partial(plans.plan, n), s.batch, WAITER))
+        for n, f in enumerate(forwards)
     ]
-    drafter = rig.drafter if scenario.K else None
-    speculator, draft = joined(drafter, rig.shape, inline=scenario.inline)
+    speculator, draft = joined(rig.drafter if s.K else None, rig.shape, inline=s.inline)
     loop = rig.loop(speculator, plans.publish if plans.queues else None)
     records = rig.drive(loop)
     loop.stop()

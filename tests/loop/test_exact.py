@@ -81,8 +81,7 @@ def test_what_is_emitted_has_the_target_s_law(name: str) -> None:
     assert found.bias <= EXACT
 
 
-@pytest.mark.parametrize("watched", [0, 1])
-@pytest.mark.parametrize("backup", ["jit", "fast"])
+@pytest.mark.parametrize(("watched", "backup"), [(0, "jit"), (1, "fast")])
 def test_a_sequence_owes_nothing_to_the_one_beside_it(watched: int, backup: str) -> None:
     """Whatever the other one draws; hits of one share rounds with misses of the other."""
     pair = replace(SSD, batch=2, fan_out=(1, 1, 2), backup=backup, seed=2)

@@ -1,13 +1,12 @@
 """Replaces a trainer's process: `python -m tests.mpi.fake_trainer KIND FOLDER`.
 
-KIND: versions (one for every second example, from FOLDER's files), deaf (does not even read), dying
-(ends at the second example), huge (versions whose logits are not finite).
+KIND: versions (one for every second example, from FOLDER's files), dying (ends at the second
+example), huge (versions whose logits are not finite).
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +20,8 @@ def tell(version: int, data: bytes) -> None:
     send(sys.stdout.buffer, {"state": "learning"})
 
 
-def overflowing(data: bytes) -> bytes:
-    """A version whose last norm is too large."""
-    arrays = dict(unpacked(data))
-    arrays["model.norm.weight"] = np.full_like(arrays["model.norm.weight"], 3e38)
-    return packed(arrays)
-
-
 def main(kind: str, folder: Path) -> int:
     files = sorted(folder.glob("*.version"))
-    if kind == "deaf":
-        time.sleep(600)
     count = version = 0
     while (example := receive(sys.stdin.buffer)) is not None:
         # Without a rejection a sequence has no rejected position.
@@ -42,7 +32,10 @@ def main(kind: str, folder: Path) -> int:
         if kind != "dying" and count % 2 == 0:
             data = files[version % len(files)].read_bytes()
             version += 1
-            tell(version, overflowing(data) if kind == "huge" else data)
+            if kind == "huge":
+                arrays, norm = dict(unpacked(data)), "model.norm.weight"
+                data = packed(arrays | {norm: np.full_like(arrays[norm], 3e38)})
+            tell(version, data)
     return 0
 
 

@@ -224,8 +224,9 @@ def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Fo
         fuse, lm_head, most = entry["fuse"], entry["lm_head"], entry.get("most_rows")
         if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
             raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
-        if most is not None and _whole(most) < 1:
-            raise ValueError(f"most_rows={most!r}: allowed: a whole number >= 1, or null")
+        most = None if most is None else _whole(most)
+        if most is not None and most < 1:
+            raise ValueError(f"most_rows={most}: allowed: a whole number >= 1, or null")
         sequences = _whole(entry.get("sequences", 0))
         key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens, sequences)
         forward = Forward(params, Curve.parse(entry), str(entry.get("kernel", "")), most)

@@ -22,30 +22,21 @@ _CACHED = 1 << 17  # elements made at once, which stay in a core's cache
 def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
     """Returns the matrix `key` at these rows and columns: float32 [rows, columns], uniform,
     variance 1."""
-    r = _hashed(rows, ROW_PRIME) ^ np.uint32(key & 0xFFFFFFFF)
-    c = _hashed(columns, COLUMN_PRIME)
-    found = np.empty((len(r), len(c)), np.float32)
+    r = rows.astype(np.uint32) * np.uint32(ROW_PRIME) ^ np.uint32(key & 0xFFFFFFFF)
+    c = columns.astype(np.uint32) * np.uint32(COLUMN_PRIME)
+    values = np.empty((len(r), len(c)), np.float32)
     step = max(1, _CACHED // max(1, len(c)))
     for start in range(0, len(r), step):
-        _mix(r[start : start + step, None] ^ c, found[start : start + step])
-    return found
-
-
-def _hashed(places: NDArray[np.int64], prime: int) -> NDArray[np.uint32]:
-    """Returns places · prime modulo 2^32."""
-    return np.asarray(places.astype(np.uint32) * np.uint32(prime), np.uint32)
-
-
-def _mix(h: NDArray[np.uint32], out: NDArray[np.float32]) -> None:
-    """Writes the values of these hashes; h is overwritten."""
-    for shift, factor in ((16, MIX_1), (13, MIX_2)):
-        h ^= h >> np.uint32(shift)
-        h *= np.uint32(factor)
-    h ^= h >> np.uint32(16)
-    # 24 bits are exact in float32, so host and device agree to the last bit.
-    np.multiply(h >> np.uint32(8), np.float32(2.0**-24), out=out, casting="unsafe")
-    out -= np.float32(0.5)
-    out *= _SQRT_12
+        h, out = r[start : start + step, None] ^ c, values[start : start + step]
+        for shift, factor in ((16, MIX_1), (13, MIX_2)):
+            h ^= h >> np.uint32(shift)
+            h *= np.uint32(factor)
+        h ^= h >> np.uint32(16)
+        # 24 bits are exact in float32, so host and device agree to the last bit.
+        np.multiply(h >> np.uint32(8), np.float32(2.0**-24), out=out, casting="unsafe")
+        out -= np.float32(0.5)
+        out *= _SQRT_12
+    return values
 
 
 def part(spec: WeightPart) -> NDArray[np.float32]:

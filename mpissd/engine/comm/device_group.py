@@ -87,7 +87,8 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
-    device, info = backend, backend.info
+    device: Any = backend
+    info = backend.info
     has_nccl = False
     if info.kind == "gpu":
         with suppress(ImportError):

@@ -91,14 +91,6 @@ def read_lessons(message: Bytes) -> list[Lesson]:
     return lessons
 
 
-@dataclass(frozen=True)
-class Complete:
-    """A version whose bytes have all arrived and fit their checksum."""
-
-    version: int
-    data: memoryview
-
-
 def pieces(version: int, data: bytes) -> Iterator[Bytes]:
     """Yields the messages of a version."""
     checksum = crc32(data)
@@ -115,8 +107,8 @@ class Assembly:
         self._data = bytearray()
         self._version = self._at = self._checksum = 0
 
-    def add(self, message: Bytes) -> Complete | None:
-        """Takes a piece; returns the version that it completes.
+    def add(self, message: Bytes) -> tuple[int, memoryview] | None:
+        """Takes a piece; returns the version that it completes, and its bytes.
 
         Raises ProtocolError for a piece out of order, and for a version whose checksum differs from
         its sender's; the next version is received all the same.
@@ -137,4 +129,4 @@ class Assembly:
         if self._checksum != checksum:
             wrong = f"checksum is {self._checksum:#010x}, expected {checksum:#010x}"
             raise ProtocolError(f"version {version}: {wrong}")
-        return Complete(version, memoryview(self._data))
+        return version, memoryview(self._data)

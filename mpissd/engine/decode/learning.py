@@ -101,11 +101,11 @@ class Updates:
         complete = self._assembly.add(message)
         if complete is None:
             return True
-        if complete.version <= self._newest:
-            raise ProtocolError(f"version {complete.version} after version {self._newest}")
-        self._newest = complete.version
-        self._num_bytes = complete.data.nbytes
-        self._packing = self._steps(complete.version, complete.data)
+        version, data = complete
+        if version <= self._newest:
+            raise ProtocolError(f"version {version} after version {self._newest}")
+        self._newest, self._num_bytes = version, data.nbytes
+        self._packing = self._steps(version, data)
         return True
 
     def _steps(self, version: int, data: memoryview | None) -> Iterator[None]:

@@ -16,7 +16,7 @@ from mpissd.common.config import RunConfig, WorkloadFlags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Request, Source
-from mpissd.common.workloads import known
+from mpissd.common.workloads import class_of
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stacks import AnyShard
@@ -358,6 +358,6 @@ class Workload(ABC):
 
 def workload_kind(name: str) -> type[Workload]:
     """Imports and returns the workload class `name`; raises ConfigError if it is not registered."""
-    module, _, kind = known(name).where.partition(":")
+    module, _, kind = class_of(name).partition(":")
     workload: type[Workload] = getattr(import_module(module), kind)
     return workload

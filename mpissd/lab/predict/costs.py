@@ -77,7 +77,8 @@ class HostCosts:
 
     def __post_init__(self) -> None:
         for name, value in self.to_dict().items():
-            if not 0 <= value < math.inf:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (is_number and 0 <= value < math.inf):
                 raise ConfigError(f"host cost {name}={value}: allowed: seconds, at least 0")
 
     @property
@@ -129,10 +130,7 @@ class HostCosts:
                 raise unknown("host cost", name, names)
         if missing := [name for name in names if name not in values]:
             raise ConfigError(f"host costs: missing {', '.join(missing)}")
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"host cost {name}: {value!r}: allowed: seconds, at least 0")
-        return cls(**{name: float(values[name]) for name in names})
+        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -188,16 +189,9 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     profile = with_hosts(profile)
     for tp in range(1, gpus + 1):
         run = runnable(config, tp)
-
-        def families(most_drafts: int, tp: int = tp) -> list[Family]:
-            with_draft = [Family("sd", tp, 1), Family("ssd", tp, 1)]
-            return [
-                Family("ar", tp, 0),
-                Family("sd", tp, 0),
-                *(with_draft if most_drafts and tp < gpus else ()),
-            ]
-
-        every = families(1 if run == config else 0)
+        without_rank = [Family("ar", tp, 0), Family("sd", tp, 0)]
+        with_rank = [Family("sd", tp, 1), Family("ssd", tp, 1)] if tp < gpus else []
+        every = [*without_rank, *(with_rank if run == config else ())]
         fits = (family for family in every if _fits(run, family, None))
         large += [family for family in fits if not _fits(run, family, profile)]
         try:
@@ -213,7 +207,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
         placements.append(place)
         unjudged |= {
             family: f"profile {profile.name} has no host costs of {family.mode.upper()}"
-            for family in families(max(place.num_drafts, default=0))
+            for family in (*without_rank, *(with_rank if 1 in place.num_drafts else ()))
             if place.host((family.mode, family.num_drafts)) is None
         }
     if all(place.host(method) is None for place in placements for method in METHODS):
@@ -440,12 +434,10 @@ def ssd_choices(
     if 1 not in place.num_drafts or place.tp + 1 > gpus or place.host(("ssd", 1)) is None:
         return
     texts = space.fan_outs if laws.hits[0].p_hit is None else ("uniform:1",)
-    for k in space.lookaheads:
-        if k <= len(laws.hits):
-            for text in texts:
-                for served in space.backups(k):
-                    for backup in ("fast" if is_fast else "jit" for is_fast in space.fast):
-                        yield Choice("ssd", place.tp, 1, batch, k, text, backup, served)
+    for k in (k for k in space.lookaheads if k <= len(laws.hits)):
+        for text, served, is_fast in product(texts, space.backups(k), space.fast):
+            backup = "fast" if is_fast else "jit"
+            yield Choice("ssd", place.tp, 1, batch, k, text, backup, served)
 
 
 def config_of(choice: Choice, laws: Laws) -> Config | None:

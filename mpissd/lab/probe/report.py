@@ -192,8 +192,9 @@ def _lines(tables: Tables) -> Lines:
         heads: list[str] = []
         for each in tables[table]:
             if heads != (heads := list(each["seconds"])):
-                points = heads if table == "read_outs" else [_size(int(n)) for n in heads]
-                yield table[:-1].replace("_", "-"), f"{'':30}" + "".join(f"{p:>9}" for p in points)
+                unit = "rows" if table == "read_outs" else "bytes"
+                head = "".join(f"{point:>9}" for point in heads)
+                yield table[:-1].replace("_", "-"), f"{unit:30}{head}"
             yield "", f"{name.format(**each):30}{_times(each, heads)}"
     for each in tables["launches"]:
         times = f"host {_us(each['host_s'])} µs, device {_us(each['device_s'])} µs"
@@ -215,10 +216,3 @@ def _times(each: Entry, points: Iterable[str]) -> str:
 def _us(seconds: float) -> str:
     us = seconds * 1e6
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1e4 else f"{us:.0f}"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:g} {name}"
-    return f"{num_bytes} B"

@@ -19,7 +19,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -426,55 +426,42 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
     return replace(opened, config=config, by_name=by_name, head_ids=ids)
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The target that a draft was made for: its name, its files' SHA-256, its norms' digest.
-
-    sha256: None if it had random weights. norms: None in drafts of before it was written.
-    """
-
-    name: str
-    sha256: str | None
-    norms: str | None
-
-    def to_dict(self) -> dict[str, str | None]:
-        """Returns the keys that config.json has of it under "mpissd"."""
-        return dict(zip(_ORIGIN_KEYS, (self.name, self.sha256, self.norms), strict=True))
-
-    def is_of(self, target: Checkpoint) -> bool | None:
-        """Returns whether it is this target; None if that is not known."""
-        if self.norms is not None:
-            return self.norms == origin_of(target).norms
-        return True if self.sha256 is not None and self.sha256 == target.sha256 else None
-
-
 _ORIGIN_KEYS = "target", "target_sha256", "target_norms_sha256"
 
 
-def origin_of(target: Checkpoint) -> Origin:
-    """Returns how a draft that is made for this target names it.
+def origin_of(target: Checkpoint) -> dict[str, str | None]:
+    """Returns the keys by which the config.json of a draft names the target it is made for.
 
-    Its norms' digest is the SHA-256 of all norms' weights, in the order of `tensors`, as float32.
+    They are its name, the SHA-256 of its files (None if it has random weights), and its norms'
+    digest: the SHA-256 of all norms' weights, in the order of `tensors`, as float32.
     """
     norms = hashlib.sha256()
     for name, size in tensors(target.config):
         if len(size) == 1 and name.endswith("norm.weight"):
             norms.update(np.ascontiguousarray(target.read(name), "<f4").tobytes())
-    return Origin(target.name, target.sha256, norms.hexdigest())
+    digests = target.name, target.sha256, norms.hexdigest()
+    return dict(zip(_ORIGIN_KEYS, digests, strict=True))
 
 
-def _recorded_origin(draft: str) -> Origin | None:
-    """Returns the target that a draft was made for; None where its files name none.
+def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
+    """Returns the recorded name and files' digest of the target that a draft was made for (None:
+    its files name none), and whether it is this target (None: not known).
 
-    draft: any name of presets.resolve_model. Raises ConfigError for an unreadable config.json.
+    Raises ConfigError for an unreadable config.json.
     """
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
-        return None
+        return None, None, None
     ours = configs.own_keys(hf_config.load(path / "config.json"))
     values = (ours.get(key) for key in _ORIGIN_KEYS)
-    name, *digests = (value if isinstance(value, str) else None for value in values)
-    return None if name is None else Origin(name, *digests)
+    name, sha256, norms = (value if isinstance(value, str) else None for value in values)
+    if name is None:
+        return None, None, None
+    other = open_checkpoint(target)
+    if norms is not None:
+        return name, sha256, norms == origin_of(other)[_ORIGIN_KEYS[2]]
+    # A draft of before the norms' digest was written.
+    return name, sha256, True if sha256 is not None and sha256 == other.sha256 else None
 
 
 def made_for(draft: str, target: str) -> bool | None:
@@ -482,8 +469,7 @@ def made_for(draft: str, target: str) -> bool | None:
 
     Both are names of presets.resolve_model.
     """
-    origin = _recorded_origin(draft)
-    return None if origin is None else origin.is_of(open_checkpoint(target))
+    return _origin(draft, target)[2]
 
 
 def doubt(draft: str, target: str) -> str:
@@ -491,15 +477,12 @@ def doubt(draft: str, target: str) -> str:
 
     A draft that does not name its target raises no doubt: any pair may be tried.
     """
-    origin = _recorded_origin(draft)
-    if origin is None:
+    name, sha256, is_of = _origin(draft, target)
+    if name is None or is_of:
         return ""
-    other = open_checkpoint(target)
-    is_of = origin.is_of(other)
-    if is_of:
-        return ""
-    why = f"not for {other.name}, whose weights differ: few of its tokens may be accepted"
+    other = open_checkpoint(target).name
+    why = f"not for {other}, whose weights differ: few of its tokens may be accepted"
     if is_of is None:
-        files = "no file" if origin.sha256 is None else f"files of sha256 {origin.sha256[:12]}"
-        why = f"from {files}: whether {other.name} is the same model is not known"
-    return f"draft={draft} was made for {origin.name}, {why}"
+        files = "no file" if sha256 is None else f"files of sha256 {sha256[:12]}"
+        why = f"from {files}: whether {other} is the same model is not known"
+    return f"draft={draft} was made for {name}, {why}"

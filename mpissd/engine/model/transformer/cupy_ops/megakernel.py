@@ -191,7 +191,17 @@ class MegakernelOps(CupyOps):
     def qkv_matrix(self, parts: Sequence[Part]) -> PackedWeight:
         """Packs q, k and v so that a tile has 8 columns of a head's first half, and 8 that rotate
         with them."""
-        return self._packed_heads(parts, self._head)
+        head, depth = self._head, parts[0].shape[1]
+        outputs = sum(part.shape[0] for part in parts)
+        self._check_widths(depth, [head // 2])
+        values, start = self.launcher.empty((outputs * depth,), np.float16), 0
+        for part in parts:
+            for at in range(0, part.shape[0], head):
+                middle = at + head // 2
+                left, right = part.outputs(at, middle), part.outputs(middle, at + head)
+                self._fill(values[start:], left, right)
+                start += head * depth
+        return PackedWeight(values, depth, outputs, head=head)
 
     def normed(self, rows: int, width: int) -> Normed:
         return Normed.over(self.launcher, self.buffer(rows, width))

@@ -125,20 +125,6 @@ class CupyOps(Ops):
             start += size
         return PackedWeight(values, depth, sum(widths))
 
-    def _packed_heads(self, parts: Sequence[Part], head: int) -> PackedWeight:
-        """Packs parts side by side; a tile has 8 columns of a head's first half, and 8 that rotate
-        with them. head: columns of a head."""
-        depth, outputs = parts[0].shape[1], sum(part.shape[0] for part in parts)
-        self._check_widths(depth, [head // 2])
-        values, start = self.launcher.empty((outputs * depth,), np.float16), 0
-        for part in parts:
-            for at in range(0, part.shape[0], head):
-                middle = at + head // 2
-                left, right = part.outputs(at, middle), part.outputs(middle, at + head)
-                self._fill(values[start:], left, right)
-                start += head * depth
-        return PackedWeight(values, depth, outputs, head=head)
-
     def gate_up(self, gate: Part, up: Part) -> PackedWeight:
         """Packs gate and up so that a tile has 8 columns of each."""
         outputs, depth = gate.shape
