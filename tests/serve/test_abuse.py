@@ -260,14 +260,6 @@ def test_the_buffered_end_of_an_answer_is_not_cut(
         assert len(answered(slow)[1]["choices"][0]["logprobs"]["content"]) == 12_000
 
 
-def test_idle_connections_keep_nobody_out(words: Tokenizer) -> None:
-    with serving(words, Script([LETTER, STOP])) as rig:
-        idle = [rig.connect() for _ in range(app.REQUESTS + 8)]
-        assert get(rig, "/health")[0] == 200
-        for one in idle:
-            one.close()
-
-
 def test_where_every_connection_is_busy_a_new_one_is_told(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
