@@ -71,7 +71,10 @@ _PRODUCTS = ModelSource()
 
 
 class Stepper(Forwards):
-    """Runs one model's forwards on one rank, asynchronously and one at a time."""
+    """Runs one model's forwards on one rank, asynchronously and one at a time.
+
+    buckets: the compiled row counts, rising.
+    """
 
     def __init__(
         self,
@@ -96,9 +99,9 @@ class Stepper(Forwards):
         """
         self.backend, self.shard, self.options = backend, shard, options
         self._num_sequences = num_sequences
-        self._buckets = sorted(set(buckets))
+        self.buckets = sorted(set(buckets))
         self._shares = False
-        most = self._buckets[-1]
+        most = self.buckets[-1]
         weights = weights or model.weights(backend, shard, options, max_rows=most, seed=seed)
         sizes = {"max_rows": most, "max_sequences": num_sequences}
         self.stack: Stack
@@ -121,12 +124,12 @@ class Stepper(Forwards):
     def compile(self) -> None:
         """Compiles the programs of each bucket; collective over the group."""
         capturable = self.stack.group.capturable
-        for rows in self._buckets:
+        for rows in self.buckets:
             for k in sorted({1, self.options.top_k}):
                 body, cost = self.stack.body(rows, k), self.cost(rows, k)
                 program = self.backend.program(body, cost, capturable=capturable)
                 self._programs[rows, k] = program
-        self._current = self._programs[self._buckets[0], 1]
+        self._current = self._programs[self.buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
         """Returns a stepper that shares this one's programs but uses only these buckets.
@@ -135,25 +138,20 @@ class Stepper(Forwards):
         stepper does nothing; the owner of this one closes the programs.
         """
         part = copy.copy(self)
-        part._buckets = sorted(set(buckets))
+        part.buckets = sorted(set(buckets))
         part._shares = True
-        part._current = self._programs[part._buckets[0], 1]
+        part._current = self._programs[part.buckets[0], 1]
         return part
-
-    @property
-    def buckets(self) -> list[int]:
-        """The compiled row counts, in rising order."""
-        return list(self._buckets)
 
     @property
     def sizes(self) -> list[int]:
         """The row counts that forwards compute, in rising order; empty: any, without padding."""
         ops = getattr(self.stack.weights, "ops", None)
-        return list(self._buckets) if ops is None or ops.computes_padding else []
+        return list(self.buckets) if ops is None or ops.computes_padding else []
 
     @property
     def most_rows(self) -> int:
-        return self._buckets[-1]
+        return self.buckets[-1]
 
     @property
     def kernel(self) -> str:
@@ -173,8 +171,8 @@ class Stepper(Forwards):
 
     def bucket(self, rows: int) -> int:
         """Returns the smallest compiled row count that is at least `rows`."""
-        assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
-        return self._buckets[bisect.bisect_left(self._buckets, rows)]
+        assert rows <= self.buckets[-1], f"{rows} rows, the largest bucket is {self.buckets[-1]}"
+        return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
