@@ -31,7 +31,6 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
@@ -271,7 +270,7 @@ class VirtualRun:
     def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
         job = self.job
         if job.lookahead == 0:
-            return asks(NoSpeculator(), self.lead), None
+            return asks(Speculator(), self.lead), None
         assert self.device.draft is not None
         lists = dict(self.device.lists).get(job.draft_options.top_k)
         forwards = VirtualForwards(self.draft, self.device.draft, lists)

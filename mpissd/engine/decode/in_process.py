@@ -30,7 +30,6 @@ from mpissd.engine.decode.learning import Updates
 from mpissd.engine.decode.round import RoundResult, Sequences, TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
@@ -114,7 +113,7 @@ class Loops:
             self._resources.callback(chained.close)
             limit = self.workload.longest_answer
             target = ChainedTarget(target, drafter, chained, limit, waiter)
-        return target, NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+        return target, Speculator() if drafter is None else InlineSpeculator(drafter)
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job

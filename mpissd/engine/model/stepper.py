@@ -27,7 +27,7 @@ from mpissd.common.tape import SPILL_ROUNDS, Tape
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, merged
+from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, joined, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
@@ -299,7 +299,9 @@ class SharedForwards:
             tokens.append(own)
             placed += [] if places is None else [places]
         lists = any(seat.lists for seat in together)
-        self.stepper.upload(rows, np.concatenate(tokens), _joined(placed), lists=lists)
+        self.stepper.upload(
+            rows, np.concatenate(tokens), joined(placed) if placed else None, lists=lists
+        )
         self._run(rows, len(together), waiter)
 
     def _run(self, rows: int, seats: int, waiter: Waiter) -> None:
@@ -378,11 +380,3 @@ class GroupView(Forwards):
 
     def close(self) -> None:
         """Does nothing: the owner of the stepper closes it."""
-
-
-def _joined(parts: Sequence[Places]) -> Places | None:
-    if not parts:
-        return None
-    names = "slots", "positions", "lanes", "trunks"
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return Places(**columns, reads=any(part.reads for part in parts))

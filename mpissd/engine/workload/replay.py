@@ -34,9 +34,8 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.lookup import make_lookup
-from mpissd.engine.workload.base import Endings, RowFields, Workload, laws_label
+from mpissd.engine.workload.base import Endings, Workload, laws_label
 from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget, Stream
-from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.sequence import Batch, Index
 from mpissd.engine.workload.sequence import Sequence as Live
 
@@ -384,9 +383,7 @@ class ReplayWorkload(Workload):
     def endings(self) -> RecordedEndings:
         return RecordedEndings([part.end for part in self.recording.sequences])
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> ImposedTarget:
+    def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         return ImposedTarget(RecordedStream(self.recording, job.config.batch_size, job.lookahead))
 
@@ -401,8 +398,10 @@ class ReplayWorkload(Workload):
         ids = range(first_id, first_id + count)
         return [Request(n, first_token=int(parts[n % len(parts)].prompt[-1])) for n in ids]
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         config = self.job.config
-        return RowFields(
-            recording=self.recording.label, lookup=config.fast_lookup, laws=laws_label(config)
-        )
+        return {
+            "recording": self.recording.label,
+            "lookup": config.fast_lookup,
+            "laws": laws_label(config),
+        }

@@ -25,7 +25,6 @@ from mpissd.engine.workload.base import (
     WARM_TOKENS,
     Endings,
     Resolved,
-    RowFields,
     Workload,
     laws_label,
 )
@@ -34,8 +33,6 @@ from mpissd.engine.workload.oracle import (
     Draws,
     Lane,
     Logits,
-    LogitsGather,
-    OpenGather,
     Proposal,
     Proposals,
     Rollout,
@@ -69,7 +66,6 @@ class LogitsTarget(SampledTarget):
         samples: bool = False,
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
-        gather: LogitsGather | None = None,
         teaches: bool = False,
     ) -> None:
         """Makes the oracle of one target rank.
@@ -81,7 +77,7 @@ class LogitsTarget(SampledTarget):
         super().__init__(seed)
         self._stepper, self._samples, self._draft_ids = stepper, samples, draft_ids
         self.chains = not samples
-        self._widths, self._gather, self._teaches = widths, gather, teaches
+        self._widths, self._teaches = widths, teaches
         # Whether a live sequence is sampled, and whether logits are read.
         self._draws_any = self._reads_logits = False
         self._live: list[Live] | None = None  # the sequences of which this is known
@@ -96,11 +92,11 @@ class LogitsTarget(SampledTarget):
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        if self._gather is not None and self._reads_logits:
+        if self.gather_logits is not None and self._reads_logits:
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
-            self._parts = self._gather(padded, waiter)
+            self._parts = self.gather_logits(padded, waiter)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -126,7 +122,7 @@ class LogitsTarget(SampledTarget):
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: DeviceDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self._gather is not None:
+        if draws is None or self.gather_logits is not None:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
@@ -170,7 +166,7 @@ class LogitsTarget(SampledTarget):
 
     def logits_of(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
-        if self._gather is None:
+        if self.gather_logits is None:
             own: Logits = self._stepper.logits([row])[0]
             return own
         parts = zip(self._parts[:, row], self._widths, strict=True)
@@ -437,25 +433,18 @@ class TextWorkload(Workload):
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> LogitsTarget:
+    def target_oracle(self, stepper: Forwards) -> LogitsTarget:
         job = self.job
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
         ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
-        teaches = job.config.learners > 0
-        # A request of a server may ask for log-probabilities.
-        reads = self.samples or job.serving is not None or teaches
-        gathers = reads and open_gather is not None and job.tp > 1
         return LogitsTarget(
             stepper,
             job.config.seed,
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
-            gather=open_gather() if gathers and open_gather is not None else None,
-            teaches=teaches,
+            teaches=job.config.learners > 0,
         )
 
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
@@ -498,19 +487,19 @@ class TextWorkload(Workload):
         room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
         return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         config = self.job.config
-        return RowFields(
-            temperature=config.temperature,
-            vocab=self.vocab,
-            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
-            lookup=config.fast_lookup,
-            laws=laws_label(config),
-            top_p=config.top_p,
-            stop=list(config.stop_strings),
-            num_prompts=len(self.prompts),
-            prompts_sha256=digest_of(self.prompts),
-        )
+        return {
+            "temperature": config.temperature,
+            "vocab": self.vocab,
+            "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
+            "lookup": config.fast_lookup,
+            "laws": laws_label(config),
+            "top_p": config.top_p,
+            "stop": list(config.stop_strings),
+            "num_prompts": len(self.prompts),
+            "prompts_sha256": digest_of(self.prompts),
+        }
 
 
 def check_prompts(job: Resolved) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpissd.common.rounds import Ints, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.workload.oracle import DraftOracle, Oracle, Proposals, Rollout, TargetOracle
@@ -25,7 +25,6 @@ from mpissd.engine.workload.sequence import (
     Index,
     Placement,
     chunk,
-    joined,
     places_of,
 )
 
