@@ -12,8 +12,6 @@ from analysis.__main__ import draw
 from analysis.rows import Data, load
 from analysis.style import Poster
 
-COMMITTED = Path(__file__).resolve().parents[2] / "results" / "pools"
-
 
 def row(mode: str, targets: int, tok_per_s: float, **values: Any) -> str:
     gpus = targets + (mode == "ssd")

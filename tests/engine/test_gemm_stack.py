@@ -15,8 +15,8 @@ from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import merged
-from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import GemmStack, GemmWeights
 from mpissd.engine.model.stepper import Stepper
 from tests.thread_group import ThreadGroup, on_ranks
 

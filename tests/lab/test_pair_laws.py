@@ -16,7 +16,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.spec.acceptance import load_laws, named_hit_law
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
-from mpissd.engine.workload.replay.recording import Recording, save
+from mpissd.engine.workload.replay import Recording, save
 from mpissd.lab.pair.laws import BEYOND, OUTSIDE, Source, measured, read
 from tests.loop.recorded import recording_of
 

@@ -36,7 +36,7 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.workload import workers
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable

@@ -22,7 +22,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.sequence import Batch, Placement
-from mpissd.engine.workload.text.oracles import LogitsDraft, LogitsTarget
+from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.tiny_pair import tiny_pair
 

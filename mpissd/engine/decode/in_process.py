@@ -38,9 +38,13 @@ from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.text.prompts import read_prompts
-from mpissd.engine.workload.text.stops import AnswerText, sources_of
-from mpissd.engine.workload.text.tokenizer import Message, load_tokenizer
+from mpissd.engine.workload.tokenizer import (
+    AnswerText,
+    Message,
+    load_tokenizer,
+    read_prompts,
+    sources_of,
+)
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 L = TypeVar("L", bound="Loops")

@@ -33,7 +33,7 @@ LEAST_CHUNK = 256  # tokens of a prompt that are worth a chunk of their own
 R = TypeVar("R")
 AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 # Work that pauses at each of its forwards: it yields whenever it has launched one, and is resumed
-# when that is over. Whoever drives it may run forwards of several groups as one (model.shared).
+# when that is over. Whoever drives it may run forwards of several groups as one (model.stepper).
 Steps = Generator[None, None, R]
 
 

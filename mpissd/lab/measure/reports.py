@@ -16,7 +16,7 @@ from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.learning import Report as UpdateReport
 from mpissd.engine.decode.learning import Updates
-from mpissd.engine.model.shared import GroupView
+from mpissd.engine.model.stepper import GroupView
 from mpissd.lab.measure.calibrate import JobProfile, WarmUp
 
 

@@ -30,12 +30,11 @@ from mpissd.common.trace import LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
-from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.session import Session, drafts_of
-from mpissd.engine.workload.text.stops import SOURCES, AnswerText
-from mpissd.engine.workload.text.tokenizer import tokenizer_digest
-from mpissd.engine.workload.text.workload import TextWorkload
+from mpissd.engine.workload.text import TextWorkload
+from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_digest
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.predict.costs import job_to_dict
