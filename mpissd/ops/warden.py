@@ -230,6 +230,8 @@ class Warden:
                 text = peer.link.recv(1 << 16)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # the rank left messages unread; its own follow
+                continue
             except OSError:
                 text = b""
             if not text:

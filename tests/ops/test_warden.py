@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -100,6 +101,16 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
         peer.about["size"] = 5
     found = job.host.dead()
     assert found is not None and "to the ranks of this host" in found.line
+
+
+def test_the_last_message_counts_of_a_rank_that_left_one_unread(job: Job) -> None:
+    peer = job.host.peers[0]
+    job.host._events.register(peer.link, selectors.EVENT_READ, peer)
+    peer.send("lost 2")
+    job.links[0].send(bytes([signal.SIGTERM]))
+    job.links[0].close()
+    job.host._read(peer)
+    assert peer.ordered == signal.SIGTERM and peer.is_closed
 
 
 def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:
