@@ -26,6 +26,7 @@ from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
     Lanes,
+    Oracle,
     Proposals,
     Rollout,
     TargetOracle,
@@ -279,21 +280,25 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 _NOBODY: Index = np.zeros(0, np.int64)
 
 
-class ImposedTarget(TargetOracle):
-    """Accepts the drafted tokens that equal a stream Y of tokens."""
+class Imposed(Oracle):
+    """What both oracles of imposed tokens have: a stream of them."""
 
     chains = True
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+    _stream: Stream
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
         self._stream.begin_round(batch, started)
+
+
+class ImposedTarget(Imposed, TargetOracle):
+    """Accepts the drafted tokens that equal a stream Y of tokens."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
     def truth(self) -> Ints:
         return self._stream.true(self._ahead)
@@ -317,23 +322,14 @@ class ImposedTarget(TargetOracle):
         return accepted, true.reshape(-1).take(row_starts + accepted)
 
 
-class ImposedDraft(DraftOracle):
+class ImposedDraft(Imposed, DraftOracle):
     """Takes drafted tokens and bonus candidates from tables."""
-
-    chains = True
 
     def __init__(self, stream: Stream, num_tokens: int = 1) -> None:
         """num_tokens: those that a forward drafts (Medusa: all K)."""
         self.lookahead, self._stream, self._num_tokens = stream.lookahead, stream, num_tokens
         # The lanes of all rows, by (fan-out, batch size).
         self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
-        self._stream.prepare(requests)
-
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
-        self._stream.begin_round(batch, started)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each (s, k, t*); it grows from n + k + 1, after its bonus token."""

@@ -65,10 +65,14 @@ class MarkovModel:
         logits: Logits = _rows(self)(context)
         return logits
 
-    @property
+    @cached_property
     def likeliest(self) -> int:
         """Token with the largest mean probability over 64 contexts."""
-        return _likeliest(self)
+        mean = np.zeros(self.vocab)
+        for n in range(64):
+            row = np.exp(self.logits((n % self.vocab,) * self.order).astype(np.float64))
+            mean += row / row.sum()
+        return int(mean.argmax())
 
 
 def trunk(
@@ -78,15 +82,6 @@ def trunk(
     recent = [*tokens[-model.order :], *served]
     known = len(recent) - len(served)
     return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
-
-
-@lru_cache(maxsize=16)
-def _likeliest(model: MarkovModel) -> int:
-    mean = np.zeros(model.vocab)
-    for n in range(64):
-        row = np.exp(model.logits((n % model.vocab,) * model.order).astype(np.float64))
-        mean += row / row.sum()
-    return int(mean.argmax())
 
 
 @lru_cache(maxsize=16)
