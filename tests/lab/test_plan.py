@@ -40,15 +40,13 @@ from mpissd.lab.predict.advisor import (
 )
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import METHODS, host_of
-from mpissd.lab.predict.grid import Config
 from mpissd.lab.predict.pool import Pool, simulate
 from mpissd.lab.predict.search import (
     FULL,
     Choice,
-    Laws,
     Placement,
     candidates,
-    config_of,
+    job_of,
     runnable,
     survey,
     weigh,
@@ -104,10 +102,10 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, list[Placement], int]:
 def shortfall(seed: int) -> float:
     """1 − advised / exhaustive in one random cell."""
     config, places, gpus = random_cell(random.Random(seed))
-    advised, laws = plan(config, places, gpus).best, Laws.of(config)
-    every = (c for p in places for c in candidates(p, laws, config.batch_size, gpus, FULL))
-    best = by_speed(weigh(every, laws, places, quick=True))[:20]
-    return 1 - advised.tok_per_s / by_speed(weigh(best, laws, places))[0].tok_per_s
+    advised = plan(config, places, gpus).best
+    every = (c for p in places for c in candidates(config, p, gpus, FULL))
+    best = by_speed(weigh(every, config, places, quick=True))[:20]
+    return 1 - advised.tok_per_s / by_speed(weigh(best, config, places))[0].tok_per_s
 
 
 @pytest.mark.slow
@@ -181,7 +179,7 @@ def test_break_even_alpha_is_theory_s_for_sd() -> None:
     device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
     places = [Placement(1, device, (0,))]
     for alpha in (0.25, 0.9):
-        found = plan(RunConfig(alpha=alpha, acceptance_fast="alpha:0"), places, 1)
+        found = plan(RunConfig(pair="8b/1b", alpha=alpha, acceptance_fast="alpha:0"), places, 1)
         drafting = next(c for c in found.judged if c.mode == "sd")
         k = drafting.lookahead
         cost = float(device.verify(k + 1)) + k * 0.3
@@ -223,12 +221,15 @@ def test_both_fan_outs_of_a_search_are_those_of_a_job(
     fan_out: str, way: tuple[str, int], law: dict[str, Any]
 ) -> None:
     """After a hit, and after a backup that drafts K_b tokens of its own acceptance model."""
-    config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", **law)
+    config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", batch_size=2, **law)
     choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, 100.0, 9.0, 0.8)
     flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
     flags |= {name: str(value) for name, value in law.items()} | choice.flags()
     job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
-    assert config_of(choice, Laws.of(config)) == Config.of(job)
+    searched = job_of(config, choice)
+    for name in ("fan_out", "fan_out_miss", "backup_lookahead", "acceptance", "hit_law", "inline"):
+        assert getattr(searched, name) == getattr(job, name), name
+    assert searched.draft_buckets() == job.draft_buckets()
     alike = fan_out == "uniform:4" or way == ("jit", 6)
     assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
 
