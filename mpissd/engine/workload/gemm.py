@@ -142,7 +142,6 @@ class TokenStream(Stream):
         return [self._true[slot]]
 
     def _fill(self, slot: int, start: int) -> None:
-        """Tabulates positions start … start + window - 1 of the sequence in `slot`."""
         self._true[slot] = (self._draw(Purpose.TOKEN, slot, start) * self.vocab).astype(np.int32)
         self._place(slot, start)
 
@@ -351,7 +350,6 @@ class ImposedDraft(Imposed, DraftOracle):
     def _branches(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> Branches:
-        """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
         candidates, tokens = self._stream.grown(speculation, fan_out, rows)
         key = fan_out, len(candidates)
         lanes = self._full.get(key) if rows is None else None

@@ -106,7 +106,6 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
 
 
 def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
-    """Returns a 64-bit hash of the purpose and the context."""
     words = np.array([int(purpose), *context], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
@@ -134,11 +133,6 @@ class MarkovLaws:
         """Returns the prompt of a sequence, drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
         return [int(x) for x in u * self.vocab]
-
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        """Returns `count` requests, numbered from first_id, with their prompts' last tokens."""
-        ids = range(first_id, first_id + count)
-        return [Request(n, first_token=self.prompt(n)[-1]) for n in ids]
 
 
 class MarkovDraft(SampledDraft):
@@ -256,7 +250,8 @@ class MarkovWorkload(Workload):
         return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        return self.laws.requests(first_id, count)
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=self.laws.prompt(n)[-1]) for n in ids]
 
     def row_fields(self) -> dict[str, Any]:
         laws = self.laws

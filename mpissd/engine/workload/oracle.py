@@ -435,7 +435,6 @@ class SampledTarget(TargetOracle):
         return accepted, bonus
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
-        """Returns (k, t*) of each of these sequences."""
         return [self._judge_one(case) for case in cases]
 
     def _judge_one(self, case: Case) -> tuple[int, int]:

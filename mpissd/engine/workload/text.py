@@ -315,7 +315,6 @@ class LogitsDraft(SampledDraft):
         return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
 
     def _named(self, entry: int) -> int:
-        """Returns the token of an entry of the draft's rows."""
         return entry if self._ids is None else int(self._ids[entry])
 
 
