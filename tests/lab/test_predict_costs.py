@@ -3,9 +3,7 @@ kernel's times that a job takes, host costs, and forwards at a T that was not me
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,15 +90,11 @@ def test_a_glue_takes_straight_lines_over_its_candidates() -> None:
 
 
 def test_costs_survive_json() -> None:
-    listed = DeviceCosts.from_points({1: 1e-3}, {1: 2e-4}, {4: {1: 3e-4, 5: 4e-4}})
-    assert DeviceCosts.from_dict(json.loads(json.dumps(listed.to_dict()))) == listed
-    assert hash(listed) != hash(dataclasses.replace(listed, lists=()))  # sweeps keep by it
-    with pytest.raises(ConfigError, match="device costs"):
-        DeviceCosts.from_dict({**listed.to_dict(), "lists": 3})
-    device = DeviceCosts.from_points({1: 1e-3, 16: 1.1e-3}, {1: 2e-4})
-    assert DeviceCosts.from_dict(json.loads(json.dumps(device.to_dict()))) == device
-    alone = DeviceCosts.from_points({1: 1e-3})
-    assert DeviceCosts.from_dict(json.loads(json.dumps(alone.to_dict()))) == alone
+    for device in (
+        DeviceCosts.from_points({1: 1e-3, 16: 1.1e-3}, {1: 2e-4}, {4: {1: 3e-4, 5: 4e-4}}),
+        DeviceCosts.from_points({1: 1e-3}),
+    ):
+        assert DeviceCosts.from_points(**json.loads(json.dumps(device.to_dict()))) == device
     host = HostCosts(link=2e-5, step=3e-5)
     assert HostCosts.from_dict(json.loads(json.dumps(host.to_dict()))) == host
 
@@ -117,17 +111,6 @@ def test_bad_costs_are_one_line() -> None:
         HostCosts.from_dict({**good, "wake": "soon"})
     old = {k: v for k, v in good.items() if k != "lead_upload"}  # counted in the launch
     assert HostCosts.from_dict(old) == HostCosts()
-    for rows, seconds in (
-        ((), ()),
-        ((0, 1), (1.0, 1.0)),
-        ((2, 1), (1.0, 1.0)),
-        ((1,), (math.nan,)),
-    ):
-        with pytest.raises(ConfigError, match="row table"):
-            RowTable(rows, seconds)
-    for bad in ({}, {"verify": 3}, {"verify": {"x": 1.0}}, {"verify": {"1": None}}):
-        with pytest.raises(ConfigError, match=r"device costs|row table"):
-            DeviceCosts.from_dict(bad)
 
 
 @pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 7), (6, 2)])
