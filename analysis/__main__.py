@@ -19,8 +19,8 @@ from analysis.figures import FIGURES
 from analysis.rows import Data, Notes, NothingLeft, load
 from analysis.select import by_pair, machines, on_machine
 from analysis.style import FORMATS, Poster, save, themed
-from mpissd.common.errors import ConfigError, MpissdError, unknown
-from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, words
+from mpissd.common.errors import MpissdError, unknown
+from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, read, words
 from mpissd.common.sigpipe import unless_unread
 
 ABOUT = {name: spec.about for name, spec in FIGURES.items()}
@@ -112,13 +112,7 @@ def parse(arguments: list[str]) -> tuple[str, Options]:
     what, *rest = arguments
     if what not in ABOUT:
         raise unknown("figure", what, ABOUT)
-    flags = {}
-    for word in rest:
-        name, _, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not name:
-            raise ConfigError(f"{word!r} is not a flag: write --name=value")
-        flags[name] = value
-    return what, parse_into(Options, flags)
+    return what, parse_into(Options, read(rest, flags_of(Options)))
 
 
 def usage() -> int:

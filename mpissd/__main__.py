@@ -148,7 +148,7 @@ def check_before_mpi(config: RunConfig) -> None:
     is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
-        call("mpissd.engine.workload.text.workload:check_prompts", job)
+        call("mpissd.engine.workload.text:check_prompts", job)
     if config.learners and launcher_rank() == 0:
         call("mpissd.online.process:check_trainer")
     if config.on_draft_loss == "ar":

@@ -99,7 +99,7 @@ STARTS_TORCH = (
 # The libraries of an HTTP server are an extra: only `serve` uses them.
 MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")
 STARTS_HTTP = ("mpissd.serve.app", "mpissd.serve.front", "mpissd.lab.chat")
-BELOW_ALL = {"numpy", *sys.stdlib_module_names}  # what they may import besides mpissd
+BELOW_ALL = {"fire", "numpy", *sys.stdlib_module_names}  # what they may import besides mpissd
 
 
 @dataclass(frozen=True)

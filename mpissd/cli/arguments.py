@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from mpissd.common.flags import (
     flags_of,
     integer,
     parse_into,
+    read,
     words,
 )
 from mpissd.lab.load.config import LoadConfig
@@ -162,7 +162,6 @@ _RETIRED = {  # what takes the place of a retired command
     "bench-gpu": "make bench-gpu",
 }
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
-_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -195,40 +194,15 @@ def parse(arguments: Sequence[str]) -> Command:
     if not arguments or {"-h", "--help"} & set(arguments):
         print("\n".join(_help() if name is None else _help_of(name)))
         sys.exit(0)
-    if stray := {"-", "--"} & set(arguments):
-        raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
-    assert name is not None, "only options of help name no command"
+    if name is None:
+        raise ConfigError(f"{arguments[0]!r} is not a flag: write --name=value")
     spec = SPECS[name]
-    given = _flags(arguments[1:], flags_of(spec.config), spec.words)
+    given = read(arguments[1:], flags_of(spec.config), spec.words)
     command = Command(name, parse_into(spec.config, given), frozenset(given))
     if name in _ON_A_BACKEND and "device" in given and command.run.backend != "emulated":
         device = f"device={command.run.device} with backend={command.run.backend}"
         raise ConfigError(f"{device}: allowed: backend=emulated")  # it would change nothing
     return command
-
-
-def _flags(
-    arguments: Sequence[str], known: Collection[str], positional: Sequence[str]
-) -> dict[str, str]:
-    """Returns flags as text: --name=value, --name value, --name, --noname, or with hyphens."""
-    flags, loose, left = dict[str, str](), list[str](), list(reversed(arguments))
-    while left:
-        word = left.pop()
-        if not _FLAG.match(word):
-            loose.append(word)
-            continue
-        name, is_said, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        if not is_said and left and not _FLAG.match(left[-1]):
-            value = left.pop()
-        elif not is_said:
-            is_no = name not in known and name.startswith("no") and name[2:] in known
-            name, value = (name[2:], "False") if is_no else (name, "True")
-        flags[name] = value
-    free = [name for name in positional if name not in flags]
-    if len(loose) > len(free):
-        raise ConfigError(f"{loose[-1]!r} is not a flag: write --name=value")
-    return {**flags, **dict(zip(free, loose, strict=False))}
 
 
 def _help() -> Iterator[str]:

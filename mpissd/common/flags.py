@@ -261,6 +261,33 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
     return kept
 
 
+def read(
+    arguments: Sequence[str], known: Collection[str], positional: Sequence[str] = ()
+) -> dict[str, str]:
+    """Returns a command's flags as text, read by fire: --name=value, --name value or --noname.
+
+    positional: the flags that words without -- give, in order. fire would call a command with its
+    defaults before it reports an unknown flag, so the command that it calls takes any flag, and
+    parse_into refuses them. Raises ConfigError for a word that is no flag.
+    """
+    import fire
+    from fire.decorators import SetParseFn
+
+    @SetParseFn(str)  # type: ignore[untyped-decorator]
+    def command(*words: str, **flags: str) -> dict[str, str]:
+        for name in [n for n in flags if n not in known and n.startswith("no") and n[2:] in known]:
+            flags[name[2:]] = str(flags.pop(name) != "True")
+        free = [name for name in positional if name not in flags]
+        if len(words) > len(free):
+            raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
+        return {**flags, **dict(zip(free, words, strict=False))}
+
+    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+        raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
+    given = fire.Fire(command, command=list(arguments), name="mpissd", serialize=lambda _: None)
+    return dict(given)
+
+
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
     """Makes a validated configuration of this kind, with those it contains, from flags as text."""
     known = flags_of(kind)

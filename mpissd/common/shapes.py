@@ -89,11 +89,6 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def gemms_per_layer(self) -> int:
-        """Seven products (q, k, v, o, gate, up, down); six without a gate."""
-        return 7 if self.gated else 6
-
-    @property
     def fused_width(self) -> int:
         """The columns that a first product joins to `hidden`; 0 without such a product."""
         return 0 if self.head is None else self.head.fused * self.hidden
@@ -107,12 +102,6 @@ class ModelShape:
     def lm_head_inputs(self) -> tuple[int, ...]:
         """The input width of each LM head."""
         return self.head_widths or (self.hidden,) * (1 if self.head is None else self.head.lm_heads)
-
-    @property
-    def gemm_params(self) -> int:
-        """The number of weights in all products but LM heads; no embedding, norms or biases."""
-        layer = 2 * (self.q_width + self.kv_width) + self.ffn * (3 if self.gated else 2)
-        return self.hidden * (self.num_layers * layer + self.fused_width + sum(self.head_widths))
 
     @property
     def num_tokens(self) -> int:

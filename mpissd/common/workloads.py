@@ -15,8 +15,8 @@ _ENGINE = "mpissd.engine.workload"
 _KNOWN: dict[str, tuple[str, frozenset[str]]] = {
     "gemm": (f"{_ENGINE}.gemm:GemmWorkload", frozenset()),
     "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
-    "text": (f"{_ENGINE}.text.workload:TextWorkload", frozenset()),
-    "replay": (f"{_ENGINE}.replay.workload:ReplayWorkload", frozenset()),
+    "text": (f"{_ENGINE}.text:TextWorkload", frozenset()),
+    "replay": (f"{_ENGINE}.replay:ReplayWorkload", frozenset()),
 }
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from mpissd.engine.comm.topology import launcher_size
 from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.text.stops import AnswerText, sources_of
-from mpissd.engine.workload.text.workload import TextWorkload
+from mpissd.engine.workload.text import TextWorkload
+from mpissd.engine.workload.tokenizer import AnswerText, sources_of
 
 Piece = tuple[str, str]  # a text, and the source of its token
 

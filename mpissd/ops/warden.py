@@ -104,9 +104,11 @@ class Peer:
             self.link.send(text.encode(), socket.MSG_DONTWAIT)
 
     def kill(self) -> None:
-        """Kills the rank with SIGKILL."""
+        """Kills the rank with SIGKILL, and never another process that got its pid."""
         with suppress(ProcessLookupError):
-            if not process.is_gone(self.pid):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            elif not process.is_gone(self.pid):
                 os.kill(self.pid, signal.SIGKILL)
 
 
@@ -228,6 +230,8 @@ class Warden:
                 text = peer.link.recv(1 << 16)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # the rank left messages unread; its own follow
+                continue
             except OSError:
                 text = b""
             if not text:

@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import Tokens

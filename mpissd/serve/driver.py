@@ -11,7 +11,7 @@ from mpissd.common.trace import LeadPhase, NullLedger
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
-from mpissd.engine.workload.text.stops import SOURCES
+from mpissd.engine.workload.tokenizer import SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1

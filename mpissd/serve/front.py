@@ -28,14 +28,14 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
-from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.engine.workload.tokenizer import load_tokenizer
 from mpissd.serve.app import Endpoints
 from mpissd.serve.config import AUTO, FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
-HEAD_S = 15.0  # in which a request's headers have to arrive, from the last answer on
+HEAD_S = 15.0  # in which a request's headers have to arrive
 WRITE_S = 30.0  # in which a client must read some of its waiting data
 SEND_BYTES = 1 << 16
 NOTICE_S = 5.0  # of a drain, in which balancers turn away; HAProxy's checks take 1.5 s
@@ -228,39 +228,23 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is cut if no request arrives on it for HEAD_S.
+    """A connection that is cut if no request has arrived on it for HEAD_S, at most for twice that.
 
     uvicorn itself waits without limit for headers.
     """
 
-    _silent: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: Any) -> None:
-        """Starts the timer."""
+        """Begins to look every HEAD_S whether there has been a request."""
         super().connection_made(transport)
-        self._await_request()
+        self.loop.call_later(HEAD_S, self._look, None)
 
-    def on_response_complete(self) -> None:
-        """Gives the client HEAD_S for its next request."""
-        super().on_response_complete()
-        self._await_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer."""
-        super().connection_lost(exc)
-        if self._silent is not None:
-            self._silent.cancel()
-
-    def _await_request(self) -> None:
-        if self._silent is not None:
-            self._silent.cancel()
-        self._silent = self.loop.call_later(HEAD_S, self._cut_if_silent)
-
-    def _cut_if_silent(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            return  # a request is under way
-        if self.transport.get_write_buffer_size():  # the client reads its last answer
-            self._await_request()
+    def _look(self, last: object) -> None:
+        """Cuts the connection if nothing has happened since the last request, which was `last`."""
+        if self.transport.is_closing():
+            return
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        if is_busy or self.cycle is not last or self.transport.get_write_buffer_size():
+            self.loop.call_later(HEAD_S, self._look, self.cycle)
         else:
             self.transport.abort()
 

@@ -24,7 +24,7 @@ from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened_machine, session_of, tell_doubts
-from mpissd.engine.workload.text.workload import TextWorkload
+from mpissd.engine.workload.text import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import SOCKET_VARIABLE, Line, Ready

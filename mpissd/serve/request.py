@@ -17,9 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
-from mpissd.engine.workload.text.prompts import check_text
-from mpissd.engine.workload.text.stops import AnswerText
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, check_text
 from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null

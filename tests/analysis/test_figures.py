@@ -279,18 +279,6 @@ def test_break_even() -> None:
     assert "MODELLED" in poster("break_even").caption
 
 
-def test_heterogeneity() -> None:
-    raw_gain = series("heterogeneity", "SSD, raw")
-    assert raw_gain["y"].is_monotonic_decreasing
-    assert np.allclose(series("heterogeneity", "SSD, per GPU")["y"] * 2, raw_gain["y"])
-    one = series("heterogeneity", "SD, measured")
-    assert one["x"].iloc[0] == pytest.approx(1.0, abs=0.1)
-    best = rate(mode="ssd", lookahead=4, fan_out=[5, 4, 4, 4, 7], lm_head=False)  # of four K
-    measured = series("heterogeneity", "SSD, measured")["y"].iloc[0]
-    assert measured == pytest.approx(best / rate(mode="ar", tp=1, batch_size=1, lm_head=False))
-    assert "MODELLED" in poster("heterogeneity").caption
-
-
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_no_figure_is_drawn_of_rows_of_ar_alone(name: str) -> None:
     ar = data().rows[data().rows["mode"] == "ar"]

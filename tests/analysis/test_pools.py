@@ -12,8 +12,6 @@ from analysis.__main__ import draw
 from analysis.rows import Data, load
 from analysis.style import Poster
 
-COMMITTED = Path(__file__).resolve().parents[2] / "results" / "pools"
-
 
 def row(mode: str, targets: int, tok_per_s: float, **values: Any) -> str:
     gpus = targets + (mode == "ssd")
@@ -52,7 +50,3 @@ def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
     assert numbers[rates, pool].to_dict() == {1: 150, 2: 580 / 3, 4: 220, 16: 100}
     assert numbers[times, pool, 4] == pytest.approx(4e3 / 1100)
     assert set(numbers[rates, "SD inline, same T"]) == {210}
-
-
-def test_the_committed_rows_draw() -> None:
-    assert len(drawn(load([COMMITTED]), "NVIDIA H200 (emulated)").table())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from analysis.figures.roofline import Key, forwards, tables
 from analysis.rows import NothingLeft, load
 from analysis.select import machines, on_machine
 from mpissd.common.errors import ConfigError
@@ -17,7 +16,6 @@ from mpissd.common.errors import ConfigError
 FIXTURE = Path(__file__).parent / "fixture"
 LINES = (FIXTURE / "runs.jsonl").read_text().splitlines()
 H100 = "NVIDIA H100 80GB SXM (emulated)"
-BARE = {"model": "m", "tp": 1, "fuse": True, "lm_head": False, "kv_tokens": 0, "params": 10}
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -88,29 +86,3 @@ def test_a_figure_is_of_one_machine_and_measured_ones_come_first(tmp_path: Path)
     )
     with pytest.raises(ConfigError, match=r"unknown device 'V100': .*allowed: NVIDIA"):
         on_machine(data, "V100")
-
-
-def profile(started: str | None, *entries: dict[str, Any], reduces: float = 1.0) -> dict[str, Any]:
-    about = {"provenance": {"started_at": started}} if started else {}
-    all_reduces = [{"name": "nccl", "ranks": 2, "graph": True, "seconds": {"8192": reduces}}]
-    return {**about, "tables": {"forwards": list(entries), "all_reduces": all_reduces}}
-
-
-def test_each_row_count_has_the_kernel_that_its_jobs_run() -> None:
-    chain = {**BARE, "kernel": "chain", "most_rows": 8, "seconds": {"1": 1.0, "8": 2.0}}
-    cublas = {**BARE, "kernel": "cublas", "most_rows": None, "seconds": {"1": 3, "8": 4, "64": 5}}
-    for entries in ((chain, cublas), (cublas, chain)):
-        (found,) = forwards([profile("2026", *entries)]).values()
-        assert found.seconds == {1: 1.0, 8: 2.0, 64: 5.0} and found.params == 10
-
-
-def test_the_newest_probe_counts_and_an_lm_head_is_another_forward() -> None:
-    old = profile(None, {**BARE, "seconds": {"1": 9, "2": 9}}, reduces=9.0)
-    head = profile("2026-02", {**BARE, "lm_head": True, "seconds": {"1": 7}}, reduces=2.0)
-    new = profile("2026-01", {**BARE, "seconds": {"1": 3}, "spread": {"1": 0.1}})
-    found = forwards([old, new, head])
-    bare = found[Key("m", 1, True, False, 0)]
-    assert bare.seconds == {1: 3.0} and bare.spread == {1: 0.1}
-    assert found[Key("m", 1, True, True, 0)].seconds == {1: 7.0}
-    (reduce,) = tables([old, new, head], "all_reduces", "name", "ranks", "graph")
-    assert reduce["seconds"] == {"8192": 2.0}

@@ -15,8 +15,8 @@ from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import merged
-from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import GemmStack, GemmWeights
 from mpissd.engine.model.stepper import Stepper
 from tests.thread_group import ThreadGroup, on_ranks
 
@@ -87,7 +87,7 @@ def test_a_forward_by_hand(shape: ModelShape) -> None:
             x = x @ weight(stack, layer, {0: 3, 4: 6}[which], width, h, width**-0.5)
     np.testing.assert_allclose(hidden(stack), x, rtol=2e-4, atol=2e-5)
     layers = stack.weights.layers
-    assert [len(layer) for layer in layers] == [shape.gemms_per_layer] * shape.num_layers
+    assert [len(layer) for layer in layers] == [7 if shape.gated else 6] * shape.num_layers
     assert stack.buffers.gate_up.shape[1] == (2 if shape.gated else 1) * ffn
 
 

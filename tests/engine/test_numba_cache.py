@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -22,16 +21,6 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout that cannot be written, for a user who asked for no folder."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(os, "access", lambda *_: False)
-
-
-def test_a_changed_source_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All functions: other files' compiled code may include code of the changed file."""
-    shutil.copytree(numba_ops._HERE, tmp_path / "ops")
-    monkeypatch.setattr(numba_ops, "_HERE", tmp_path / "ops")
-    before = numba_ops._digest()
-    with (tmp_path / "ops" / "tiles.py").open("a") as file:
-        file.write("# another\n")
-    assert numba_ops._digest() != before
 
 
 def test_a_read_only_checkout_compiles_into_the_users_cache(

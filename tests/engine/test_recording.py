@@ -19,7 +19,7 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.model.transformer.sources import SafetensorsFiles
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
-from mpissd.engine.workload.replay.recording import Recording, load, save
+from mpissd.engine.workload.replay import Recording, load, save
 from tests.loop.recorded import recording_of
 
 ROOT = Path(__file__).parents[2]

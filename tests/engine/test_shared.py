@@ -13,8 +13,7 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Forwards, Places, Results
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.shared import SharedForwards
-from mpissd.engine.model.stepper import ModelSource, Stepper
+from mpissd.engine.model.stepper import ModelSource, SharedForwards, Stepper
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from tests.tiny_pair import TinyPair, tiny_pair

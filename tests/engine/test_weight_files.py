@@ -102,14 +102,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpo
     paths = {
         "float32": write_folder(home / "float32", config, values),
         "int8-32": write_folder(home / "int8", ours, quantized(values, np.arange(50))),
+        "bfloat16": write_folder(home / "bfloat16", config, {}),
         "gguf F32": write_gguf(home / "f32.gguf", values),
         "gguf Q8_0": write_gguf(home / "q8.gguf", values, "Q8_0"),
         "gguf Q4_1": write_gguf(home / "q4.gguf", values, "Q4_1"),
     }
+    write_bfloat16(paths["bfloat16"] / "model.safetensors", values)
     return {kind: (open_checkpoint(str(path)), values) for kind, path in paths.items()}
 
 
 ALLOWED = {"float32": 0.0, "gguf F32": 0.0, "int8-32": 0.005, "gguf Q8_0": 0.005, "gguf Q4_1": 0.1}
+ALLOWED["bfloat16"] = 2.0**-7  # cut off, not rounded
 
 
 @pytest.mark.parametrize("kind", ALLOWED)

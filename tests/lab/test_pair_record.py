@@ -13,7 +13,7 @@ from mpissd.__main__ import main
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import ModelSource
-from mpissd.engine.workload.replay.recording import Recording, load
+from mpissd.engine.workload.replay import Recording, load
 from mpissd.lab.pair.record import Model
 from tests.tiny_pair import TinyPair, tiny_pair
 

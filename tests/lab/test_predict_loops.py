@@ -31,12 +31,11 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.workload import workers
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
@@ -271,7 +270,7 @@ class VirtualRun:
     def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
         job = self.job
         if job.lookahead == 0:
-            return asks(NoSpeculator(), self.lead), None
+            return asks(Speculator(), self.lead), None
         assert self.device.draft is not None
         lists = dict(self.device.lists).get(job.draft_options.top_k)
         forwards = VirtualForwards(self.draft, self.device.draft, lists)

@@ -86,7 +86,7 @@ def test_forwards_by_rows_and_their_launch() -> None:
     known = group.forwards(SoloGroup(), Shard(TINY), options, [3, *FORWARD_ROWS], 2)
     assert list(known["seconds"]) == [str(n) for n in sorted([3, *FORWARD_ROWS])]
     identity = {"model": "tiny", "tp": 1, "fuse": True, "lm_head": False, "kv_tokens": 16}
-    assert identity.items() <= known.items() and known["params"] == TINY.gemm_params
+    assert identity.items() <= known.items() and known["params"] == Shard(TINY).num_params(options)
     assert all(s > 0 for s in known["seconds"].values())
     assert (known["kernel"], known["most_rows"]) == ("numpy", None)
     empty = group.empty()

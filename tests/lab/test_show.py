@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.workload.text.stops import AnswerText
-from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, load_tokenizer
 from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, legend, width_of
 from tests.text import tiny
 from tests.text.screen import Screen

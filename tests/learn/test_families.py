@@ -99,15 +99,12 @@ def test_a_draft_of_the_target_s_layers_trains_and_reloads(
     assert np.abs(logits(found, TOKENS) - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fresh_drafts_are_llamas_whatever_the_target_is(family: str, tmp_path: Path) -> None:
-    source = open_checkpoint(str(target_of(tmp_path, family)))
-    ids = np.arange(40, dtype=np.int32)
+def test_fresh_drafts_are_llamas_whatever_the_target_is(tmp_path: Path) -> None:
+    source = open_checkpoint(str(target_of(tmp_path, "qwen2")))
+    ids = torch.arange(40)
     own = draft_config(source.config, form_of("1x4x2x64"), len(ids))
     target, layers = load(source, "cpu", torch.float32), fresh_layers(own, "cpu", 0)
-    draft = started(target, layers, torch.from_numpy(ids).long())
-    assert not (own.qkv_bias or own.qk_norm) and np.isfinite(torch_logits(draft, own)).all()
-    eagle = state_config(source.config, "eagle", 4, len(ids))
-    for config in (own, eagle):
-        assert config.family == "llama" and config.norm_eps == source.config.norm_eps
-        assert config.rope_theta == source.config.rope_theta
+    assert np.isfinite(torch_logits(started(target, layers, ids), own)).all()
+    for config in (own, state_config(source.config, "eagle", 4, len(ids))):
+        assert config.family == "llama" and not (config.qkv_bias or config.qk_norm)
+        assert config.norm_eps == source.config.norm_eps

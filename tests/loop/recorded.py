@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
-from mpissd.engine.workload.replay.recording import Recorded, Recording
+from mpissd.engine.workload.replay import Recorded, Recording
 
 
 def ranked(model: MarkovModel, tokens: Sequence[int]) -> list[int]:

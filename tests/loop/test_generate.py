@@ -9,7 +9,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine import generate
 from mpissd.engine.decode.in_process import Token
-from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.engine.workload.tokenizer import load_tokenizer
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 

@@ -16,7 +16,7 @@ from mpissd.common.rounds import Ints, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import serve
-from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.workers import DraftWorker
 from tests.loop.harness import WAITER, Rig, Scenario

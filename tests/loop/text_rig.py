@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.workload.sequence import Placement
-from mpissd.engine.workload.text.oracles import LogitsDraft, LogitsTarget
+from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair

@@ -26,8 +26,8 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
 from mpissd.engine.comm.topology import Refused, agree, open_topology
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stacks import GemmStack, GemmWeights
 
 WAITER = Waiter(60.0, spin=False)
 SHAPE = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)

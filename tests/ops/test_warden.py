@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Stage
+from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Page, Stage
 from mpissd.ops.warden import Peer, Warden
 from tests.needs import needs_linux
 
@@ -62,6 +64,25 @@ def job() -> Iterator[Job]:
         process.wait()
 
 
+def test_a_python_without_memfd_shares_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conda's Python was built for a glibc before 2.27."""
+    monkeypatch.delattr(os, "memfd_create")
+    page = Page()
+    page.bytes[STAGE] = Stage.ROUNDS
+    fd = page.share()
+    assert mmap.mmap(fd, SIZE)[STAGE] == Stage.ROUNDS
+    os.close(fd)
+
+
+def test_a_process_that_got_the_pid_of_a_rank_is_not_killed(job: Job) -> None:
+    peer, other = job.host.peers[0], job.processes[1]
+    job.end(0)
+    peer.pid = other.pid
+    peer.kill()
+    time.sleep(0.1)
+    assert other.poll() is None
+
+
 def test_who_was_killed_is_at_fault_and_not_who_was_ended_for_it(job: Job) -> None:
     job.set(2, DOING, Doing.GROWTH)
     job.end(0, signal.SIGTERM, at=1.0)  # seen first
@@ -80,6 +101,16 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
         peer.about["size"] = 5
     found = job.host.dead()
     assert found is not None and "to the ranks of this host" in found.line
+
+
+def test_the_last_message_counts_of_a_rank_that_left_one_unread(job: Job) -> None:
+    peer = job.host.peers[0]
+    job.host._events.register(peer.link, selectors.EVENT_READ, peer)
+    peer.send("lost 2")
+    job.links[0].send(bytes([signal.SIGTERM]))
+    job.links[0].close()
+    job.host._read(peer)
+    assert peer.ordered == signal.SIGTERM and peer.is_closed
 
 
 def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:

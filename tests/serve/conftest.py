@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.engine.workload.tokenizer import load_tokenizer
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from tests.serve.fake_lead import FakeLead, Script
 

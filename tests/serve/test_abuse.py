@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ProtocolError
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve import protocol
 from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack, unpack
 from tests.needs import module, needs_linux
@@ -250,22 +250,13 @@ def test_a_reader_that_does_not_read_is_cut_and_its_request_cancelled(
 def test_the_buffered_end_of_an_answer_is_not_cut(
     words: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(front, "HEAD_S", 0.7)
     script = Script([LETTER] * 12_000, burst=40, context=20_000)
     body = chat(max_tokens=12_000, logprobs=True)  # some 700 KB of JSON
     with serving(words, script) as rig, slow_reader(rig, body, CHAT) as slow:
-        until(lambda: script.submitted)
-        monkeypatch.setattr(front, "HEAD_S", 0.2)
         until(lambda: script.ended)
-        time.sleep(0.6)
+        time.sleep(2)
         assert len(answered(slow)[1]["choices"][0]["logprobs"]["content"]) == 12_000
-
-
-def test_idle_connections_keep_nobody_out(words: Tokenizer) -> None:
-    with serving(words, Script([LETTER, STOP])) as rig:
-        idle = [rig.connect() for _ in range(app.REQUESTS + 8)]
-        assert get(rig, "/health")[0] == 200
-        for one in idle:
-            one.close()
 
 
 def test_where_every_connection_is_busy_a_new_one_is_told(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving, until
@@ -53,8 +53,15 @@ def test_a_conversation_is_coloured_and_its_history_goes_along(rig: Rig) -> None
         assert re.search(r"\x1b\[32mone .*two", answer, re.DOTALL) and " tokens in " in answer
         screen.type("hello\n")
         screen.until("ssd> ")
-        first, second = rig.script.submitted
-        assert len(second.prompt) > 2 * len(first.prompt) - 8 and second.mode == "ssd"
+        screen.type("x" * 1100 + "\n")
+        refusal = plain(screen.until("ssd> "))
+        assert "the model's context: /reset begins another conversation" in refusal
+        screen.type("hello\n")
+        screen.until("ssd> ")
+        first, second, third = (len(each.prompt) for each in rig.script.submitted)
+        assert second > 2 * first - 8, "the first answer is part of the history"
+        assert third == 2 * second - first, "the refused question is not"
+        assert rig.script.submitted[-1].mode == "ssd"
         screen.type(END_OF_FILE)
         assert screen.end() == 0
 
@@ -104,19 +111,6 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(words: Tokenizer) -> None:
         assert second > first + 5, "what was said stays"
         screen.type(INTERRUPT)
         screen.until("ssd> ")
-        screen.type(END_OF_FILE)
-        assert screen.end() == 0
-
-
-def test_a_refused_question_is_not_part_of_the_history(rig: Rig) -> None:
-    with opened(rig) as screen:
-        screen.until("ssd> ")
-        screen.type("x" * 1100 + "\n")
-        refusal = plain(screen.until("ssd> "))
-        assert "the model's context: /reset begins another conversation" in refusal
-        screen.type("hello\n")
-        screen.until("ssd> ")
-        assert len(rig.script.submitted[0].prompt) < 100
         screen.type(END_OF_FILE)
         assert screen.end() == 0
 

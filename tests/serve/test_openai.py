@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving, until

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpissd.engine.workload.text.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve.request import Problem, Request, parse
 
 NAMES = (

@@ -15,14 +15,10 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.decode.chained import ChainedTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.lab.measure import run
+from tests.text.decoded import PROMPTS, V
 from tests.tiny_pair import TinyPair, config, tiny_pair
 
-V, TOKENS, PAIR = 97, 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}
-# With the answers they cross pages of 64 positions; more prompts than sequences at once.
-PROMPTS = ";".join(
-    ",".join(str((7 * n + j * j) % V) for j in range(length))
-    for n, length in enumerate((3, 17, 60, 33, 1))
-)
+TOKENS, PAIR = 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}
 REPLAYS = Path(__file__).parents[2] / "results" / "recordings" / "smollm2-chat.npz"
 
 

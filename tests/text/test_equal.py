@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mpissd.common.errors import FaultError
-from mpissd.engine.workload.text.oracles import LogitsTarget
+from mpissd.engine.workload.text import LogitsTarget
 from tests.text.decoded import TOKENS, V, decode
 from tests.tiny_pair import TinyPair, tiny_pair
 

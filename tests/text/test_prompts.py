@@ -9,8 +9,7 @@ import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.engine.workload.text.prompts import read_prompts
-from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer, read_prompts
 from tests.text import tiny
 
 

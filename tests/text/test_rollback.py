@@ -22,13 +22,13 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.sequence import Batch, Placement
-from mpissd.engine.workload.text.oracles import LogitsDraft, LogitsTarget
+from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.tiny_pair import tiny_pair
 
 WAITER = Waiter(30.0, spin=False)
 V, K, SLOTS, CAPACITY, PAGE, LANES, LONGEST = 31, 4, 3, 160, 16, 12, 70
-ROUNDS = 1_000
+ROUNDS = 400
 Worker = TargetWorker | DraftWorker
 
 

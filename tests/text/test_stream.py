@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.workload.text.stops import AnswerText, TextEndings
-from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.text import TextEndings
+from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, load_tokenizer
 from tests.text import tiny
 
 END = 1  # <|e|>

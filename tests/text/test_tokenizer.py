@@ -11,7 +11,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
-from mpissd.engine.workload.text.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 
 CHAT = [{"role": "user", "content": "hello"}]

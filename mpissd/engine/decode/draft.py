@@ -23,8 +23,7 @@ from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.job import Job
-from mpissd.engine.model.shared import SharedForwards
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import SharedForwards, Stepper
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.oracle import Branches, Rollout

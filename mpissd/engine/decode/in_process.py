@@ -30,7 +30,6 @@ from mpissd.engine.decode.learning import Updates
 from mpissd.engine.decode.round import RoundResult, Sequences, TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
@@ -38,9 +37,13 @@ from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.text.prompts import read_prompts
-from mpissd.engine.workload.text.stops import AnswerText, sources_of
-from mpissd.engine.workload.text.tokenizer import Message, load_tokenizer
+from mpissd.engine.workload.tokenizer import (
+    AnswerText,
+    Message,
+    load_tokenizer,
+    read_prompts,
+    sources_of,
+)
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 L = TypeVar("L", bound="Loops")
@@ -110,7 +113,7 @@ class Loops:
             self._resources.callback(chained.close)
             limit = self.workload.longest_answer
             target = ChainedTarget(target, drafter, chained, limit, waiter)
-        return target, NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+        return target, Speculator() if drafter is None else InlineSpeculator(drafter)
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job

@@ -381,7 +381,7 @@ def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> No
     """Runs the draft's loop over a link and a drafter for each target group.
 
     Returns when every group has stopped. Each works until it has launched a forward or waits for a
-    message. Drafters of several groups must run their forwards on one shared model (model.shared),
+    message. Drafters of several groups must run their forwards on one shared model (model.stepper),
     so that the wait for one ends the forwards of all. updates: source of newer weights for a single
     drafter, one unit a round and more while no message arrives.
     """

@@ -35,6 +35,18 @@ class Places:
     reads: bool = True
 
 
+def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
+    """Returns the concatenated places of several groups of rows.
+
+    reads: whether candidates of the rows are read, if they are of any part.
+    """
+    if len(parts) == 1 and reads:
+        return parts[0]
+    names = "slots", "positions", "lanes", "trunks"
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return Places(**columns, reads=reads and any(part.reads for part in parts))
+
+
 @dataclass(frozen=True)
 class Results:
     """The k best candidates of each row over the whole vocabulary, best first.

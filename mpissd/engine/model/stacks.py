@@ -1,8 +1,17 @@
-"""One rank's forward of a model, whatever its kind, and the read-out of each row's best candidates.
+"""One rank's forward of a model: what all stacks are, and the stack of bare products.
 
 Almost every forward needs one candidate a row; only SSD's first draft forward of a round reads
 lists (the bonus tokens to prepare for). On an H200 19 more candidates of 128,256 logits take 20 µs
 for 4 rows, and 190 µs for 48 (results/h200-tuned), so both ways are programs of their own.
+
+`GemmStack` is a transformer reduced to its matrix products: seven a layer, or six without a gated
+FFN: x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
+activation functions are left out: q takes the place of the attention's output, gate that of the
+FFN's inner vector. Nothing reads k, v and up, because only their memory traffic matters; tests
+check that they are written. A head-sized draft (mpissd.common.shapes) begins with a product that
+joins its inputs, or ends in several heads on the hidden vector, each with its own LM head and read
+out separately. Weights are random: a rank has its slice of the whole model's matrices. Their scales
+preserve the variance, so that values neither overflow nor vanish in 80 layers.
 """
 
 from __future__ import annotations
@@ -11,14 +20,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.backend.base import Backend
-from mpissd.engine.comm.group import Group
+from mpissd.engine.backend.base import Backend, WeightPart
+from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Draws, Places
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.transformer.cache import PageTable
@@ -154,3 +165,222 @@ class ReadOut:
         size = math.prod(shape)
         values = None if self.values is None else self.values[:size].reshape(shape)
         return self.ids[:size].reshape(shape), values
+
+
+TABLE_ENTRIES = 1024
+_Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
+_MATRICES = 7
+# LM head n has this key − 2n; the product below it, in a head-sized draft, this key − 2n − 1.
+_HEAD_KEY = 0x7FFF0000
+_TABLE_KEY = 0x7FFF0001
+_FUSION_KEY = 0x7FFF0002
+Columns = tuple[str, int, int]  # of a buffer: its name, first column, and the column after the last
+
+
+class Product(NamedTuple):
+    """out = x @ weight; its sum over the ranks if `summed`."""
+
+    weight: Any
+    x: Columns
+    out: Columns
+    summed: bool = False
+
+
+class GemmWeights:
+    """One rank's weights, as the products that read them, and its embedding table.
+
+    layers: a list of products each; with the option `fuse`, q, k, v are one and gate, up another.
+    fusion: of a head-sized draft, what joins its inputs. heads, lm_heads: by output. Stacks that
+    differ only in their buffers (rows, sequences, outputs) may share them.
+    """
+
+    def __init__(
+        self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
+    ) -> None:
+        """Makes the weights; `max_rows`, of their largest forward, decides a GPU's layout."""
+        self.backend, self.shard, self.options = backend, shard, options
+        self._seed, self.max_rows, shape = seed, max_rows, shard.shape
+        hidden = "hidden", 0, shape.hidden
+        backend.plan_rows(max_rows)
+        self.layers = [self._layer(n) for n in range(shape.num_layers)]
+        self.fusion = [
+            self._whole(_FUSION_KEY, size, ("entry", 0, shape.fused_width), hidden)
+            for size in shard.before_layers()
+        ]
+        self.heads: list[Product] = []
+        for n, size in enumerate(shard.behind_layers()):
+            start = sum(shape.head_widths[:n])
+            out = "states", start, start + size[1]
+            self.heads.append(self._whole(_HEAD_KEY - 2 * n - 1, size, hidden, out))
+        states = [head.out for head in self.heads] or [hidden] * len(shape.lm_head_inputs)
+        self.lm_heads = [
+            self._whole(_HEAD_KEY - 2 * n, size, state, ("logits", 0, shard.vocab))
+            for n, (size, state) in enumerate(zip(shard.lm_heads(options), states, strict=False))
+        ]
+        backend.plan_rows(None)
+        entry = shape.fused_width or shape.hidden
+        self.table = backend.table(TABLE_ENTRIES, entry, self.key(_TABLE_KEY))
+
+    @property
+    def kernel(self) -> str:
+        """Names of the kernels that multiply by these weights, joined by "+" if they differ."""
+        layers = [product for layer in self.layers for product in layer]
+        every = [*self.fusion, *layers, *self.heads, *self.lm_heads]
+        return "+".join(sorted({self.backend.kernel(product.weight) for product in every}))
+
+    def key(self, which: int) -> int:
+        """Returns the random key of matrix `which`, which determines its elements."""
+        return (self._seed * 0x9E3779B9 + which * 0x85EBCA77) & 0xFFFFFFFF
+
+    def _layer(self, n: int) -> list[Product]:
+        """Makes attention's and the FFN's products: by columns, then by rows and summed.
+
+        A scale is that of the whole matrix.
+        """
+        shard, hidden, rank = self.shard, self.shard.shape.hidden, self.shard.rank
+        qkv = {_Q: shard.q_width, _K: shard.kv_width, _V: shard.kv_width}
+        gate_up = {_GATE: shard.ffn} | ({_UP: shard.ffn} if shard.shape.gated else {})
+        products = []
+        for x, widths, inner, last, out in (
+            ("hidden", qkv, "qkv", _O, "middle"),
+            ("middle", gate_up, "gate_up", _DOWN, "hidden"),
+        ):
+            parts = []
+            for which, width in widths.items():
+                columns = rank * width, (rank + 1) * width
+                key = self.key(n * _MATRICES + which + 1)
+                parts.append(WeightPart(key, 0, hidden, *columns, hidden**-0.5))
+            start = 0
+            for group in [parts] if self.options.fuse else [[part] for part in parts]:
+                stop = start + sum(part.out_stop - part.out_start for part in group)
+                weight = self.backend.weight(group)
+                products.append(Product(weight, (x, 0, hidden), (inner, start, stop)))
+                start = stop
+            width = next(iter(widths.values()))  # k, v and up are only written
+            key, rows = self.key(n * _MATRICES + last + 1), (rank * width, (rank + 1) * width)
+            weight = self.backend.weight(
+                [WeightPart(key, *rows, 0, hidden, (width * shard.tp) ** -0.5)]
+            )
+            products.append(Product(weight, (inner, 0, width), (out, 0, hidden), summed=True))
+        return products
+
+    def _whole(self, which: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
+        """Makes a product outside the layers: all rows, and this rank's share of the columns."""
+        (rows, width), rank = size, self.shard.rank
+        columns = rank * width, (rank + 1) * width
+        part = WeightPart(self.key(which), 0, rows, *columns, rows**-0.5)
+        return Product(self.backend.weight([part]), x, out)
+
+
+class GemmStack(Stack):
+    """One rank's weights and buffers of the GEMM-only model; `body(rows)` is its forward.
+
+    buffers: tokens, on the host, int32 [max_rows]; on the device [max_rows, …] entry (the joined
+    inputs of a head-sized draft), hidden, qkv, middle (after o), gate_up, states (outputs of a
+    draft's heads), logits (of each LM head in turn). None if the model has none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        group: Group,
+        shard: Shard,
+        options: ForwardOptions,
+        weights: GemmWeights,
+        *,
+        max_rows: int,
+        max_sequences: int,
+    ) -> None:
+        """Allocates the buffers; `weights` must be of this shard, options and max_rows."""
+        super().__init__(backend, group, shard, options)
+        self.weights, shape = weights, shard.shape
+        widths = {
+            "entry": shape.fused_width,
+            "hidden": shape.hidden,
+            "qkv": shard.q_width + 2 * shard.kv_width,
+            "middle": shape.hidden,
+            "gate_up": shard.ffn * (2 if shape.gated else 1),
+            "states": sum(shape.head_widths),
+            "logits": shard.vocab if weights.lm_heads else 0,
+        }
+        made = {
+            n: backend.activation(max_rows, width) if width else None for n, width in widths.items()
+        }
+        self.buffers = SimpleNamespace(tokens=backend.host_ints(max_rows), **made)
+        # Without an LM head every rank has the whole hidden vector to choose from.
+        self.candidates = ReadOut(
+            backend,
+            group if weights.lm_heads else SoloGroup(),
+            max_rows,
+            options.top_k,
+            heads=max(1, len(weights.heads)),
+            values=options.values,
+        )
+        self._max_sequences = max_sequences
+        # One buffer a layer: a buffer read twice would come from the device's cache.
+        count = shape.num_layers if options.context else 0
+        self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
+
+    def _kv_bytes(self, rows: int) -> int:
+        """Returns the bytes of one layer's KV buffer that a forward of `rows` rows reads."""
+        read: int = self.shard.kv_read(rows, self._max_sequences, self.options)
+        return read // max(1, len(self.weights.layers))
+
+    def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
+        """Returns a function that issues one forward of `rows` rows.
+
+        It reads the top-k of the logits out to the host, one head after the other; without an LM
+        head, of the hidden vector. With T shards every rank gets the top-k of each shard, in rank
+        order; ids count from the shard's first column.
+        """
+        k = k or self.options.top_k
+        backend, shape, weights, memory = self.backend, self.shard.shape, self.weights, self.buffers
+
+        @cache
+        def view(name: str, start: int, stop: int) -> Any:
+            return backend.view(getattr(memory, name), rows, start, stop)
+
+        entry = view("entry", 0, shape.fused_width) if weights.fusion else None
+        hidden = view("hidden", 0, shape.hidden)
+
+        def multiply(product: Product) -> None:
+            out = view(*product.out)
+            backend.matmul(view(*product.x), product.weight, out)
+            if product.summed:
+                self.group.all_reduce(out)
+
+        def forward() -> None:
+            backend.gather(weights.table, memory.tokens[:rows], hidden if entry is None else entry)
+            for product in weights.fusion:
+                multiply(product)
+            for number, layer in enumerate(weights.layers):
+                for product in layer:
+                    if self._read_kv and product.x[0] == "qkv":
+                        self._read_kv[number](self._kv_bytes(rows))
+                    multiply(product)
+            for number in range(max(1, len(weights.heads))):
+                state = hidden
+                if weights.heads:
+                    multiply(weights.heads[number])
+                    state = view(*weights.heads[number].out)
+                find: Find = partial(backend.top_k, state)
+                if weights.lm_heads:
+                    multiply(weights.lm_heads[number])
+                    find = self.best(rows)
+                self.candidates.issue(find, rows, k, number)
+
+        return forward
+
+    def best(self, rows: int) -> Find:
+        scores = self.backend.view(self.buffers.logits, rows, 0, self.shard.vocab)
+        return partial(self.backend.top_k, scores)
+
+    def read(self, rows: int, k: int | None = None) -> tuple[Any, Any | None]:
+        ids, values = self.candidates.read(rows, k or self.options.top_k)
+        first = np.arange(ids.shape[1], dtype=np.int32) * self.shard.vocab
+        return ids + first[:, None, None], values
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Returns this rank's logits of these rows, of the last LM head."""
+        scores = self.backend.view(self.buffers.logits, max(rows) + 1, 0, self.shard.vocab)
+        return np.asarray(self.backend.to_host(scores)[list(rows)], np.float32)

@@ -3,6 +3,12 @@
 A bucket's programs are compiled once, before the first round: compiling is collective over the
 target ranks, so every rank prepares the same buckets in the same order. A bucket has one program
 that reads out the best candidate of each row, and one for the top_k best if that is more.
+
+`SharedForwards` gives one stepper several users, whose launches run together as one forward. A
+draft that serves several target groups keeps the sequences and the lanes of each group in a range
+of its own of one KV cache. Each group's worker sees a `GroupView`: forwards with slots and lanes
+from 0 on, and the results of its own rows only. Forwards are batch-invariant (docs/transformer.md),
+so a view computes the numbers of a model of its own.
 """
 
 from __future__ import annotations
@@ -11,18 +17,19 @@ import bisect
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter_ns
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
+from mpissd.common.tape import SPILL_ROUNDS, Tape
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, merged
-from mpissd.engine.model.gemm_stack import GemmStack, GemmWeights
+from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, joined, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stacks import AnyShard, Stack
+from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.model.transformer.checkpoint import Arrays
 from mpissd.engine.model.transformer.sources import open_checkpoint
@@ -71,7 +78,10 @@ _PRODUCTS = ModelSource()
 
 
 class Stepper(Forwards):
-    """Runs one model's forwards on one rank, asynchronously and one at a time."""
+    """Runs one model's forwards on one rank, asynchronously and one at a time.
+
+    buckets: the compiled row counts, rising.
+    """
 
     def __init__(
         self,
@@ -96,9 +106,9 @@ class Stepper(Forwards):
         """
         self.backend, self.shard, self.options = backend, shard, options
         self._num_sequences = num_sequences
-        self._buckets = sorted(set(buckets))
+        self.buckets = sorted(set(buckets))
         self._shares = False
-        most = self._buckets[-1]
+        most = self.buckets[-1]
         weights = weights or model.weights(backend, shard, options, max_rows=most, seed=seed)
         sizes = {"max_rows": most, "max_sequences": num_sequences}
         self.stack: Stack
@@ -121,12 +131,12 @@ class Stepper(Forwards):
     def compile(self) -> None:
         """Compiles the programs of each bucket; collective over the group."""
         capturable = self.stack.group.capturable
-        for rows in self._buckets:
+        for rows in self.buckets:
             for k in sorted({1, self.options.top_k}):
                 body, cost = self.stack.body(rows, k), self.cost(rows, k)
                 program = self.backend.program(body, cost, capturable=capturable)
                 self._programs[rows, k] = program
-        self._current = self._programs[self._buckets[0], 1]
+        self._current = self._programs[self.buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
         """Returns a stepper that shares this one's programs but uses only these buckets.
@@ -135,25 +145,20 @@ class Stepper(Forwards):
         stepper does nothing; the owner of this one closes the programs.
         """
         part = copy.copy(self)
-        part._buckets = sorted(set(buckets))
+        part.buckets = sorted(set(buckets))
         part._shares = True
-        part._current = self._programs[part._buckets[0], 1]
+        part._current = self._programs[part.buckets[0], 1]
         return part
-
-    @property
-    def buckets(self) -> list[int]:
-        """The compiled row counts, in rising order."""
-        return list(self._buckets)
 
     @property
     def sizes(self) -> list[int]:
         """The row counts that forwards compute, in rising order; empty: any, without padding."""
         ops = getattr(self.stack.weights, "ops", None)
-        return list(self._buckets) if ops is None or ops.computes_padding else []
+        return list(self.buckets) if ops is None or ops.computes_padding else []
 
     @property
     def most_rows(self) -> int:
-        return self._buckets[-1]
+        return self.buckets[-1]
 
     @property
     def kernel(self) -> str:
@@ -173,8 +178,8 @@ class Stepper(Forwards):
 
     def bucket(self, rows: int) -> int:
         """Returns the smallest compiled row count that is at least `rows`."""
-        assert rows <= self._buckets[-1], f"{rows} rows, the largest bucket is {self._buckets[-1]}"
-        return self._buckets[bisect.bisect_left(self._buckets, rows)]
+        assert rows <= self.buckets[-1], f"{rows} rows, the largest bucket is {self.buckets[-1]}"
+        return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
@@ -258,3 +263,120 @@ class Stepper(Forwards):
         for program in (*self._programs.values(), self._chunks):
             if program is not None:
                 program.close()
+
+
+class SharedForwards:
+    """A stepper with seats: the forwards that they have launched run when one of them waits."""
+
+    COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
+
+    def __init__(self, stepper: Stepper, seats: int, *, slots: int, lanes: int) -> None:
+        """Divides the stepper; slots, lanes: of each seat."""
+        self.stepper = stepper
+        self.most_rows = stepper.most_rows // seats
+        self.seats = [GroupView(self, n * slots, n * lanes) for n in range(seats)]
+        self.launched: list[GroupView] = []
+        self._log = Tape("q")  # the values of COLUMNS, forward after forward
+
+    def wait(self, waiter: Waiter) -> None:
+        """Runs the launched rows, then waits for them; chunks of prompts run separately."""
+        launched, self.launched = self.launched, []
+        for seat in launched:
+            if seat.chunk is not None:
+                self.stepper.upload_chunk(*seat.chunk)
+                self._run(len(seat.chunk[2]), 1, waiter)
+                seat.chunk = None
+        together = [seat for seat in launched if seat.part is not None]
+        if not together:
+            return
+        rows, tokens, placed = 0, list[Ints](), list[Places]()
+        start = 0
+        for seat in together:
+            assert seat.part is not None
+            count, own, places = seat.part
+            seat.window, seat.part = slice(start, start + len(own)), None
+            start, rows = start + len(own), rows + count
+            tokens.append(own)
+            placed += [] if places is None else [places]
+        lists = any(seat.lists for seat in together)
+        self.stepper.upload(
+            rows, np.concatenate(tokens), joined(placed) if placed else None, lists=lists
+        )
+        self._run(rows, len(together), waiter)
+
+    def _run(self, rows: int, seats: int, waiter: Waiter) -> None:
+        begin = perf_counter_ns()
+        self.stepper.launch()
+        self.stepper.wait(waiter)
+        add = self._log.tail.append
+        for value in (begin, round(self.stepper.elapsed_s() * 1e9), rows, seats):
+            add(value)
+        if len(self._log.tail) >= len(self.COLUMNS) * SPILL_ROUNDS:
+            self._log.spill()
+
+    def log(self) -> NDArray[np.int64]:
+        """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
+        return self._log.read().reshape(-1, len(self.COLUMNS))
+
+
+class GroupView(Forwards):
+    """The part of a shared model that one user sees; its slots and lanes begin at 0.
+
+    part, chunk: what was uploaded, and is not in a forward yet. window: the rows of this seat in
+    the last forward. lists: whether lists of candidates are read.
+    """
+
+    def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
+        self.shared = shared
+        self._first_slot, self._first_lane = first_slot, first_lane
+        self.part: tuple[int, Ints, Places | None] | None = None
+        self.chunk: tuple[int, int, Ints] | None = None
+        self.window, self.lists = slice(0, 0), False
+
+    @property
+    def most_rows(self) -> int:
+        return self.shared.most_rows
+
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
+        if places is not None:
+            lanes = np.where(places.lanes < 0, places.lanes, places.lanes + self._first_lane)
+            slots = places.slots + np.int32(self._first_slot)
+            places = replace(places, slots=slots, lanes=lanes.astype(np.int32))
+        self.part, self.lists = (rows, tokens, places), lists
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.shared.stepper.chunk_rows
+
+    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
+        self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
+
+    def launch(self) -> None:
+        assert self not in self.shared.launched, "a second forward before the first one is over"
+        self.shared.launched.append(self)
+
+    def done(self) -> bool:
+        return self not in self.shared.launched and self.shared.stepper.done()
+
+    def wait(self, waiter: Waiter) -> None:
+        self.shared.wait(waiter)
+
+    def elapsed_s(self) -> float:
+        """Returns the device time of the last finished forward, with the rows of all seats."""
+        return self.shared.stepper.elapsed_s()
+
+    def results(self) -> Results:
+        whole = self.shared.stepper.results()
+        window = slice(None), self.window, slice(None if self.lists else 1)
+        return Results(whole.ids[window], None if whole.values is None else whole.values[window])
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        return self.shared.stepper.logits([self.window.start + row for row in rows])
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.shared.stepper.release([self._first_slot + slot for slot in slots])
+
+    def close(self) -> None:
+        """Does nothing: the owner of the stepper closes it."""

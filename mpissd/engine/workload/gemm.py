@@ -21,12 +21,11 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.base import Workload, laws_label
 from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
     Lanes,
-    OpenGather,
     Proposals,
     Rollout,
     TargetOracle,
@@ -419,9 +418,7 @@ class GemmWorkload(Workload):
                 f"vocab_size - 2 = {self.vocab - 2}"
             )
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> ImposedTarget:
+    def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
         return ImposedTarget(stream)
@@ -437,13 +434,13 @@ class GemmWorkload(Workload):
         ids = range(first_id, first_id + count)
         return [Request(n, first_token=n % self.vocab) for n in ids]
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         job, config = self.job, self.job.config
         if job.draft is None:
-            return RowFields()
-        return RowFields(
-            acceptance=self._labels[0],
-            acceptance_fast=self._labels[1] if config.backup == "fast" else None,
-            hit_law=job.hit_law.label if job.fan_out else None,
-            laws=laws_label(config),
-        )
+            return {}
+        return {
+            "acceptance": self._labels[0],
+            "acceptance_fast": self._labels[1] if config.backup == "fast" else None,
+            "hit_law": job.hit_law.label if job.fan_out else None,
+            "laws": laws_label(config),
+        }

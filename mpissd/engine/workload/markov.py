@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +25,9 @@ from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import RowFields, Workload
+from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.oracle import (
     Lane,
-    OpenGather,
     Proposal,
     Proposals,
     SampledDraft,
@@ -254,9 +254,7 @@ class MarkovWorkload(Workload):
                 f"{_MOST_ROW_BYTES / 1e9:.1f} GB"
             )
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> MarkovTarget:
+    def target_oracle(self, stepper: Forwards) -> MarkovTarget:
         return MarkovTarget(self.laws)
 
     def draft_oracle(self, stepper: Forwards) -> MarkovDraft:
@@ -265,13 +263,13 @@ class MarkovWorkload(Workload):
     def requests(self, first_id: int, count: int) -> list[Request]:
         return self.laws.requests(first_id, count)
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         laws = self.laws
-        return RowFields(
-            temperature=laws.temperature,
-            vocab=laws.vocab,
-            order=laws.target.order,
-            divergence=laws.draft.divergence,
-            saguaro_c=laws.saguaro_c,
-            prompt_tokens=laws.prompt_tokens,
-        )
+        return {
+            "temperature": laws.temperature,
+            "vocab": laws.vocab,
+            "order": laws.target.order,
+            "divergence": laws.draft.divergence,
+            "saguaro_c": laws.saguaro_c,
+            "prompt_tokens": laws.prompt_tokens,
+        }

@@ -150,7 +150,12 @@ class Oracle:
 
 
 class TargetOracle(Oracle, ABC):
-    """Decides which drafted tokens the target accepts, and the token that follows them."""
+    """Decides which drafted tokens the target accepts, and the token that follows them.
+
+    gather_logits: collects the logits of several target ranks, if the forwards' results decide.
+    """
+
+    gather_logits: LogitsGather | None = None
 
     def gather(self, rows: int, waiter: Waiter) -> None:
         """Collects what judging needs from the other target ranks (collective), when the forward

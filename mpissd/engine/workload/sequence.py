@@ -443,22 +443,6 @@ def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places |
     return _trunk(slots, np.minimum(options.context + later, options.capacity - 1))
 
 
-def joined(parts: abc.Sequence[Places], *, reads: bool = True) -> Places:
-    """Returns the concatenated places of several groups of rows.
-
-    reads: whether candidates of the rows are read.
-    """
-    if len(parts) == 1 and reads:
-        return parts[0]
-    return Places(
-        np.concatenate([part.slots for part in parts]),
-        np.concatenate([part.positions for part in parts]),
-        np.concatenate([part.lanes for part in parts]),
-        np.concatenate([part.trunks for part in parts]),
-        reads,
-    )
-
-
 def chunk(places: Places, part: slice) -> Places:
     """Returns the places of some rows of a prompt, whose candidates are not read."""
     rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]

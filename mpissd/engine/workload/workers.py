@@ -14,7 +14,7 @@ import numpy as np
 
 from mpissd.common.rounds import Ints, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
-from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.workload.oracle import DraftOracle, Oracle, Proposals, Rollout, TargetOracle
@@ -25,7 +25,6 @@ from mpissd.engine.workload.sequence import (
     Index,
     Placement,
     chunk,
-    joined,
     places_of,
 )
 
@@ -33,7 +32,7 @@ LEAST_CHUNK = 256  # tokens of a prompt that are worth a chunk of their own
 R = TypeVar("R")
 AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 # Work that pauses at each of its forwards: it yields whenever it has launched one, and is resumed
-# when that is over. Whoever drives it may run forwards of several groups as one (model.shared).
+# when that is over. Whoever drives it may run forwards of several groups as one (model.stepper).
 Steps = Generator[None, None, R]
 
 

@@ -26,7 +26,7 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
 from mpissd.common.load_row import SCHEMA, LoadRow
 from mpissd.common.output import append_row, check_output, json_line
-from mpissd.engine.workload.text.prompts import Entry, read_entries
+from mpissd.engine.workload.tokenizer import Entry, read_entries
 from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widt
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
-from mpissd.engine.workload.replay.recording import Recorded
-from mpissd.engine.workload.replay.workload import ReplayWorkload
+from mpissd.engine.workload.replay import Recorded, ReplayWorkload
 from mpissd.lab.load.config import AUTO, LoadConfig
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.derive import host_of
@@ -54,8 +53,8 @@ def about(config: LoadConfig) -> Mapping[str, Any]:
         "num_drafts": run.drafts,
         "world_size": (config.tp + run.drafts) * config.replicas,
         "replicas": config.replicas,
-        "acceptance": fields.acceptance,
-        "hit_law": fields.hit_law,
+        "acceptance": fields.get("acceptance"),
+        "hit_law": fields.get("hit_law"),
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
         "max_running": config.max_running,
     }

@@ -28,8 +28,7 @@ from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
-from mpissd.engine.model.shared import GroupView
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.stepper import GroupView, Stepper
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session
 from mpissd.engine.workload.sequence import timed_places

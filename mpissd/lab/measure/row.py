@@ -9,7 +9,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ from mpissd.common.trace import LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
-from mpissd.engine.model.shared import SharedForwards
+from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.session import Session, drafts_of
-from mpissd.engine.workload.text.stops import SOURCES, AnswerText
-from mpissd.engine.workload.text.tokenizer import tokenizer_digest
-from mpissd.engine.workload.text.workload import TextWorkload
+from mpissd.engine.workload.base import ROW_FIELDS
+from mpissd.engine.workload.text import TextWorkload
+from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_digest
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.predict.costs import job_to_dict
@@ -101,7 +100,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         stop_token=config.stop_token,
         token_limit=config.token_limit,
         **_weights(job),
-        **asdict(session.workload.row_fields()),
+        **{**dict.fromkeys(ROW_FIELDS), **session.workload.row_fields()},
         t_prefill_s=round(lead.prefill_s, 9) if config.is_text else None,
         time_to_first_token_s=(
             round(float(lead.records.round_s.read()[0]), 9) if config.is_text else None
@@ -313,8 +312,8 @@ def _learner(session: Session, measured: Measured) -> dict[str, Any]:
     return {
         "learners": session.job.config.learners,
         "learner_state": lead.learner["state"],
-        "draft_versions": 0 if updates is None else len(updates.swaps),
-        "learner": {**report, **({} if updates is None else updates.to_dict())},
+        "draft_versions": 0 if updates is None else len(updates["swaps"]),
+        "learner": {**report, **(updates or {})},
         "acceptance_by_version": [
             {
                 **{"version": version, "rounds": rounds, "drafted": drafted, "accepted": accepted},

@@ -34,8 +34,7 @@ from mpissd.common.theory import power_law_miss
 from mpissd.engine.spec.acceptance import SCHEMA, hazards_of_counts
 from mpissd.engine.spec.fit import most_likely
 from mpissd.engine.spec.lookup import LOOKUPS
-from mpissd.engine.workload.replay.recording import Ids, Recorded, Recording, load
-from mpissd.engine.workload.replay.workload import copied
+from mpissd.engine.workload.replay import Ids, Recorded, Recording, copied, load
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.load import load_rows
 

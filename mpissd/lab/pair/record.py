@@ -27,9 +27,8 @@ from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.workload.replay.recording import Recorded, Recording, save
-from mpissd.engine.workload.text.prompts import read_prompts
-from mpissd.engine.workload.text.tokenizer import load_tokenizer
+from mpissd.engine.workload.replay import Recorded, Recording, save
+from mpissd.engine.workload.tokenizer import load_tokenizer, read_prompts
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.pair.laws import print_laws
 

@@ -25,7 +25,7 @@ from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Machine, opened_machine, rest
-from mpissd.engine.workload.text.workload import check_prompts
+from mpissd.engine.workload.text import check_prompts
 from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned

@@ -1,28 +1,38 @@
-"""Oracles of the `text` workload: they verify and draft with the logits of their own forwards."""
+"""The `text` workload: two transformers' own logits decide, and prompts are answered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from mpissd.common.errors import ProtocolError
+from mpissd.common.errors import ConfigError, ProtocolError
+from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.forwards import Draws as DeviceDraws
+from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
+from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import LONGEST
+from mpissd.engine.workload.base import (
+    WARM_TOKENS,
+    Endings,
+    Resolved,
+    Workload,
+    laws_label,
+)
 from mpissd.engine.workload.oracle import (
     Case,
     Draws,
     Lane,
     Logits,
-    LogitsGather,
     Proposal,
     Proposals,
     Rollout,
@@ -33,6 +43,14 @@ from mpissd.engine.workload.oracle import (
 )
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.sequence import Sequence as Live
+from mpissd.engine.workload.tokenizer import (
+    AnswerText,
+    Prompt,
+    Tokenizer,
+    digest_of,
+    load_tokenizer,
+    read_prompts,
+)
 
 
 class LogitsTarget(SampledTarget):
@@ -48,7 +66,6 @@ class LogitsTarget(SampledTarget):
         samples: bool = False,
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
-        gather: LogitsGather | None = None,
         teaches: bool = False,
     ) -> None:
         """Makes the oracle of one target rank.
@@ -60,7 +77,7 @@ class LogitsTarget(SampledTarget):
         super().__init__(seed)
         self._stepper, self._samples, self._draft_ids = stepper, samples, draft_ids
         self.chains = not samples
-        self._widths, self._gather, self._teaches = widths, gather, teaches
+        self._widths, self._teaches = widths, teaches
         # Whether a live sequence is sampled, and whether logits are read.
         self._draws_any = self._reads_logits = False
         self._live: list[Live] | None = None  # the sequences of which this is known
@@ -75,11 +92,11 @@ class LogitsTarget(SampledTarget):
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        if self._gather is not None and self._reads_logits:
+        if self.gather_logits is not None and self._reads_logits:
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
-            self._parts = self._gather(padded, waiter)
+            self._parts = self.gather_logits(padded, waiter)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -105,7 +122,7 @@ class LogitsTarget(SampledTarget):
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: DeviceDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self._gather is not None:
+        if draws is None or self.gather_logits is not None:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
@@ -149,7 +166,7 @@ class LogitsTarget(SampledTarget):
 
     def logits_of(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
-        if self._gather is None:
+        if self.gather_logits is None:
             own: Logits = self._stepper.logits([row])[0]
             return own
         parts = zip(self._parts[:, row], self._widths, strict=True)
@@ -306,3 +323,192 @@ class LogitsDraft(SampledDraft):
     def _named(self, entry: int) -> int:
         """Returns the token of an entry of the draft's rows."""
         return entry if self._ids is None else int(self._ids[entry])
+
+
+class TextEndings(Endings):
+    """Ends an answer at a stop token or a stop string, or when the context is full."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        strings: Sequence[str],
+        stop_ids: Collection[int],
+        room: Mapping[int, int],
+    ) -> None:
+        """room: the tokens that each request may emit within the context, by request id. Raises
+        ConfigError for stop strings without a tokenizer."""
+        super().__init__(*stop_ids)
+        if tokenizer is None and strings:
+            raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
+        self._tokenizer, self._strings, self._room = tokenizer, strings, room
+        self._texts: dict[int, AnswerText] = {}
+
+    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        left = self._room[request_id] - before
+        if self._tokenizer is None or not self._strings:  # then no text is needed
+            kept = super().kept(request_id, before, tokens)
+        else:
+            kept, text = None, self._texts.get(request_id)
+            if text is None:
+                text = AnswerText(self._tokenizer, self._strings, self._stop)
+                self._texts[request_id] = text
+            for n, token in enumerate(tokens, 1):
+                text.push(token)
+                if text.ended is not None:
+                    del self._texts[request_id]
+                    kept = n
+                    break
+        if kept is None:
+            return left if len(tokens) >= left else None
+        return min(kept, left)
+
+
+class TextWorkload(Workload):
+    """Prompts are answered greedily, or sampled at --temperature and --top_p."""
+
+    reports_outcomes = True
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer; None for --prompt_ids."""
+        if self.job.config.prompt_ids is not None:
+            return None
+        return load_tokenizer(self.job.target_where)
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, read only on the lead; raises ConfigError for an unreadable one."""
+        job = self.job
+        return read_prompts(job.config, self.tokenizer, context=job.longest, vocab=self.vocab)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        own = frozenset[int]() if self.tokenizer is None else self.tokenizer.stop_ids
+        token = self.job.config.stop_token
+        return own if token is None else own | {token}
+
+    @property
+    def vocab(self) -> int:
+        return config_of(self.job.target_where).shape.vocab_size
+
+    @cached_property
+    def draft_ids(self) -> Ints | None:
+        """The tokens that the draft knows, rising; None for all."""
+        if not self.job.drafts_by_transformer:
+            return None
+        draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
+        return known_ids(draft, self.vocab)
+
+    @property
+    def proposal_width(self) -> int:
+        return self.vocab if self.draft_ids is None else len(self.draft_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.job.longest
+
+    @property
+    def samples(self) -> bool:
+        serving = self.job.serving
+        return self.job.config.temperature > 0 or (serving is not None and serving.samples)
+
+    @property
+    def law(self) -> str:
+        config, where = self.job.config, self.job.target_where
+        weights = "" if has_weights(where) else " of random weights"
+        sampled = f"temperature {config.temperature:g}, top_p {config.top_p:g}"
+        how = sampled if self.samples else "greedy"
+        return f"text by {self.job.target.name}{weights}, {how}"
+
+    def check(self) -> None:
+        """Refuses an invalid stop token, and a context without room for an answer."""
+        super().check()
+        token, longest = self.job.config.stop_token, self.job.longest
+        if token is not None and token >= self.vocab:
+            raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
+        if self.job.reads_states and self.job.config.learners:
+            asked = f"learners=1 with draft={self.job.draft_where}, which reads hidden states"
+            raise ConfigError(f"{asked}: allowed: a draft model of its own")
+        if longest < 2:
+            raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
+
+    def target_oracle(self, stepper: Forwards) -> LogitsTarget:
+        job = self.job
+        shard = job.target_shard
+        assert isinstance(shard, TransformerShard), "text without a transformer"
+        ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
+        return LogitsTarget(
+            stepper,
+            job.config.seed,
+            samples=self.samples,
+            draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
+            widths=[part.vocab for part in ranks],
+            teaches=job.config.learners > 0,
+        )
+
+    def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
+        job, config, shard = self.job, self.job.config, self.job.draft_shard
+        return LogitsDraft(
+            stepper,
+            config.seed,
+            job.lookahead,
+            job.fan_outs,
+            samples=self.samples,
+            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
+            ids=self.draft_ids,
+            lookup=config.lookup,
+            heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
+        )
+
+    def request(self, request_id: int, tokens: Sequence[int]) -> Request:
+        """Returns the request that continues these tokens, sampled according to the flags."""
+        config = self.job.config
+        sampled = config.temperature, config.top_p
+        return Request(request_id, tokens[-1], 0, tuple(tokens), *sampled)
+
+    def requests(self, first_id: int, count: int) -> list[Request]:
+        """Returns prompts first_id …; beyond their number, short ones to warm the job up."""
+        requests, every = [], self.prompts
+        for n in range(first_id, first_id + count):
+            tokens = every[n % len(every)].tokens
+            requests.append(self.request(n, tokens if n < len(every) else tokens[:WARM_TOKENS]))
+        return requests
+
+    def tabulated(self, group: int = 0) -> list[Request]:
+        return []
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts)
+
+    def endings(self) -> TextEndings:
+        job = self.job
+        room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
+        return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
+
+    def row_fields(self) -> dict[str, Any]:
+        config = self.job.config
+        return {
+            "temperature": config.temperature,
+            "vocab": self.vocab,
+            "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
+            "lookup": config.fast_lookup,
+            "laws": laws_label(config),
+            "top_p": config.top_p,
+            "stop": list(config.stop_strings),
+            "num_prompts": len(self.prompts),
+            "prompts_sha256": digest_of(self.prompts),
+        }
+
+
+def check_prompts(job: Resolved) -> None:
+    """Raises ConfigError if a job of text has a prompt that cannot be answered.
+
+    For the lead, since only the lead must reach the file of prompts.
+    """
+    if not job.config.is_text:
+        return
+    count, groups = len(TextWorkload(job).prompts), job.config.groups
+    if count < groups:
+        raise ConfigError(f"groups={groups} with {count} prompts: allowed: at most {count}")

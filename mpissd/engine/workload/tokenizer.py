@@ -1,28 +1,37 @@
-"""Text to token ids and back, with a model's chat template and its stop tokens.
+"""Text to token ids and back: tokenizers, prompts, and the text of an answer while it arrives.
 
 A tokenizer comes from a Hugging Face folder (tokenizer.json, tokenizer_config.json,
 generation_config.json, chat_template.jinja) or from the metadata of a GGUF file. The libraries
 `tokenizers` and `jinja2` are imported when one is loaded.
+
+The flags give one prompt, or a file of lines {"prompt": …} or {"messages": […]}. A prompt is one
+user message in the model's chat template if it has one and --chat_template allows it. If not, it is
+the text that the model continues.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import files_of
+from mpissd.common.rounds import Source
 from mpissd.engine.model.transformer.checkpoint import digest
 
 if TYPE_CHECKING:
     import tokenizers
     from jinja2 import Template
+
 
 Message = Mapping[str, str]
 _FILES = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja".split()
@@ -286,3 +295,217 @@ def _library() -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+_ID = re.compile(r"[0-9]{1,18}")
+
+Entry = Mapping[str, Any]  # {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as it was given ({} for --prompt_ids), and its tokens."""
+
+    entry: Entry
+    tokens: tuple[int, ...]
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Returns the SHA-256 of the prompts' tokens: a line each, in decimal, a space between."""
+    lines = (" ".join(map(str, prompt.tokens)) + "\n" for prompt in prompts)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def read_prompts(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    context: int | None = None,
+    vocab: int | None = None,
+) -> list[Prompt]:
+    """Returns the prompts of a run, encoded.
+
+    tokenizer: may be None with --prompt_ids. context: the longest sequence in tokens (None:
+    unknown). vocab: ids are below it (None: unknown). Raises ConfigError, which names the line of
+    the file: no prompt, an empty one, invalid UTF-8 or JSON, or a prompt that leaves no room for an
+    answer.
+    """
+    named: list[tuple[str, Prompt]] = []
+    if config.prompt_ids is not None:  # 1,2,3;4,5: two prompts
+        for number, part in enumerate(config.prompt_ids.split(";"), 1):
+            where, ids = f"prompt_ids: prompt {number}", part.split(",")
+            if not all(_ID.fullmatch(token.strip()) for token in ids):
+                raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
+            named.append((where, Prompt({}, tuple(int(token) for token in ids))))
+    else:
+        assert tokenizer is not None, "text without a tokenizer"
+        entries = [] if config.prompts is None else read_entries(config.prompts)
+        if not entries and config.prompt is None:
+            needed = "prompt: needed with workload=text (or prompts=FILE.jsonl, prompt_ids)"
+            raise ConfigError(needed)
+        for where, entry in entries or [("prompt", {"prompt": config.prompt})]:
+            tokens = encoded(where, entry, tokenizer, chat=config.chat_template)
+            named.append((where, Prompt(entry, tokens)))
+    for where, prompt in named:
+        count, largest = len(prompt.tokens), max(prompt.tokens, default=0)
+        if not count:
+            raise ConfigError(f"{where}: has no tokens")
+        if vocab is not None and largest >= vocab:
+            raise ConfigError(f"{where}: token {largest}: allowed: 0..{vocab - 1}")
+        if context is not None and count >= context:
+            raise ConfigError(
+                f"{where}: {count} tokens: allowed: at most {context - 1}, since the model's "
+                f"context has {context}"
+            )
+    return [prompt for _, prompt in named]
+
+
+def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
+    """Returns the entries of a flag's JSONL file, each with its name for error messages; blank
+    lines are skipped. Raises ConfigError."""
+    path = Path(file).expanduser()
+    name = f"{flag}={str(path)!r}"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from error
+    entries: list[tuple[str, Entry]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{name}: line {number}"
+        try:
+            entry = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: is no UTF-8 text (byte {error.start + 1})") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: is no JSON: {error}") from error
+        if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
+            raise ConfigError(f'{where}: allowed: {{"prompt": "…"}} or {{"messages": […]}}')
+        _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # the answers repeat it all
+        entries.append((where, entry))
+    if not entries:
+        raise ConfigError(f"{name}: holds no prompt")
+    return entries
+
+
+def encoded(where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
+    """Returns the tokens of an entry; raises ConfigError for an empty one.
+
+    chat: whether a prompt is a message in the model's chat template, if it has one.
+    """
+    if "messages" in entry:
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ConfigError(f"{where}: messages: allowed: a list of at least one message")
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                allowed = 'allowed: {"role": "…", "content": "…"}'
+                raise ConfigError(f"{where}: message {number}: {allowed}")
+            check_text(f"{where}: message {number}", message.get("content"))
+    else:
+        text = check_text(where, entry["prompt"])
+        if not chat or tokenizer.template is None:
+            return tuple(tokenizer.encode(text))
+        messages = [{"role": "user", "content": text}]
+    try:
+        return tuple(tokenizer.chat(messages))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_text(where: str, text: Any) -> str:
+    """Returns the text of a prompt; raises ConfigError if it is empty or is no Unicode text."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: {json.dumps(text)} is no text")
+    if not text.strip():
+        raise ConfigError(f"{where}: is empty")
+    _check_unicode(where, text)
+    return text
+
+
+def _check_unicode(where: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # arguments carry invalid bytes as lone surrogates
+        raise ConfigError(f"{where}: is no UTF-8 text (character {error.start + 1})") from error
+
+
+BONUS = "bonus"
+# The origin of a token, as answers name it; NONE: the target's own.
+SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
+_PARTIAL = "\ufffd"  # the character to which incomplete UTF-8 bytes are decoded
+
+
+def sources_of(num_accepted: int, source: int) -> list[str]:
+    """Returns the source of each token of one round: the accepted ones, then the target's."""
+    return [SOURCES[int(source)]] * num_accepted + [BONUS]
+
+
+class AnswerText:
+    """The text of one answer while its tokens arrive, up to its end.
+
+    The pieces that `push` and `flush` return add up to the answer's text. Bytes of a part of a
+    character wait for the tokens that complete it, and text that may be the beginning of a stop
+    string is held back until that is decided. `ended` is the finish reason: "stop_token", "stop" (a
+    stop string), or None so far. The token that ends an answer belongs to its tokens, but no stop
+    belongs to its text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, strings: Sequence[str], stop_ids: Collection[int]
+    ) -> None:
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._stops = [stop for stop in strings if stop]
+        # Decoders may treat the first token differently, so a piece is a difference of two texts
+        # that start at the same token.
+        self._context: list[int] = []
+        self._waiting: list[int] = []
+        self._held = ""
+        self.ended: str | None = None
+
+    def push(self, token: int) -> str:
+        """Takes one token; returns the text that can be shown now."""
+        if self.ended is not None:
+            return ""
+        if token in self._stop_ids:
+            text = self.flush()
+            self.ended = "stop_token"
+            return text
+        self._waiting.append(token)
+        new = self._new_text()
+        if new.endswith(_PARTIAL):
+            return ""
+        if new:
+            self._context, self._waiting = self._waiting, []
+        text, is_cut = self._cut(self._held + new)
+        if is_cut:
+            self.ended = "stop"
+            return text
+        sizes = (
+            size
+            for stop in self._stops
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        )
+        shown = len(text) - max(sizes, default=0)  # the rest may begin a stop string
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """Returns the text that still waits, of an answer that ends without a stop; the bytes of a
+        character that was never completed are U+FFFD."""
+        if self.ended is not None:
+            return ""
+        text, _ = self._cut(self._held + self._new_text())
+        self._held, self._context, self._waiting = "", self._waiting, []
+        return text
+
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode([*self._context, *self._waiting])[len(known) :]
+
+    def _cut(self, text: str) -> tuple[str, bool]:
+        """Returns the text in front of its first stop string, and whether there is one."""
+        places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        return text[: min(places, default=None)], bool(places)

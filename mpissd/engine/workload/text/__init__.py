@@ -1,1 +1,0 @@
-"""Text: prompts in, a language model's answers out."""
