@@ -17,7 +17,7 @@ from mpissd.common.presets import resolve_model
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.base import ForwardKey
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, Tables, load_profile
+from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
@@ -144,7 +144,7 @@ def two_kernels() -> Profile:
         )
         kernels = Forward(params, few, "chain", 32), Forward(params, many, "cublas")
         tables[shard.key(1, ForwardOptions())] = kernels
-    return replace(load_profile(DATASHEET), tables=Tables(forwards=tables))
+    return replace(load_profile(DATASHEET), forwards=tables)
 
 
 PROFILE = two_kernels()
@@ -256,7 +256,7 @@ def shard(pair: str, tp: int) -> Shard:
 
 
 def seconds(profile: Profile, of: Shard, rows: int) -> float:
-    curve = profile.tables.forward(of.cost(rows, 1, 2, FUSED))
+    curve = profile.measured(of.cost(rows, 1, 2, FUSED))
     assert curve is not None
     return curve(rows)
 
@@ -293,17 +293,17 @@ def by_one_kernel(
     profile: Profile, of: Shard, most_rows: int | None, one_row_s: float = 0.0
 ) -> Profile:
     """The profile with the measured forward assigned to another kernel, or given another time."""
-    key, forwards = of.key(1, FUSED), dict(profile.tables.forwards)
+    key, forwards = of.key(1, FUSED), dict(profile.forwards)
     (known,) = forwards[key]
     curve = Curve((1,), (one_row_s,)) if one_row_s else known.seconds
     forwards[key] = (replace(known, most_rows=most_rows, seconds=curve),)
-    return replace(profile, tables=replace(profile.tables, forwards=forwards))
+    return replace(profile, forwards=forwards)
 
 
 def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:
     alone = probed("h200-8b-1b-T1D1")
     found = with_derived(alone, shard("8b/1b", 2), 1, FUSED)
-    assert "all-reduces of profile h200" in str(found.tables.forwards)
+    assert "all-reduces of profile h200" in str(found.forwards)
     other = replace(alone, device_name="Another device")
     with pytest.raises(ConfigError, match="knows no all-reduce over 2 ranks"):
         with_derived(other, shard("8b/1b", 2), 1, FUSED)
@@ -343,5 +343,5 @@ def test_two_ranks_take_the_measured_share_of_one() -> None:
     config = RunConfig(pair="70b/1b", mode="ar", forward="transformer")
     job = resolve(config, 2, backend="emulated", memory_bytes=None)
     profile = with_derived(load_profile("h200"), job.target_shard, 1, job.options)
-    curve = profile.tables.forward(job.target_shard.cost(1, 1, 2, job.options))
+    curve = profile.measured(job.target_shard.cost(1, 1, 2, job.options))
     assert curve is not None and curve.source.startswith("derived: one rank's share")
