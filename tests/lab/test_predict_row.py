@@ -151,8 +151,6 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     ("name", "wanted", "reason"),
     [
         ("saguaro/runs.jsonl", {}, "markov"),
-        ("h200-ssd/runs.jsonl", {"backup": "auto"}, "they adapt"),
-        ("emulated-schedules/runs.jsonl", {"schedule": "pearl"}, "pearl"),
         ("emulated-schedules/runs.jsonl", {"draft": "medusa4-llama-3.1-8b"}, "several tokens"),
         ("h200/runs.jsonl", {"backend": "emulated"}, "ran on null device"),
         ("h200-tables/runs.jsonl", {"mode": "ar"}, "is of NVIDIA H100 80GB SXM"),
