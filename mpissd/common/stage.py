@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
@@ -63,7 +64,11 @@ class Page:
 
         The caller closes the descriptor. The memory is freed with the last process that maps it.
         """
-        fd = os.memfd_create("mpissd")  # Linux, as all of the warden
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("mpissd")
+        else:  # a Python that was built for an older glibc, as conda's and uv's
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
         os.ftruncate(fd, SIZE)
         shared = mmap.mmap(fd, SIZE)
         shared[:] = self.bytes.tobytes()

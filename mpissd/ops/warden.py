@@ -104,9 +104,11 @@ class Peer:
             self.link.send(text.encode(), socket.MSG_DONTWAIT)
 
     def kill(self) -> None:
-        """Kills the rank with SIGKILL."""
+        """Kills the rank with SIGKILL, and never another process that got its pid."""
         with suppress(ProcessLookupError):
-            if not process.is_gone(self.pid):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            elif not process.is_gone(self.pid):
                 os.kill(self.pid, signal.SIGKILL)
 
 

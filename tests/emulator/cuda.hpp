@@ -101,6 +101,15 @@ struct Fibre {
   Block* block;
   int thread;
   bool over = false;
+  // What it waits for, which the scheduler looks at in its place: the end of a round of a meeting,
+  // or of a phase of a barrier.
+  const Meeting* met = nullptr;
+  u64 since = 0;
+  const Barrier* barrier = nullptr;
+  u32 parity = 0;
+  bool waits() const {
+    return (met && met->round == since) || (barrier && (barrier->phase & 1) == parity);
+  }
   std::vector<std::vector<OwnCopy>> copies;  // by group
   bool started = false;
   jmp_buf at;  // where it gave way
@@ -110,12 +119,9 @@ struct Grid {
   int blocks, threads;
 };
 
-inline std::vector<Grid> grids;
-inline std::vector<Block*> all_blocks;
-inline std::vector<Fibre*> fibres;
-inline std::vector<std::vector<char>> stacks;  // that no fibre uses
-inline Fibre* current = nullptr;
-inline jmp_buf scheduler;
+extern std::vector<Grid> grids;
+extern std::vector<Block*> all_blocks;
+extern Fibre* current;
 struct Random {  // xorshift64*: <random> takes longer to compile than a kernel
   u64 state = 1;
   void seed(u32 seed) { state = seed + 1ull; }
@@ -124,22 +130,14 @@ struct Random {  // xorshift64*: <random> takes longer to compile than a kernel
     return (u32)(state * 0x2545F4914F6CDD1Dull >> 32);
   }
 };
+extern Random random_;
+extern u64 clock_;
 
-inline Random random_;
-inline u64 clock_ = 0;
-
-// Jumps between stacks: swapcontext would call the kernel for the signal mask each time.
-__attribute__((noinline)) inline void give_way() {
-  if (!_setjmp(current->at)) _longjmp(scheduler, 1);
-}
-
-__attribute__((noinline)) inline void resume(Fibre* fibre) {
-  current = fibre;
-  if (_setjmp(scheduler)) return;
-  if (fibre->started) _longjmp(fibre->at, 1);
-  fibre->started = true;
-  setcontext(&fibre->context);
-}
+void give_way();
+void launch(int blocks, int threads, u32 bytes, std::function<void()> body);
+bool run(u64 rounds);
+Barrier& barrier(u32 at);
+Meeting& meeting(int number);
 
 template <typename Last>
 void meet(Meeting& meeting, int count, Last last) {
@@ -149,79 +147,11 @@ void meet(Meeting& meeting, int count, Last last) {
     meeting.there = 0;
     ++meeting.round;
   } else {
-    while (meeting.round == round) give_way();
+    current->met = &meeting;
+    current->since = round;
+    give_way();  // until all are there
+    current->met = nullptr;
   }
-}
-
-inline void start() {
-  current->body();
-  current->over = true;
-  give_way();
-}
-
-inline void launch(int blocks, int threads, u32 bytes, std::function<void()> body) {
-  const int grid = (int)grids.size();
-  grids.push_back({blocks, threads});
-  for (int b = 0; b < blocks; ++b) {
-    Block* block = new Block{b, grid, std::vector<unsigned char>(bytes, 0xFF), {}, {}, {}, {}, 0};
-    block->warps.resize((threads + 31) / 32);
-    all_blocks.push_back(block);
-    for (int t = 0; t < threads; ++t) {
-      Fibre* fibre = new Fibre{{}, {}, body, block, t};
-      if (stacks.empty()) stacks.emplace_back(48 << 10);
-      fibre->stack.swap(stacks.back());
-      stacks.pop_back();
-      getcontext(&fibre->context);
-      fibre->context.uc_stack.ss_sp = fibre->stack.data();
-      fibre->context.uc_stack.ss_size = fibre->stack.size();
-      fibre->context.uc_link = nullptr;
-      makecontext(&fibre->context, start, 0);
-      fibres.push_back(fibre);
-    }
-  }
-}
-
-inline void deliver(bool some) {
-  for (Block* block : all_blocks)
-    for (size_t i = 0; i < block->copies.size();) {
-      if (some && random_() % 4) {
-        ++i;
-        continue;
-      }
-      Copy& copy = block->copies[i];
-      memcpy(block->memory.data() + copy.to, copy.from.data(), copy.bytes);
-      Barrier& barrier = block->barriers[copy.barrier];
-      barrier.bytes -= (int)copy.bytes;
-      barrier.settle();
-      block->copies.erase(block->copies.begin() + i);
-    }
-}
-
-// Runs until every thread is over; false where nothing ended within so many rounds.
-inline bool run(u64 rounds) {
-  size_t left = fibres.size();
-  for (u64 round = 0; left && round < rounds; ++round) {
-    const size_t first = random_() % fibres.size();
-    for (size_t i = 0; i < fibres.size(); ++i) {
-      Fibre* fibre = fibres[(first + i) % fibres.size()];
-      if (fibre->over || fibre->block->asleep_until > round || random_() % 8 == 0) continue;
-      resume(fibre);
-      if (fibre->over) --left;
-    }
-    deliver(true);
-    for (Block* block : all_blocks)  // some fall far behind the others, now and then
-      if (random_() % 256 == 0) block->asleep_until = round + random_() % 256;
-    clock_ += 1000;
-  }
-  for (Fibre* fibre : fibres) {
-    stacks.push_back(std::move(fibre->stack));
-    delete fibre;
-  }
-  for (Block* block : all_blocks) delete block;
-  fibres.clear();
-  all_blocks.clear();
-  grids.clear();
-  return left == 0;
 }
 
 inline Block& block() { return *current->block; }
@@ -243,21 +173,23 @@ inline u32 shared_address(const void* p) {
   return (u32)((const unsigned char*)p - emulator::block().memory.data());
 }
 
-inline void barrier_make(u32 at, u32 arrivals) {
-  emulator::block().barriers[at] = {(int)arrivals, (int)arrivals, 0, 0};
-}
+void barrier_make(u32 at, u32 arrivals);
 inline void barriers_made() {}
 inline void barrier_arrive(u32 at) {
-  emulator::Barrier& barrier = emulator::block().barriers.at(at);
+  emulator::Barrier& barrier = emulator::barrier(at);
   --barrier.pending;
   barrier.settle();
 }
 inline void barrier_arrive_expecting(u32 at, u32 bytes) {
-  emulator::block().barriers.at(at).bytes += (int)bytes;
+  emulator::barrier(at).bytes += (int)bytes;
   barrier_arrive(at);
 }
 inline void barrier_wait(u32 at, u32 parity) {
-  while ((emulator::block().barriers.at(at).phase & 1) == parity) emulator::give_way();
+  emulator::Fibre& fibre = *emulator::current;
+  fibre.barrier = &emulator::barrier(at);
+  fibre.parity = parity;
+  if (fibre.waits()) emulator::give_way();
+  fibre.barrier = nullptr;
 }
 inline u32 load_word(u32 at) {
   emulator::give_way();
@@ -267,75 +199,27 @@ inline u32 load_word(u32 at) {
 }
 inline void store_word(u32 at, u32 word) { memcpy(emulator::block().memory.data() + at, &word, 4); }
 inline u64 read_once() { return 0; }
-inline void copy_in(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
-  const unsigned char* source = (const unsigned char*)from;
-  if (bytes % 16 || (uintptr_t)from % 16 || to % 16 || to + bytes > emulator::block().memory.size())
-    abort();
-  memset(emulator::block().memory.data() + to, 0xFF, bytes);
-  emulator::block().copies.push_back({to, bytes, barrier, {source, source + bytes}});
-}
+void copy_in(u32 to, const void* from, u32 bytes, u32 barrier, u64);
 inline uint4 load_shared(u32 at) {
   uint4 v;
   memcpy(&v, emulator::block().memory.data() + at, 16);
   return v;
 }
 // A thread's own copies arrive when it waits for them, as they were when they began.
-inline void copy_own(u32 to, const u16* from, bool wanted) {
-  if ((uintptr_t)from % 16 || to % 16 || to + 16 > emulator::block().memory.size()) abort();
-  emulator::OwnCopy copy = {to, {}};
-  if (wanted) memcpy(copy.bytes, from, 16);
-  memset(emulator::block().memory.data() + to, 0xFF, 16);
-  if (emulator::current->copies.empty()) emulator::current->copies.emplace_back();
-  emulator::current->copies.back().push_back(copy);
-}
-inline void end_of_copies() {
-  if (emulator::current->copies.empty()) emulator::current->copies.emplace_back();
-  emulator::current->copies.emplace_back();
-}
+void copy_own(u32 to, const u16* from, bool wanted);
+void end_of_copies();
+void wait_for_copies(size_t pending);
 template <int PENDING>
 inline void wait_for_copies() {
-  auto& groups = emulator::current->copies;  // the last one has not ended yet
-  while (groups.size() > PENDING + 1) {
-    for (auto& copy : groups.front())
-      memcpy(emulator::block().memory.data() + copy.to, copy.bytes, 16);
-    groups.erase(groups.begin());
-  }
+  wait_for_copies(PENDING);
 }
 
-inline void multiply_add(float (&sums)[4], const uint4& a, u32 b0, u32 b1) {
-  emulator::Warp& warp = emulator::warp();
-  const int lane = emulator::current->thread % 32;
-  warp.sums[lane] = sums;
-  warp.a[lane] = a;
-  warp.b[lane][0] = b0;
-  warp.b[lane][1] = b1;
-  emulator::meet(warp.product, 32, [&] {
-    static float left[16][16], right[16][8];
-    for (int l = 0; l < 32; ++l) {
-      const int r = l / 4, c = 2 * (l % 4);
-      const u32 words[4] = {warp.a[l].x, warp.a[l].y, warp.a[l].z, warp.a[l].w};
-      for (int w = 0; w < 4; ++w)
-        for (int h = 0; h < 2; ++h)
-          left[r + w % 2 * 8][c + w / 2 * 8 + h] = to_float((u16)(words[w] >> 16 * h));
-      for (int w = 0; w < 2; ++w)
-        for (int h = 0; h < 2; ++h)
-          right[c + 8 * w + h][r] = to_float((u16)(warp.b[l][w] >> 16 * h));
-    }
-    for (int l = 0; l < 32; ++l)
-      for (int j = 0; j < 4; ++j) {
-        const int row = l / 4 + j / 2 * 8, column = 2 * (l % 4) + j % 2;
-        float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += left[row][k] * right[k][column];
-        warp.sums[l][j] += sum;
-      }
-  });
-}
-
+void multiply_add(float (&sums)[4], const uint4& a, u32 b0, u32 b1);
 inline void sync_some(int threads) {
-  emulator::meet(emulator::block().meetings[1], threads, [] {});
+  emulator::meet(emulator::meeting(1), threads, [] {});
 }
 inline void sync_block() {
-  emulator::meet(emulator::block().meetings[0], emulator::grid().threads, [] {});
+  emulator::meet(emulator::meeting(0), emulator::grid().threads, [] {});
 }
 inline void sync_lanes() { emulator::meet(emulator::warp().lanes, 32, [] {}); }
 inline void add_release(u32* counter) { ++*counter; }

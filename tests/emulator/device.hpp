@@ -103,7 +103,7 @@ int run_grid(void (*kernel)(A...), void** args, const int* sizes, u32 bytes, u32
 
 inline void __syncthreads() {
   const int threads = emulator::block_size.x * emulator::block_size.y;
-  emulator::meet(emulator::block().meetings[0], threads, [] {});
+  emulator::meet(emulator::meeting(0), threads, [] {});
 }
 inline void __syncwarp() { emulator::meet_lanes(); }
 template <typename T>
@@ -157,7 +157,7 @@ inline u32 finite_halves(float low, float high) {
   return to_finite_half(low) | (u32)to_finite_half(high) << 16;
 }
 inline void sync_team(int barrier, int threads) {
-  emulator::meet(emulator::block().meetings[barrier], threads, [] {});
+  emulator::meet(emulator::meeting(barrier), threads, [] {});
 }
 inline uint4 load_fresh(const void* from) { return *(const uint4*)from; }
 inline float2 load_fresh_two(const float2* from) { return *from; }

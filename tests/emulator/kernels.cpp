@@ -1,5 +1,5 @@
 // The kernels under the emulator, callable from Python: grids are queued, then run together.
-#include "cuda.hpp"
+#include "cuda.cpp"
 #include "inbox.cu"
 #include "exchange.cu"
 #include "plan.cu"

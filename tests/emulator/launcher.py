@@ -107,9 +107,11 @@ class EmulatedLauncher:
         built, code = headers / f"{name}-{tag}.so", self._folder / f"{tag}.cpp"
         code.write_text(source)
         include = [f"-I{folder}" for folder in (headers, *folders)]
-        for output, what in (  # device.hpp, compiled once for all kernels of these sources
+        runtime = headers / "cuda.o"
+        for output, what in (  # device.hpp and cuda.cpp once for all kernels of these sources
             (headers / "device.hpp.gch", ["-x", "c++-header", str(folders[1] / "device.hpp")]),
-            (built, ["-shared", *options, str(code)]),
+            (runtime, ["-c", str(folders[1] / "cuda.cpp")]),
+            (built, ["-shared", *options, str(code), str(runtime)]),
         ):
             if output.exists():
                 continue

@@ -154,9 +154,9 @@ def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
     count = rig.stack.options.lanes
     common, other = prompt(rig, trunk), prompt(rig, 4, seed=7)
     tails = [prompt(rig, grown, seed=10 + lane) for lane in range(count)]
-    expected = [rig.fill(common + tail, 4, slot=1)[trunk:] for tail in tails]
+    expected = [rig.fill(common + tail, 8, slot=1)[trunk:] for tail in tails]
     beside = rig.fill(other, 1, slot=1)[3]
-    rig.fill(common, 4)
+    rig.fill(common, 8)
     for step in range(grown):
         rows = [tail[step] for tail in tails]
         places = joined(lanes(0, trunk, [trunk + step] * count), trunk_rows(1, 3, 4))

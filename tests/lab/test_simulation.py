@@ -13,7 +13,7 @@ from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.grid import Config, Grid
+from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.simulation import expect, expected, replay, sampled
 
 FREE = HostCosts()
@@ -39,9 +39,8 @@ def test_a_mean_does_not_depend_on_the_others_in_the_grid() -> None:
     lists = {1: {1: 9e-4, 90: 2e-3}, 9: {1: 1.1e-3, 90: 3e-3}}
     device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3}, lists)
     host = HostCosts(link=2e-5, keys=5e-5, step=4e-5, nap=1e-4, patience=2e-4)
-    configs = [Config.of(job) for job in jobs]
-    together = expect(Grid.of(configs, device, host))
-    alone = [expect(Grid.of([config], device, host)) for config in configs]
+    together = expect(Grid.of(jobs, device, host))
+    alone = [expect(Grid.of([job], device, host)) for job in jobs]
     for name in ("tok_per_s", "round_s", "tokens", "hit_rate", "wait_s"):
         assert getattr(together, name).tolist() == [getattr(one, name)[0] for one in alone]
 

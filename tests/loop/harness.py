@@ -29,7 +29,6 @@ from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop, follow, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
@@ -240,7 +239,7 @@ def joined(
     """The speculator of a drafter (None: of AR), and the draft's thread if it has one; hook: sees
     both ends of the link first."""
     if drafter is None:
-        return NoSpeculator(), None
+        return Speculator(), None
     if inline:
         return InlineSpeculator(drafter), None
     lead, draft = queue_link(shape, WAITER)

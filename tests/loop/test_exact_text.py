@@ -74,8 +74,12 @@ def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
 
 
 def test_many_answers_to_one_prompt_follow_the_target(base: TextPair) -> None:
-    """A chi-squared test of the first three tokens, in threads with the time of a real run."""
-    count, prompt = 2000, base.prompts[0]
+    """A chi-squared test of the first three tokens, in threads with the time of a real run.
+
+    The enumerations above are exact; 1,000 texts show what threads would lose, an error of a tenth
+    of the probability.
+    """
+    count, prompt = 1000, base.prompts[0]
     law = joint_law(replace(base, top_p=0.9), prompt, 3)
     config = RunConfig(
         workload="text", temperature=1.0, top_p=0.9, backend="numpy", num_tokens=3, lookahead=2,

@@ -12,7 +12,7 @@ from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.decode.speculator import NoSpeculator, RemoteSpeculator
+from mpissd.engine.decode.speculator import RemoteSpeculator, Speculator
 from tests.loop.harness import Result, Rig, Scenario, SteppedSpeculator, check_against_the_law
 
 Modes = pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
@@ -25,7 +25,7 @@ class Server:
         self.rig = Rig(scenario)
         self.records = RoundRecords(scenario.K)
         stepped = SteppedSpeculator(self.rig, lambda round_: scenario.K)
-        self.loop = self.rig.loop(NoSpeculator() if scenario.mode == "ar" else stepped)
+        self.loop = self.rig.loop(Speculator() if scenario.mode == "ar" else stepped)
 
     def step(self, count: int = 1) -> RoundResult:
         for _ in range(count):

@@ -22,12 +22,11 @@ from mpissd.engine.job import resolve
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import Endings, RowFields, Workload
+from mpissd.engine.workload.base import Endings, Workload
 from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
     Lanes,
-    OpenGather,
     Proposals,
     Rollout,
     TargetOracle,
@@ -89,9 +88,7 @@ class Counting(Workload):
     vocab = V
     law = "the target counts upward"
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> TargetOracle:
+    def target_oracle(self, stepper: Forwards) -> TargetOracle:
         return CountingTarget()
 
     def draft_oracle(self, stepper: Forwards) -> CountingDraft:
@@ -142,7 +139,7 @@ def test_the_rest_of_the_program_takes_it_as_it_is() -> None:
     job = resolve(config_of("ssd"), 1, backend="emulated", memory_bytes=None)
     workload = job.workload
     assert isinstance(workload, Counting) and not is_predictable(job)
-    assert workload.row_fields() == RowFields()
+    assert workload.row_fields() == {}
     assert parse_flags({"workload": "counting", "vocab": "9"}).vocab == 9
     with pytest.raises(ConfigError, match=r"alpha=0.5 .*counting: allowed: workload=gemm"):
         parse_flags({"workload": "counting", "alpha": "0.5"})

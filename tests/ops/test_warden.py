@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Stage
+from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Page, Stage
 from mpissd.ops.warden import Peer, Warden
 from tests.needs import needs_linux
 
@@ -61,6 +62,25 @@ def job() -> Iterator[Job]:
     for process in found.processes:
         process.kill()
         process.wait()
+
+
+def test_a_python_without_memfd_shares_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conda's Python was built for a glibc before 2.27."""
+    monkeypatch.delattr(os, "memfd_create")
+    page = Page()
+    page.bytes[STAGE] = Stage.ROUNDS
+    fd = page.share()
+    assert mmap.mmap(fd, SIZE)[STAGE] == Stage.ROUNDS
+    os.close(fd)
+
+
+def test_a_process_that_got_the_pid_of_a_rank_is_not_killed(job: Job) -> None:
+    peer, other = job.host.peers[0], job.processes[1]
+    job.end(0)
+    peer.pid = other.pid
+    peer.kill()
+    time.sleep(0.1)
+    assert other.poll() is None
 
 
 def test_who_was_killed_is_at_fault_and_not_who_was_ended_for_it(job: Job) -> None:

@@ -98,13 +98,13 @@ def test_one_is_killed_under_load(cluster: Cluster) -> None:
     """Its requests fail within seconds; the other one answers later ones."""
     one, other = cluster.start(), cluster.start()
     cluster.balance()
-    with cluster.under_load(duration=7) as row:
+    with cluster.under_load(duration=4) as row:
         until(lambda: "chat/completions" in one.ask("/metrics")[1])
         os.killpg(one.process.pid, signal.SIGKILL)
         os.kill(one.ranks, signal.SIGKILL)
-    assert row["num_refused"] == 0 and row["num_requests"] > 30
+    assert row["num_refused"] == 0 and row["num_requests"] > 15
     assert row["num_failed"] <= 10  # at most those that it had
-    with cluster.under_load(duration=2) as after:
+    with cluster.under_load(duration=1) as after:
         pass
     assert after["num_answered"] == after["num_requests"]
     assert cluster.ports == {one.port, other.port}  # a killed replica leaves its file
@@ -113,11 +113,11 @@ def test_one_is_killed_under_load(cluster: Cluster) -> None:
 def test_a_rolling_restart_loses_none(cluster: Cluster) -> None:
     old = [cluster.start(), cluster.start()]
     cluster.balance()
-    with cluster.under_load(duration=16) as row:
+    with cluster.under_load(duration=8) as row:
         for each in old:
             new = cluster.start()
             each.process.send_signal(signal.SIGTERM)
             assert each.process.wait(120) == 0
             assert each.port not in cluster.ports and new.port in cluster.ports
-    assert row["num_answered"] == row["num_requests"] > 100
+    assert row["num_answered"] == row["num_requests"] > 50
     assert len(cluster.ports) == 2

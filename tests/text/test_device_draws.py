@@ -50,6 +50,12 @@ class CopiedDraws(CupyDraws):
         return super().judge(*told)
 
 
+@pytest.fixture(autouse=True)
+def one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/engine/test_device_draws.py has several; here a row's columns are few."""
+    monkeypatch.setattr(cupy_draws, "_THREADS", 32)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, noise=0.1)
@@ -60,7 +66,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
     return EmulatedGpu(tmp_path_factory.mktemp("draw"))
 
 
-FLAGS = {"prompt_ids": PROMPTS, "num_tokens": 16, "temperature": 0.7, "batch_size": 2}
+FLAGS = {"prompt_ids": PROMPTS, "num_tokens": 8, "temperature": 0.7, "batch_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,7 @@ FLAGS = {"prompt_ids": PROMPTS, "num_tokens": 16, "temperature": 0.7, "batch_siz
     [
         ("ar", {}),
         ("sd", {"num_drafts": 0, "temperature": 1.0, "lookahead": 2}),
-        ("ssd", {"fan_out": "uniform:3", "saguaro_c": 0.5}),
+        ("ssd", {"fan_out": "uniform:2", "saguaro_c": 0.5, "lookahead": 3}),
         ("sd", {"num_drafts": 0, "top_p": 0.9}),  # judged by the host
         ("sd", {"num_drafts": 0, "backup": "fast"}),  # certain tokens
     ],
@@ -82,7 +88,6 @@ def test_the_device_draws_the_hosts_tokens(
     def never(*told: Any, **more: Any) -> Any:
         raise AssertionError("a row was drawn on the host")
 
-    monkeypatch.setattr(cupy_draws, "_THREADS", 64)
     monkeypatch.setattr(NumbaOps, "draws", lambda ops, logits: CopiedDraws(gpu, logits))
     if "top_p" not in flags:
         monkeypatch.setattr(sampling, "weigh", never)
@@ -97,7 +102,6 @@ def test_draws_that_are_wrong_would_be_found(
 ) -> None:
     """The premise of the test above: a wrong draw changes the tokens."""
     expected = decode(pair, "ar", **FLAGS)
-    monkeypatch.setattr(cupy_draws, "_THREADS", 64)
 
     class Hotter(CopiedDraws):
         def _told(self, count: int, *told: Any) -> Any:

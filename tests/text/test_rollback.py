@@ -28,7 +28,7 @@ from tests.tiny_pair import tiny_pair
 
 WAITER = Waiter(30.0, spin=False)
 V, K, SLOTS, CAPACITY, PAGE, LANES, LONGEST = 31, 4, 3, 160, 16, 12, 70
-ROUNDS = 1_000
+ROUNDS = 400
 Worker = TargetWorker | DraftWorker
 
 

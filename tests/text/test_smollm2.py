@@ -21,7 +21,7 @@ ALL = pytest.param(64, 128, 4, marks=[pytest.mark.long, pytest.mark.slow])
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("count", "tokens", "batch"), [(3, 24, 2), ALL])
+@pytest.mark.parametrize(("count", "tokens", "batch"), [(3, 16, 3), ALL])
 def test_the_tokens_are_those_of_transformers(
     way: str, count: int, tokens: int, batch: int
 ) -> None:

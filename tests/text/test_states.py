@@ -81,8 +81,11 @@ def test_greedy_answers_are_the_target_s_own(
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_sampled_answers_follow_the_target(few: Family, kind: str) -> None:
-    """A chi-squared test of the first three tokens of many answers to one prompt."""
-    count, prompt = 2500, (1, 0, 2)
+    """A chi-squared test of the first three tokens of many answers to one prompt.
+
+    1,200 answers show an error of a tenth of the probability (in total variation) at 5 deviations.
+    """
+    count, prompt = 1200, (1, 0, 2)
     pair = TextPair("sd", vocab=4, lookahead=2, target_where=str(few.target), top_p=0.9)
     law = joint_law(pair, prompt, 3)
     found = decode(

@@ -30,7 +30,6 @@ from mpissd.engine.decode.learning import Updates
 from mpissd.engine.decode.round import RoundResult, Sequences, TargetLoop, serve
 from mpissd.engine.decode.speculator import (
     InlineSpeculator,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
@@ -99,7 +98,6 @@ class Loops:
         return stepper
 
     def _sides(self, target: TargetWorker) -> tuple[TargetWorker, Speculator]:
-        """Returns the target worker and the speculator of the loop."""
         job, waiter = self.job, self._waiter
         if job.config.drafts:
             patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
@@ -114,7 +112,7 @@ class Loops:
             self._resources.callback(chained.close)
             limit = self.workload.longest_answer
             target = ChainedTarget(target, drafter, chained, limit, waiter)
-        return target, NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+        return target, Speculator() if drafter is None else InlineSpeculator(drafter)
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job
@@ -153,7 +151,6 @@ class Loops:
 
 
 def _raise_first(faults: list[Exception]) -> None:
-    """Raises FaultError if a draft's thread has ended."""
     if faults:
         raise FaultError(f"the draft's thread ended: {faults[0]}") from faults[0]
 

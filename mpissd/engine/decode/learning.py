@@ -7,7 +7,6 @@ packs a draft's newer weights between rounds, and swaps them in at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -25,33 +24,15 @@ _DONE = object()
 _PATIENCE = 3  # diverged versions after which a draft takes no more
 
 
-@dataclass(frozen=True)
-class Swap:
-    """One swap: the version, its bytes, and the longest time that it held up a round, in µs."""
-
-    version: int
-    num_bytes: int
-    longest_us: float
-
-
-@dataclass
-class Report:
-    """The versions that a draft took, in order, and why it refused others."""
-
-    swaps: list[Swap] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON takes it."""
-        return {"swaps": [asdict(swap) for swap in self.swaps], "refused_versions": self.refused}
-
-
 class Updates:
     """Takes a draft's newer weights over, in units that each fit between two rounds.
 
     The new weights are packed into memory of their own while the old ones draft. The last unit
     copies them over the old ones and has the drafter forget the old cache. A version whose logits
     are not finite is left for the weights that were loaded.
+
+    report: for the result row. swaps: of each version that was taken, in order, its number, bytes,
+    and the longest time that it held up a round, in µs. refused_versions: why others were refused.
     """
 
     def __init__(self, inbox: VersionInbox, drafter: Drafter) -> None:
@@ -63,7 +44,7 @@ class Updates:
         self._leaving: Iterator[None] | None = None  # the packing that goes back
         self._num_bytes, self._longest_s = 0, 0.0
         self._newest = self._diverged = 0  # the number of the last version; of how many it was left
-        self.report = Report()
+        self.report: dict[str, list[Any]] = {"swaps": [], "refused_versions": []}
 
     def work(self) -> bool:
         """Does one unit of work between two rounds; returns whether there was any."""
@@ -72,7 +53,7 @@ class Updates:
         is_leaving = self._packing is not None and self._packing is self._leaving
         if drafter.divergence is not None and not is_leaving:
             # Goes back to the weights that were loaded; drops packed weights.
-            self.report.refused.append(f"version {before}: {drafter.divergence}")
+            self.report["refused_versions"].append(f"version {before}: {drafter.divergence}")
             self._diverged += 1
             self._packing = self._leaving = self._steps(0, None)
         try:
@@ -84,11 +65,16 @@ class Updates:
                     self._packing = None
         except ProtocolError as error:
             self._packing, did = None, True
-            self.report.refused.append(str(error))
+            self.report["refused_versions"].append(str(error))
         self._longest_s = max(self._longest_s, perf_counter() - start)
         if drafter.version not in (0, before):
-            swap = Swap(drafter.version, self._num_bytes, round(self._longest_s * 1e6, 1))
-            self.report.swaps.append(swap)
+            longest_us = round(self._longest_s * 1e6, 1)
+            swap = {
+                "version": drafter.version,
+                "num_bytes": self._num_bytes,
+                "longest_us": longest_us,
+            }
+            self.report["swaps"].append(swap)
             self._longest_s = 0.0
         return did
 

@@ -6,7 +6,6 @@ pre-speculated. A speculator is asked with the outcome of the last round, and th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -22,8 +21,10 @@ from mpissd.engine.decode.draft import Drafter
 _DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 
 
-class Speculator(ABC):
+class Speculator:
     """The source of draft tokens: asked once a round, it answers once a round.
+
+    This one is AR's: every round has K = 0.
 
     lost_round: the first round after the draft was lost, with K = 0 from there on; None while it is
     present. stored_s: of the last answer, the seconds in which a draft on the lead's own device
@@ -33,13 +34,16 @@ class Speculator(ABC):
     lost_round: int | None = None
     stored_s = 0.0
 
-    @abstractmethod
+    def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
+        """Takes the shape of an empty speculation, as in jobs with drafts."""
+        self._lookahead, self._sampled = lookahead, sampled
+
     def ask(self, outcome: Outcome) -> None:
         """Hands over outcome r-1 and asks for speculation r; does not wait."""
 
-    @abstractmethod
     def answer(self, round_: int, count: int) -> Speculation:
         """Returns the speculation of round `round_` for the `count` live sequences."""
+        return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
         """Returns the distribution [V] that a token of the last answer was drawn from.
@@ -54,26 +58,8 @@ class Speculator(ABC):
         lost. Called once it was verified, before it is judged; may wait."""
         return True
 
-    @abstractmethod
     def stop(self, outcome: Outcome) -> None:
         """Sends the draft the last outcome."""
-
-
-class NoSpeculator(Speculator):
-    """The speculator of AR: every round has K = 0."""
-
-    def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """Takes the shape of an empty speculation, as in jobs with drafts."""
-        self._lookahead, self._sampled = lookahead, sampled
-
-    def ask(self, outcome: Outcome) -> None:
-        return None
-
-    def answer(self, round_: int, count: int) -> Speculation:
-        return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
-
-    def stop(self, outcome: Outcome) -> None:
-        return None
 
 
 class InlineSpeculator(Speculator):
@@ -85,6 +71,7 @@ class InlineSpeculator(Speculator):
     """
 
     def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
         self._drafter = drafter
         self._outcome: Outcome
 
@@ -113,6 +100,7 @@ class RemoteSpeculator(Speculator):
     """The speculator of SD and SSD with a draft rank at the other end of a link."""
 
     def __init__(self, link: LeadEnd) -> None:
+        super().__init__(link.lookahead, sampled=link.sampled)
         self._link, self._page = link, OWN.bytes
         self._answers = True  # whether the draft answers the round that was asked for
         self._served: Speculation
@@ -126,7 +114,7 @@ class RemoteSpeculator(Speculator):
     def answer(self, round_: int, count: int) -> Speculation:
         if not self._answers:
             self._drop_proposals()
-            return self._nothing(round_, count)
+            return super().answer(round_, count)
         self._page[DOING] = _DRAFT_WAIT
         self._drop_proposals()
         served = self._served = self._link.speculation(round_, count)
@@ -134,10 +122,6 @@ class RemoteSpeculator(Speculator):
             self._waiting = int(served.num_proposals.sum())
         self._page[DOING] = _VERIFY
         return served
-
-    def _nothing(self, round_: int, count: int) -> Speculation:
-        link = self._link
-        return Speculation.empty(round_, count, link.lookahead, sampled=link.sampled)
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
         served = self._served
@@ -224,7 +208,7 @@ class ARFallback(RemoteSpeculator):
                 self._is_gone = True
         if self.lost_round is None:
             self.lost_round, self._waiting, self._rows = round_, 0, None
-        return self._nothing(round_, count)
+        return Speculator.answer(self, round_, count)
 
     def confirm(self, speculation: Speculation) -> bool:
         if not self._waiting:

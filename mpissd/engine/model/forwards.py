@@ -34,6 +34,23 @@ class Places:
     trunks: Ints
     reads: bool = True
 
+    def part(self, rows: slice) -> Places:
+        """Returns the places of some rows of a prompt, whose candidates are not read."""
+        slots, positions = self.slots[rows], self.positions[rows]
+        return Places(slots, positions, self.lanes[rows], self.trunks[rows], False)
+
+
+def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
+    """Returns the concatenated places of several groups of rows.
+
+    reads: whether candidates of the rows are read, if they are of any part.
+    """
+    if len(parts) == 1 and reads:
+        return parts[0]
+    names = "slots", "positions", "lanes", "trunks"
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return Places(**columns, reads=reads and any(part.reads for part in parts))
+
 
 @dataclass(frozen=True)
 class Results:

@@ -27,7 +27,7 @@ from mpissd.common.tape import SPILL_ROUNDS, Tape
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, merged
+from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, joined, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
@@ -80,7 +80,9 @@ _PRODUCTS = ModelSource()
 class Stepper(Forwards):
     """Runs one model's forwards on one rank, asynchronously and one at a time.
 
-    buckets: the compiled row counts, rising.
+    buckets: the compiled row counts, rising. pages: of the model's KV cache, None for a model that
+    keeps none. draws: what draws tokens from the last forward's logits on the device; None: the
+    host does.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Stepper(Forwards):
         if source is not None:
             assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
             self.stack.read_states(source.stack)
+        self.pages: PageTable | None = self.stack.pages
+        self.draws: Draws | None = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
@@ -164,11 +168,6 @@ class Stepper(Forwards):
     def kernel(self) -> str:
         """Names of the kernels that read the weights, joined by "+" if they differ."""
         return str(self.stack.weights.kernel)
-
-    @property
-    def pages(self) -> PageTable | None:
-        """The pages of the model's KV cache; None for a model that keeps none."""
-        return self.stack.pages
 
     def cost(self, rows: int, k: int = 1) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""
@@ -233,11 +232,6 @@ class Stepper(Forwards):
             return Results(ids[:, 0])
         return merged(ids, values[:, :, : len(tokens)])
 
-    @property
-    def draws(self) -> Draws | None:
-        """What draws tokens from the last forward's logits on the device; None: the host does."""
-        return self.stack.draws
-
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
@@ -299,7 +293,9 @@ class SharedForwards:
             tokens.append(own)
             placed += [] if places is None else [places]
         lists = any(seat.lists for seat in together)
-        self.stepper.upload(rows, np.concatenate(tokens), _joined(placed), lists=lists)
+        self.stepper.upload(
+            rows, np.concatenate(tokens), joined(placed) if placed else None, lists=lists
+        )
         self._run(rows, len(together), waiter)
 
     def _run(self, rows: int, seats: int, waiter: Waiter) -> None:
@@ -378,11 +374,3 @@ class GroupView(Forwards):
 
     def close(self) -> None:
         """Does nothing: the owner of the stepper closes it."""
-
-
-def _joined(parts: Sequence[Places]) -> Places | None:
-    if not parts:
-        return None
-    names = "slots", "positions", "lanes", "trunks"
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return Places(**columns, reads=any(part.reads for part in parts))

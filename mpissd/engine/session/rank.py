@@ -26,7 +26,6 @@ from mpissd.engine.decode.speculator import (
     ARFallback,
     InlineSpeculator,
     LossWaiter,
-    NoSpeculator,
     RemoteSpeculator,
     Speculator,
 )
@@ -173,8 +172,8 @@ class Rank:
             return RemoteSpeculator(self.lead_link)
         if self.draft_lost:
             shape = link_shape(self.session.job)
-            return NoSpeculator(shape.lookahead, sampled=shape.sampled)
-        return NoSpeculator() if drafter is None else InlineSpeculator(drafter)
+            return Speculator(shape.lookahead, sampled=shape.sampled)
+        return Speculator() if drafter is None else InlineSpeculator(drafter)
 
     def meet(self) -> None:
         """Waits until the leads of all target groups are here, so that they begin together."""

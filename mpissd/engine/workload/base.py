@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mpissd.common.config import RunConfig, WorkloadFlags
 from mpissd.common.errors import ConfigError
@@ -190,50 +190,44 @@ class Resolved:
 
 
 class Endings:
-    """Ends sequences at their stop token; base class of further rules.
+    """Ends sequences at a stop token, or when they have no room for more; base of further rules.
 
     The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
     """
 
-    def __init__(self, *stop_tokens: int) -> None:
-        self._stop = frozenset(stop_tokens)
+    def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
+        """room: returns the tokens that a request may emit (None: any number)."""
+        self._stop, self._room = frozenset(stop_tokens), room
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
         """Returns how many of a round's tokens count if the sequence ends with them, or None.
 
         before: the number of tokens that the sequence had emitted before this round.
         """
+        kept = self._stopped(request_id, tokens)
+        left = len(tokens) + 1 if self._room is None else self._room(request_id) - before
+        if left > len(tokens):
+            return kept
+        return left if kept is None else min(kept, left)
+
+    def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
+        """Returns how many of these tokens there are up to a stop, or None."""
         for n, token in enumerate(tokens, 1):
             if token in self._stop:
                 return n
         return None
 
 
+# The keys of a result row that a workload fills, in their order; null if it does not.
+ROW_FIELDS = (
+    "acceptance acceptance_fast hit_law laws temperature vocab order divergence saguaro_c "
+    "prompt_tokens top_p stop num_prompts prompts_sha256 recording lookup"
+).split()
+
+
 def laws_label(flags: WorkloadFlags) -> str | None:
     """Returns the name and digest of the --laws file; None without one."""
     return None if flags.laws is None else load_laws(flags.laws).label
-
-
-@dataclass(frozen=True)
-class RowFields:
-    """Values of the result-row keys that a workload fills; None is written as null."""
-
-    acceptance: str | None = None
-    acceptance_fast: str | None = None
-    hit_law: str | None = None
-    laws: str | None = None
-    temperature: float | None = None
-    vocab: int | None = None
-    order: int | None = None
-    divergence: float | None = None
-    saguaro_c: float | None = None
-    prompt_tokens: int | None = None
-    top_p: float | None = None
-    stop: list[str] | None = None
-    num_prompts: int | None = None
-    prompts_sha256: str | None = None
-    recording: str | None = None
-    lookup: str | None = None
 
 
 class Workload(ABC):
@@ -297,13 +291,8 @@ class Workload(ABC):
         """One line for the printed card that describes the source of the outcomes."""
 
     @abstractmethod
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> TargetOracle:
-        """Returns what decides the target's tokens on one target rank; stepper: its forwards.
-
-        open_gather: makes the gather of T > 1 ranks' logits; collective over the target ranks.
-        """
+    def target_oracle(self, stepper: Forwards) -> TargetOracle:
+        """Returns what decides the target's tokens on one target rank; stepper: its forwards."""
 
     @abstractmethod
     def draft_oracle(self, stepper: Forwards) -> DraftOracle:
@@ -312,8 +301,13 @@ class Workload(ABC):
     def target_worker(
         self, stepper: Forwards, open_gather: OpenGather | None = None
     ) -> TargetWorker:
-        """Returns the worker of one target rank, over its share of the target model."""
-        oracle = self.target_oracle(stepper, open_gather)
+        """Returns the worker of one target rank, over its share of the target model.
+
+        open_gather: makes the gather of T > 1 ranks' logits; collective over the target ranks.
+        """
+        oracle = self.target_oracle(stepper)
+        if oracle.reads_forwards and open_gather is not None and self.job.tp > 1:
+            oracle.gather_logits = open_gather()
         return TargetWorker(stepper, oracle, self.job.placement(drafts=False))
 
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
@@ -351,9 +345,9 @@ class Workload(ABC):
         stop = self.job.config.stop_token
         return None if stop is None else Endings(stop)
 
-    def row_fields(self) -> RowFields:
-        """Returns the values of this workload's keys in the result row."""
-        return RowFields()
+    def row_fields(self) -> dict[str, Any]:
+        """Returns the values of this workload's keys in the result row, some of ROW_FIELDS."""
+        return {}
 
 
 def workload_kind(name: str) -> type[Workload]:

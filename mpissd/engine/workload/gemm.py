@@ -21,12 +21,12 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import RowFields, Workload, laws_label
+from mpissd.engine.workload.base import Workload, laws_label
 from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
     Lanes,
-    OpenGather,
+    Oracle,
     Proposals,
     Rollout,
     TargetOracle,
@@ -142,7 +142,6 @@ class TokenStream(Stream):
         return [self._true[slot]]
 
     def _fill(self, slot: int, start: int) -> None:
-        """Tabulates positions start … start + window - 1 of the sequence in `slot`."""
         self._true[slot] = (self._draw(Purpose.TOKEN, slot, start) * self.vocab).astype(np.int32)
         self._place(slot, start)
 
@@ -280,21 +279,25 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 _NOBODY: Index = np.zeros(0, np.int64)
 
 
-class ImposedTarget(TargetOracle):
-    """Accepts the drafted tokens that equal a stream Y of tokens."""
+class Imposed(Oracle):
+    """What both oracles of imposed tokens have: a stream of them."""
 
     chains = True
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+    _stream: Stream
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
         self._stream.begin_round(batch, started)
+
+
+class ImposedTarget(Imposed, TargetOracle):
+    """Accepts the drafted tokens that equal a stream Y of tokens."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
     def truth(self) -> Ints:
         return self._stream.true(self._ahead)
@@ -318,23 +321,14 @@ class ImposedTarget(TargetOracle):
         return accepted, true.reshape(-1).take(row_starts + accepted)
 
 
-class ImposedDraft(DraftOracle):
+class ImposedDraft(Imposed, DraftOracle):
     """Takes drafted tokens and bonus candidates from tables."""
-
-    chains = True
 
     def __init__(self, stream: Stream, num_tokens: int = 1) -> None:
         """num_tokens: those that a forward drafts (Medusa: all K)."""
         self.lookahead, self._stream, self._num_tokens = stream.lookahead, stream, num_tokens
         # The lanes of all rows, by (fan-out, batch size).
         self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
-        self._stream.prepare(requests)
-
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
-        self._stream.begin_round(batch, started)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
@@ -356,7 +350,6 @@ class ImposedDraft(DraftOracle):
     def _branches(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> Branches:
-        """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
         candidates, tokens = self._stream.grown(speculation, fan_out, rows)
         key = fan_out, len(candidates)
         lanes = self._full.get(key) if rows is None else None
@@ -419,9 +412,7 @@ class GemmWorkload(Workload):
                 f"vocab_size - 2 = {self.vocab - 2}"
             )
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> ImposedTarget:
+    def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
         return ImposedTarget(stream)
@@ -437,13 +428,13 @@ class GemmWorkload(Workload):
         ids = range(first_id, first_id + count)
         return [Request(n, first_token=n % self.vocab) for n in ids]
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         job, config = self.job, self.job.config
         if job.draft is None:
-            return RowFields()
-        return RowFields(
-            acceptance=self._labels[0],
-            acceptance_fast=self._labels[1] if config.backup == "fast" else None,
-            hit_law=job.hit_law.label if job.fan_out else None,
-            laws=laws_label(config),
-        )
+            return {}
+        return {
+            "acceptance": self._labels[0],
+            "acceptance_fast": self._labels[1] if config.backup == "fast" else None,
+            "hit_law": job.hit_law.label if job.fan_out else None,
+            "laws": laws_label(config),
+        }

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +25,9 @@ from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.base import RowFields, Workload
+from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.oracle import (
     Lane,
-    OpenGather,
     Proposal,
     Proposals,
     SampledDraft,
@@ -65,10 +65,14 @@ class MarkovModel:
         logits: Logits = _rows(self)(context)
         return logits
 
-    @property
+    @cached_property
     def likeliest(self) -> int:
         """Token with the largest mean probability over 64 contexts."""
-        return _likeliest(self)
+        mean = np.zeros(self.vocab)
+        for n in range(64):
+            row = np.exp(self.logits((n % self.vocab,) * self.order).astype(np.float64))
+            mean += row / row.sum()
+        return int(mean.argmax())
 
 
 def trunk(
@@ -78,15 +82,6 @@ def trunk(
     recent = [*tokens[-model.order :], *served]
     known = len(recent) - len(served)
     return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
-
-
-@lru_cache(maxsize=16)
-def _likeliest(model: MarkovModel) -> int:
-    mean = np.zeros(model.vocab)
-    for n in range(64):
-        row = np.exp(model.logits((n % model.vocab,) * model.order).astype(np.float64))
-        mean += row / row.sum()
-    return int(mean.argmax())
 
 
 @lru_cache(maxsize=16)
@@ -111,7 +106,6 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
 
 
 def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
-    """Returns a 64-bit hash of the purpose and the context."""
     words = np.array([int(purpose), *context], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
@@ -139,11 +133,6 @@ class MarkovLaws:
         """Returns the prompt of a sequence, drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
         return [int(x) for x in u * self.vocab]
-
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        """Returns `count` requests, numbered from first_id, with their prompts' last tokens."""
-        ids = range(first_id, first_id + count)
-        return [Request(n, first_token=self.prompt(n)[-1]) for n in ids]
 
 
 class MarkovDraft(SampledDraft):
@@ -254,24 +243,23 @@ class MarkovWorkload(Workload):
                 f"{_MOST_ROW_BYTES / 1e9:.1f} GB"
             )
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> MarkovTarget:
+    def target_oracle(self, stepper: Forwards) -> MarkovTarget:
         return MarkovTarget(self.laws)
 
     def draft_oracle(self, stepper: Forwards) -> MarkovDraft:
         return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        return self.laws.requests(first_id, count)
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=self.laws.prompt(n)[-1]) for n in ids]
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         laws = self.laws
-        return RowFields(
-            temperature=laws.temperature,
-            vocab=laws.vocab,
-            order=laws.target.order,
-            divergence=laws.draft.divergence,
-            saguaro_c=laws.saguaro_c,
-            prompt_tokens=laws.prompt_tokens,
-        )
+        return {
+            "temperature": laws.temperature,
+            "vocab": laws.vocab,
+            "order": laws.target.order,
+            "divergence": laws.draft.divergence,
+            "saguaro_c": laws.saguaro_c,
+            "prompt_tokens": laws.prompt_tokens,
+        }

@@ -34,9 +34,8 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.lookup import make_lookup
-from mpissd.engine.workload.base import Endings, RowFields, Workload, laws_label
+from mpissd.engine.workload.base import Endings, Workload, laws_label
 from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget, Stream
-from mpissd.engine.workload.oracle import OpenGather
 from mpissd.engine.workload.sequence import Batch, Index
 from mpissd.engine.workload.sequence import Sequence as Live
 
@@ -311,18 +310,6 @@ def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
     return np.array(drafts, np.int32)
 
 
-class RecordedEndings(Endings):
-    """Ends each sequence at the end of its recorded answer."""
-
-    def __init__(self, ends: Sequence[int]) -> None:
-        super().__init__()
-        self._ends = ends
-
-    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        left = self._ends[request_id % len(self._ends)] - before
-        return left if len(tokens) >= left else None
-
-
 class ReplayWorkload(Workload):
     """A recording of a real pair at temperature 0 decides tokens, acceptance and hits."""
 
@@ -381,12 +368,11 @@ class ReplayWorkload(Workload):
         end = parts[request_id % len(parts)].end
         return end if limit is None else min(end, limit)
 
-    def endings(self) -> RecordedEndings:
-        return RecordedEndings([part.end for part in self.recording.sequences])
+    def endings(self) -> Endings:
+        ends = [part.end for part in self.recording.sequences]
+        return Endings(room=lambda request_id: ends[request_id % len(ends)])
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> ImposedTarget:
+    def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         return ImposedTarget(RecordedStream(self.recording, job.config.batch_size, job.lookahead))
 
@@ -401,8 +387,10 @@ class ReplayWorkload(Workload):
         ids = range(first_id, first_id + count)
         return [Request(n, first_token=int(parts[n % len(parts)].prompt[-1])) for n in ids]
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         config = self.job.config
-        return RowFields(
-            recording=self.recording.label, lookup=config.fast_lookup, laws=laws_label(config)
-        )
+        return {
+            "recording": self.recording.label,
+            "lookup": config.fast_lookup,
+            "laws": laws_label(config),
+        }

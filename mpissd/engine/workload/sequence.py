@@ -207,7 +207,6 @@ class Batch:
         return change
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        """Applies an outcome that admits, opens, joins or releases sequences."""
         known = len(self.ids)
         old, others = outcome.rows[:known], outcome.rows[known:].tolist()
         is_same = len(old) == known and (old[:, :2] == self.identity[:, :2]).all()
@@ -441,28 +440,6 @@ def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places |
     slots = number * min(sequences, rows) // rows
     later = number - np.searchsorted(slots, slots)
     return _trunk(slots, np.minimum(options.context + later, options.capacity - 1))
-
-
-def joined(parts: abc.Sequence[Places], *, reads: bool = True) -> Places:
-    """Returns the concatenated places of several groups of rows.
-
-    reads: whether candidates of the rows are read.
-    """
-    if len(parts) == 1 and reads:
-        return parts[0]
-    return Places(
-        np.concatenate([part.slots for part in parts]),
-        np.concatenate([part.positions for part in parts]),
-        np.concatenate([part.lanes for part in parts]),
-        np.concatenate([part.trunks for part in parts]),
-        reads,
-    )
-
-
-def chunk(places: Places, part: slice) -> Places:
-    """Returns the places of some rows of a prompt, whose candidates are not read."""
-    rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
-    return Places(*rows, False)
 
 
 def _trunk(slots: Index, positions: Index) -> Places:

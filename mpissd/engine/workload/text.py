@@ -25,7 +25,6 @@ from mpissd.engine.workload.base import (
     WARM_TOKENS,
     Endings,
     Resolved,
-    RowFields,
     Workload,
     laws_label,
 )
@@ -34,13 +33,10 @@ from mpissd.engine.workload.oracle import (
     Draws,
     Lane,
     Logits,
-    LogitsGather,
-    OpenGather,
     Proposal,
     Proposals,
     Rollout,
     SampledDraft,
-    SampledRollout,
     SampledTarget,
     check_finite,
 )
@@ -69,7 +65,6 @@ class LogitsTarget(SampledTarget):
         samples: bool = False,
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
-        gather: LogitsGather | None = None,
         teaches: bool = False,
     ) -> None:
         """Makes the oracle of one target rank.
@@ -81,7 +76,7 @@ class LogitsTarget(SampledTarget):
         super().__init__(seed)
         self._stepper, self._samples, self._draft_ids = stepper, samples, draft_ids
         self.chains = not samples
-        self._widths, self._gather, self._teaches = widths, gather, teaches
+        self._widths, self._teaches = widths, teaches
         # Whether a live sequence is sampled, and whether logits are read.
         self._draws_any = self._reads_logits = False
         self._live: list[Live] | None = None  # the sequences of which this is known
@@ -96,11 +91,11 @@ class LogitsTarget(SampledTarget):
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        if self._gather is not None and self._reads_logits:
+        if self.gather_logits is not None and self._reads_logits:
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
-            self._parts = self._gather(padded, waiter)
+            self._parts = self.gather_logits(padded, waiter)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -126,7 +121,7 @@ class LogitsTarget(SampledTarget):
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: DeviceDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self._gather is not None:
+        if draws is None or self.gather_logits is not None:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
@@ -170,7 +165,7 @@ class LogitsTarget(SampledTarget):
 
     def logits_of(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
-        if self._gather is None:
+        if self.gather_logits is None:
             own: Logits = self._stepper.logits([row])[0]
             return own
         parts = zip(self._parts[:, row], self._widths, strict=True)
@@ -266,12 +261,12 @@ class LogitsDraft(SampledDraft):
             start = 0
             for rollout in rollouts:
                 part = slice(start, start + len(rollout))
-                if drawn is not None and isinstance(rollout, SampledRollout):
+                if drawn is not None:
                     for n, proposal in enumerate(drawn[part]):
                         rollout.record(n, proposal)
                 else:
                     rollout.tokens[:, rollout.steps] = best[part]
-                    for row in rollout.recorded if isinstance(rollout, SampledRollout) else ():
+                    for row in rollout.recorded:
                         row.append(None)  # a certain token has no distribution
                 rollout.steps += 1
                 start = part.stop
@@ -283,12 +278,7 @@ class LogitsDraft(SampledDraft):
         """
         if not self.samples:
             return None
-        lanes = [
-            (lane, rollout.steps)
-            for rollout in rollouts
-            if isinstance(rollout, SampledRollout)
-            for lane in rollout.lanes
-        ]
+        lanes = [(lane, rollout.steps) for rollout in rollouts for lane in rollout.lanes or ()]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         if not chosen:
             return None
@@ -325,7 +315,6 @@ class LogitsDraft(SampledDraft):
         return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
 
     def _named(self, entry: int) -> int:
-        """Returns the token of an entry of the draft's rows."""
         return entry if self._ids is None else int(self._ids[entry])
 
 
@@ -341,30 +330,25 @@ class TextEndings(Endings):
     ) -> None:
         """room: the tokens that each request may emit within the context, by request id. Raises
         ConfigError for stop strings without a tokenizer."""
-        super().__init__(*stop_ids)
+        super().__init__(*stop_ids, room=room.__getitem__)
         if tokenizer is None and strings:
             raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
-        self._tokenizer, self._strings, self._room = tokenizer, strings, room
+        self._tokenizer, self._strings = tokenizer, strings
         self._texts: dict[int, AnswerText] = {}
 
-    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        left = self._room[request_id] - before
+    def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
         if self._tokenizer is None or not self._strings:  # then no text is needed
-            kept = super().kept(request_id, before, tokens)
-        else:
-            kept, text = None, self._texts.get(request_id)
-            if text is None:
-                text = AnswerText(self._tokenizer, self._strings, self._stop)
-                self._texts[request_id] = text
-            for n, token in enumerate(tokens, 1):
-                text.push(token)
-                if text.ended is not None:
-                    del self._texts[request_id]
-                    kept = n
-                    break
-        if kept is None:
-            return left if len(tokens) >= left else None
-        return min(kept, left)
+            return super()._stopped(request_id, tokens)
+        text = self._texts.get(request_id)
+        if text is None:
+            text = AnswerText(self._tokenizer, self._strings, self._stop)
+            self._texts[request_id] = text
+        for n, token in enumerate(tokens, 1):
+            text.push(token)
+            if text.ended is not None:
+                del self._texts[request_id]
+                return n
+        return None
 
 
 class TextWorkload(Workload):
@@ -437,25 +421,18 @@ class TextWorkload(Workload):
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
-    def target_oracle(
-        self, stepper: Forwards, open_gather: OpenGather | None = None
-    ) -> LogitsTarget:
+    def target_oracle(self, stepper: Forwards) -> LogitsTarget:
         job = self.job
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
         ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
-        teaches = job.config.learners > 0
-        # A request of a server may ask for log-probabilities.
-        reads = self.samples or job.serving is not None or teaches
-        gathers = reads and open_gather is not None and job.tp > 1
         return LogitsTarget(
             stepper,
             job.config.seed,
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
-            gather=open_gather() if gathers and open_gather is not None else None,
-            teaches=teaches,
+            teaches=job.config.learners > 0,
         )
 
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
@@ -498,19 +475,19 @@ class TextWorkload(Workload):
         room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
         return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
 
-    def row_fields(self) -> RowFields:
+    def row_fields(self) -> dict[str, Any]:
         config = self.job.config
-        return RowFields(
-            temperature=config.temperature,
-            vocab=self.vocab,
-            saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
-            lookup=config.fast_lookup,
-            laws=laws_label(config),
-            top_p=config.top_p,
-            stop=list(config.stop_strings),
-            num_prompts=len(self.prompts),
-            prompts_sha256=digest_of(self.prompts),
-        )
+        return {
+            "temperature": config.temperature,
+            "vocab": self.vocab,
+            "saguaro_c": 1.0 if config.saguaro_c is None else config.saguaro_c,
+            "lookup": config.fast_lookup,
+            "laws": laws_label(config),
+            "top_p": config.top_p,
+            "stop": list(config.stop_strings),
+            "num_prompts": len(self.prompts),
+            "prompts_sha256": digest_of(self.prompts),
+        }
 
 
 def check_prompts(job: Resolved) -> None:

@@ -53,8 +53,8 @@ def about(config: LoadConfig) -> Mapping[str, Any]:
         "num_drafts": run.drafts,
         "world_size": (config.tp + run.drafts) * config.replicas,
         "replicas": config.replicas,
-        "acceptance": fields.acceptance,
-        "hit_law": fields.hit_law,
+        "acceptance": fields.get("acceptance"),
+        "hit_law": fields.get("hit_law"),
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
         "max_running": config.max_running,
     }

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.learning import Report as UpdateReport
 from mpissd.engine.decode.learning import Updates
 from mpissd.engine.model.stepper import GroupView
 from mpissd.lab.measure.calibrate import JobProfile, WarmUp
@@ -58,7 +57,7 @@ class DraftReport:
     learned: dict[str, Any]  # from RankCounts.to_dict
     warm_up: WarmUp
     forwards: NDArray[np.int64] | None = None  # those that target groups share (shared_forwards)
-    updates: UpdateReport | None = None  # of newer weights; None without a learner
+    updates: dict[str, list[Any]] | None = None  # Updates.report; None without a learner
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""

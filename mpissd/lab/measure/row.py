@@ -9,7 +9,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.session import Session, drafts_of
+from mpissd.engine.workload.base import ROW_FIELDS
 from mpissd.engine.workload.text import TextWorkload
 from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_digest
 from mpissd.lab.measure.provenance import provenance
@@ -100,7 +100,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         stop_token=config.stop_token,
         token_limit=config.token_limit,
         **_weights(job),
-        **asdict(session.workload.row_fields()),
+        **{**dict.fromkeys(ROW_FIELDS), **session.workload.row_fields()},
         t_prefill_s=round(lead.prefill_s, 9) if config.is_text else None,
         time_to_first_token_s=(
             round(float(lead.records.round_s.read()[0]), 9) if config.is_text else None
@@ -312,8 +312,8 @@ def _learner(session: Session, measured: Measured) -> dict[str, Any]:
     return {
         "learners": session.job.config.learners,
         "learner_state": lead.learner["state"],
-        "draft_versions": 0 if updates is None else len(updates.swaps),
-        "learner": {**report, **({} if updates is None else updates.to_dict())},
+        "draft_versions": 0 if updates is None else len(updates["swaps"]),
+        "learner": {**report, **(updates or {})},
         "acceptance_by_version": [
             {
                 **{"version": version, "rounds": rounds, "drafted": drafted, "accepted": accepted},

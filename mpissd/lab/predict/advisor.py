@@ -29,6 +29,7 @@ import numpy as np
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
+from mpissd.common.rounds import Source
 from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
 from mpissd.engine.backend.profile import Profile
 from mpissd.lab.predict.costs import Floats, HostCosts, RowTable
@@ -41,11 +42,9 @@ from mpissd.lab.predict.search import (
     LOOKUP,
     ROUGH,
     Choice,
-    Laws,
     Placement,
     Space,
     candidates,
-    config_of,
     fan_outs,
     grid_of,
     job_of,
@@ -159,29 +158,26 @@ def plan(
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
-    laws, batch = Laws.of(config), config.batch_size
     by_tp = {place.tp: place for place in places}
-    space = COARSE if batch <= _FEW else ROUGH
-    every = (c for place in places for c in candidates(place, laws, batch, gpus, space))
-    choices = weigh(every, laws, places, quick=True)
+    space = COARSE if config.batch_size <= _FEW else ROUGH
+    every = (c for place in places for c in candidates(config, place, gpus, space))
+    choices = weigh(every, config, places, quick=True)
     for spaces_around in (_fan_outs_around, _policies_around):
         leaders = [c for c in by_speed(choices) if c.mode == "ssd"][:_REFINED]
         steps = dict.fromkeys(
             (leader.tp, space) for leader in leaders for space in spaces_around(leader)
         )
         finer = (
-            choice
-            for tp, space in steps
-            for choice in ssd_choices(by_tp[tp], laws, batch, gpus, space)
+            choice for tp, space in steps for choice in ssd_choices(config, by_tp[tp], gpus, space)
         )
-        choices += weigh(finer, laws, places, quick=True)
+        choices += weigh(finer, config, places, quick=True)
     # The fastest choices of each use, one a K.
     counts, finalists = Counter[Family](), list[Choice]()
     for choice in firsts(by_speed(choices), lambda c: (Family.of(c), c.lookahead)):
         counts[Family.of(choice)] += 1
         if counts[Family.of(choice)] <= _FINALISTS:
             finalists.append(choice)
-    ranked = firsts(by_speed(weigh(finalists, laws, places)), Family.of)
+    ranked = firsts(by_speed(weigh(finalists, config, places)), Family.of)
     if any(not choice.round_us for choice in ranked):
         raise ConfigError("plan: this profile's rounds take no time: allowed: one with durations")
     judged = (replace(choice, derived=by_tp[choice.tp].label(choice)) for choice in ranked)
@@ -190,10 +186,10 @@ def plan(
     drafting, ssd = advice.first("sd", "ssd"), advice.first("ssd")
     if drafting is not None:
         rivals = advice.others(drafting.mode, drafting.gpus)
-        alpha = None if rivals is None else _break_even_alpha(drafting, rivals, laws, places)
+        alpha = None if rivals is None else _break_even_alpha(drafting, rivals, config, places)
     if ssd is not None:
         rivals = advice.others("ssd", ssd.gpus)
-        p_hit = None if rivals is None else _break_even_p_hit(ssd, rivals, laws, by_tp[ssd.tp])
+        p_hit = None if rivals is None else _break_even_p_hit(ssd, rivals, config, by_tp[ssd.tp])
     return replace(advice, break_even_alpha=alpha, break_even_p_hit=p_hit)
 
 
@@ -224,27 +220,25 @@ def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> lis
     return list(first.values())
 
 
-def _repeated(choice: Choice, laws: Laws, place: Placement) -> Grid:
+def _repeated(choice: Choice, config: RunConfig, place: Placement) -> Grid:
     """Returns a choice once for each of the rates that are tried."""
-    config = config_of(choice, laws)
-    assert config is not None, choice
-    return grid_of([config] * len(_RATES), place, choice.method)
+    return grid_of([job_of(config, choice)] * len(_RATES), place, choice.method)
 
 
-def _over_alpha(choice: Choice, laws: Laws, places: Sequence[Placement]) -> Floats:
+def _over_alpha(choice: Choice, config: RunConfig, places: Sequence[Placement]) -> Floats:
     """Returns the tok/s of a choice at each tried alpha, one rate for every drafted token."""
     if choice.mode in ("ar", LOOKUP):
         return np.full(len(_RATES), choice.tok_per_s)
     if choice.mode == "sd":
         tokens = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
         return np.asarray(choice.batch_size * tokens / (choice.round_us * 1e-6))
-    grid = _repeated(choice, laws, next(place for place in places if place.tp == choice.tp))
+    grid = _repeated(choice, config, next(place for place in places if place.tp == choice.tp))
     hazards = np.tile(_RATES[:, None], (1, choice.lookahead))
     return expect(replace(grid, hazards=hazards)).tok_per_s
 
 
 def _break_even_alpha(
-    choice: Choice, rivals: Sequence[Choice], laws: Laws, places: Sequence[Placement]
+    choice: Choice, rivals: Sequence[Choice], config: RunConfig, places: Sequence[Placement]
 ) -> float | None:
     """Returns the alpha, one for every drafted token, above which `choice` beats its rivals.
 
@@ -256,27 +250,27 @@ def _break_even_alpha(
         tuned = (
             sd
             for place in places
-            for sd in candidates(place, laws, choice.batch_size, choice.gpus, FULL)
+            for sd in candidates(config, place, choice.gpus, FULL)
             if sd.mode == "sd"
         )
-        rivals = [*(rival for rival in rivals if rival.mode != "sd"), *weigh(tuned, laws, places)]
+        rivals = [*(rival for rival in rivals if rival.mode != "sd"), *weigh(tuned, config, places)]
     if not rivals:
         return 0.0
-    best = np.max([_over_alpha(rival, laws, places) for rival in rivals], axis=0)
-    tokens = expected_tokens_from_rates(laws.hazards[choice.lookahead - 1])
+    best = np.max([_over_alpha(rival, config, places) for rival in rivals], axis=0)
+    tokens = expected_tokens_from_rates(job_of(config, choice).acceptance[Source.CACHE].hazards)
     lengths = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
     now = int(np.abs(lengths - tokens).argmin())
-    return _crossing(np.log(_over_alpha(choice, laws, places) / best), now)
+    return _crossing(np.log(_over_alpha(choice, config, places) / best), now)
 
 
 def _break_even_p_hit(
-    ssd: Choice, rivals: Sequence[Choice], laws: Laws, place: Placement
+    ssd: Choice, rivals: Sequence[Choice], config: RunConfig, place: Placement
 ) -> float | None:
     """Returns the hit rate, for every k, above which `ssd` beats its rivals; 0.0: always, None:
     never."""
     if not rivals:
         return 0.0
-    grid = _repeated(ssd, laws, place)
+    grid = _repeated(ssd, config, place)
     p_hit = np.broadcast_to(_RATES[:, None, None, None], grid.p_hit.shape)
     rates = expect(replace(grid, p_hit=p_hit)).tok_per_s
     return _crossing(np.log(rates / rivals[0].tok_per_s), 0)
@@ -374,7 +368,7 @@ def _fastest(
     config: RunConfig, profile: Profile, place: Placement, host: HostCosts, targets: int
 ) -> Use | None:
     """Returns the fastest pool of G targets on one placement, simulated; None if none can run."""
-    device, laws, batch = place.device, Laws.of(config), config.batch_size
+    device, batch = place.device, config.batch_size
     assert device.draft is not None, "a placement of pairs"
 
     def crowded(table: RowTable, seated: int) -> RowTable:
@@ -389,7 +383,7 @@ def _fastest(
         shared = replace(device, draft=crowded(device.draft, seated), lists=lists)
         crowd = replace(place, device=shared)
         every = weigh(
-            ssd_choices(place, laws, batch, place.tp + 1, _POOL_SPACE), laws, [crowd], quick=True
+            ssd_choices(config, place, place.tp + 1, _POOL_SPACE), config, [crowd], quick=True
         )
         ranked = firsts(by_speed(every), lambda choice: choice.lookahead)[:_SIMULATED]
         choices |= {replace(c, tok_per_s=0.0, round_us=0.0, hit_rate=None): None for c in ranked}

@@ -1,7 +1,7 @@
-"""Configurations as the simulation reads them, the durations of their rounds as arrays, and what
-decides the accepted tokens and hits of their rounds: models, a run's seed, or records.
+"""The durations of many jobs' rounds as arrays, and what decides the accepted tokens and hits of
+their rounds: models, a run's seed, or records.
 
-Shapes: [G, R, b] for G configurations, R chains of rounds and their b sequences.
+Shapes: [G, R, b] for G jobs, R chains of rounds and their b sequences.
 """
 
 from __future__ import annotations
@@ -28,66 +28,6 @@ _LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run
 _HOST = "ask_s lead_s send_s link reply_s inline_s draft_record nap patience".split()
 
 
-@dataclass(frozen=True)
-class Config:
-    """What the simulation reads of a configuration. AR has K = 0.
-
-    hazards: acceptance rates of cached and JIT tokens, K of them; hazards_fast: of looked-up ones.
-    fan_out, fan_out_miss: F_0..F_K after a hit and after a backup; empty if nothing grows.
-    target_rows, draft_rows: the row counts that are compiled besides powers of two.
-    """
-
-    lookahead: int
-    batch_size: int
-    inline: bool
-    hazards: tuple[float, ...]
-    hazards_fast: tuple[float, ...]
-    fan_out: tuple[int, ...]
-    fan_out_miss: tuple[int, ...]
-    hit_law: HitLaw
-    backup_lookahead: int
-    fast: bool
-    target_rows: tuple[int, ...]
-    draft_rows: tuple[int, ...]
-
-    @classmethod
-    def of(cls, job: Job) -> Config:
-        """Makes the configuration of a job."""
-        laws = job.acceptance if job.lookahead else {}
-        rows = job.config.batch_size, job.verify_rows, *(job.prefill_rows,) * bool(job.prefill_rows)
-        return cls(
-            lookahead=job.lookahead,
-            batch_size=job.config.batch_size,
-            inline=job.inline,
-            hazards=tuple(laws[Source.CACHE].hazards) if laws else (),
-            hazards_fast=tuple(laws[Source.FAST].hazards) if laws else (),
-            fan_out=tuple(job.fan_out),
-            fan_out_miss=tuple(job.fan_out_miss),
-            hit_law=job.hit_law,
-            backup_lookahead=job.backup_lookahead,
-            fast=job.config.backup == "fast",
-            target_rows=rows,
-            draft_rows=() if job.draft is None else (*rows, job.group_lanes),
-        )
-
-    @property
-    def widest(self) -> int:
-        """The most candidates of a row."""
-        return max((*self.fan_out, *self.fan_out_miss), default=0)
-
-    @property
-    def most_rows(self) -> int:
-        """The rows of the largest forward."""
-        return max(*self.target_rows, *self.draft_rows, 1)
-
-    def hit_chances(self) -> Floats:
-        """Returns P(hit | k), [source, end, K+1]: after a backup or a hit; whether k is all."""
-        if not self.fan_out:
-            return np.zeros((2, 2, self.lookahead + 1))
-        table = _hit_probabilities(self.hit_law, self.widest)
-        return np.stack([table[:, list(fans)] for fans in (self.fan_out_miss, self.fan_out)])
-
-
 _hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
 
 
@@ -107,7 +47,8 @@ class Grid:
     inline: Mask  # or without a draft
     hazards: Floats  # [G, K], 0 beyond a configuration's own K
     hazards_fast: Floats
-    p_hit: Floats  # [G, 2, 2, K+1], Config.hit_chances
+    # P(hit | k), [G, source, end, K+1]: after a backup or a hit; whether k is all.
+    p_hit: Floats
     verify_s: Floats
     keys_s: Floats
     step_s: Floats
@@ -120,51 +61,68 @@ class Grid:
 
     @classmethod
     def of(
-        cls, configs: Sequence[Config], device: DeviceCosts, host: HostCosts, *, ends: bool = False
+        cls, jobs: Sequence[Job], device: DeviceCosts, host: HostCosts, *, ends: bool = False
     ) -> Grid:
-        """Makes the grid of configurations on the same devices and hosts.
+        """Makes the grid of jobs of one batch size on the same devices and hosts; AR has K = 0.
 
         ends: whether sequences may end before others of their batch.
         """
-        batch = configs[0].batch_size
-        lookahead = np.array([config.lookahead for config in configs], np.int64)
-        backup = np.array([config.backup_lookahead for config in configs], np.int64)
+        batch = jobs[0].config.batch_size
+        lookahead = np.array([job.lookahead for job in jobs], np.int64)
+        backup = np.array([job.backup_lookahead for job in jobs], np.int64)
         live = np.arange(batch + 1)[:, None] if ends else np.full((1, 1), batch)
         won = np.minimum(np.arange(batch + 1), live)  # [L, b+1]
         missed = live - won
         k, served = lookahead[:, None, None], backup[:, None, None]
-        compiled = _rows_of([c.target_rows for c in configs])
+        # The row counts that are compiled besides powers of two.
+        full = [(batch, job.verify_rows, *filter(None, [job.prefill_rows])) for job in jobs]
+        compiled = _rows_of(full)
         rows = won * (k + 1) + missed * (served + 1)
         shape = rows.shape
         verify_s = device.verify(padded(rows, compiled), compiled.max(axis=1)[:, None, None])
         keys_s, step_s, most = np.zeros(shape), np.ones(shape), np.zeros(shape, np.int64)
-        lanes_s = np.zeros((len(configs), batch + 1))
+        lanes_s = np.zeros((len(jobs), batch + 1))
         if lookahead.any() and device.draft is not None:
-            compiled = _rows_of([c.draft_rows for c in configs])
+            compiled = _rows_of(
+                [
+                    () if job.draft is None else (*rows_of_job, job.group_lanes)
+                    for job, rows_of_job in zip(jobs, full, strict=True)
+                ]
+            )
             largest = compiled.max(axis=1)[:, None, None]
-            counts = np.broadcast_to(np.arange(batch + 1), (len(configs), 1, batch + 1))
+            counts = np.broadcast_to(np.arange(batch + 1), (len(jobs), 1, batch + 1))
             lanes_s = device.draft_s(padded(counts, compiled), largest)[:, 0] + host.step
-            after_hit = np.array([sum(c.fan_out) for c in configs])[:, None, None]
-            after_miss = np.array([sum(c.fan_out_miss) for c in configs])[:, None, None]
+            after_hit = np.array([sum(job.fan_out) for job in jobs])[:, None, None]
+            after_miss = np.array([sum(job.fan_out_miss) for job in jobs])[:, None, None]
             lanes = won * after_hit + missed * after_miss
             step_s = device.draft_s(padded(np.maximum(lanes, 1), compiled), largest) + host.step
-            candidates = np.array([c.widest + 1 for c in configs])[:, None, None]
+            candidates = np.array([job.widest + 1 for job in jobs])[:, None, None]
             glue_rows = padded(live * (k + 1) + 0 * won, compiled)
             glue_s = device.glue_s(glue_rows, candidates, largest) + host.glue
             keys_s = np.where(lanes > 0, glue_s + host.keys + host.keys_lane * lanes, 0.0)
             most = np.where(lanes > 0, k, 0)
         width = int(lookahead.max())
-        hosts = np.tile([getattr(host, name) for name in _HOST], (len(configs), 1))
+        hosts = np.tile([getattr(host, name) for name in _HOST], (len(jobs), 1))
         hosts[lookahead == 0, _HOST.index("inline_s")] = 0.0
+
+        def hazards(source: Source) -> Floats:
+            return _widened([j.acceptance[source].hazards[: j.lookahead] for j in jobs], width)
+
+        def hit_chances(job: Job) -> Floats:
+            if not job.fan_out:
+                return np.zeros((2, 2, job.lookahead + 1))
+            table = _hit_probabilities(job.hit_law, job.widest)
+            return np.stack([table[:, list(fans)] for fans in (job.fan_out_miss, job.fan_out)])
+
         return cls(
             batch_size=batch,
             lookahead=lookahead,
             backup_lookahead=backup,
-            fast=np.array([c.fast for c in configs]),
-            inline=np.array([c.inline for c in configs]) | (lookahead == 0),
-            hazards=_widened([c.hazards for c in configs], width),
-            hazards_fast=_widened([c.hazards_fast for c in configs], width),
-            p_hit=_widened([c.hit_chances() for c in configs], width + 1),
+            fast=np.array([job.config.backup == "fast" for job in jobs]),
+            inline=np.array([job.inline for job in jobs]) | (lookahead == 0),
+            hazards=hazards(Source.CACHE),
+            hazards_fast=hazards(Source.FAST),
+            p_hit=_widened([hit_chances(job) for job in jobs], width + 1),
             verify_s=verify_s,
             keys_s=keys_s,
             step_s=step_s,

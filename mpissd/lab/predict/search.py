@@ -16,12 +16,13 @@ from itertools import product
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family, between, tps_of
+from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.spec.acceptance import HitLaw, hit_law_of, load_laws, resolve_acceptance
-from mpissd.engine.spec.fanout import MAX_BRANCHES, resolve_fan_out
+from mpissd.engine.spec.acceptance import HitLaw, hit_law_of, load_laws
+from mpissd.engine.spec.fanout import resolve_fan_out
 from mpissd.lab.predict.costs import (
     EMULATED_ITEMSIZE,
     DeviceCosts,
@@ -39,47 +40,26 @@ from mpissd.lab.predict.derive import (
     with_derived,
     with_hosts,
 )
-from mpissd.lab.predict.grid import Config, Grid
+from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.simulation import expect
 
 MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
+_MOST_READ = 63  # candidates of a row that an LM head returns besides the token itself
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
 
 
-@dataclass(frozen=True)
-class Laws:
-    """Acceptance rates ("hazards") and the hit model at every K, and the most candidates.
-
-    hazards, hazards_fast, hits: by K, from 1, up to the longest K that the models cover.
-    most_candidates limits what a row may keep (an LM head returns only its top 64).
-    """
-
-    hazards: tuple[tuple[float, ...], ...]
-    hazards_fast: tuple[tuple[float, ...], ...]
-    hits: tuple[HitLaw, ...]
-    most_candidates: int = MAX_BRANCHES
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Laws:
-        """Returns the models of a configuration; a list of rates, or a --laws file, limits K to its
-        length."""
-        texts, longest = (config.acceptance_text, config.acceptance_fast_text), MOST_LOOKAHEAD
-        for text in texts:
-            kind, _, values = text.strip().partition(":")
-            if kind in ("laws", "prompt", "suffix"):
-                longest = min(longest, load_laws(values).longest_fitted)
-            elif kind in ("rates", "marginal"):
-                longest = min(longest, values.count(",") + 1)
-        each = range(1, longest + 1)
-        hazards, fast = (
-            tuple(resolve_acceptance(cut_law(text, most), most).hazards for most in each)
-            for text in texts
-        )
-        hits = tuple(hit_law_of(config, most) for most in each)
-        has_head = config.lm_head or config.is_transformer
-        return cls(hazards, fast, hits, 63 if has_head else MAX_BRANCHES)
+def longest_lookahead(config: RunConfig) -> int:
+    """Returns the largest K to try; a list of rates, or a --laws file, limits it to its length."""
+    longest = MOST_LOOKAHEAD
+    for text in (config.acceptance_text, config.acceptance_fast_text):
+        kind, _, values = text.strip().partition(":")
+        if kind in ("laws", "prompt", "suffix"):
+            longest = min(longest, load_laws(values).longest_fitted)
+        elif kind in ("rates", "marginal"):
+            longest = min(longest, values.count(",") + 1)
+    return longest
 
 
 def cut_law(text: str, most: int) -> str:
@@ -245,7 +225,7 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
         assert draft is not None, "a pair without a draft"
         known = with_derived(profile, target, batch, job.options)
         for shard, options in ((target, job.options), (draft, job.draft_options)):
-            curve = known.tables.forward(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
+            curve = known.measured(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
             if curve is None:
                 pair = f"--target={job.target.name} --draft={draft.shape.name}"
                 raise ConfigError(
@@ -324,28 +304,47 @@ def _hosts(config: RunConfig, profile: Profile, tp: int) -> dict[tuple[str, int]
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """Returns the job of a choice, under the models and options of `config`."""
-    if choice.mode == "ar":
-        return _resolved(config, "ar", choice.tp, 0, None)
-    looks_up = choice.mode == LOOKUP
+    """Returns the job of a choice, under the models and options of `config`.
+
+    Raises ConfigError if its fan-out is impossible.
+    """
+    method = choice.mode, choice.num_drafts, choice.backup
+    job = replace(_job_of(config, *method, choice.lookahead), tp=choice.tp)
+    if not choice.lookahead:
+        return job
+    served = choice.backup_lookahead
+    job = replace(job, backup_lookahead=served)
+    if choice.fan_out is None:
+        return job
+    k, law = choice.lookahead, job.hit_law
+    hazards = tuple(job.acceptance[Source.CACHE].hazards)
+    drafted = tuple(job.acceptance[Source[choice.backup.upper()]].hazards)[:served]
+    after_hit = _fan_out(choice.fan_out, hazards, k, law)
+    after_miss = _fan_out(choice.fan_out, (*drafted, *(0.0,) * (k - served)), served, law)
+    has_head = config.lm_head or config.is_transformer
+    if has_head and max(*after_hit, *after_miss) > _MOST_READ:
+        raise ConfigError(f"fan_out={choice.fan_out}: allowed: at most {_MOST_READ} a row")
+    return replace(job, fan_out=after_hit, fan_out_miss=after_miss)
+
+
+@lru_cache(maxsize=512)
+def _job_of(config: RunConfig, mode: str, drafts: int, backup: str, lookahead: int) -> Job:
+    """Returns what all jobs of a method and a K share, at T = 1."""
+    if mode == "ar":
+        return _resolved(config, "ar", 1, 0, None)
     config = replace(
         config,
-        mode="sd" if looks_up else choice.mode,
-        backup="fast" if looks_up else "jit",
-        num_drafts=choice.num_drafts,
-        lookahead=choice.lookahead,
+        mode="sd" if mode == LOOKUP else mode,
+        backup=backup,
+        backup_lookahead=None,
+        num_drafts=drafts,
+        lookahead=lookahead,
+        fan_out="uniform:1",
         alpha=None,
-        acceptance=cut_law(config.acceptance_text, choice.lookahead),
-        acceptance_fast=cut_law(config.acceptance_fast_text, choice.lookahead),
+        acceptance=cut_law(config.acceptance_text, lookahead),
+        acceptance_fast=cut_law(config.acceptance_fast_text, lookahead),
     )
-    if choice.fan_out is not None:
-        config = replace(
-            config,
-            fan_out=choice.fan_out,
-            backup=choice.backup,
-            backup_lookahead=choice.backup_lookahead,
-        )
-    return resolve(config, choice.tp, backend="emulated", memory_bytes=None)
+    return resolve(config, 1, backend="emulated", memory_bytes=None)
 
 
 def _resolved(config: RunConfig, mode: str, tp: int, drafts: int, profile: Profile | None) -> Job:
@@ -407,78 +406,41 @@ ROUGH = Space(  # For large batches, because a configuration's time grows with i
 )
 
 
-def candidates(
-    place: Placement, laws: Laws, batch: int, gpus: int, space: Space
-) -> Iterator[Choice]:
+def candidates(config: RunConfig, place: Placement, gpus: int, space: Space) -> Iterator[Choice]:
     """Yields the choices of every mode on a placement: AR, SD and lookups at every K, and SSD.
 
     There are no lookups if their acceptance is 0: each round would be one of AR with more rows.
     """
+    batch = config.batch_size
     if place.tp > gpus:
         return
     if place.host(("ar", 0)) is not None:
         yield Choice("ar", place.tp, 0, batch)
-    for k in range(1, len(laws.hits) + 1):
+    for k in range(1, longest_lookahead(config) + 1):
         for drafts in place.num_drafts:
             if place.tp + drafts <= gpus and place.host(("sd", drafts)) is not None:
                 yield Choice("sd", place.tp, drafts, batch, k, backup_lookahead=k)
-        if place.host((LOOKUP, 0)) is not None and laws.hazards_fast[k - 1][0]:
-            yield Choice(LOOKUP, place.tp, 0, batch, k, backup="fast", backup_lookahead=k)
-    yield from ssd_choices(place, laws, batch, gpus, space)
+        if place.host((LOOKUP, 0)) is not None:
+            looked_up = _job_of(config, LOOKUP, 0, "fast", k).acceptance[Source.FAST]
+            if looked_up.hazards[0]:
+                yield Choice(LOOKUP, place.tp, 0, batch, k, backup="fast", backup_lookahead=k)
+    yield from ssd_choices(config, place, gpus, space)
 
 
-def ssd_choices(
-    place: Placement, laws: Laws, batch: int, gpus: int, space: Space
-) -> Iterator[Choice]:
+def ssd_choices(config: RunConfig, place: Placement, gpus: int, space: Space) -> Iterator[Choice]:
     """Yields the choices of SSD on T + 1 GPUs; imposed hits need only one candidate."""
     if 1 not in place.num_drafts or place.tp + 1 > gpus or place.host(("ssd", 1)) is None:
         return
-    texts = space.fan_outs if laws.hits[0].p_hit is None else ("uniform:1",)
-    for k in (k for k in space.lookaheads if k <= len(laws.hits)):
+    texts = space.fan_outs if hit_law_of(config, 1).p_hit is None else ("uniform:1",)
+    longest = longest_lookahead(config)
+    for k in (k for k in space.lookaheads if k <= longest):
         for text, served, is_fast in product(texts, space.backups(k), space.fast):
             backup = "fast" if is_fast else "jit"
-            yield Choice("ssd", place.tp, 1, batch, k, text, backup, served)
+            yield Choice("ssd", place.tp, 1, config.batch_size, k, text, backup, served)
 
 
-def config_of(choice: Choice, laws: Laws) -> Config | None:
-    """Returns a choice as the simulation reads it; None if its fan-out is impossible."""
-    k, batch, fast = choice.lookahead, choice.batch_size, choice.backup == "fast"
-    if not k:
-        return Config(0, batch, False, (), (), (), (), laws.hits[0], 0, False, (batch, batch), ())
-    hazards, hazards_fast, law = laws.hazards[k - 1], laws.hazards_fast[k - 1], laws.hits[k - 1]
-    lists: tuple[tuple[int, ...], ...] = (), ()
-    if choice.fan_out is not None:
-        served = choice.backup_lookahead
-        drafted = (hazards_fast if fast else hazards)[:served]
-        cut = (*drafted, *(0.0,) * (k - served))
-        after_hit = _fan_out(choice.fan_out, hazards, k, law)
-        after_miss = _fan_out(choice.fan_out, cut, served, law)
-        if after_hit is None or after_miss is None:
-            return None
-        lists = after_hit, after_miss
-        if max(map(max, lists)) > laws.most_candidates:
-            return None
-    rows = batch, batch * (k + 1)
-    return Config(
-        lookahead=k,
-        batch_size=batch,
-        inline=choice.num_drafts == 0,
-        hazards=hazards,
-        hazards_fast=hazards_fast,
-        fan_out=lists[0],
-        fan_out_miss=lists[1],
-        hit_law=law,
-        backup_lookahead=choice.backup_lookahead,
-        fast=fast,
-        target_rows=rows,
-        draft_rows=(*rows, batch * max(1, *map(sum, lists))),
-    )
-
-
-def _fan_out(
-    text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
-) -> tuple[int, ...] | None:
-    """Returns F_0..F_K as `run` resolves them after `served` tokens; None if it is impossible."""
+def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) -> tuple[int, ...]:
+    """Returns F_0..F_K as `run` resolves them after `served` tokens."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
         # Positions after a rate of 0 keep nothing, so they are cut off and the cached result is
@@ -486,37 +448,42 @@ def _fan_out(
         while reached and not hazards[reached - 1]:
             reached -= 1
     resolved = _resolved_fan_out(text, hazards[:reached], min(served, reached + 1), hit)
-    return None if resolved is None else (*resolved, *(0,) * (len(hazards) - reached))
+    return (*resolved, *(0,) * (len(hazards) - reached))
 
 
 @lru_cache(maxsize=4096)
 def _resolved_fan_out(
     text: str, hazards: tuple[float, ...], served: int, hit: HitLaw
-) -> tuple[int, ...] | None:
-    try:
-        minimum = 1 if hit.p_hit else 0
-        powers = hit.powers(len(hazards), served)
-        return resolve_fan_out(text, len(hazards), hazards, *powers, minimum=minimum)
-    except ConfigError:  # The budget is too small, or no candidate hits.
-        return None
+) -> tuple[int, ...]:
+    powers, minimum = hit.powers(len(hazards), served), 1 if hit.p_hit else 0
+    return resolve_fan_out(text, len(hazards), hazards, *powers, minimum=minimum)
 
 
 def weigh(
-    choices: Iterable[Choice], laws: Laws, places: Sequence[Placement], *, quick: bool = False
+    choices: Iterable[Choice],
+    config: RunConfig,
+    places: Sequence[Placement],
+    *,
+    quick: bool = False,
 ) -> list[Choice]:
     """Returns the possible ones of these choices with their simulated rates.
 
     quick: of fewer rounds, to rank many. Without it the rates are as expected of the choice's job.
     """
     by_tp = {place.tp: place for place in places}
-    alike: dict[tuple[int, tuple[str, int]], list[tuple[Choice, Config]]] = {}
+    alike: dict[tuple[int, tuple[str, int]], list[tuple[Choice, Job]]] = {}
     for choice in choices:
-        config, most = config_of(choice, laws), by_tp[choice.tp].most_rows
-        if config is not None and (most is None or config.most_rows <= most):
-            alike.setdefault((choice.tp, choice.method), []).append((choice, config))
+        try:
+            job, most = job_of(config, choice), by_tp[choice.tp].most_rows
+        except ConfigError:
+            if choice.fan_out is None:
+                raise
+            continue  # its budget is too small, or no candidate hits
+        if most is None or job.draft_buckets()[-1] <= most:
+            alike.setdefault((choice.tp, choice.method), []).append((choice, job))
     weighed = []
     for (tp, method), members in alike.items():
-        grid = grid_of([config for _, config in members], by_tp[tp], method)
+        grid = grid_of([job for _, job in members], by_tp[tp], method)
         means = expect(grid, quick=quick)
         columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
         for (choice, _), rate, round_s, hits in zip(members, *columns, strict=True):
@@ -526,8 +493,8 @@ def weigh(
     return weighed
 
 
-def grid_of(configs: Sequence[Config], place: Placement, method: tuple[str, int]) -> Grid:
-    """Returns configurations of one method, (mode, D), on a placement that judges it."""
+def grid_of(jobs: Sequence[Job], place: Placement, method: tuple[str, int]) -> Grid:
+    """Returns jobs of one method, (mode, D), on a placement that judges it."""
     host = place.host(method)
     assert host is not None, method
-    return Grid.of(configs, place.device, host)
+    return Grid.of(jobs, place.device, host)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.grid import (
-    Config,
     Draws,
     Grid,
     Ints,
@@ -169,12 +167,11 @@ class Expected:
 
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
     """Returns the means of one job, [1]; they depend neither on its seed nor on its length."""
-    return _expected(Config.of(job), device, host)
-
-
-@lru_cache(maxsize=256)
-def _expected(config: Config, device: DeviceCosts, host: HostCosts) -> Expected:
-    return expect(Grid.of([config], device, host))
+    grid = Grid.of([job], device, host)
+    key = tuple(getattr(grid, f.name).tobytes() for f in fields(grid)[1:])
+    if key not in _KNOWN:
+        _KNOWN[key] = expect(grid)
+    return _KNOWN[key]
 
 
 def expect(grid: Grid, *, quick: bool = False) -> Expected:
@@ -215,6 +212,9 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
     with np.errstate(divide="ignore"):  # inf if a round takes no time
         columns["tok_per_s"] = columns["tokens"] / columns["round_s"]
     return Expected(**columns)
+
+
+_KNOWN: dict[tuple[bytes, ...], Expected] = {}  # rows of many seeds have one grid
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def replay(
     """Predicts the run itself: the same seed gives the same k, t* and hits."""
     limit = num_rounds or job.config.max_rounds or job.config.num_tokens
     assert limit is not None, "neither rounds nor tokens end this run"
-    grid = Grid.of([Config.of(job)], device, host, ends=True)
+    grid = Grid.of([job], device, host, ends=True)
     draws = ReplayDraws(job, limit, seed)
     return _kept(job, grid, draws, limit, num_tokens=job.config.num_tokens)
 
@@ -309,7 +309,7 @@ def follow(
 ) -> Prediction:
     """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences)."""
     draws = RecordedDraws(job, sequences)
-    grid = Grid.of([Config.of(job)], device, host, ends=True)
+    grid = Grid.of([job], device, host, ends=True)
     return _kept(job, grid, draws, draws.num_rounds)
 
 
@@ -323,7 +323,7 @@ def sampled(
     seed: int = 0,
 ) -> Prediction:
     """Returns fresh rounds under the job's imposed models, to estimate the luck of a run."""
-    grid = Grid.of([Config.of(job)], device, host)
+    grid = Grid.of([job], device, host)
     return _kept(job, grid, LawDraws(grid, chains, seed), num_rounds, burn_in=_BURN_IN)
 
 
