@@ -18,7 +18,6 @@ from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import (
     Curve,
     Profile,
-    Tables,
     known_profiles,
     load_profile,
 )
@@ -127,18 +126,18 @@ def test_a_curve_is_exact_at_its_points_straight_between_and_goes_on_behind() ->
 
 
 def test_all_tables_are_read(box: Any) -> None:
-    tables = box().tables
+    profile = box()
     key = ForwardKey("llama-3.1-8b", 2, True, False, 0)
-    (known,) = tables.forwards[key]
+    (known,) = profile.forwards[key]
     assert (known.kernel, known.most_rows) == ("", None)  # an old profile
     assert known.params == SHARD.num_params(OPTIONS)
-    assert load_profile(DATASHEET).tables == Tables()
+    assert not load_profile(DATASHEET).forwards
 
 
 def test_what_no_table_covers_is_modelled(box: Any) -> None:
     alone = Shard(SHARD.shape)
     profile = box({"tables/forwards": [forward(alone)]})
-    rates = replace(profile, tables=Tables())
+    rates = replace(profile, forwards={}, read_outs={})
     assert profile.forward_s(alone.cost(8, 1, 2, OPTIONS)) == SECONDS["8"]
     for shard, options in (
         (alone, ForwardOptions()),
@@ -163,8 +162,8 @@ def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, mo
     assert profile.forward_s(listed) == pytest.approx(single + more, abs=1e-12)
     assert profile.forward_s(replace(listed, columns=499)) == single  # of another head: not known
     key = replace(cost.key, sequences=1)  # a transformer's logits are wider
-    unknown = profile.tables.lists_s(replace(listed, key=key))
-    assert unknown == 0 and sorted(profile.tables.candidates(listed)) == [1, 4, 8]
+    unknown = profile.lists_s(replace(listed, key=key))
+    assert unknown == 0 and sorted(profile.candidates(listed)) == [1, 4, 8]
 
 
 @pytest.mark.parametrize("fuse", [True, False])  # covered, and not

@@ -13,7 +13,6 @@ import queue
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -310,18 +309,16 @@ def steep(device: DeviceCosts) -> DeviceCosts:
 
     Lists of candidates take 30% more.
     """
-    tables = (
-        table and {n: t * (1 + n / 50) for n, t in zip(table.rows, table.seconds, strict=True)}
-        for table in (device.verify, device.draft)
-    )
-    steeper = DeviceCosts.from_points(*tables)  # type: ignore[arg-type]
-    assert steeper.draft is None or steeper.draft.rows == device.draft.rows  # type: ignore[union-attr]
-    lists = [
-        (k, RowTable(steeper.draft.rows, tuple(1.3 * s for s in steeper.draft.seconds)))
-        for k, _ in device.lists
-        if steeper.draft is not None
-    ]
-    return replace(steeper, lists=tuple(lists))
+
+    def steeper(table: RowTable, factor: float = 1.0) -> RowTable:
+        points = zip(table.rows, table.seconds, strict=True)
+        return RowTable.of({n: factor * s * (1 + n / 50) for n, s in points})
+
+    draft = device.draft
+    if draft is None:
+        return DeviceCosts(steeper(device.verify))
+    lists = tuple((k, steeper(draft, 1.3)) for k, _ in device.lists)
+    return DeviceCosts(steeper(device.verify), steeper(draft), lists)
 
 
 def make_job(**flags: Any) -> Job:

@@ -56,12 +56,7 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
     assert row["num_rounds"] == row["round_us"]["n"] == 50
     assert set(row["round_us"]) == {"mean", "p50", "p90", "p99", "n"}
     assert row["tok_per_s"] == pytest.approx(row["num_tokens"] / row["wall_s"])
-    assert row["tok_per_s_per_gpu"] == row["tok_per_s"] / 2
-    assert row["round_us"]["mean"] == pytest.approx(row["wall_s"] / 50 * 1e6)
     assert 0 < row["hit_rate"] < 1 and 1 <= row["acceptance_length"] <= 5
-    assert row["T_SD"] == pytest.approx(row["t_draft_s"] / row["t_target_s"])
-    assert row["T_p"] == pytest.approx(row["t_growth_s"] / row["t_target_s"])
-    assert row["exposed_us"] > 0
     null = predict("null", HostCosts(), mode="ssd", rounds=10)
     json.dumps(null, allow_nan=False)
     assert null["tok_per_s"] is null["expected_tok_per_s"] is null["T_SD"] is None
@@ -135,7 +130,7 @@ def test_a_row_holds_its_whole_configuration(name: str) -> None:
         if path.exists():
             checked += 1
             known = json.loads(path.read_text())
-            device = DeviceCosts.from_dict(known["device"])
+            device = DeviceCosts.from_points(**known["device"])
             host = HostCosts.from_dict(known["host"])
             mean = float(expected(job_of_row(row), device, host).tok_per_s[0])
             assert mean == pytest.approx(row["expected_tok_per_s"], rel=6e-3), row["run_id"]
@@ -156,8 +151,6 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     ("name", "wanted", "reason"),
     [
         ("saguaro/runs.jsonl", {}, "markov"),
-        ("h200-ssd/runs.jsonl", {"backup": "auto"}, "they adapt"),
-        ("emulated-schedules/runs.jsonl", {"schedule": "pearl"}, "pearl"),
         ("emulated-schedules/runs.jsonl", {"draft": "medusa4-llama-3.1-8b"}, "several tokens"),
         ("h200/runs.jsonl", {"backend": "emulated"}, "ran on null device"),
         ("h200-tables/runs.jsonl", {"mode": "ar"}, "is of NVIDIA H100 80GB SXM"),
@@ -166,19 +159,6 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
 def test_what_has_no_forecast_has_a_reason(name: str, wanted: dict[str, Any], reason: str) -> None:
     forecast = forecast_row(row_like(name, **wanted), load_profile("h100"))
     assert forecast.tok_per_s is None and reason in (forecast.reason or "")
-
-
-def test_a_derived_forward_is_labelled(tmp_path: Path) -> None:
-    """The label is the profile's own: the source of the forward that the row needs."""
-    row = row_like("h200-tables/runs.jsonl", mode="ar")
-    profile = json.loads((RESULTS / "h200" / "profiles" / "h200-8b-1b-T1.json").read_text())
-    for source in ("measured: a probe", "derived: bytes over the read rate"):
-        for entry in profile["tables"]["forwards"]:
-            entry["from"] = source
-        path = tmp_path / "profile.json"
-        path.write_text(json.dumps(profile))
-        forecast = forecast_row(row, load_profile(str(path)))
-        assert forecast.tok_per_s and forecast.derived == source.startswith("derived")
 
 
 def test_rows_without_a_forecast_are_counted_and_derived_ones_shown_apart() -> None:

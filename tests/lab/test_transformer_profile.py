@@ -17,7 +17,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.backend.profile import Profile, Tables, load_profile
+from mpissd.engine.backend.profile import Profile, forwards_of, load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
@@ -68,8 +68,7 @@ def entries(shard: AnyShard = SHARD) -> list[dict[str, Any]]:
 
 
 def measured(forwards: list[dict[str, Any]]) -> Profile:
-    tables = Tables.parse({"forwards": forwards})
-    return replace(load_profile(DATASHEET), tables=tables)
+    return replace(load_profile(DATASHEET), forwards=forwards_of(forwards))
 
 
 PROBED = measured(entries())
@@ -105,7 +104,7 @@ def test_another_number_of_ranks_is_derived_at_the_same_context() -> None:
     two = job(2).target_shard
     profile = with_derived(PROBED, two, 2, at(300))
     one_s = PROBED.forward_s(SHARD.cost(8, 2, 2, at(300)))
-    curve = profile.tables.forward(two.cost(8, 2, 2, at(300)))
+    curve = profile.measured(two.cost(8, 2, 2, at(300)))
     assert curve is not None and curve.source.startswith("derived from T=1")
     assert curve(8) < one_s + 100 * PROBED.all_reduce_s(2, 8 * 64 * 2)
     assert with_derived(profile, two, 2, at(300)) is profile
@@ -114,7 +113,7 @@ def test_another_number_of_ranks_is_derived_at_the_same_context() -> None:
 def test_a_probe_of_products_says_nothing_of_transformers_nor_of_another_model() -> None:
     gemm = job(mode="ar", draft=None, forward=None, fuse=True).target_shard
     cost = gemm.cost(1, 1, 2, ForwardOptions(fuse=True))
-    assert PROBED.tables.forward(cost) is None
+    assert PROBED.measured(cost) is None
     with pytest.raises(ConfigError, match=r"doesn't cover transformer gen:.* context=\d+ b=1: it"):
         check_device(PROBED, job(target=TINY.replace("96", "128"), rounds=1))
     check_device(PROBED, job(rounds=1))
@@ -137,11 +136,11 @@ def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it
     assert [(e["kv_tokens"] // e["sequences"], e["sequences"]) for e in forwards] == [
         (context, batch) for batch in (1, 8) for context in contexts(2000)
     ]
-    profile = replace(h200, tables=Tables.parse({"forwards": json.loads(json.dumps(forwards))}))
+    profile = replace(h200, forwards=forwards_of(json.loads(json.dumps(forwards))))
     for rows in (1, 2, 5, 12):
         cost = found.target_shard.cost(rows, 4, 2, found.options)
         assert profile.forward_s(cost) == pytest.approx(h200.forward_s(cost), rel=0.003)
-        assert profile.tables.forward(cost) is not None
+        assert profile.measured(cost) is not None
     rates = [
         predict_row(found, DeviceCosts.from_profile(known, found), HostCosts())["tok_per_s"]
         for known in (profile, h200)

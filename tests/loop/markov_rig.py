@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.records import RoundRecords
-from mpissd.common.rounds import Outcome, Source
+from mpissd.common.rounds import Outcome, Request, Source
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop
@@ -162,7 +162,7 @@ def decode(
     speculator, thread = joined(drafter, pair.shape, inline=pair.is_inline, hook=hook)
     worker = TargetWorker(CountingForwards(), MarkovTarget(pair.laws))
     loop = TargetLoop(worker, speculator, None, pair.batch, WAITER)
-    asked = pair.laws.requests(0, pair.batch)
+    asked = [Request(n, first_token=pair.laws.prompt(n)[-1]) for n in range(pair.batch)]
     try:
         records = drive(loop, asked, pair.K, num_tokens=num_tokens, stop_token=stop_token)
         loop.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,13 @@ if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':
 def doctor(*flags: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Returns the exit code and the table."""
     with Started(("launch/doctor.sh", *flags), env) as started:
-        code, out, err = started.finish()
-        assert "Traceback" not in out + err and err == "", err
-        return code, out
+        return examined(started)
+
+
+def examined(started: Started) -> tuple[int, str]:
+    code, out, err = started.finish()
+    assert "Traceback" not in out + err and err == "", err
+    return code, out
 
 
 def line(table: str, what: str, verdict: str) -> str:
@@ -54,7 +58,15 @@ def shim(tmp_path: Path, name: str, text: str) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path)}
 
 
-def test_where_the_doctor_says_ok_a_run_works(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """A doctor one of whose ranks hangs: it waits for 12 s, while other tests run."""
+    env = shim(tmp_path_factory.mktemp("hung"), "sitecustomize", HANGS)
+    with Started(("launch/doctor.sh", *FAST, "--deadline_s=2"), env) as started:
+        yield started
+
+
+def test_where_the_doctor_says_ok_a_run_works(hung: Started, tmp_path: Path) -> None:
     code, table = doctor("--tp=2", f"--out={tmp_path}/a/b")
     assert code == 0 and table.splitlines()[-1].startswith("doctor: this run works")
     assert list(tmp_path.iterdir()) == []  # the folder that it tried is gone again
@@ -103,8 +115,8 @@ def test_a_broken_cupy(tmp_path: Path) -> None:
     assert code == 2 and "libcudart.so.13" in line(table, "session", "BAD"), table
 
 
-def test_a_rank_that_hangs(tmp_path: Path) -> None:
-    code, table = doctor(*FAST, "--deadline_s=2", env=shim(tmp_path, "sitecustomize", HANGS))
+def test_a_rank_that_hangs(hung: Started) -> None:
+    code, table = examined(hung)
     assert code == 2 and "no answer within 12 s" in line(table, "session", "BAD")
 
 

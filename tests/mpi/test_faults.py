@@ -62,7 +62,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """All ranks pause for longer than the deadline: that is job control, no fault."""
     with endless(2, tmp_path, *NULL, "--deadline_s=1") as job:
         ranks = [job.rank(0), job.rank(1)]
-        for signum, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 2.0)):
+        for signum, pause_s in ((signal.SIGSTOP, 2.0), (signal.SIGCONT, 1.5)):
             for pid in ranks:
                 os.kill(pid, signum)
             time.sleep(pause_s)

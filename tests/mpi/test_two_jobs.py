@@ -18,7 +18,7 @@ SAME = "outcome_digest token_digest num_tokens accept_histogram hit_rate rank_di
 
 
 def test_two_at_once_are_two_alone_and_one_that_fails_is_ended_alone(tmp_path: Path) -> None:
-    alone = launch(2, *SECOND, folder=tmp_path / "alone").row
+    alone = launch(2, *SECOND, folder=tmp_path / "alone", direct=True).row
     both = [
         Started(["launch/local.sh", "2", *flags, f"--out={tmp_path}"])
         for flags in ([*FIRST, "--rounds=2000"], SECOND)

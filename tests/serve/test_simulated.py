@@ -62,7 +62,8 @@ def busy_s(requests: Sequence[Arrival]) -> float:
 def measured(name: str) -> tuple[DeviceCosts, HostCosts]:
     """SmolLM2's costs on a machine."""
     row = json.loads((ROWS / f"{name}_rows.json").read_text())
-    return DeviceCosts.from_dict(row), HostCosts(**row.get("host", {}))
+    tables = row["verify"], row.get("draft"), row.get("lists")
+    return DeviceCosts.from_points(*tables), HostCosts(**row.get("host", {}))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,6 @@ LOADS = {
     "low, poor draft": Load(arrivals(5.0, 100), {"alpha": "0.3"}, WAYS, 6),
     "high, good draft": Load(arrivals(100.0, 100), {}, WAYS, 6),
     "inline": Load(arrivals(100.0, 100), INLINE, [*SAME_GPU, ("sd", 1), ("sd", 6)], 6),
-    "inline, pair": Load(arrivals(32.0, 200, **LONGER), INLINE | REPLAY, SAME_GPU, 7, "h200"),
     "inline, busy": Load(arrivals(128.0, 200, **LONGER), INLINE | REPLAY, SAME_GPU, 7, "h200"),
     "prompts wait": Load(
         arrivals(1.5, 200, 2, **LONGER),
@@ -214,15 +214,6 @@ def auto_inline(asked: Sequence[Arrival]) -> list[Arrival]:
     """A load of SmolLM2 with its draft on the same H200, at K = 7."""
     run = config("sd", 7, **INLINE, **REPLAY)
     return simulate(run, 1, asked, auto=True, costs=measured("h200")).requests
-
-
-def test_a_draft_that_catches_up_makes_nine_rounds_in_ten_at_most_30_percent_longer(
-    rounds: list[Round],
-) -> None:
-    auto_inline(arrivals(64.0, 100, **LONGER))
-    assert sum(each.growth > 0 for each in rounds) > 100
-    assert sum(each.result.stored_s > 0 for each in rounds) > 5
-    assert np.percentile([each.growth for each in rounds], 90) <= 0.3
 
 
 def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_after_a_burst(

@@ -120,73 +120,6 @@ class HostEntry:
         return cls(str(entry["mode"]), **counts, seconds=seconds, source=source, forward=forward)
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The measured tables of a profile; all empty if the profile has only rates.
-
-    forwards: for each key its kernels, for jobs with the fewest rows first. shards: the same for
-    one rank's share of a model, without all-reduces. read_outs: by (logits of a row, kind of
-    forward, candidates), then rows.
-    """
-
-    forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
-    shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
-    read_outs: Mapping[tuple[int, str, int], Curve] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> Tables:
-        """Reads the "tables" of a profile's JSON.
-
-        Raises KeyError, TypeError or ValueError if it is malformed.
-        """
-        every = {name: _forwards(data.get(name, ())) for name in ("forwards", "shards")}
-        entries = data.get("read_outs", ())
-        identity = ("columns", "forward", "candidates")
-        lists = {tuple(e[name] for name in identity): Curve.parse(e) for e in entries}
-        return cls(**every, read_outs=lists)
-
-    def forward(self, cost: Cost) -> Curve | None:
-        """Returns the measured curve of a cost's forward with the kernel that its job would run, or
-        None."""
-        most = cost.most_rows or cost.rows
-        for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
-            if kernel.most_rows is None or most <= kernel.most_rows:
-                return kernel.seconds
-        return None
-
-    def lists_s(self, cost: Cost) -> float:
-        """Returns the seconds by which a cost's forward is longer than with one candidate a row.
-
-        They go along straight lines over the candidates and the rows; 0 where none was measured.
-        """
-        if cost.key is None or cost.candidates == 1:
-            return 0.0
-        known = sorted(self.candidates(cost).items())
-        if not known:
-            return 0.0
-        by_candidates = Curve(tuple(k for k, _ in known), tuple(at(cost.rows) for _, at in known))
-        return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
-
-    def candidates(self, cost: Cost) -> dict[int, Curve]:
-        """Returns {candidates of a row: seconds by rows} of read-outs like this cost's."""
-        like = cost.columns, "" if cost.key is None else cost.key.forward
-        return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
-
-    def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
-        """Returns a forward with each kernel that it was measured with, for few rows first.
-
-        params: its number of weights, which distinguishes models of one name. alone: of one rank's
-        share, without all-reduces. A transformer's forward is interpolated over context and
-        sequences (between).
-        """
-        every = self.shards if alone else self.forwards
-        if key.sequences and key not in every:
-            alike = [k for k in every if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
-            measured = {k: one for k in alike for one in every[k] if one.params == params}
-            return (between(measured, key),) if measured else ()
-        return tuple(kernel for kernel in every.get(key, ()) if kernel.params == params)
-
-
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     """Returns a transformer's forward at a context and a number of sequences b, interpolated.
 
@@ -217,8 +150,12 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     return replace(one, seconds=Curve(tuple(rows), tuple(map(over_sequences, rows)), source))
 
 
-def _forwards(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Groups forwards by key, with the fewest rows first; of duplicates the last entry counts."""
+def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
+    """Groups a table's forwards by key, with the fewest rows first; of duplicates the last entry
+    counts.
+
+    Raises KeyError, TypeError or ValueError for a malformed entry.
+    """
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         tp, kv_tokens, params = (_whole(entry[name]) for name in ("tp", "kv_tokens", "params"))
@@ -269,7 +206,12 @@ class Profile:
     all_reduce_latency_s: Mapping[int, float] | None
     all_reduce_bytes_per_s: Mapping[int, float] | None
     sources: Mapping[str, str]
-    tables: Tables = field(default_factory=Tables)
+    # The kernels of each key, for jobs with the fewest rows first; shards: the same for one rank's
+    # share of a model, without all-reduces.
+    forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
+    shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
+    # By (logits of a row, kind of forward, candidates), then rows.
+    read_outs: Mapping[tuple[int, str, int], Curve] = field(default_factory=dict)
     hosts: tuple[HostEntry, ...] = ()
     models_others: bool = False
     # Commits whose kernels differ from those that this profile measured.
@@ -285,20 +227,59 @@ class Profile:
     @property
     def few_rows(self) -> int:
         """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
-        every = (
-            kernel.most_rows for kernels in self.tables.forwards.values() for kernel in kernels
-        )
+        every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
         return max((most for most in every if most is not None), default=0)
+
+    def measured(self, cost: Cost) -> Curve | None:
+        """Returns the measured curve of a cost's forward with the kernel that its job would run, or
+        None."""
+        most = cost.most_rows or cost.rows
+        for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
+            if kernel.most_rows is None or most <= kernel.most_rows:
+                return kernel.seconds
+        return None
+
+    def lists_s(self, cost: Cost) -> float:
+        """Returns the seconds by which a cost's forward is longer than with one candidate a row.
+
+        They go along straight lines over the candidates and the rows; 0 where none was measured.
+        """
+        if cost.key is None or cost.candidates == 1:
+            return 0.0
+        known = sorted(self.candidates(cost).items())
+        if not known:
+            return 0.0
+        by_candidates = Curve(tuple(k for k, _ in known), tuple(at(cost.rows) for _, at in known))
+        return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
+
+    def candidates(self, cost: Cost) -> dict[int, Curve]:
+        """Returns {candidates of a row: seconds by rows} of read-outs like this cost's."""
+        like = cost.columns, "" if cost.key is None else cost.key.forward
+        return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
+
+    def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
+        """Returns a forward with each kernel that it was measured with, for few rows first.
+
+        params: its number of weights, which distinguishes models of one name. alone: of one rank's
+        share, without all-reduces. A transformer's forward is interpolated over context and
+        sequences (between).
+        """
+        every = self.shards if alone else self.forwards
+        if key.sequences and key not in every:
+            alike = [k for k in every if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
+            measured = {k: one for k in alike for one in every[k] if one.params == params}
+            return (between(measured, key),) if measured else ()
+        return tuple(kernel for kernel in every.get(key, ()) if kernel.params == params)
 
     def forward_s(self, cost: Cost) -> float:
         """Returns the duration of one forward in seconds, all-reduces included.
 
         If a table covers this forward, the value is measured. Otherwise it is modelled: the
         roofline (floor_s) plus the overheads of products, all-reduces and the launch. What more
-        than one candidate a row takes is added (Tables.lists_s). Raises ConfigError if an
+        than one candidate a row takes is added (lists_s). Raises ConfigError if an
         all-reduce's time is not known.
         """
-        measured, lists = self.tables.forward(cost), self.tables.lists_s(cost)
+        measured, lists = self.measured(cost), self.lists_s(cost)
         if measured is not None:
             return measured(cost.rows) + lists
         floor = self.floor_s(cost) or 0.0
@@ -338,12 +319,12 @@ class Profile:
 
         params: its number of weights.
         """
-        if self.tables.kernels(key, params):
+        if self.kernels(key, params):
             return
-        if key in self.tables.forwards:
+        if key in self.forwards:
             gap = f"profile {self.name!r} doesn't cover this {key.model}"
             raise ConfigError(f"{gap}: it was probed with another number of weights")
-        known = (str(key).partition(" context=")[0] for key in self.tables.forwards)
+        known = (str(key).partition(" context=")[0] for key in self.forwards)
         covered = "; ".join(dict.fromkeys(known)) or "none"
         raise ConfigError(
             f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
@@ -409,6 +390,7 @@ def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profi
 def _profile(data: dict[str, Any]) -> Profile:
     """Reads a profile's JSON; raises KeyError, TypeError, ValueError or AttributeError."""
     numbers, values = data["numbers"], dict[str, Any]()
+    tables = data.get("tables") or {}
     for name in ("product_overhead_s", "launch_s"):
         values[name] = _number(numbers[name]["value"])
     for name in ("read_bytes_per_s", "peak_flops_per_s", "memory_bytes"):
@@ -429,7 +411,12 @@ def _profile(data: dict[str, Any]) -> Profile:
         all_reduce_latency_s=latencies,
         all_reduce_bytes_per_s=rates,
         sources={n: str(numbers[n]["from"]) for n in values} | {"all_reduce": reduce["from"]},
-        tables=Tables.parse(data.get("tables") or {}),
+        forwards=forwards_of(tables.get("forwards", ())),
+        shards=forwards_of(tables.get("shards", ())),
+        read_outs={
+            (each["columns"], each["forward"], each["candidates"]): Curve.parse(each)
+            for each in tables.get("read_outs", ())
+        },
         models_others="others" in data,
         other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
         other_lists=frozenset(map(str, data.get("other_lists") or ())),

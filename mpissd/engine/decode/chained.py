@@ -84,7 +84,6 @@ class ChainedTarget(TargetWorker):
         super().leave(batch)
 
     def _drop(self) -> None:
-        """Waits for the round that was launched ahead and is not used."""
         for program in self._forwards.dropped():
             program.wait(self._waiter)
 

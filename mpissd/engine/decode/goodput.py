@@ -84,7 +84,6 @@ class ForwardTimes:
         self._earned_s, self._within, self._step_s = 0.0, 0, 0.0
 
     def _size(self, rows: int) -> int:
-        """Returns the rows that a forward of so many rows computes."""
         at = bisect_left(self._buckets, rows)
         return self._buckets[at] if at < len(self._buckets) else rows
 

@@ -98,7 +98,6 @@ class Loops:
         return stepper
 
     def _sides(self, target: TargetWorker) -> tuple[TargetWorker, Speculator]:
-        """Returns the target worker and the speculator of the loop."""
         job, waiter = self.job, self._waiter
         if job.config.drafts:
             patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
@@ -152,7 +151,6 @@ class Loops:
 
 
 def _raise_first(faults: list[Exception]) -> None:
-    """Raises FaultError if a draft's thread has ended."""
     if faults:
         raise FaultError(f"the draft's thread ended: {faults[0]}") from faults[0]
 

@@ -170,7 +170,6 @@ class TargetLoop:
 
     @property
     def _joining(self) -> list[Request]:
-        """The opened sequences that join with the next outcome: their prompts are stored."""
         if not self.batch.opened:
             return []
         return [one for one in self.batch.stored() if one.request_id not in self._leaving]

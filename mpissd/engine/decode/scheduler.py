@@ -81,16 +81,8 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        return Request(
-            self.request_id,
-            known[-1],
-            self.epoch,
-            known,
-            self.temperature,
-            self.top_p,
-            self.seed,
-            self.logprobs,
-        )
+        asked = self.temperature, self.top_p, self.seed, self.logprobs
+        return Request(self.request_id, known[-1], self.epoch, known, *asked)
 
 
 class Emitted(NamedTuple):

@@ -34,6 +34,11 @@ class Places:
     trunks: Ints
     reads: bool = True
 
+    def part(self, rows: slice) -> Places:
+        """Returns the places of some rows of a prompt, whose candidates are not read."""
+        slots, positions = self.slots[rows], self.positions[rows]
+        return Places(slots, positions, self.lanes[rows], self.trunks[rows], False)
+
 
 def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
     """Returns the concatenated places of several groups of rows.

@@ -99,7 +99,6 @@ class Shard:
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
     def _read(self, options: ForwardOptions) -> tuple[int, int]:
-        """Returns the weights and the products of one forward."""
         layer, num_layers = self.layer_products(options), self.shape.num_layers
         around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
         params = num_layers * sum(k * n for k, n in layer) + sum(k * n for k, n in around)

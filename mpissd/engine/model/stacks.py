@@ -322,12 +322,11 @@ class GemmStack(Stack):
         self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
 
     def _kv_bytes(self, rows: int) -> int:
-        """Returns the bytes of one layer's KV buffer that a forward of `rows` rows reads."""
         read: int = self.shard.kv_read(rows, self._max_sequences, self.options)
         return read // max(1, len(self.weights.layers))
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that issues one forward of `rows` rows.
+        """Returns a forward, as Stack.body.
 
         It reads the top-k of the logits out to the host, one head after the other; without an LM
         head, of the hidden vector. With T shards every rank gets the top-k of each shard, in rank

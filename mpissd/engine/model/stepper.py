@@ -80,7 +80,9 @@ _PRODUCTS = ModelSource()
 class Stepper(Forwards):
     """Runs one model's forwards on one rank, asynchronously and one at a time.
 
-    buckets: the compiled row counts, rising.
+    buckets: the compiled row counts, rising. pages: of the model's KV cache, None for a model that
+    keeps none. draws: what draws tokens from the last forward's logits on the device; None: the
+    host does.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Stepper(Forwards):
         if source is not None:
             assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
             self.stack.read_states(source.stack)
+        self.pages: PageTable | None = self.stack.pages
+        self.draws: Draws | None = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
@@ -164,11 +168,6 @@ class Stepper(Forwards):
     def kernel(self) -> str:
         """Names of the kernels that read the weights, joined by "+" if they differ."""
         return str(self.stack.weights.kernel)
-
-    @property
-    def pages(self) -> PageTable | None:
-        """The pages of the model's KV cache; None for a model that keeps none."""
-        return self.stack.pages
 
     def cost(self, rows: int, k: int = 1) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""
@@ -232,11 +231,6 @@ class Stepper(Forwards):
         if values is None:
             return Results(ids[:, 0])
         return merged(ids, values[:, :, : len(tokens)])
-
-    @property
-    def draws(self) -> Draws | None:
-        """What draws tokens from the last forward's logits on the device; None: the host does."""
-        return self.stack.draws
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         if self.backend.info.kind == "emulated":

@@ -6,7 +6,7 @@ It reads a `Resolved`: the job's shapes, token models, fan-out lists and sizes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -190,19 +190,28 @@ class Resolved:
 
 
 class Endings:
-    """Ends sequences at their stop token; base class of further rules.
+    """Ends sequences at a stop token, or when they have no room for more; base of further rules.
 
     The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
     """
 
-    def __init__(self, *stop_tokens: int) -> None:
-        self._stop = frozenset(stop_tokens)
+    def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
+        """room: returns the tokens that a request may emit (None: any number)."""
+        self._stop, self._room = frozenset(stop_tokens), room
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
         """Returns how many of a round's tokens count if the sequence ends with them, or None.
 
         before: the number of tokens that the sequence had emitted before this round.
         """
+        kept = self._stopped(request_id, tokens)
+        left = len(tokens) + 1 if self._room is None else self._room(request_id) - before
+        if left > len(tokens):
+            return kept
+        return left if kept is None else min(kept, left)
+
+    def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
+        """Returns how many of these tokens there are up to a stop, or None."""
         for n, token in enumerate(tokens, 1):
             if token in self._stop:
                 return n

@@ -26,6 +26,7 @@ from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
     Lanes,
+    Oracle,
     Proposals,
     Rollout,
     TargetOracle,
@@ -141,7 +142,6 @@ class TokenStream(Stream):
         return [self._true[slot]]
 
     def _fill(self, slot: int, start: int) -> None:
-        """Tabulates positions start … start + window - 1 of the sequence in `slot`."""
         self._true[slot] = (self._draw(Purpose.TOKEN, slot, start) * self.vocab).astype(np.int32)
         self._place(slot, start)
 
@@ -279,21 +279,25 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 _NOBODY: Index = np.zeros(0, np.int64)
 
 
-class ImposedTarget(TargetOracle):
-    """Accepts the drafted tokens that equal a stream Y of tokens."""
+class Imposed(Oracle):
+    """What both oracles of imposed tokens have: a stream of them."""
 
     chains = True
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
+    _stream: Stream
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
         self._stream.prepare(requests)
 
     def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
         self._stream.begin_round(batch, started)
+
+
+class ImposedTarget(Imposed, TargetOracle):
+    """Accepts the drafted tokens that equal a stream Y of tokens."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
     def truth(self) -> Ints:
         return self._stream.true(self._ahead)
@@ -317,23 +321,14 @@ class ImposedTarget(TargetOracle):
         return accepted, true.reshape(-1).take(row_starts + accepted)
 
 
-class ImposedDraft(DraftOracle):
+class ImposedDraft(Imposed, DraftOracle):
     """Takes drafted tokens and bonus candidates from tables."""
-
-    chains = True
 
     def __init__(self, stream: Stream, num_tokens: int = 1) -> None:
         """num_tokens: those that a forward drafts (Medusa: all K)."""
         self.lookahead, self._stream, self._num_tokens = stream.lookahead, stream, num_tokens
         # The lanes of all rows, by (fan-out, batch size).
         self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}
-
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them."""
-        self._stream.prepare(requests)
-
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
-        self._stream.begin_round(batch, started)
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
@@ -355,7 +350,6 @@ class ImposedDraft(DraftOracle):
     def _branches(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> Branches:
-        """Returns the branches of batch rows `rows` (None: all), which share one fan-out."""
         candidates, tokens = self._stream.grown(speculation, fan_out, rows)
         key = fan_out, len(candidates)
         lanes = self._full.get(key) if rows is None else None

@@ -65,10 +65,14 @@ class MarkovModel:
         logits: Logits = _rows(self)(context)
         return logits
 
-    @property
+    @cached_property
     def likeliest(self) -> int:
         """Token with the largest mean probability over 64 contexts."""
-        return _likeliest(self)
+        mean = np.zeros(self.vocab)
+        for n in range(64):
+            row = np.exp(self.logits((n % self.vocab,) * self.order).astype(np.float64))
+            mean += row / row.sum()
+        return int(mean.argmax())
 
 
 def trunk(
@@ -78,15 +82,6 @@ def trunk(
     recent = [*tokens[-model.order :], *served]
     known = len(recent) - len(served)
     return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
-
-
-@lru_cache(maxsize=16)
-def _likeliest(model: MarkovModel) -> int:
-    mean = np.zeros(model.vocab)
-    for n in range(64):
-        row = np.exp(model.logits((n % model.vocab,) * model.order).astype(np.float64))
-        mean += row / row.sum()
-    return int(mean.argmax())
 
 
 @lru_cache(maxsize=16)
@@ -111,7 +106,6 @@ def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
 
 
 def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
-    """Returns a 64-bit hash of the purpose and the context."""
     words = np.array([int(purpose), *context], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
@@ -139,11 +133,6 @@ class MarkovLaws:
         """Returns the prompt of a sequence, drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
         return [int(x) for x in u * self.vocab]
-
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        """Returns `count` requests, numbered from first_id, with their prompts' last tokens."""
-        ids = range(first_id, first_id + count)
-        return [Request(n, first_token=self.prompt(n)[-1]) for n in ids]
 
 
 class MarkovDraft(SampledDraft):
@@ -261,7 +250,8 @@ class MarkovWorkload(Workload):
         return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        return self.laws.requests(first_id, count)
+        ids = range(first_id, first_id + count)
+        return [Request(n, first_token=self.laws.prompt(n)[-1]) for n in ids]
 
     def row_fields(self) -> dict[str, Any]:
         laws = self.laws

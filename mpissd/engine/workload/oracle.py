@@ -48,23 +48,52 @@ LogitsGather = Callable[[NDArray[np.float32], Waiter], NDArray[np.float32]]
 OpenGather = Callable[[], LogitsGather]
 
 
+@dataclass
+class Lane:
+    """The state from which a lane (a branch slot) draws its next token.
+
+    seed, sequence: of its random draws. first_draw: the index of the first one of the round that
+    will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
+    keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
+    the two the oracle uses.
+    """
+
+    seed: int
+    sequence: int
+    first_draw: int
+    context: tuple[int, ...]
+    fan_out: tuple[int, ...]
+    temperature: float
+    logits: Logits | None = None
+
+    def u(self, place: int, drawn: Draws) -> float:
+        """Returns the uniform that draws token `place`; lanes of a sequence share it."""
+        key = self.seed, self.sequence, self.first_draw + place
+        if key not in drawn:
+            drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
+        return drawn[key]
+
+
 class Rollout:
     """Token sequences (lanes) that a draft grows together, one token a lane in each step.
 
     tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
-    empty while a sequence has several lanes and the outcome has not yet chosen one. places: the
-    lanes' places in the KV cache of a model that keeps one. q: float64 [lanes, K], the probability
-    with which each token was drawn; None if all are certain.
+    empty while a sequence has several lanes and the outcome has not yet chosen one. first: the
+    token from which each lane starts, [lanes]. places: the lanes' places in the KV cache of a model
+    that keeps one. Of sampled tokens (else None or empty) lanes: what draws them; q: float64
+    [lanes, K], the probability with which each one was drawn; recorded: by lane, the distributions
+    that they were drawn from, None of a certain one.
     """
 
-    q: NDArray[np.float64] | None = None
     places: LanePlaces | None = None
 
-    def __init__(self, rows: Index, first: Ints, tokens: Ints) -> None:
-        self.rows = rows
-        self.first = first  # [lanes], the token from which each lane starts
-        self.tokens = tokens
+    def __init__(
+        self, rows: Index, first: Ints, tokens: Ints, lanes: list[Lane] | None = None
+    ) -> None:
+        self.rows, self.first, self.tokens, self.lanes = rows, first, tokens, lanes
         self.steps = 0
+        self.q = None if lanes is None else np.ones(tokens.shape)
+        self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes or ()]
 
     def __len__(self) -> int:
         return len(self.first)
@@ -74,6 +103,13 @@ class Rollout:
         """The token of each lane that the next step reads, int32 [lanes]."""
         return self.tokens[:, self.steps - 1] if self.steps else self.first
 
+    def record(self, n: int, proposal: Proposal) -> None:
+        """Records the next token of lane n, which was sampled."""
+        assert self.q is not None, "a rollout without draws"
+        token, q, row = proposal
+        self.tokens[n, self.steps], self.q[n, self.steps] = token, q
+        self.recorded[n].append(row if q < 1 else None)
+
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
         """Keeps only `lanes`, chosen for batch rows `rows`, and drops all other lanes."""
         chosen = np.array(lanes, np.int64)
@@ -81,18 +117,27 @@ class Rollout:
         self.first, self.tokens = self.first.take(chosen), self.tokens.take(chosen, axis=0)
         if self.places is not None:
             self.places = self.places.keep(chosen)
+        if self.lanes is not None and self.q is not None:
+            self.q = self.q.take(chosen, axis=0)
+            self.lanes = [self.lanes[n] for n in lanes]
+            self.recorded = [self.recorded[n] for n in lanes]
 
     def fill(self, count: int) -> None:
         """Gives every lane `count` tokens, without a forward: those that it lacks repeat its first
         one, and are certain."""
         if self.steps < count:
+            if self.q is not None:
+                self.q[:, self.steps : count] = 1.0
+            for row in self.recorded:
+                row[self.steps :] = [None] * (count - self.steps)
             self.tokens[:, self.steps : count] = self.first[:, None]
             self.steps = count
 
     def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
         """Returns the distributions [V] of the lane's first `steps` tokens that were drawn with
         q < 1."""
-        return []
+        recorded = self.recorded[lane][:steps] if self.recorded else ()
+        return [row for row in recorded if row is not None]
 
 
 @dataclass(frozen=True)
@@ -253,63 +298,6 @@ class Case:
     u: float
 
 
-@dataclass
-class Lane:
-    """The state from which a lane (a branch slot) draws its next token.
-
-    seed, sequence: of its random draws. first_draw: the index of the first one of the round that
-    will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
-    keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
-    the two the oracle uses.
-    """
-
-    seed: int
-    sequence: int
-    first_draw: int
-    context: tuple[int, ...]
-    fan_out: tuple[int, ...]
-    temperature: float
-    logits: Logits | None = None
-
-    def u(self, place: int, drawn: Draws) -> float:
-        """Returns the uniform that draws token `place`; lanes of a sequence share it."""
-        key = self.seed, self.sequence, self.first_draw + place
-        if key not in drawn:
-            drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
-        return drawn[key]
-
-
-class SampledRollout(Rollout):
-    """A rollout that records, with each sampled token, its probability and distribution."""
-
-    def __init__(self, rows: Index, first: Ints, lanes: list[Lane], K: int) -> None:
-        super().__init__(rows, first, np.zeros((len(first), K), np.int32))
-        self.q: NDArray[np.float64] = np.ones((len(first), K))
-        self.lanes = lanes
-        self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes]
-
-    def record(self, n: int, proposal: Proposal) -> None:
-        """Records the next token of lane n."""
-        token, q, row = proposal
-        self.tokens[n, self.steps], self.q[n, self.steps] = token, q
-        self.recorded[n].append(row if q < 1 else None)
-
-    def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
-        super().keep(lanes, rows)
-        self.q = self.q.take(np.array(lanes, np.int64), axis=0)
-        self.lanes = [self.lanes[n] for n in lanes]
-        self.recorded = [self.recorded[n] for n in lanes]
-
-    def fill(self, count: int) -> None:
-        self.q[:, self.steps : count] = 1.0
-        for row in self.recorded:
-            row[self.steps :] = [None] * max(0, count - self.steps)
-        super().fill(count)
-
-    def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
-        return [row for row in self.recorded[lane][:steps] if row is not None]
-
-
 class SampledDraft(DraftOracle):
     """A draft oracle that draws each drafted token; a subclass provides the distribution.
 
@@ -373,8 +361,9 @@ class SampledDraft(DraftOracle):
         token, of branches that are verified in the next round; None: lanes of this round.
         """
         first = first.astype(np.int32)
+        tokens = np.zeros((len(first), self.lookahead), np.int32)
         if not self.samples:
-            return Rollout(chosen, first, np.zeros((len(first), self.lookahead), np.int32))
+            return Rollout(chosen, first, tokens)
         fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
         lanes = []
         for n, row in enumerate(rows.tolist()):
@@ -383,7 +372,7 @@ class SampledDraft(DraftOracle):
             draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
             seed, name = one.stream(self._seed)
             lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))
-        return SampledRollout(chosen, first, lanes, self.lookahead)
+        return Rollout(chosen, first, tokens, lanes)
 
     def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
         """Returns the context of a lane after committed tokens and those ahead of them."""
@@ -392,8 +381,7 @@ class SampledDraft(DraftOracle):
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         drawn: Draws = {}
         for rollout in rollouts:
-            assert isinstance(rollout, SampledRollout)
-            for n, lane in enumerate(rollout.lanes):
+            for n, lane in enumerate(rollout.lanes or ()):
                 u = lane.u(rollout.steps, drawn)
                 rollout.record(n, self._propose(lane, rollout.steps, u))
             rollout.steps += 1
@@ -447,7 +435,6 @@ class SampledTarget(TargetOracle):
         return accepted, bonus
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
-        """Returns (k, t*) of each of these sequences."""
         return [self._judge_one(case) for case in cases]
 
     def _judge_one(self, case: Case) -> tuple[int, int]:

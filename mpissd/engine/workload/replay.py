@@ -310,18 +310,6 @@ def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
     return np.array(drafts, np.int32)
 
 
-class RecordedEndings(Endings):
-    """Ends each sequence at the end of its recorded answer."""
-
-    def __init__(self, ends: Sequence[int]) -> None:
-        super().__init__()
-        self._ends = ends
-
-    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        left = self._ends[request_id % len(self._ends)] - before
-        return left if len(tokens) >= left else None
-
-
 class ReplayWorkload(Workload):
     """A recording of a real pair at temperature 0 decides tokens, acceptance and hits."""
 
@@ -380,8 +368,9 @@ class ReplayWorkload(Workload):
         end = parts[request_id % len(parts)].end
         return end if limit is None else min(end, limit)
 
-    def endings(self) -> RecordedEndings:
-        return RecordedEndings([part.end for part in self.recording.sequences])
+    def endings(self) -> Endings:
+        ends = [part.end for part in self.recording.sequences]
+        return Endings(room=lambda request_id: ends[request_id % len(ends)])
 
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job

@@ -207,7 +207,6 @@ class Batch:
         return change
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        """Applies an outcome that admits, opens, joins or releases sequences."""
         known = len(self.ids)
         old, others = outcome.rows[:known], outcome.rows[known:].tolist()
         is_same = len(old) == known and (old[:, :2] == self.identity[:, :2]).all()
@@ -441,12 +440,6 @@ def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places |
     slots = number * min(sequences, rows) // rows
     later = number - np.searchsorted(slots, slots)
     return _trunk(slots, np.minimum(options.context + later, options.capacity - 1))
-
-
-def chunk(places: Places, part: slice) -> Places:
-    """Returns the places of some rows of a prompt, whose candidates are not read."""
-    rows = places.slots[part], places.positions[part], places.lanes[part], places.trunks[part]
-    return Places(*rows, False)
 
 
 def _trunk(slots: Index, positions: Index) -> Places:

@@ -37,7 +37,6 @@ from mpissd.engine.workload.oracle import (
     Proposals,
     Rollout,
     SampledDraft,
-    SampledRollout,
     SampledTarget,
     check_finite,
 )
@@ -262,12 +261,12 @@ class LogitsDraft(SampledDraft):
             start = 0
             for rollout in rollouts:
                 part = slice(start, start + len(rollout))
-                if drawn is not None and isinstance(rollout, SampledRollout):
+                if drawn is not None:
                     for n, proposal in enumerate(drawn[part]):
                         rollout.record(n, proposal)
                 else:
                     rollout.tokens[:, rollout.steps] = best[part]
-                    for row in rollout.recorded if isinstance(rollout, SampledRollout) else ():
+                    for row in rollout.recorded:
                         row.append(None)  # a token with q = 1 has no distribution
                 rollout.steps += 1
                 start = part.stop
@@ -279,12 +278,7 @@ class LogitsDraft(SampledDraft):
         """
         if not self.samples:
             return None
-        lanes = [
-            (lane, rollout.steps)
-            for rollout in rollouts
-            if isinstance(rollout, SampledRollout)
-            for lane in rollout.lanes
-        ]
+        lanes = [(lane, rollout.steps) for rollout in rollouts for lane in rollout.lanes or ()]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         if not chosen:
             return None
@@ -321,7 +315,6 @@ class LogitsDraft(SampledDraft):
         return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
 
     def _named(self, entry: int) -> int:
-        """Returns the token of an entry of the draft's rows."""
         return entry if self._ids is None else int(self._ids[entry])
 
 
@@ -337,30 +330,25 @@ class TextEndings(Endings):
     ) -> None:
         """room: the tokens that each request may emit within the context, by request id. Raises
         ConfigError for stop strings without a tokenizer."""
-        super().__init__(*stop_ids)
+        super().__init__(*stop_ids, room=room.__getitem__)
         if tokenizer is None and strings:
             raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
-        self._tokenizer, self._strings, self._room = tokenizer, strings, room
+        self._tokenizer, self._strings = tokenizer, strings
         self._texts: dict[int, AnswerText] = {}
 
-    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        left = self._room[request_id] - before
+    def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
         if self._tokenizer is None or not self._strings:  # then no text is needed
-            kept = super().kept(request_id, before, tokens)
-        else:
-            kept, text = None, self._texts.get(request_id)
-            if text is None:
-                text = AnswerText(self._tokenizer, self._strings, self._stop)
-                self._texts[request_id] = text
-            for n, token in enumerate(tokens, 1):
-                text.push(token)
-                if text.ended is not None:
-                    del self._texts[request_id]
-                    kept = n
-                    break
-        if kept is None:
-            return left if len(tokens) >= left else None
-        return min(kept, left)
+            return super()._stopped(request_id, tokens)
+        text = self._texts.get(request_id)
+        if text is None:
+            text = AnswerText(self._tokenizer, self._strings, self._stop)
+            self._texts[request_id] = text
+        for n, token in enumerate(tokens, 1):
+            text.push(token)
+            if text.ended is not None:
+                del self._texts[request_id]
+                return n
+        return None
 
 
 class TextWorkload(Workload):

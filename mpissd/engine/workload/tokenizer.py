@@ -193,7 +193,6 @@ def from_folder(folder: Path) -> Tokenizer:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object, {} without such a file; raises ConfigError if it is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -211,6 +210,9 @@ def from_gguf(path: Path) -> Tokenizer:
     Raises ConfigError for another kind (SentencePiece), and for a pre-tokenizer that is not known
     here, as it would give wrong tokens without any error.
     """
+    library = _library()
+    from tokenizers import decoders, models, normalizers, processors
+
     metadata = read_gguf(path).metadata
     known = {key[len("tokenizer.ggml.") :]: v for key, v in metadata.items() if "ggml." in key}
     if known.get("model") != "gpt2" or "tokens" not in known or "merges" not in known:
@@ -219,33 +221,16 @@ def from_gguf(path: Path) -> Tokenizer:
             f"{str(path)!r}: its tokenizer is {kind!r}: allowed: gpt2 (byte pairs), or the "
             "model's Hugging Face folder"
         )
-    tokens = known["tokens"]
+    tokens: list[str] = known["tokens"]
     ids = {name: known.get(f"{name}_token_id") for name in (*_GGUF_SPECIALS, *_GGUF_STOPS)}
     foreign = [i for i in ids.values() if i is not None and not 0 <= i < len(tokens)]
     if foreign:
         raise ConfigError(f"{str(path)!r}: token {foreign[0]} of {len(tokens)} tokens")
-    return Tokenizer(
-        path.name,
-        frozenset(
-            {i for name in _GGUF_STOPS if (i := ids[name]) is not None}
-            | {tokens.index(token) for token in _END_OF_TURN if token in tokens}
-        ),
-        metadata.get("tokenizer.chat_template"),
-        {key: tokens[i] for name, key in _GGUF_SPECIALS.items() if (i := ids[name]) is not None},
-        _byte_pairs(path, known),
-    )
-
-
-def _byte_pairs(path: Path, known: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    library = _library()
-    from tokenizers import decoders, models, normalizers, processors
-
-    tokens: list[str] = known["tokens"]
     pre = known.get("pre", "default")
     merges = [tuple(pair.split(" ", 1)) for pair in known["merges"]]
     try:
-        ids = {token: i for i, token in enumerate(tokens)}
-        model = models.BPE(ids, merges, ignore_merges=pre in _WHOLE)
+        numbers = {token: i for i, token in enumerate(tokens)}
+        model = models.BPE(numbers, merges, ignore_merges=pre in _WHOLE)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{str(path)!r}: its merges: {_first_line(error)}") from error
     made: tokenizers.Tokenizer = library.Tokenizer(model)
@@ -265,11 +250,19 @@ def _byte_pairs(path: Path, known: Mapping[str, Any]) -> tokenizers.Tokenizer:
         made.post_processor = processors.TemplateProcessing(
             f"{bos} $A", special_tokens=[(bos, known["bos_token_id"])]
         )
-    return made
+    return Tokenizer(
+        path.name,
+        frozenset(
+            {i for name in _GGUF_STOPS if (i := ids[name]) is not None}
+            | {tokens.index(token) for token in _END_OF_TURN if token in tokens}
+        ),
+        metadata.get("tokenizer.chat_template"),
+        {key: tokens[i] for name, key in _GGUF_SPECIALS.items() if (i := ids[name]) is not None},
+        made,
+    )
 
 
 def _split(path: Path, name: str, prefix: bool | None) -> Any:
-    """Returns the pre-tokenizer of llama.cpp's name."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -285,7 +278,6 @@ def _split(path: Path, name: str, prefix: bool | None) -> Any:
 
 
 def _library() -> Any:
-    """Imports `tokenizers`; raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ModuleNotFoundError as missing:

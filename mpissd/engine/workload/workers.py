@@ -24,7 +24,6 @@ from mpissd.engine.workload.sequence import (
     Gap,
     Index,
     Placement,
-    chunk,
     places_of,
 )
 
@@ -109,7 +108,6 @@ class Worker(Generic[AnyOracle]):
 
     @property
     def _kept_pages(self) -> PageTable | None:
-        """The pages of the cache, if sequences reuse pages that store the same first tokens."""
         keeps = self.placement is not None and self.placement.keeps
         return self.stepper.pages if keeps and isinstance(self.stepper, Stepper) else None
 
@@ -155,7 +153,7 @@ class Worker(Generic[AnyOracle]):
         places, most = places_of(gaps), self.stepper.most_rows
         for start in range(0, len(tokens), most):
             part = slice(start, start + most)
-            self.stepper.upload(len(tokens[part]), tokens[part], chunk(places, part))
+            self.stepper.upload(len(tokens[part]), tokens[part], places.part(part))
             self.stepper.launch()
             yield
 

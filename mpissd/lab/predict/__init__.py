@@ -1,7 +1,7 @@
 """Predicts a job's measurement, advises which job to run, and explains why a result is not faster.
 
 costs       seconds of a round's pieces: host work by phase, forwards by row count
-grid        configurations, the durations of their rounds, and the draws of their tokens and hits
+grid        the durations of many jobs' rounds, and the draws of their tokens and hits
 derive      a job's measured and derived forwards and host costs, from a profile
 simulation  the model of a round: simulates many configurations; pool: targets that share a draft
 row         a prediction with the keys of a result row; a row's rate from another job's profile

@@ -105,11 +105,18 @@ def groups(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     After the modes of a T comes the group of all of them, and after a machine's T the group of all
     T, with tp of None.
     """
+    every: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for error in errors:
+        for tp, mode in ((error["tp"], error["mode"]), (error["tp"], "all"), (None, "all")):
+            # The keys sort as the groups are returned.
+            key = error["machine"], error["forwards"], tp is None, tp or 0, mode == "all", mode
+            every[key].append(error)
     judged = []
-
-    def add(chosen: Sequence[dict[str, Any]], tp: int | None, mode: str) -> None:
-        group: dict[str, Any] = {name: chosen[0][name] for name in ("machine", "forwards")}
-        group |= {"tp": tp, "mode": mode, "rows": len(chosen)}
+    for (machine, forwards, is_total, tp, is_all, mode), chosen in sorted(every.items()):
+        if is_all and not is_total and len({error["mode"] for error in chosen}) == 1:
+            continue  # this T has one mode, whose group comes before
+        group: dict[str, Any] = {"machine": machine, "forwards": forwards}
+        group |= {"tp": None if is_total else tp, "mode": mode, "rows": len(chosen)}
         group["seeds"] = len({error["seed"] for error in chosen})
         for name in ("replay", "mean", "other", "without_luck"):
             values = [error[name] for error in chosen]
@@ -117,17 +124,6 @@ def groups(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if name in ("other", "without_luck"):
                 group[f"{name}_signed"] = float(np.mean(values))
         judged.append(group)
-
-    for machine, forwards in sorted({(e["machine"], e["forwards"]) for e in errors}):
-        same = [e for e in errors if (e["machine"], e["forwards"]) == (machine, forwards)]
-        for tp in sorted({e["tp"] for e in same}):
-            here = [e for e in same if e["tp"] == tp]
-            modes = sorted({e["mode"] for e in here})
-            for mode in modes:
-                add([e for e in here if e["mode"] == mode], tp, mode)
-            if len(modes) > 1:
-                add(here, tp, "all")
-        add(same, None, "all")
     return judged
 
 

@@ -147,19 +147,11 @@ class RowTable:
     few: RowTable | None = None
     few_rows: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.rows or len(self.rows) != len(self.seconds):
-            raise ConfigError(f"row table of {len(self.rows)} rows, {len(self.seconds)} times")
-        if self.rows[0] < 1 or list(self.rows) != sorted(set(self.rows)):
-            raise ConfigError(f"row table {self.rows}: allowed: rising row counts from 1")
-        if not all(0 <= s < math.inf for s in self.seconds):
-            raise ConfigError(f"row table {self.seconds}: allowed: seconds, at least 0")
-
     @classmethod
-    def of(cls, points: Mapping[int, float]) -> RowTable:
-        """Makes a table from {rows: seconds}."""
-        rows = sorted(points)
-        return cls(tuple(rows), tuple(float(points[n]) for n in rows))
+    def of(cls, points: Mapping[Any, float]) -> RowTable:
+        """Makes a table from {rows: seconds}; JSON's rows are text."""
+        rows, seconds = zip(*sorted((int(n), float(s)) for n, s in points.items()), strict=True)
+        return cls(rows, seconds)
 
     def __call__(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
         """Returns seconds for row counts of any shape.
@@ -214,17 +206,18 @@ class DeviceCosts:
     @classmethod
     def from_points(
         cls,
-        verify: Mapping[int, float],
-        draft: Mapping[int, float] | None = None,
-        lists: Mapping[int, Mapping[int, float]] | None = None,
+        verify: Mapping[Any, float],
+        draft: Mapping[Any, float] | None = None,
+        lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the costs from measured {rows: seconds} of the target and of the draft.
+        """Makes the costs from measured {rows: seconds} of the target and of the draft, or from
+        what to_dict made.
 
         lists: {k: {rows: seconds}} of the draft's forwards that read k candidates a row.
         """
         drafts = None if draft is None else RowTable.of(draft)
-        tables = ((k, RowTable.of(points)) for k, points in sorted((lists or {}).items()))
-        return cls(RowTable.of(verify), drafts, tuple(tables))
+        tables = {int(k): RowTable.of(points) for k, points in (lists or {}).items()}
+        return cls(RowTable.of(verify), drafts, tuple(sorted(tables.items())))
 
     @classmethod
     def from_profile(
@@ -267,24 +260,6 @@ class DeviceCosts:
             "draft": None if self.draft is None else points(self.draft),
             "lists": {str(k): points(table) for k, table in self.lists},
         }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DeviceCosts:
-        """Reads what to_dict made; raises ConfigError if it is malformed.
-
-        Older files have no "lists": all of their draft's forwards read out as many candidates.
-        """
-
-        def points(table: Any) -> dict[int, float]:
-            return {int(rows): float(seconds) for rows, seconds in table.items()}
-
-        try:
-            verify, draft = points(values["verify"]), values.get("draft")
-            drafts = None if draft is None else points(draft)
-            lists = {int(k): points(table) for k, table in (values.get("lists") or {}).items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"device costs: {error!r}: allowed: {{rows: seconds}}") from error
-        return cls.from_points(verify, drafts, lists)
 
 
 def forwards(

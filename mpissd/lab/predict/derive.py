@@ -55,12 +55,12 @@ def with_derived(
     The profile is returned unchanged if it has only rates, has the forward already, or has the
     model at no T. Raises ConfigError if no all-reduce over T ranks is known.
     """
-    tables, key = profile.tables, shard.key(sequences, options)
+    key = shard.key(sequences, options)
     params = shard.num_params(options)
-    if key in tables.forwards or tables.kernels(key, params):
+    if key in profile.forwards or profile.kernels(key, params):
         return profile
     derived = []
-    for alone in tables.kernels(key, params, alone=True):
+    for alone in profile.kernels(key, params, alone=True):
         reduces, share = _all_reduces_of(profile, shard.tp), alone.seconds
         seconds = tuple(
             time + _all_reduces_s(reduces, shard.cost(rows, sequences, EMULATED_ITEMSIZE, options))
@@ -71,20 +71,18 @@ def with_derived(
         derived.append(replace(alone, seconds=curve))
     if not derived:
         others = []  # the model on the numbers of ranks that were measured
-        for tp in sorted({measured.tp for measured in tables.forwards}):
+        for tp in sorted({measured.tp for measured in profile.forwards}):
             try:
                 other = replace(shard, tp=tp)
             except ConfigError:  # the model cannot be divided among so many ranks
                 continue
-            if tables.forward(other.cost(1, sequences, EMULATED_ITEMSIZE, options)) is not None:
+            if profile.measured(other.cost(1, sequences, EMULATED_ITEMSIZE, options)) is not None:
                 others.append(other)
         if not others:
             return profile
         near = min(others, key=lambda other: abs(math.log(other.tp / shard.tp)))
         derived = derive(profile, near, shard, sequences, options)
-    return replace(
-        profile, tables=replace(tables, forwards={**tables.forwards, key: tuple(derived)})
-    )
+    return replace(profile, forwards={**profile.forwards, key: tuple(derived)})
 
 
 def derive(
@@ -99,7 +97,7 @@ def derive(
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
     if shard.tp > 1:
         source += f"; all-reduces of profile {reduces.name}: {reduces.sources['all_reduce']}"
-    for known in profile.tables.kernels(near.key(sequences, options), near.num_params(options)):
+    for known in profile.kernels(near.key(sequences, options), near.num_params(options)):
         points, times = known.seconds.points, list[float]()
         first = near.cost(points[0], sequences, EMULATED_ITEMSIZE, options)
         floor = profile.floor_s(first)
@@ -245,7 +243,7 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
         (profile, job.target_shard, job.options),
         (draft_profile or profile, job.draft_shard, job.draft_options),
     ):
-        if shard is not None and known.tables.forwards and not known.models_others:
+        if shard is not None and known.forwards and not known.models_others:
             known.require(shard.key(batch, options), shard.num_params(options))
 
 
@@ -258,7 +256,7 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
     """
     measured = [
         key
-        for key, kinds in profile.tables.forwards.items()
+        for key, kinds in profile.forwards.items()
         if not any(known.seconds.source.startswith(DERIVED) for known in kinds)
         and forward in (None, "transformer" if key.sequences else "gemm")
     ]
@@ -310,7 +308,7 @@ def _forward(
     """Yields a forward's origin if it is derived, neither measured nor modelled."""
     batch = job.config.batch_size
     cost = shard.cost(rows, batch, EMULATED_ITEMSIZE, options)
-    curve, lists = known.tables.forward(cost), max(known.tables.candidates(cost), default=1)
+    curve, lists = known.measured(cost), max(known.candidates(cost), default=1)
     source = known.sources["all_reduce"] if curve is None else curve.source
     if source.startswith(DERIVED):
         yield source
@@ -320,5 +318,5 @@ def _forward(
     elif curve is not None and options.top_k > lists:
         beyond = f"{options.top_k} candidates a row of {shard.shape.name}, measured with"
         yield f"{DERIVED}: {beyond} {lists}, which takes less time"
-    elif curve is None and known.tables.forwards:
+    elif curve is None and known.forwards:
         yield f"{DERIVED}: {shard.key(batch, options)} not measured, by the profile's numbers"

@@ -101,11 +101,7 @@ def simulate(pool: Pool, num_rounds: int, seed: int = 0) -> Simulated:
     full = bucket(pool.job.target_buckets(), pool.job.verify_rows)
     spread = float(pool.device.verify(full)) / pool.targets  # between first outcomes of two targets
     positions = (num_rounds + _BURN_IN) * 2 * (pool.job.lookahead + 1)
-    targets = [
-        _Target(_outcomes(pool, _FRESH, n, positions, seed), n * spread)
-        for n in range(pool.targets)
-    ]
-    draft = _Draft(pool, targets)
+    draft = _Draft(pool, _FRESH, positions, seed, spread)
     draft.run(_BURN_IN * pool.targets)
     return draft.run(num_rounds * pool.targets)
 
@@ -116,16 +112,8 @@ def replay(pool: Pool, num_rounds: int) -> Simulated:
     The means end with the last round of the last target.
     """
     positions = 2 + (num_rounds + 1) * (pool.job.lookahead + 1)
-    targets = [
-        _Target(_outcomes(pool, 0, n, positions, pool.job.config.seed), 0.0, left=num_rounds)
-        for n in range(pool.targets)
-    ]
-    return _Draft(pool, targets).run(num_rounds * pool.targets, to_last_round=True)
-
-
-def _outcomes(pool: Pool, first: int, target: int, positions: int, seed: int) -> list[Outcomes]:
-    start = first + target * pool.batch
-    return [Outcomes(pool.job, start + n, positions, seed) for n in range(pool.batch)]
+    draft = _Draft(pool, 0, positions, pool.job.config.seed, left=num_rounds)
+    return draft.run(num_rounds * pool.targets, to_last_round=True)
 
 
 @dataclass
@@ -135,12 +123,12 @@ class _Target:
     clock: when its lead has the outcome that is on its way. hits: of that outcome. finish, backup:
     turns that its late hits and its misses still need. began: forwards before the first step of its
     growth; -1: nothing grows. lanes: of its growth. glues: its glue is due. left: rounds that it
-    still decodes, beyond any by default. round_s: seconds of those that it has decoded.
+    still decodes. round_s: seconds of those that it has decoded.
     """
 
     outcomes: list[Outcomes]
     clock: float
-    left: int = sys.maxsize
+    left: int
     finish: int = 0
     backup: int = 0
     began: int = -1
@@ -156,9 +144,25 @@ class _Target:
 class _Draft:
     """The shared draft's clock, the targets in its next forward, and sums over counted rounds."""
 
-    def __init__(self, pool: Pool, targets: list[_Target]) -> None:
-        """Takes targets whose first outcomes come at their clocks."""
-        self._pool, self._host, self._targets, job = pool, pool.host, targets, pool.job
+    def __init__(
+        self,
+        pool: Pool,
+        first: int,
+        positions: int,
+        seed: int,
+        spread_s: float = 0.0,
+        left: int = sys.maxsize,
+    ) -> None:
+        """Draws the outcomes of sequences from id `first` on, each of so many positions.
+
+        spread_s: between the first outcomes of two targets. left: rounds of each.
+        """
+        self._pool, self._host, job, batch = pool, pool.host, pool.job, pool.batch
+        drawn = [Outcomes(job, first + n, positions, seed) for n in range(pool.targets * batch)]
+        self._targets = targets = [
+            _Target(drawn[n * batch : (n + 1) * batch], n * spread_s, left)
+            for n in range(pool.targets)
+        ]
         self._most, self._served = job.lookahead, (job.backup_lookahead, job.lookahead)
         self._backup = job.backup_lookahead if job.config.backup == "jit" else 0
         nothing = (0,) * (job.lookahead + 1)

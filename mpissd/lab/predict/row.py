@@ -271,7 +271,7 @@ def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
     own, known = str(provenance.get("kernel") or "cuda"), list[str]()
     if row.backend == "cupy" and row.forward == "transformer":
         key = job.target_shard.key(job.config.batch_size, job.options)
-        measured = profile.tables.kernels(key, job.target_shard.num_params(job.options))
+        measured = profile.kernels(key, job.target_shard.num_params(job.options))
         known = [each.kernel for each in measured]
     if job.draft_options.top_k > 1 and commit in profile.other_lists:
         raise ConfigError("their commit read lists of candidates in every draft forward")

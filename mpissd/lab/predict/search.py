@@ -225,7 +225,7 @@ def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Place
         assert draft is not None, "a pair without a draft"
         known = with_derived(profile, target, batch, job.options)
         for shard, options in ((target, job.options), (draft, job.draft_options)):
-            curve = known.tables.forward(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
+            curve = known.measured(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
             if curve is None:
                 pair = f"--target={job.target.name} --draft={draft.shape.name}"
                 raise ConfigError(
