@@ -35,14 +35,14 @@ from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
-HEAD_S = 15.0  # in which a request's headers have to arrive
-WRITE_S = 30.0  # in which a client must read some of its waiting data
+HEAD_S = 15.0  # time limit for a request's headers
+WRITE_S = 30.0  # time limit for a client to read some of its waiting data
 SEND_BYTES = 1 << 16
-NOTICE_S = 5.0  # of a drain, in which balancers turn away; HAProxy's checks take 1.5 s
+NOTICE_S = 5.0  # time of a drain for balancers to turn away; HAProxy needs 1.5 s
 _GRACE_S = 2
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
 _DIE_S = 3.0  # longest wait after each signal
-_LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
+_LAST_WORDS_S = 1.0  # time for clients to get their 503 when the job is gone
 
 
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ async def _serve(
             server.should_exit = True
 
     async def watch(ranks: asyncio.subprocess.Process) -> None:
-        """Prints the address once the lead is there; ends the server when the job is gone."""
+        """Prints the address once the lead has connected; ends the server when the job is gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
         ready = asyncio.create_task(lead.connected.wait())
         await asyncio.wait([*over, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +179,7 @@ async def _serve(
                 code = await ended(ranks)
     if is_asked:
         return 0
-    code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may say 0
+    code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may return 0
     _note(f"the ranks have ended (exit code {code})")
     return code
 
