@@ -126,8 +126,8 @@ def usage() -> int:
 def execute(what: str, options: Options) -> int:
     """Draws a figure or all of them, and returns the exit code.
 
-    Notes go to stderr, the names of written files to stdout. Figures of runs are drawn of the
-    machines that have runs, those of pools of those with pools.
+    Notes go to stderr, the names of written files to stdout. A figure of runs is drawn for each
+    machine with runs, one of pools for each machine with pools.
     """
     data = load([path for path in options.results.split(",") if path])
     for line in data.notes.lines:

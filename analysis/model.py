@@ -1,4 +1,4 @@
-"""What measured times lead to expect: closed formulas (mpissd/common/theory.py), and the branches
+"""Predictions from measured times by closed formulas (mpissd/common/theory.py), and the branches
 that an imposed hit rate would cost."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MOST_BRANCHES = 4096
 class Times:
     """Median seconds of a case on tp target GPUs, from its rows at one batch size.
 
-    ar: a round of AR; ar_wide: one on tp + 1 GPUs. verify: a verification; verify_wide: one on
-    tp + 1 GPUs, from SD inline's rows, or else scaled like a round of AR. step: a draft step; grow:
-    a step over all branches. host: the time of an SD round beyond verification and drafting.
-    is_expected: whether ar_wide was not measured, and is interpolated in 1/T between tp and the
-    next measured T; with none beyond, it is tp/(tp + 1). Verification and draft step hardly depend
-    on K (reading weights bounds both), so one value of each is used for every K.
+    ar: a round of AR; ar_wide: one on tp + 1 GPUs. verify: a verification; verify_wide: one on tp +
+    1 GPUs, from SD inline's rows, or scaled like a round of AR if there are none. step: a draft
+    step; grow: a step over all branches. host: the time of an SD round beyond verification and
+    drafting. is_expected: whether ar_wide was not measured, and is interpolated in 1/T between tp
+    and the next measured T; with none beyond, it is tp/(tp + 1). Verification and draft step hardly
+    depend on K (reading weights bounds both), so one value of each is used for every K.
     """
 
     tp: int
@@ -117,7 +117,7 @@ class Times:
 
 
 def _ar_beyond(case: Case, ar_s: float) -> float:
-    """Returns what to expect of a round of AR on tp + 1 GPUs, of which there are no rows."""
+    """Returns the expected seconds of a round of AR on tp + 1 GPUs, which has no rows."""
     rows = where(case.beyond, mode="ar", batch_size=1)
     if rows.empty:
         return ar_s * case.tp / (case.tp + 1)
@@ -131,8 +131,8 @@ def over_batch(
 ) -> float:
     """Returns the gain of SSD over SD at batch size b; SD's round is one in which all miss.
 
-    With probability rho all hit or miss together, else independently: P(all hit) is
-    rho·h + (1 − rho)·h^b.
+    All hit or miss together with probability rho, or independently: P(all hit) is rho·h + (1 −
+    rho)·h^b.
     """
     all_hit = rho * p_hit + (1 - rho) * p_hit**b
     return times.ssd(alpha, lookahead, all_hit ** (1 / b), b) / times.sd(alpha, lookahead)

@@ -63,7 +63,7 @@ _POOLS = (
 
 
 class NothingLeft(ConfigError):
-    """Raised if there is no row that a figure could be drawn from; names what is needed."""
+    """Raised if no row can be drawn; names the rows that are needed."""
 
 
 class Notes:
@@ -73,7 +73,7 @@ class Notes:
         self._lines: dict[str, None] = {}
 
     def add(self, line: str) -> None:
-        """Adds a line, unless it is there already."""
+        """Adds a line, unless it was added before."""
         self._lines[line] = None
 
     def left_out(self, count: int, what: str, why: str) -> None:
@@ -89,7 +89,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Data:
-    """Result rows, one a line, and probed profiles, with notes on what was left out.
+    """Result rows, one a line, and probed profiles, with notes on the lines that were left out.
 
     pools: one sized use a line (results/pools): tok/s over the GPUs of a draft's `targets` and the
     draft, `token_ms` a token of a sequence.
@@ -112,7 +112,7 @@ def load(paths: Iterable[str | Path]) -> Data:
     for path in places:
         try:
             is_there = path.exists()
-        except OSError:  # The name cannot be that of a file.
+        except OSError:  # No file can have this name.
             is_there = False
         if not is_there:
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
@@ -177,7 +177,7 @@ def _profiles(places: Iterable[Path], notes: Notes) -> Iterable[Line]:
 def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
     """Returns a row's columns, with defaults for keys that the line lacks.
 
-    Raises ValueError if a needed key is missing, or its value is none that a row has.
+    Raises ValueError if a needed key is missing, or has an impossible value.
     """
     if missing := [name for name in NEEDED if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")

@@ -1,7 +1,7 @@
 """Selects the rows of one figure, and compares them: one machine, one folder, one configuration.
 
-Rows that do not match are left out and noted, never mixed in. Gains are those of `mpissd compare`
-(mpissd/common/compare.py, mpissd/lab/tables/claims.py).
+Rows that do not match are left out and noted, never mixed in. Gains are computed as by `mpissd
+compare` (mpissd/common/compare.py, mpissd/lab/tables/claims.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def machines(rows: pd.DataFrame) -> list[str]:
 def on_machine(data: Data, device: str | None = None, *, of: str = "rows") -> Data:
     """Returns the rows, pools and profiles of one machine (None: the first of `machines`).
 
-    of: the frame that is drawn, rows or pools, whose machines are those that can be named.
+    of: the frame that is drawn, rows or pools; only its machines can be named.
     """
     asked = getattr(data, of)
     names = machines(asked)
@@ -324,16 +324,16 @@ def of_seeds(rows: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
 def claim_of(case: Case, ssd: pd.DataFrame) -> Claim | None:
     """Returns the claim of one SSD configuration's rows; None without another use.
 
-    Every row of the case at their alpha and batch size may be the other use; those on more GPUs
-    only tell what to expect of uses that were not measured.
+    Every row of the case at their alpha and batch size may be the other use; rows on more GPUs only
+    predict uses that were not measured.
     """
     alpha, batch_size = ssd["alpha"].iloc[0], ssd["batch_size"].iloc[0]
     rivals = pd.concat([where(case.rows, mode="sd"), case.wide, case.beyond])
     rivals = pd.concat([case.ar, rivals[(rivals["alpha"] == alpha) | (rivals["mode"] == "ar")]])
     own = list(ssd["row"])
     others = where(rivals, batch_size=batch_size)["row"]
-    found = judged(setting_of(own[0]), [*others, *own])
-    return found[0] if found and found[0].gain is not None else None
+    claims = judged(setting_of(own[0]), [*others, *own])
+    return claims[0] if claims and claims[0].gain is not None else None
 
 
 def best_a_gpu(claim: Claim) -> Comparison | None:

@@ -103,8 +103,7 @@ class Poster(Figure):
         also: Mapping[str, Iterable[float]] | None = None,
         **options: Any,
     ) -> None:
-        """Draws a series with its intervals, and keeps its numbers together with those of
-        `also`."""
+        """Draws a series with its intervals; keeps its numbers together with the columns `also`."""
         xs, ys = np.asarray(list(x), float), np.asarray(list(y), float)
         options = {"label": label, "zorder": 3, **options}
         ends = [ys if v is None else np.asarray(list(v), float) for v in (low, high)]
@@ -259,7 +258,8 @@ def caption(
     what: str = "GEMM-only forwards, random weights, imposed acceptance and hits",
     claims: bool = True,
 ) -> str:
-    """Returns the caption: hardware, what is real, LM head, context, forwards, rows and commits.
+    """Returns the caption: hardware, real or imposed parts, LM head, context, forwards, rows and
+    commits.
 
     claims: whether the figure shows speedups, so that few seeds are pointed out.
     """
@@ -322,7 +322,8 @@ def look(method: str) -> dict[str, Any]:
 def _with_real_hits(rows: pd.DataFrame) -> str:
     """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
 
-    Returns "" if no row uses the assumed law, or none has the values that the prediction needs.
+    Returns "" if no row uses the assumed hit model, or none has the values that the prediction
+    needs.
     """
     share = (rows[REAL] / rows["tok_per_s"]).dropna()
     if share.empty:

@@ -43,7 +43,7 @@ HEAD_START_S = 5.0
 HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
 # The functions of the commands, imported on use: --help needs neither NumPy nor MPI.
-FRONTS = {  # the half that talks to people, and starts the ranks by itself
+FRONTS = {  # the process that the user runs, which starts the ranks
     "chat": "mpissd.lab.chat:chat",
     "serve": "mpissd.serve.front:serve",
 }

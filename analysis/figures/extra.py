@@ -1,4 +1,4 @@
-"""Where an extra GPU pays, and what a slower or faster draft device changes: closed formulas."""
+"""The gain from an extra GPU and from a slower or faster draft device, by closed formulas."""
 
 from __future__ import annotations
 

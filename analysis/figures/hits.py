@@ -1,4 +1,4 @@
-"""What cache hits are worth, the fan-out that buys them, and what batches take from them."""
+"""The gain from cache hits, the fan-out that they need, and their loss at larger batches."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from analysis.style import (
     note,
 )
 
-# What rows of one plane share besides their device: the same tokens are wanted of every draft.
+# Keys that all rows of one plane share besides the device: every draft drafts the same text.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)
 _SAME = 0.02  # distance of two points, in tokens and forwards, whose labels would overlap
 _NEAR = 0.1  # forwards up to which a label left of its point would leave the panel
@@ -80,7 +80,7 @@ def _with_cost(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _kind_of(draft: str, lookup: str | None, beneath: str | None) -> str:
-    """Returns a draft's name, with what it looks up beneath itself (older rows)."""
+    """Returns a draft's name; older rows add the draft or lookup that drafts for it."""
     if draft == "lookup":
         return "lookup" if not isinstance(lookup, str) else f"lookup: {lookup}"
     return f"{short(draft)} over {beneath}" if isinstance(beneath, str) else short(draft)

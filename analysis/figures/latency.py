@@ -65,8 +65,7 @@ def latency(data: Data) -> Poster:
 def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
     """Yields (name, the row of the median round) of each method at the commonest K and alpha.
 
-    SSD has p_hit 0 and 1, and between them the fan-out that most rows have, or else an imposed
-    p_hit.
+    SSD has p_hit 0 and 1, and between them the commonest fan-out, or an imposed p_hit without one.
     """
     cells = case.rows.groupby(["alpha", "lookahead"]).agg(
         laws=("hit_law", "nunique"), methods=("method", "nunique"), n=("method", "size")

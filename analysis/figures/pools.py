@@ -1,4 +1,4 @@
-"""Draft pools: what a GPU and a sequence get, by the number of targets that share a draft."""
+"""Draft pools: tok/s a GPU and ms a token, by the number of targets that share a draft."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pools(data: Data) -> Poster:
             _lines(poster, ax, here, "per_gpu")
             best = where(rows, pair=part["pair"].iloc[0], batch_size=batch)
             best = best.loc[best["method"] != "SSD", "per_gpu"]
-            if len(best):  # last: where the best T is this one, it lies on that one's line
+            if len(best):  # drawn last, as it may cover another line
                 ends, style = _ends(part), {"color": BLACK, "linestyle": "--", "linewidth": 1.6}
                 poster.line(ax, "AR or SD inline, any T", ends, [best.max()] * 2, **style)
         below.set_title(f"{name}, b = {batches[0]}")

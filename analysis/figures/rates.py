@@ -43,7 +43,7 @@ from mpissd.lab.tables.claims import Claim, claims, tables_of
 
 _METHODS = ("SD inline", "SD", "SSD")
 _EXPECTED = {"ar": GREY, "sd": SKY, "lookup": GREEN, "suffix": ORANGE}
-_WIDTH = 10.0  # Inches; README shows the figure 700 pixels wide, where its text must stay readable.
+_WIDTH = 10.0  # Inches; the text must be readable in README, at 700 pixels.
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 _NEEDED = (
     f"SSD and another use of its GPUs, {HEADLINE_SEEDS} seeds of "
@@ -137,7 +137,7 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, case: Case, name: s
 
 
 def expected_lines(poster: Poster, ax: Axes, claims: Iterable[tuple[float, Claim]]) -> None:
-    """Draws, dashed, what is expected of each use that was not measured, over alpha."""
+    """Draws the expected rate of each use that was not measured over alpha, dashed."""
     lines: dict[Family, list[tuple[float, float]]] = {}
     for alpha, claim in claims:
         for one in claim.unknown:

@@ -84,8 +84,8 @@ def _run_files(folder: Path) -> list[Path]:
     """Returns the files of rows in a folder and its subfolders that have rounds."""
     if folder.is_file():
         return [folder]
-    found = sorted(folder.glob("**/*.jsonl"))
-    return [path for path in found if '"num_rounds"' in path.open().readline()]
+    files = sorted(folder.glob("**/*.jsonl"))
+    return [path for path in files if '"num_rounds"' in path.open().readline()]
 
 
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:

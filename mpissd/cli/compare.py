@@ -25,18 +25,18 @@ def compare(config: CompareConfig) -> int:
 
     Raises ConfigError for results that are missing or cannot be compared.
     """
-    show, found = config.show, None
+    show, named = config.show, None
     is_one = config.b is not None or (config.a is not None and "," not in config.a)
     if (show == "pair" and config.a) or (show is None and is_one):
-        found = find_pair(config.a or config.out, config.b, config.out)
-        show = "pair" if found or show else "best"
+        named = find_pair(config.a or config.out, config.b, config.out)
+        show = "pair" if named or show else "best"
     if show == "pair":
-        if found is None or config.a is None:
+        if named is None or config.a is None:
             raise ConfigError(
                 f"compare: a={config.a} b={config.b}: a pair needs two results, each a run id, a "
                 "runs.jsonl or a folder, or one folder that holds two configurations"
             )
-        a, b, paths = found
+        a, b, paths = named
         pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
         print(f"{pair}\n{json_line(pair.to_dict())}")
     elif show == "why":

@@ -10,11 +10,11 @@ The first of three levels that the rows allow is used, and the result names it (
 seeds   Both configurations were measured under three or more common seeds. Each seed is a pair: the
         result is the mean of log(b/a) over the seeds, with Student's t. Runs of one seed use the
         same draws (a token, a coin and a rank are keyed by seed, sequence and absolute position),
-        so luck that both share cancels. Several pairs of one seed count as the mean of their
-        logarithms; if rows of 400 rounds share three seeds, shorter ones are left out.
+        so luck that both share cancels. Several pairs of one seed count once, by the mean of their
+        logarithms. If rows of 400 rounds share three seeds, shorter rows are left out.
 blocks  One row each, of one seed and acceptance model, with both runs' rounds kept. Both runs
-        are cut at the same token positions into at most 20 blocks of 5 or more rounds, so that
-        runs with different K meet over the same coins. The result is the ratio of the summed
+        are cut at the same token positions into at most 20 blocks of 5 or more rounds, so that runs
+        with different K are compared on the same coins. The result is the ratio of the summed
         seconds, with the delta method over blocks and Student's t. Single rounds are no independent
         sample: on H200s they correlate with their neighbours (.4 to .7 at lag 1, none after 10).
         Only tokens that both runs emitted count; if those are less than half of the longer run's,
@@ -364,11 +364,11 @@ def compare_rows(
         if not a or not b:
             raise ConfigError("compare: no row on one side: allowed: rows of both")
         runs = [kept.get(str(of[0].run_id)) if len(of) == 1 else None for of in (a, b)]
-        found = None
+        result = None
         if runs[0] is not None and runs[1] is not None and shares_draws(a[0], b[0]):
-            found = compare_blocks(runs[0], runs[1])
+            result = compare_blocks(runs[0], runs[1])
         rates = [[(row, kept.get(str(row.run_id))) for row in of] for of in (a, b)]
-        comparison = found or compare_rates(
+        comparison = result or compare_rates(
             *(Rate.of_repeats([rate_of(*one) for one in of]) for of in rates)
         )
     fewest = min(int(row.num_rounds or 0) for of in sides for row in of)

@@ -319,12 +319,12 @@ class WorkloadFlags(Checked):
         if self.stop is None or not self.stop.startswith("["):
             return () if self.stop is None else (self.stop,)
         try:
-            found = json.loads(self.stop)
+            stops = json.loads(self.stop)
         except (ValueError, RecursionError):
             return (self.stop,)  # a string that begins with a bracket
-        if not found or not all(isinstance(each, str) and each for each in found):
+        if not stops or not all(isinstance(each, str) and each for each in stops):
             raise ConfigError(f"stop={self.stop}: allowed: a list of strings that are not empty")
-        return tuple(found)
+        return tuple(stops)
 
     def check(self) -> None:
         """Refuses text that is no UTF-8, and values out of range; raises ConfigError."""

@@ -139,7 +139,7 @@ class Need:
             return f"{self.name} above {self.allowed[1:]}"
         if not self.allowed:
             return "both"
-        named = self.allowed.removeprefix("None|")  # None is said by leaving the flag out
+        named = self.allowed.removeprefix("None|")  # a flag that is left out is None
         return "one of them" if named == "None" else f"{self.name}={named}"
 
 
@@ -235,8 +235,8 @@ class Checked:
             for need in needs.get(ANY if is_set else value, ()):
                 other = self.effective(need.name)
                 if not need.holds(other):
-                    found = f"without {need.name}" if other is None else f"with {need.name}={other}"
-                    raise ConfigError(f"{f.name}={value} {found}: allowed: {need}")
+                    given = f"without {need.name}" if other is None else f"with {need.name}={other}"
+                    raise ConfigError(f"{f.name}={value} {given}: allowed: {need}")
 
     def effective(self, name: str) -> Any:
         """Returns the value of a flag, with the default that other flags give it."""

@@ -188,7 +188,7 @@ def stage(now: Stage) -> None:
 def failed(text: str, kind: str = "failed") -> bool:
     """Reports a fault of this rank; returns whether the warden has printed it, within 5 s.
 
-    Where it returns False, the rank has to print the line.
+    If it returns False, the rank has to print the line.
     """
     if _guard is None or not _guard.tell(kind, text=text[:_MOST]):
         return False

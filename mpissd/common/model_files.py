@@ -70,8 +70,8 @@ def packaged(preset: str) -> Path | None:
     """
     if (wheel := WHEELS.get(preset)) is None:
         return None
-    found = importlib.util.find_spec(wheel.replace("-", "_"))
-    for folder in [] if found is None else found.submodule_search_locations or []:
+    spec = importlib.util.find_spec(wheel.replace("-", "_"))
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ConfigError(
@@ -89,11 +89,11 @@ def read_shape(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape of a path from `find`; raises ConfigError."""
     if path.suffix == ".gguf":
         return gguf.read_fields(path)
-    told = path / "config.json" if os.path.isdir(path) else path
-    if told != path and not told.exists() and (weights := sorted(path.glob("*.gguf"))):
+    source = path / "config.json" if os.path.isdir(path) else path
+    if source != path and not source.exists() and (weights := sorted(path.glob("*.gguf"))):
         raise ConfigError(
             f"{str(path)!r}: no config.json there, but a .gguf: name it: {weights[0]}"
         )
-    fields = hf_config.read_fields(told)
+    fields = hf_config.read_fields(source)
     shipped = {SHIPPED_IN / folder: name for name, folder in SHIPPED.items()}
     return {**fields, "name": shipped.get(path, fields["name"])}

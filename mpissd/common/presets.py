@@ -211,8 +211,8 @@ def missing_pair(text: str) -> tuple[str, ...]:
     splits = _splits(text)
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return ()
-    found = (sides for sides in splits if all(_resolves(s) or is_missing(s) for s in sides))
-    return next(found, ())
+    pairs = (sides for sides in splits if all(_resolves(s) or is_missing(s) for s in sides))
+    return next(pairs, ())
 
 
 def _resolves(name: str) -> bool:

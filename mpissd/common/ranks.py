@@ -69,15 +69,15 @@ def launcher() -> list[str]:
     """Returns the launcher's program and options; raises ConfigError without an mpirun."""
     given = os.environ.get("MPIRUN", "").strip() or "mpirun"
     try:
-        found = shlex.split(given)
+        command = shlex.split(given)
     except ValueError as error:
         raise ConfigError(f"MPIRUN={given}: {error}") from error
-    beside = Path(sys.executable).parent / found[0]
-    if which(found[0]) is None and beside.exists():
-        found[0] = str(beside)
-    elif which(found[0]) is None:
-        raise ConfigError(f"no {found[0]}: load an MPI module, set MPIRUN, or use make")
-    return found
+    sibling = Path(sys.executable).parent / command[0]
+    if which(command[0]) is None and sibling.exists():
+        command[0] = str(sibling)
+    elif which(command[0]) is None:
+        raise ConfigError(f"no {command[0]}: load an MPI module, set MPIRUN, or use make")
+    return command
 
 
 def ranks_command(

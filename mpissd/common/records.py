@@ -23,7 +23,7 @@ class RoundRecords:
         self.ends: dict[int, int] = {}
         self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
         self.t_target_s = Tape("d")
-        self._versions = Tape("i")  # of the draft's weights, by round
+        self._versions = Tape("i")  # version of the draft's weights, by round
         self._new_outcomes: list[Any] = []  # the rows of each new round, not yet on a tape
         self._new_speculations: list[Any] = []
         self._counts, self._outcomes, self._speculations = Tape("i"), Tape("i"), Tape("i")

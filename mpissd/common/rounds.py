@@ -112,13 +112,13 @@ class Outcome:
     @property
     def fresh(self) -> Ints:
         """The rows of the sequences that are new, admitted or opened, [n, 5]."""
-        found: Ints = self.rows[_FRESH[self.events]]
-        return found
+        new: Ints = self.rows[_FRESH[self.events]]
+        return new
 
     @property
     def num_live(self) -> int:
         """The number of sequences that take part in the next round."""
-        events = self.events  # of a damaged message, they may have any value
+        events = self.events  # in a damaged message they may have any value
         return int(np.count_nonzero((events <= Event.ADMIT) | (events == Event.START)))
 
 
@@ -131,7 +131,7 @@ class Speculation:
     """
 
     HEAD = 3
-    version = 0  # of the draft's weights; 0: as they were loaded
+    version = 0  # version of the draft's weights; 0: as loaded
     # Whether the distributions of its uncertain tokens are lost, so that these are not judged.
     is_lost = False
 

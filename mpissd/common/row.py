@@ -4,7 +4,7 @@
     row.tok_per_s, row.get("tok_per_s")      a field, or the same as a mapping of the line's keys
     json.dumps(row.to_dict())                the line, its keys in the order of the fields
 
-A line is a configuration and its measurements: what the flags set (`setting`) is in the object
+A line is a configuration and its measurements: values of flags (`setting`) are in the object
 `configuration`, all other keys are at the top. In memory a row is flat, and so was a line of schema
 1, which is read as it is.
 
@@ -23,7 +23,7 @@ from typing import Any
 SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
-# Keys of older rows alone.
+# Keys that only older rows have.
 RETIRED = "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s".split()
 Means = Mapping[str, float]
 

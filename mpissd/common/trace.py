@@ -130,7 +130,7 @@ class Ledger:
         return np.concatenate(tables)
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
-        """Returns a row for each mark of the rounds first_round … last_round-1, in time's order.
+        """Returns a row for each mark of the rounds first_round … last_round-1, in order of time.
 
         int64 [n, 4]: the round, the phase, its start and its end in ns of this process's
         perf_counter.

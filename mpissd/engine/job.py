@@ -36,7 +36,7 @@ _PREFILL_ROWS = {"numpy": 32, "cupy": 128}
 _FLOAT32 = 4  # bytes of an entry of a distribution, and of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
 _LEAST_CONTEXT = 256  # tokens; a default context is not made smaller
-_MOST_CANDIDATES = 64  # that an LM head reads out for a row
+_MOST_CANDIDATES = 64  # candidates that an LM head reads out for a row
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     lines = violations(row, rounds)     one line each, "gate: the fault, with both numbers"
 
-row is a row of `run`, rounds the arrays of OUT/rounds/RUN_ID.npz. What is null or missing is
+row is a row of `run`, rounds the arrays of OUT/rounds/RUN_ID.npz. A null or missing number is
 unknown, and rules that need it do not apply, except for the few numbers that every row has. SAME
 holds the numbers that follow from others; the other rules are functions (CHECKS). Keys of a row
 that only gates need:
@@ -50,7 +50,7 @@ class _UnknownError(Exception):
 
 
 class Facts:
-    """A row and its rounds. Reading what is unknown ends a rule without a fault."""
+    """A row and its rounds. Reading an unknown value ends a rule without a fault."""
 
     def __init__(self, row: Row, rounds: Rounds) -> None:
         self.row, self.rounds = row, rounds
@@ -245,11 +245,11 @@ def _ranks(facts: Facts) -> Faults:
     draft = groups * row.tp
     for group in range(groups):
         places = [*range(group * row.tp, (group + 1) * row.tp), draft + group]
-        heard = [(min(n, draft), digests[n]) for n in places if n < len(digests)]
-        heard = [(rank, digest) for rank, digest in heard if digest is not None]
-        for rank, digest in heard[1:]:
-            if digest != heard[0][1]:
-                yield f"rank {heard[0][0]} heard {heard[0][1]}, rank {rank} heard {digest}"
+        received = [(min(n, draft), digests[n]) for n in places if n < len(digests)]
+        received = [(rank, digest) for rank, digest in received if digest is not None]
+        for rank, digest in received[1:]:
+            if digest != received[0][1]:
+                yield f"rank {received[0][0]} heard {received[0][1]}, rank {rank} heard {digest}"
 
 
 def _floor(facts: Facts) -> Faults:

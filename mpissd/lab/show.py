@@ -1,7 +1,7 @@
 """An answer on the terminal while it arrives: words wrapped, tokens coloured by their origin,
 numbers in the right margin.
 
-`shown` follows the first answer of a run; `chat` paints those of a server. A word is written when
+`shown` follows the first answer of a run; `chat` paints a server's answers. A word is written when
 it is complete, so that the terminal's cursor only moves forward.
 """
 

@@ -38,9 +38,9 @@ def distill(config: DistillConfig) -> int:
 
     read(config)  # refuses faults before any process starts
     with tempfile.TemporaryDirectory() as place:
-        told = config, f"{place}/meet", begun
+        arguments = config, f"{place}/meet", begun
         try:
-            mp.start_processes(_worker, told, nprocs=config.processes)
+            mp.start_processes(_worker, arguments, nprocs=config.processes)
         except mp.ProcessExitedException as error:
             if error.exit_code in (1, 2):
                 return int(error.exit_code)
@@ -90,9 +90,9 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
 class Log:
     """Shows lines with the seconds since `begun` (of time.monotonic()); keeps them in `folder`.
 
-    Lines are added to those of earlier commands. Of several processes rank 0 logs all lines, the
-    others only their samples. A file that can no longer be written (a full disk) is reported once;
-    the work goes on.
+    Lines are appended to the log of earlier commands. Of several processes rank 0 logs all lines,
+    the others only their samples. A file that can no longer be written (a full disk) is reported
+    once; the work goes on.
     """
 
     def __init__(self, folder: Path, rank: int, begun: float) -> None:

@@ -17,8 +17,8 @@ def form_of(text: str) -> Form:
     numbers = [int(part) for part in parts if part.isdecimal()]
     is_shape = len(parts) == len(numbers) == 4 and min(numbers) > 0
     if not is_shape or numbers[1] % numbers[2] or numbers[3] % 32:
-        told = "allowed: LAYERSxHEADSxKV_HEADSxFFN, heads a multiple of KV heads, FFN of 32"
-        raise ConfigError(f"shapes={text}: {told}")
+        allowed = "allowed: LAYERSxHEADSxKV_HEADSxFFN, heads a multiple of KV heads, FFN of 32"
+        raise ConfigError(f"shapes={text}: {allowed}")
     return numbers[0], numbers[1], numbers[2], numbers[3]
 
 

@@ -47,13 +47,13 @@ from mpissd.learn.sample import Samples
 INITIAL = 0.02  # standard deviation of fresh weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
-ROWS = {"cpu": 256, "cuda": 8192}  # of a step's LM head, in drafts on hidden states
+ROWS = {"cpu": 256, "cuda": 8192}  # rows of a step's LM head, in drafts on hidden states
 DECAY = 0.01  # of weights, in both optimisers
 
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """What both kinds of drafts hold: their own weights, and what they read of their target.
+    """Parts of both kinds of drafts: their own weights, and the target's weights that they read.
 
     head_ids: the tokens of the rows of the LM head, rising. blocks: the target's arithmetic. table:
     cosines and sines by position. compiled: whether the losses are compiled.
@@ -310,9 +310,9 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
         shape = replace(shape, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn=ffn)
         target = replace(target, **PLAIN)
     if shape.q_width % BLOCK:
-        told = f"{shape.num_heads} heads of {shape.head_dim}"
+        sizes = f"{shape.num_heads} heads of {shape.head_dim}"
         raise ConfigError(
-            f"shapes: {told}: allowed: heads that are {BLOCK} wide together, or 64, …"
+            f"shapes: {sizes}: allowed: heads that are {BLOCK} wide together, or 64, …"
         )
     return replace(target, shape=shape, tied=False, head_vocab=head_vocab)
 
@@ -327,8 +327,8 @@ def state_config(
     """
     shape = replace(target.shape, name=f"{target.shape.name}-{kind}", num_layers=1)
     if shape.hidden % BLOCK or shape.ffn % BLOCK:
-        told = f"a hidden state of {shape.hidden} and an FFN of {shape.ffn}"
-        raise ConfigError(f"kinds={kind}: {told}: allowed: multiples of {BLOCK}")
+        widths = f"a hidden state of {shape.hidden} and an FFN of {shape.ffn}"
+        raise ConfigError(f"kinds={kind}: {widths}: allowed: multiples of {BLOCK}")
     if kind == "medusa":
         ffn = max(BLOCK, shape.ffn // heads // BLOCK * BLOCK)
         shape = replace(shape, num_layers=heads, ffn=ffn)

@@ -120,7 +120,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
         "high_freq_factor": scaling.high,
         "original_max_position_embeddings": scaling.original,
     }
-    told = {
+    document = {
         "architectures": [f"{family.title()}ForCausalLM"],
         "model_type": family,
         "num_hidden_layers": shape.num_layers,
@@ -140,7 +140,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
         "mlp_bias": False,
         "mpissd": {**own, **about},
     }
-    write_json(folder / "config.json", told)
+    write_json(folder / "config.json", document)
     return size
 
 

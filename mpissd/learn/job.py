@@ -108,7 +108,7 @@ class Distillation:
         blocks = compiled(self.blocks) if self.on_gpu else self.blocks
         sampler = Sampler(self.target, blocks, self.table, self.on_gpu)
         shape, size = self.source.checkpoint.config.shape, self.blocks.dtype.itemsize
-        # Device memory of a conversation while it is sampled: its cache, what is kept, logits.
+        # Device memory of a conversation while it is sampled: its cache, kept results, logits.
         cache = 2 * shape.num_layers * shape.kv_width * config.length * size
         each = cache + config.length * (shape.hidden * size + 16) + 8 * shape.vocab_size
         num = max(1, int(min(config.sequences, 0.7 * self._free() / each)))
@@ -308,7 +308,7 @@ class Result:
     def try_save(self, draft: Draft) -> bool:
         """Writes the quantised draft so far, its curves and a report; logs one line.
 
-        Returns False if the files cannot be written; those of before stay as they were then.
+        Returns False if the files cannot be written; the earlier files then stay as they were.
         """
         arrays = {name: tensor.float().cpu().numpy() for name, tensor in draft.named().items()}
         if self.about["head"] == "target":

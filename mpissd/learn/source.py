@@ -157,8 +157,8 @@ def read(config: DistillConfig) -> Source:
     shape = checkpoint.config.shape
     vocab, last = shape.vocab_size, shape.num_layers - 1
     if tokenizer.vocab_size > vocab:
-        told = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
-        raise ConfigError(f"target={config.target}: {told}: allowed: the tokenizer of the weights")
+        sizes = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
+        raise ConfigError(f"target={config.target}: {sizes}: allowed: the tokenizer of the weights")
     beyond = [number for number in config.layer_numbers if number > last]
     if beyond and not (config.forms or config.kinds):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")

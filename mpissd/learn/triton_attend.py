@@ -51,8 +51,8 @@ def _attend(
         total = total * shrunk + tl.sum(weights, 1)
         sums = sums * shrunk[:, None] + tl.dot(weights.to(values.dtype), values)
         largest = higher
-    told = (sums / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + places, told, mask=row[:, None] < HEADS)
+    attended = (sums / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + places, attended, mask=row[:, None] < HEADS)
 
 
 def attend(q: Any, keys: Any, values: Any, seen: int) -> Any:

@@ -37,9 +37,9 @@ class Example:
     def whole(self) -> Example:
         """Returns all positions after the first one, each with the token that followed it.
 
-        The example itself where it has all. Where only rejected positions were kept, any other
-        version would look better on these than the one that was rejected there. That holds for the
-        first one too; the positions after it were not selected by a rejection.
+        Returns the example itself if it has all positions. If only rejected positions were kept,
+        any other version would look better on them than the rejected one, the first position
+        included. The positions after it were not selected by a rejection.
         """
         if len(self.at) == len(self.tokens) - 1 - self.at[0]:
             return self

@@ -44,7 +44,7 @@ from mpissd.online.examples import Example, Memory
 CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
 DITHER = 0  # seed of the numbers that weights are rounded by
 ERRORS = 2.0  # standard errors by which a version must be ahead (docs/online.md)
-FALL = 0.02  # of held-out agreement, up to which a version that is not published trains on
+FALL = 0.02  # fall of held-out agreement up to which an unpublished version trains on
 PATIENCE = 3  # versions in a row that fell further, before training begins again from the last one
 _JUDGED_AT_ONCE = 8
 

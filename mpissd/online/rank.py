@@ -53,7 +53,7 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
 
 def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
     """Brings lessons to the trainer, and its versions to the draft, until the lead sends stop."""
-    parts: Iterator[Bytes] = iter(())  # what is left of the version that is being sent
+    parts: Iterator[Bytes] = iter(())  # pieces of the current version that are still to be sent
     sending: Any = None  # the request of a piece, and the piece
     fault, version = None, 0
 
@@ -75,7 +75,7 @@ def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) ->
     is_over = False
     while not is_over:
         is_over = comms.must_stop()
-        # Lessons for a trainer that is gone stay where they are: so the lead reads no more.
+        # If the trainer is gone, messages stay unread, so that the lead soon reads no more logits.
         is_busy = trainer.is_alive and received()
         if sending is None or sending[0].Test():
             sending = None

@@ -73,7 +73,7 @@ _WHY = {  # this all-reduce was chosen
     "device": "--all_reduce=mpi",
 }
 # (pattern of an error of mpirun, MPI or a session, how to fix it); the first match is used.
-# Refusals of a configuration name what is allowed.
+# Refusals of a configuration name the allowed values.
 _FIXES = (
     (
         "slots",

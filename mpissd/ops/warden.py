@@ -212,7 +212,8 @@ class Warden:
         if not self.peers:
             self._joined_at = monotonic()
             if (launcher := peer.about["launcher"]) > 1:
-                # If a user ends the launcher, it ends the ranks and forwards their output no more.
+                # A launcher that a user ends forwards no more output; the warden then uses its
+                # stderr.
                 self._launcher, above = launcher, process.above_proxy(launcher)
                 self._stderr = process.borrow_stderr(above)
                 self._is_front = process.is_front(above)

@@ -36,9 +36,9 @@ from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import Tokens
 from mpissd.serve.request import Problem, Request, parse
 
-BODY_BYTES = 1 << 20  # of a request; larger ones get 413
-DRAINED_BYTES = 1 << 25  # of a refused body: most clients send it all before they read the response
-BODY_S = 20.0  # in which a body has to arrive
+BODY_BYTES = 1 << 20  # largest body of a request; larger ones get 413
+DRAINED_BYTES = 1 << 25  # read of a refused body: most clients send it all first
+BODY_S = 20.0  # time limit for a body
 REQUESTS = 512  # under way at once, one a connection; below the usual limit of 1,024 open files
 _CHAT = "/v1/chat/completions"
 _OPEN = ("/health", "/ready")  # answered without a key

@@ -29,20 +29,20 @@ from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
 from mpissd.engine.workload.tokenizer import load_tokenizer
-from mpissd.serve.app import Endpoints
+from mpissd.serve.app import REQUESTS, Endpoints
 from mpissd.serve.config import AUTO, FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
-HEAD_S = 15.0  # in which a request's headers have to arrive
-WRITE_S = 30.0  # in which a client must read some of its waiting data
+HEAD_S = 15.0  # time limit for a request's headers
+WRITE_S = 30.0  # time limit for a client to read some of its waiting data
 SEND_BYTES = 1 << 16
-NOTICE_S = 5.0  # of a drain, in which balancers turn away; HAProxy's checks take 1.5 s
+NOTICE_S = 5.0  # time of a drain for balancers to turn away; HAProxy needs 1.5 s
 _GRACE_S = 2
 _LEAVE_S = 10.0  # longest wait for the job to end by itself
 _DIE_S = 3.0  # longest wait after each signal
-_LAST_WORDS_S = 1.0  # in which clients get their 503 when the job is gone
+_LAST_WORDS_S = 1.0  # time for clients to get their 503 when the job is gone
 
 
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ async def _serve(
             server.should_exit = True
 
     async def watch(ranks: asyncio.subprocess.Process) -> None:
-        """Prints the address once the lead is there; ends the server when the job is gone."""
+        """Prints the address once the lead has connected; ends the server when the job is gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
         ready = asyncio.create_task(lead.connected.wait())
         await asyncio.wait([*over, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +179,7 @@ async def _serve(
                 code = await ended(ranks)
     if is_asked:
         return 0
-    code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may say 0
+    code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may return 0
     _note(f"the ranks have ended (exit code {code})")
     return code
 
@@ -230,21 +230,36 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 class BoundedProtocol(H11Protocol):
     """A connection that is cut if no request has arrived on it for HEAD_S, at most for twice that.
 
-    uvicorn itself waits without limit for headers.
+    uvicorn itself waits without limit for headers. A connection beyond REQUESTS closes the first
+    one that is idle: its client may hold it open, but keeps nobody out.
     """
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to look every HEAD_S whether there has been a request."""
+        """Makes room, and begins to look every HEAD_S whether there has been a request."""
+        if len(self.connections) >= REQUESTS:
+            every: Any = self.connections
+            idle = [one for one in every if not (one.is_busy or one.transport.is_closing())]
+            if idle:
+                min(idle, key=lambda one: one.made_s).transport.abort()
+        self.made_s = self.loop.time()
         super().connection_made(transport)
         self.loop.call_later(HEAD_S, self._look, None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _look(self, last: object) -> None:
-        """Cuts the connection if nothing has happened since the last request, which was `last`."""
+        """Cuts the connection if it was idle at the last look, and is so after the same request.
+
+        last: the request before the last look; None if that was under way.
+        """
         if self.transport.is_closing():
             return
-        is_busy = self.cycle is not None and not self.cycle.response_complete
-        if is_busy or self.cycle is not last or self.transport.get_write_buffer_size():
-            self.loop.call_later(HEAD_S, self._look, self.cycle)
+        is_used = self.is_busy or self.transport.get_write_buffer_size()
+        if is_used or self.cycle is not last:
+            self.loop.call_later(HEAD_S, self._look, None if is_used else self.cycle)
         else:
             self.transport.abort()
 

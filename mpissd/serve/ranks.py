@@ -52,7 +52,7 @@ def execute_serve(config: ServeConfig) -> int:
                 rank.idle()
                 _pass(rank, lambda loop: None)
                 guard.stage(Stage.ROUNDS)
-                if not rank.digest:  # a pass of no outcome at all
+                if not rank.digest:  # a pass without any outcome ends the job
                     break
         finally:
             session.resources.close()

@@ -31,11 +31,11 @@ from mpissd.common.errors import ConfigError
 from mpissd.serve.config import ReplicasConfig
 
 SCHEMA = 1
-_KEEP_S = 5.0  # between two looks at the own entry
+_KEEP_S = 5.0  # time between two checks of this server's entry
 _LEAVE_S = 5.0  # longest wait for the folder's file system when the server ends
 _ASK_S = 2.0  # for a replica to answer /ready
-_EVERY_S = 1.0  # between two looks at the folder
-_SLACK_S = 30  # that the balancer waits longer than a replica's longest request
+_EVERY_S = 1.0  # time between two reads of the folder
+_SLACK_S = 30  # added to a replica's longest request for the balancer's wait
 _CHECK_S = 20.0  # of `haproxy -c`
 _ANY = ("0.0.0.0", "::", "")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

@@ -161,7 +161,7 @@ def _randomise(rng: Any, sheet: Sheet, rigs: list[Rig]) -> None:
     sheet.state[:, SLOT] = rng.permutation(count) - 1
     sheet.state[:, BEFORE] = rng.integers(-1, 2, count)
     sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
-    sheet.told[...] = rng.integers(0, 3, sheet.told.shape)
+    sheet.decided[...] = rng.integers(0, 3, sheet.decided.shape)
     for rig in rigs:
         best = rig.stack.candidates.by_k[1]
         ids = rng.integers(0, 3, best.ids.shape)

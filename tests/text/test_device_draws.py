@@ -33,21 +33,21 @@ class CopiedDraws(CupyDraws):
         rows = len(logits.scores)
         super().__init__(gpu, launcher, launcher.zeros((rows, logits.width), np.float32))
 
-    def _told(self, count: int, *told: Any) -> Any:
+    def _answers(self, count: int, *options: Any) -> Any:
         with LOCK:
             CopiedDraws.launches += 1
-            return super()._told(count, *told).copy()
+            return super()._answers(count, *options).copy()
 
     def _copy(self) -> None:
         self._logits[...] = self._source.scores[:, : self._source.width]
 
-    def propose(self, *told: Any) -> Any:
+    def propose(self, *options: Any) -> Any:
         self._copy()
-        return super().propose(*told)
+        return super().propose(*options)
 
-    def judge(self, *told: Any) -> Any:
+    def judge(self, *options: Any) -> Any:
         self._copy()
-        return super().judge(*told)
+        return super().judge(*options)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_the_device_draws_the_hosts_tokens(
 ) -> None:
     expected = decode(pair, mode, **{**FLAGS, **flags})
 
-    def never(*told: Any, **more: Any) -> Any:
+    def never(*options: Any, **more: Any) -> Any:
         raise AssertionError("a row was drawn on the host")
 
     monkeypatch.setattr(NumbaOps, "draws", lambda ops, logits: CopiedDraws(gpu, logits))
@@ -104,9 +104,9 @@ def test_draws_that_are_wrong_would_be_found(
     expected = decode(pair, "ar", **FLAGS)
 
     class Hotter(CopiedDraws):
-        def _told(self, count: int, *told: Any) -> Any:
+        def _answers(self, count: int, *options: Any) -> Any:
             self._asks["temperature"] *= 3
-            return super()._told(count, *told)
+            return super()._answers(count, *options)
 
     monkeypatch.setattr(NumbaOps, "draws", lambda ops, logits: Hotter(gpu, logits))
     assert decode(pair, "ar", **FLAGS).tokens != expected.tokens

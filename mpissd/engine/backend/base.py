@@ -59,7 +59,7 @@ class ForwardKey:
     fuse: bool
     lm_head: bool
     kv_tokens: int  # Tokens of context read, summed over all sequences.
-    # Of a transformer, the sequences of these tokens; 0: bare matrix products.
+    # Number of sequences that have these tokens; 0: bare matrix products.
     sequences: int = 0
 
     @property
@@ -97,7 +97,7 @@ class Cost:
     most_rows: int | None = None
     params: int = 0  # Weights that the forward reads; 0 for a lone product.
     candidates: int = 1  # Ids that are read out of each row.
-    columns: int = 0  # Logits of a row on this rank, of which they are the best; 0: no LM head.
+    columns: int = 0  # Logits of a row on this rank, from which they are chosen; 0: no LM head.
 
 
 class Program(ABC):

@@ -129,7 +129,7 @@ class Launcher:
         return array
 
     def upload(self, values: Any, array: Any) -> None:
-        """Writes host values into a contiguous device array; returns when they are there."""
+        """Writes host values into a contiguous device array; returns when the copy is complete."""
         array.set(np.ascontiguousarray(values, array.dtype), stream=self._stream)
         self._stream.synchronize()
 

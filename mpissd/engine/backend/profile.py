@@ -27,8 +27,8 @@ from mpissd.engine.backend.base import Cost, ForwardKey
 SCHEMA = 1
 _FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # H100, GH200, A100, V100, L40S
 _FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
-_USUAL_FORM = {"H200": "SXM"}  # of devices whose names give a form only if it is another
-_SIZES = ("A100", "V100")  # devices of one form that come with two sizes of memory
+_USUAL_FORM = {"H200": "SXM"}  # the form of a device whose name gives none
+_SIZES = ("A100", "V100")  # devices that come with two sizes of memory
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,10 @@ class HostEntry:
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     """Returns a transformer's forward at a context and a number of sequences b, interpolated.
 
-    measured: the same model's at other contexts and b. At each number of rows, seconds go along
-    straight lines over the context, and then over min(rows, b), the sequences whose keys and values
-    the rows read; both as in Curve. Beyond what was measured, the source begins with "derived".
+    measured: the same model's forwards at other contexts and b. At each number of rows, seconds go
+    along straight lines over the context, and then over min(rows, b), the sequences whose keys and
+    values the rows read; both as in Curve. Outside the measured range, the source begins with
+    "derived".
     """
     batches = sorted({known.sequences for known in measured})
     points = {n for forward in measured.values() for n in forward.seconds.points}
@@ -205,7 +206,7 @@ class Profile:
     all_reduce_latency_s: Mapping[int, float] | None
     all_reduce_bytes_per_s: Mapping[int, float] | None
     sources: Mapping[str, str]
-    # The kernels of each key, for jobs with the fewest rows first; shards: likewise, of one rank's
+    # The kernels of each key, for jobs with the fewest rows first; shards: the same for one rank's
     # share of a model, without all-reduces.
     forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
     shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)

@@ -19,7 +19,7 @@ def _has_cupy() -> bool:
 
 
 def choose(name: str) -> str:
-    """Resolves `auto` to cupy if CuPy finds a GPU, else to numpy. Raises ConfigError if unknown."""
+    """Resolves `auto` to cupy if CuPy finds a GPU, or to numpy. Raises ConfigError if unknown."""
     if name not in NAMES:
         raise unknown("backend", name, NAMES)
     if name != "auto" or not _has_cupy():
@@ -48,7 +48,7 @@ def visible_gpus() -> int:
 
 
 def unopened(name: str) -> str:
-    """Resolves `auto` to numpy where CuPy is not installed; else returns the name as it is."""
+    """Resolves `auto` to numpy if CuPy is not installed; returns any other name unchanged."""
     return "numpy" if name == "auto" and not _has_cupy() else name
 
 

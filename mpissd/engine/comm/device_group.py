@@ -1,6 +1,6 @@
 """All-reduces of device arrays, within a CUDA graph or through the host over MPI.
 
-    choice    what it opens
+    choice    the group that it opens
     auto      oneshot if it can be opened and its trial sums are right; else nccl if CuPy has NCCL
               and no two ranks share a GPU; else staged
     oneshot   kernels on memory that the GPUs of one host share (device_oneshot)

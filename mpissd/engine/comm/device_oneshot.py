@@ -95,7 +95,7 @@ class OneshotGroup(Group):
         self._exchange(local.data.ptr, gathered.data.ptr, local.size, _GATHER)
 
     def abort(self) -> None:
-        """Ends the waits in this rank's kernels, and those of kernels that start later."""
+        """Ends the waits in this rank's kernels, also in kernels that start later."""
         self._device.stop[0] = 1
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class OneshotGroup(Group):
         return None
 
     def _trial(self) -> str | None:
-        """Compares sums of random numbers with MPI's; returns what is wrong with them, or None."""
+        """Compares sums of random numbers with MPI's; returns the error, or None."""
         limit, self._limit = self._limit, np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
         for size in _TRIAL_SIZES:

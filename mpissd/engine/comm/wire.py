@@ -2,7 +2,7 @@
 
 A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
 holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), or prompts
-(PROMPT). A receiver compares the header with what it expects, and the whole message with its
+(PROMPT). A receiver compares the header with the expected one, and the whole message with its
 checksum. A difference raises ProtocolError with both values.
 """
 

@@ -1,6 +1,6 @@
 """AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
 
-The loop is that of round.py. Its target launches a whole round, drafting included, and the next
+It runs the loop of round.py. Its target launches a whole round, drafting included, and the next
 round before this one is over (ChainedForwards). The host reads the outcome after the device has
 acted on it. A round begins on the host if it admits sequences, if it has fewer than the job, or
 shortly before a sequence or the cache ends.
@@ -60,8 +60,8 @@ class ChainedTarget(TargetWorker):
         waiter: Waiter,
     ) -> None:
         """worker: whose forwards and oracle to use. drafter: of inline SD; None in AR. limit:
-        returns the tokens with which a request ends at the latest. waiter: for rounds that were
-        launched ahead and are not used."""
+        returns the most tokens that a request may emit. waiter: for rounds that were launched ahead
+        and are not used."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._drafter, self._forwards = drafter, forwards
         self._limit, self._waiter = limit, waiter
@@ -70,7 +70,7 @@ class ChainedTarget(TargetWorker):
         self._batch: Batch
         self._speculation: Speculation
         self._imposed: tuple[Ints, Ints] | None = None  # the outcome of this round, if imposed
-        self._decision: Ints  # rows of ChainedForwards.told
+        self._decision: Ints  # rows of ChainedForwards.outcome
         self._was_ahead = False
 
     def enter(self, batch: Batch, change: Change) -> None:
@@ -133,7 +133,7 @@ class ChainedTarget(TargetWorker):
             return
         forwards, speculation, drafter = self._forwards, self._speculation, self._drafter
         forwards.last_of(speculation.round).wait(waiter)
-        self._decision = forwards.told(speculation.round)
+        self._decision = forwards.outcome(speculation.round)
         speculation.tokens[...] = self._decision[:, 2:]
         self._batch.serve(speculation)
         if drafter is not None:

@@ -109,7 +109,7 @@ class RankCounts:
     """Counts (candidates kept, rank) of the bonus tokens that follow the draft model's tokens.
 
     A rank is counted from 1; 0: the token was none of the candidates. A bonus token that replaces a
-    rejected one is counted apart from one after a whole accepted speculation.
+    rejected one is counted separately from one after a whole accepted speculation.
     """
 
     def __init__(self) -> None:
@@ -151,9 +151,9 @@ class Drafter:
 
     chained: the programs of rounds that the device decides (None: never); in such a round the
     target's worker launches this drafter's forwards. rows: by batch row, the distributions [V] of
-    the last answer's uncertain tokens. caught_up_s: seconds in which the tokens were stored that
-    the misses of the last answer lacked. version: of the weights that draft; 0: as they were
-    loaded. divergence: why weights that replaced those are to be left.
+    the last answer's uncertain tokens. caught_up_s: seconds spent on storing the tokens that the
+    last answer's misses lacked in the cache. version: of the weights that draft; 0: as they were
+    loaded. divergence: why newer weights must be dropped; None: they are sound.
     """
 
     # By round. t_draft_s: seconds in which a whole speculation was drafted, NaN if hits gave a part
@@ -219,7 +219,7 @@ class Drafter:
         if misses and self._most:
             if self.policy.backup == Source.JIT:
                 start = perf_counter()
-                if (yield from self._fill(misses, 1)):  # the first step stores one token itself
+                if (yield from self._fill(misses, 1)):  # leaves one token to the first step
                     self.caught_up_s = perf_counter() - start
                 self._num_jit = len(misses)
             rollouts.append(self.worker.restart(self.batch, misses, self.policy.backup))
@@ -250,7 +250,7 @@ class Drafter:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the lead waits for the answer: one without a token it knows."""
+        """Whether the lead waits for the answer; it skips one that can have no tokens."""
         return self._most > 0
 
     def _collect(self, rollouts: Sequence[Rollout]) -> bool:

@@ -47,13 +47,13 @@ _MARGIN = 1.01  # a change must promise so much more
 _OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for one's own
 _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
-_MEMORY = 1 / 512  # forgotten of the counts of acceptance with each sequence's round
+_MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
 _HITS = 1 / 256  # the same for hits
 _SAMPLE = 1 / 8  # weight of a new duration
-_STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a forward's stretch, and the most that counts
+_STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a new stretch; the largest stretch
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
 _LEAST, _RECENT, _FAR = 3, 5, 4.0
-_WEIGHT = 1 / 32  # of a new sample, once there were as many
+_WEIGHT = 1 / 32  # weight of a new sample, once there are more than 32
 _KNOWN, _SHIFT = 4, 0.5  # samples after which a new one is clipped, and to what share of the mean
 _GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
 _APART = 10  # rounds within the limit after one beyond it, so that the 90th percentile is within
@@ -68,9 +68,9 @@ class ForwardTimes:
     is avoided, so a chance delay must not count: a size measured fewer than four times gets the
     prediction of two better known ones, or the median of its samples.
 
-    The rows of prompts are those of the largest forward with which the round takes at most 30%
-    longer. If it stores few rows, since the device computes whole buckets, every eleventh round may
-    be longer: each round earns 30% of its own seconds, and unused seconds pay for a larger forward.
+    The rows of prompts fill the largest forward with which the round takes at most 30% longer. If
+    it stores few rows, since the device computes whole buckets, every eleventh round may be longer:
+    each round earns 30% of its own seconds, and unused seconds pay for a larger forward.
     """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
@@ -306,7 +306,7 @@ class Goodput:
         self.rounds_by[way.mode] += 1
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
-        elif drafts:  # what a long time without drafting left to store comes only once
+        elif drafts:  # tokens left over from many rounds without drafting are stored only once
             stored_s = min(result.stored_s, forward_s)
             self._stored_s[load] += _STRETCH * (stored_s - self._stored_s[load])
         self._host[drafts].add(count, max(0.0, round_s - wait_s - forward_s - result.stored_s))
@@ -379,7 +379,7 @@ class Goodput:
         if rates[best] < _MARGIN * rates.get(self.way, 0.0):
             best = self.way
         self._best = self.way = best
-        # Tries another way that was not tried for long, if that costs little.
+        # Tries another (K, width) whose last trial is long ago, if that costs little.
         limit = self._rounds[load] - _STALE_ROUNDS
         fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
         if stale := [way for way in rates if _kind(way) not in {*fresh, _kind(best)}]:
@@ -404,7 +404,7 @@ class Goodput:
 
 
 def _kind(way: Way) -> int | None:
-    """Returns what the times of a way depend on besides K: its width, or −1 for AR."""
+    """Returns the kind of a way, whose times depend on it and on K: its width, or −1 for AR."""
     return way.width if way.lookahead else -1
 
 

@@ -43,7 +43,7 @@ class Updates:
         self._packing: Iterator[None] | None = None
         self._leaving: Iterator[None] | None = None  # the packing that goes back
         self._num_bytes, self._longest_s = 0, 0.0
-        self._newest = self._diverged = 0  # the number of the last version; of how many it was left
+        self._newest = self._diverged = 0  # the last version's number; how many diverged
         self.report: dict[str, list[Any]] = {"swaps": [], "refused_versions": []}
 
     def work(self) -> bool:

@@ -285,7 +285,7 @@ class Sequences:
     """Follows the sequences of one pass on the lead, and decides which of them join and leave.
 
     batch_size of them are decoded at a time. One ends when the workload ends it (Workload.endings),
-    or with num_tokens tokens. ends: of those that ended by themselves, how many tokens count.
+    or with num_tokens tokens. ends: {id: tokens that count} of sequences that the workload ended.
     """
 
     def __init__(self, workload: Workload, group: int = 0) -> None:
@@ -388,7 +388,7 @@ def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> No
     for group in groups:
         group.drafter.ledger.restart()
 
-    def has_come() -> bool:
+    def has_arrived() -> bool:
         return any(group.awaited is None or group.awaited() for group in groups)
 
     while groups:
@@ -406,6 +406,6 @@ def serve(*ends: tuple[DraftEnd, Drafter], updates: Updates | None = None) -> No
         if running is not None:
             running.drafter.worker.wait(running.drafter.waiter)
         elif groups:
-            groups[0].drafter.waiter.until(has_come, "target: outcome")
+            groups[0].drafter.waiter.until(has_arrived, "target: outcome")
         if len(groups) > 1:
             groups.append(groups.pop(0))  # rotates, so that each group comes first in turn

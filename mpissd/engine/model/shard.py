@@ -15,7 +15,7 @@ from mpissd.engine.backend.base import Cost, ForwardKey
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """Options of a forward that decide its products and what it reads and returns."""
+    """Options of a forward that decide its products, its inputs and its results."""
 
     fuse: bool = False  # issue q,k,v as one product, and gate,up as one
     lm_head: bool = False

@@ -6,12 +6,12 @@ for 4 rows, and 190 µs for 48 (results/h200-tuned), so both ways are programs o
 
 `GemmStack` is a transformer reduced to its matrix products: seven a layer, or six without a gated
 FFN: x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
-activation functions are left out: q takes the place of the attention's output, gate that of the
-FFN's inner vector. Nothing reads k, v and up, because only their memory traffic matters; tests
-check that they are written. A head-sized draft (mpissd.common.shapes) begins with a product that
-joins its inputs, or ends in several heads on the hidden vector, each with its own LM head and read
-out separately. Weights are random: a rank has its slice of the whole model's matrices. Their scales
-preserve the variance, so that values neither overflow nor vanish in 80 layers.
+activation functions are left out: q replaces the attention's output, and gate the FFN's inner
+vector. Nothing reads k, v and up, because only their memory traffic matters; tests check that they
+are written. A head-sized draft (mpissd.common.shapes) begins with a product that joins its inputs,
+or ends in several heads on the hidden vector, each with its own LM head and read out separately.
+Weights are random: a rank has its slice of the whole model's matrices. Their scales preserve the
+variance, so that values neither overflow nor vanish in 80 layers.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class GemmWeights:
     def _layer(self, n: int) -> list[Product]:
         """Makes attention's and the FFN's products: by columns, then by rows and summed.
 
-        A scale is that of the whole matrix.
+        Scales are computed for the whole matrix, not for a rank's share.
         """
         shard, hidden, rank = self.shard, self.shard.shape.hidden, self.shard.rank
         qkv = {_Q: shard.q_width, _K: shard.kv_width, _V: shard.kv_width}

@@ -260,7 +260,7 @@ class Stepper(Forwards):
 
 
 class SharedForwards:
-    """A stepper with seats: the forwards that they have launched run when one of them waits."""
+    """A stepper with several users (seats), whose launched forwards run as one when one waits."""
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
@@ -316,8 +316,8 @@ class SharedForwards:
 class GroupView(Forwards):
     """The part of a shared model that one user sees; its slots and lanes begin at 0.
 
-    part, chunk: what was uploaded, and is not in a forward yet. window: the rows of this seat in
-    the last forward. lists: whether lists of candidates are read.
+    part, chunk: uploaded rows, or an uploaded chunk, that no forward has taken yet. window: the
+    rows of this seat in the last forward. lists: whether lists of candidates are read.
     """
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:

@@ -83,7 +83,7 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
     The model's label is `text` in its long form; the numbers of a file of laws have four digits.
     With K = 0 nothing is drafted, and a list of any length is allowed. Raises ConfigError, naming
-    the value and what is allowed.
+    the value and the allowed ones.
     """
     kind, colon, values = text.strip().partition(":")
     if not colon:

@@ -42,7 +42,7 @@ def resolve_fan_out(
 
     alpha_rates: K acceptance rates by place. hit_a, hit_r, floor: one value each, or K+1, of the
     hit model miss_k(F) = min(1, floor_k + A_k·F^{−r_k}). minimum: the least F_k that geometric
-    gives (1 if F_k = 0 is not allowed). Raises ConfigError, naming the value and what is allowed.
+    gives (1 if F_k = 0 is not allowed). Raises ConfigError, naming the value and the allowed ones.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")

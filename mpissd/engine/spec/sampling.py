@@ -114,9 +114,9 @@ def draw(weights: Floats, u: float, total: float = 1.0) -> int:
     weights: [V]; total: their divisor. The running sum in order decides; sums of blocks find the
     token in a tenth of the time if rounding cannot change the result.
     """
-    found = _between(weights, u) if len(weights) > _FEW else None
-    if found is not None:
-        return found
+    token = _between(weights, u) if len(weights) > _FEW else None
+    if token is not None:
+        return token
     cumulated = np.cumsum(weights if total == 1 else weights / total)
     return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
 
@@ -227,17 +227,17 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
     place = token if ids is None else int(np.searchsorted(ids, token))
     exact = np.asarray(row, np.float64)
     total = float(exact.sum())
-    found = exact[place] / total if exact[place] > 0 else exact[place]
-    if found != q:
-        raise ProtocolError(f"token {token}: its row says {found}, its proposal said {q}")
+    probability = exact[place] / total if exact[place] > 0 else exact[place]
+    if probability != q:
+        raise ProtocolError(f"token {token}: its row says {probability}, its proposal said {q}")
     return total
 
 
 def spread(probs: Floats, ids: NDArray[np.int32], vocab: int) -> Floats:
     """Returns a distribution over the tokens `ids` as one over 0 … vocab − 1, 0 elsewhere."""
-    found = np.zeros(vocab)
-    found[ids] = probs
-    return found
+    whole = np.zeros(vocab)
+    whole[ids] = probs
+    return whole
 
 
 def nucleus(probs: Floats, top_p: float) -> Floats:

@@ -1,6 +1,6 @@
 """The interface of a workload: how it completes a job, and which oracles decide its tokens.
 
-`Resolved` is what it reads: the job's shapes, token models, fan-out lists and sizes.
+It reads a `Resolved`: the job's shapes, token models, fan-out lists and sizes.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class Workload(ABC):
         return range(count * group // groups, count * (group + 1) // groups)
 
     def longest_answer(self, request_id: int) -> int | None:
-        """Returns the tokens with which a sequence ends at the latest; None: unknown."""
+        """Returns the most tokens that a sequence may emit; None: unknown."""
         return self.job.config.token_limit
 
     def endings(self) -> Endings | None:

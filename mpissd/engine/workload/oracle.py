@@ -223,7 +223,7 @@ class TargetOracle(Oracle, ABC):
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
         """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
 
-        Of the sequences that asked for them (Request.logprobs); by default of none.
+        Only for sequences that asked for them (Request.logprobs). The default returns none.
         """
         return _NO_LOGPROBS
 
@@ -331,8 +331,8 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        """Yields, for each row of the trunks, at least `count` of the draft's likeliest tokens,
-        best first."""
+        """Yields at least `count` of the draft's likeliest tokens for each row of the trunks, best
+        first."""
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         """Returns new lanes that continue batch rows `rows` from their last committed token.
@@ -395,7 +395,7 @@ class SampledTarget(TargetOracle):
     """A target oracle that verifies by rejection sampling (greedily at temperature 0)."""
 
     reads_tokens = True
-    # The tokens that the entries of a proposal's row stand for, rising; None: entry t is token t.
+    # The token of each entry of a proposal's row, rising; None: entry t is token t.
     _draft_ids: Ints | None = None
 
     def __init__(self, seed: int) -> None:
@@ -412,8 +412,8 @@ class SampledTarget(TargetOracle):
     ) -> tuple[Ints, Ints]:
         """Applies rejection sampling (spec.sampling.judge) to each sequence.
 
-        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round). Of a
-        speculation whose distributions are lost no sampled token is judged.
+        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round). Sampled
+        tokens are not judged if their distributions are lost.
         """
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
         start, cases = 0, list[Case]()
@@ -424,7 +424,7 @@ class SampledTarget(TargetOracle):
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
                 if speculation.is_lost and min(q, default=1.0) < 1:
-                    q = []  # draw the token after the last committed one, whatever was drafted
+                    q = []  # drafts are not judged; only the next token is drawn
                 coins = self._draws(Purpose.ACCEPT, one, len(q))
                 (u,) = self._draws(Purpose.BONUS, one, 1)
                 proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]

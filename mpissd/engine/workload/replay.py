@@ -56,10 +56,10 @@ class Recorded:
     """One prompt's recording; positions count generated tokens from 0.
 
     prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens: the answer, and the K that
-    would have come after it, because the last round may accept some of them. end: number of tokens
-    of the answer, the stop token included. stopped: whether the answer ended with a stop token, and
-    not at a limit. By position, the number of tokens generated before: rollout, [end, K], the
-    draft's greedy tokens from there on; top, [end, F + 1], its likeliest next tokens, best first.
+    would have followed it, because the last round may accept some of them. end: number of tokens of
+    the answer, the stop token included. stopped: whether the answer ended with a stop token, and
+    not at a limit. Indexed by the number of tokens generated before: rollout, [end, K], the draft's
+    greedy tokens from there on; top, [end, F + 1], its likeliest next tokens, best first.
     """
 
     prompt: Ids
@@ -133,7 +133,7 @@ def save(path: Path, recording: Recording) -> None:
 
 
 def load(path: str) -> Recording:
-    """Reads a recording; raises ConfigError in one line for a file that is none."""
+    """Reads a recording; raises ConfigError in one line for any other file."""
     try:
         stat = Path(path).stat()
         return _load(path, stat.st_mtime_ns, stat.st_size)
@@ -378,7 +378,7 @@ class ReplayWorkload(Workload):
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job, batch = self.job, self.job.config.batch_size
-        widest = min(job.widest, self.recording.widest)  # without branches none is read
+        widest = min(job.widest, self.recording.widest)  # no candidates are read without branches
         lookup = job.config.fast_lookup
         return ImposedDraft(RecordedDraft(self.recording, batch, job.lookahead, widest, lookup))
 

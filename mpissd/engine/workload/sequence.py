@@ -1,7 +1,7 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
 Every rank keeps a Batch of its own, equal to the others' because all apply the same outcomes. All
-state of a sequence is here; what decides its tokens (workload.oracle) only reads it.
+state of a sequence is here; an oracle (workload.oracle), which decides its tokens, only reads it.
 
 Places. A sequence's committed tokens have positions 0, 1, …; of the last one only the token is
 known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
@@ -91,9 +91,9 @@ class LanePlaces:
 class Sequence:
     """One sequence on this rank.
 
-    slot: its place on this rank, which other ranks never see. tokens: the committed ones, prompt
-    included, and served: those under verification; both only if the oracle reads tokens. rounds:
-    those that it has committed. lookups: by kind, its index that tokens are looked up in.
+    slot: its place on this rank, which other ranks never see. tokens: its committed tokens, prompt
+    included; served: its tokens under verification; both are kept only if the oracle reads tokens.
+    rounds: its number of committed rounds. lookups: by kind, the index of its tokens.
     """
 
     request: Request
@@ -104,7 +104,7 @@ class Sequence:
     lookups: dict[str, Lookup] = field(default_factory=dict)
 
     def commit(self, accepted: int, bonus: int) -> None:
-        """Appends the accepted ones of the served tokens, and the bonus token."""
+        """Appends the served tokens that were accepted, and the bonus token."""
         self.tokens += [*self.served[:accepted], bonus]
         self.served = []
         self.rounds += 1
@@ -173,7 +173,7 @@ class Batch:
         self.last_tokens: Ints = np.zeros(0, np.int32)
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)
         self.digest = 0
-        self._steady = b""  # bytes of columns 0 to 2 of an outcome without admission or release
+        self._steady = b""  # columns 0 to 2, as bytes, of an outcome without changes
         self._base = np.zeros(capacity, np.int64)  # position of the first counted token
         self.filled = np.zeros(capacity, np.int64)
 
@@ -187,7 +187,7 @@ class Batch:
         return following
 
     def apply(self, outcome: Outcome) -> Change:
-        """Applies an outcome; returns what it changed.
+        """Applies an outcome; returns the changes.
 
         Raises ProtocolError if the outcome's sequences differ from the batch's.
         """
@@ -202,7 +202,7 @@ class Batch:
             if self._prompt is not None:
                 for sequence, row in zip(self.sequences, outcome.rows.tolist(), strict=True):
                     sequence.commit(row[3], row[4])
-        if self.placement is not None:  # forgets what is stored after each last committed token
+        if self.placement is not None:  # positions after the last committed token become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
         return change
 

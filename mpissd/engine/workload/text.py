@@ -193,7 +193,7 @@ def judged(draws: DeviceDraws, cases: Sequence[Case], ids: Ints | None) -> list[
             if not 0 < q <= 1:
                 raise ProtocolError(f"token {token} was proposed with probability {q}")
             every.append(Judging(case.start + len(every), *how, token, q, coin))
-        every.append(Judging(case.start + len(every), *how))  # of the target's own token
+        every.append(Judging(case.start + len(every), *how))  # to draw the target's own token
         asked.append(every)
     verdicts = iter(draws.judge([one for every in asked for one in every], ids))
     decided = []
@@ -267,7 +267,7 @@ class LogitsDraft(SampledDraft):
                 else:
                     rollout.tokens[:, rollout.steps] = best[part]
                     for row in rollout.recorded:
-                        row.append(None)  # a certain token has no distribution
+                        row.append(None)  # a token with q = 1 has no distribution
                 rollout.steps += 1
                 start = part.stop
 

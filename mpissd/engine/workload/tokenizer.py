@@ -173,7 +173,7 @@ def from_folder(folder: Path) -> Tokenizer:
         token = config.get(name)
         if (text := token.get("content") if isinstance(token, dict) else token) is not None:
             specials[name] = text
-    # Stop tokens: eos_token, and generation_config's (or else config's) eos_token_id.
+    # Stop tokens: eos_token, and eos_token_id of generation_config (or of config).
     stops = set[int]()
     if (eos := specials.get("eos_token")) is not None:
         if (token := vocabulary.token_to_id(eos)) is None:

@@ -1,2 +1,2 @@
-"""Open-loop load: requests arrive when they arrive, whatever the server is doing, and each one's
-times are taken from its arrival on."""
+"""Open-loop load: arrivals do not depend on the server's progress, and each request's times count
+from its arrival."""

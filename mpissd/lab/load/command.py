@@ -38,7 +38,7 @@ _SERVER = (
     "draft mode backend device_name tp num_drafts replicas world_size lookahead max_running "
     "acceptance hit_law"
 ).split()
-_FAILED = 599  # a connection that broke, or an answer that did
+_FAILED = 599  # status of a connection or an answer that broke off
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
 _KEY_VARIABLE = "MPISSD_API_KEY"
 _HEAD = (
@@ -218,7 +218,7 @@ def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> lis
 @dataclass(frozen=True)
 class Served:
     """One request's end. Times are in seconds from its arrival; status: 200 answered, 429 refused,
-    any other failed. late_s: delay of its sending. speculation: drafted, accepted, hits, rounds, if
+    any other failed. late_s: how late it was sent. speculation: drafted, accepted, hits, rounds, if
     the server reports them."""
 
     at_s: float

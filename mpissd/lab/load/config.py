@@ -35,10 +35,10 @@ _SIMULATED = frozenset(flags_of(RunConfig)).difference(_UNREAD)
 def rates(name: str, text: str) -> tuple[float, ...]:
     """Parses rates, separated by commas: numbers above 0, or inf (all at once)."""
     parts = [part.strip() for part in text.strip("()").split(",") if part.strip()]
-    found = tuple(math.inf if part == "inf" else number(0)(name, part) for part in parts)
-    if not found or 0 in found:
+    values = tuple(math.inf if part == "inf" else number(0)(name, part) for part in parts)
+    if not values or 0 in values:
         raise ConfigError(f"{name}={text}: allowed: numbers above 0 or inf, a comma between")
-    return found
+    return values
 
 
 @dataclass(frozen=True)

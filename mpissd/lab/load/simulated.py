@@ -286,7 +286,7 @@ class VirtualLoop:
             self._live[name] = self._opened.pop(name)
         most = job.lookahead
         lookahead = most if control.lookahead is None else min(most, control.lookahead)
-        stored = lacked = 0  # rows of prompts; tokens that an inline draft stores before it drafts
+        stored = lacked = 0  # prompt rows; tokens that an inline draft must store
         for one in self._opened.values():
             part = min(one.left, control.prefill_rows - stored)
             one.left -= part

@@ -2,10 +2,10 @@
 
 `calibrate` runs before the rounds: it times forwards bucket by bucket while the other ranks wait,
 and measures the rates that bound them. `host_costs` computes HostCosts afterwards. Each cost is the
-median of a phase; a phase that waits for a forward counts with its time beyond that of the forward
-in series. No measured round enters, so that a row's prediction rests on nothing that
-it is compared with. What the draft's own phases do not explain of the lead's wait is spent on the
-link, naps of both ranks included.
+median of a phase; a phase that waits for a forward counts only its time beyond the forward in
+series. Measured rounds are not used, so that a row's prediction does not depend on the numbers that
+it is compared with. The part of the lead's wait that the draft's phases do not explain is the
+link's time, with naps of both ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
 _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 _REPEATS = 5
-_MOST_REPEATS, _BUDGET_S = 50, 0.1  # of a transformer on a CPU
+_MOST_REPEATS, _BUDGET_S = 50, 0.1  # repeats of a transformer's forward on a CPU, and their time
 _BUILDING_S = 3600.0
 Seconds = Mapping[int, float]  # of a forward, by its rows
 Value = TypeVar("Value")
@@ -204,7 +204,7 @@ class WarmUp:
 
     @classmethod
     def of_draft(cls, drafter: Drafter, count: int) -> WarmUp:
-        """Returns a draft's warm-up; count: its rounds, the first ones of the pass."""
+        """Returns a draft's warm-up, the first `count` rounds of the pass."""
         span = count // _SKIPPED, count
         slices = drafter.ledger.slices(*span)
         steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9

@@ -1,6 +1,6 @@
 """Reports of the ranks on the measured pass, from which the result row is built.
 
-Those of several target groups that share their drafts are joined to one.
+Reports of several target groups that share their drafts are joined.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def draft_report(
 
 
 def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Returns the rows of all tables; those of several count from 0 in the first column."""
+    """Returns the rows of all tables; if there are several, their first column counts from 0."""
     if len(tables) == 1:
         return tables[0]
     whole = np.concatenate(tables)

@@ -136,7 +136,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 
 def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
-    """Returns the keys on what was decoded, and how fast, of all groups or of one."""
+    """Returns the keys on the decoded tokens and their rate, of all groups or of one."""
     sequences, limit = lead.records.sequences(), job.config.token_limit
     counts = [len(tokens) for tokens in lead.records.token_arrays().values()]
     num_tokens = sum(count if limit is None else min(count, limit) for count in counts)

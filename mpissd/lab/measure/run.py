@@ -101,8 +101,8 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
         rest(topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
     world = session.survivors(draft_lost=lead is not None and lead.draft_lost_round is not None)
-    heard = [each.batch.digest for each in drafters] if topology.is_draft else [rank.digest]
-    digests: list[int | None] = list(chain(*world.gather(heard) or ()))
+    own = [each.batch.digest for each in drafters] if topology.is_draft else [rank.digest]
+    digests: list[int | None] = list(chain(*world.gather(own) or ()))
     known = world.allgather((lead.first_round, lead.last_round) if lead else None)
     spans = [span for span in known if span is not None]  # of each target group
     drafts = world.gather(draft_report(drafters, spans, rank.updates))

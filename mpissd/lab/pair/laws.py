@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
     """Ranks of bonus tokens, counted by sequence.
 
     counts: [S, F + 2]; columns: rank 1 … F, beyond the F candidates kept, outside the draft's
-    vocabulary. knows_vocabulary: whether the last two are told apart.
+    vocabulary. knows_vocabulary: whether the last two are counted separately.
     """
 
     counts: Array

@@ -2,7 +2,7 @@
 
 costs       seconds of a round's pieces: host work by phase, forwards by row count
 grid        the durations of many jobs' rounds, and the draws of their tokens and hits
-derive      what a profile knows of a job: measured and derived forwards and host costs
+derive      a job's measured and derived forwards and host costs, from a profile
 simulation  the model of a round: simulates many configurations; pool: targets that share a draft
 row         a prediction with the keys of a result row; a row's rate from another job's profile
 search      a pair's places on a machine, and the configurations that `plan` weighs there

@@ -184,7 +184,7 @@ def decisions(
 
     A cell is one machine, pair, acceptance, hit model and batch; cells of SSD include AR and SD on
     at most as many GPUs. Rates are means over a use's rows without the luck of their draws. regret:
-    the fastest measured rate over that of the use with the fastest predicted rate, less one. sign:
+    the fastest measured rate over the measured rate of the predicted best use, less one. sign:
     whether SSD against its strongest measured rival is predicted with the right sign; None if they
     differ by less than MARGIN, or without both.
     """

@@ -136,7 +136,7 @@ class Advice:
 
     @property
     def to_probe(self) -> tuple[Choice, ...]:
-        """Those of the two fastest uses and of best's rival whose times are derived.
+        """The uses with derived times among the two fastest uses and best's rival.
 
         If there are any, `plan` gives no command to run.
         """
@@ -291,7 +291,7 @@ def _crossing(advantage: Floats, now: int) -> float | None:
 @dataclass(frozen=True)
 class Use:
     """Equal copies of one use on N GPUs. choice: of one target. targets: G of a copy, 1 unless a
-    pool. gpus: of all copies together; the rest of the N idles.
+    pool. gpus: GPUs of all copies together; the rest of the N idles.
 
     token_s: mean seconds between two tokens of a sequence. wait_s: a lead's mean wait for its
     speculation, of a pool.

@@ -1,4 +1,4 @@
-"""What a profile knows of a job: measured forwards and host costs, and those derived from others.
+"""Derives a job's forwards and host costs from a profile that measured similar ones.
 
 Forwards at a T that was not measured are derived from the same model at a measured T':
 

@@ -466,9 +466,9 @@ def weigh(
     *,
     quick: bool = False,
 ) -> list[Choice]:
-    """Returns the possible ones of these choices with their simulated rates.
+    """Returns the choices that are possible, with their simulated rates.
 
-    quick: of fewer rounds, to rank many. Without it the rates are as expected of the choice's job.
+    quick: of fewer rounds, to rank many. Without it the rates equal `expected` of the choice's job.
     """
     by_tp = {place.tp: place for place in places}
     alike: dict[tuple[int, tuple[str, int]], list[tuple[Choice, Job]]] = {}

@@ -191,9 +191,9 @@ class Prober:
 
         Products are measured with the kernel of small jobs if it differs, and with the common one;
         the weights are made anew for each, because their order differs. A transformer is measured
-        at the probe's batch size and at that of its second host costs. A probe with one target rank
-        also measures the share of the target that rank 0 of T > 1 would hold, without all-reduces:
-        derive.py adds them, so that `plan` knows these T.
+        at the probe's batch size and at the batch size of its second host costs. A probe with one
+        target rank also measures the share of the target that rank 0 of T > 1 would hold, without
+        all-reduces: derive.py adds them, so that `plan` knows these T.
         """
         config, entries, shares = self._job.config, list[Entry](), list[Entry]()
         if not config.is_transformer:

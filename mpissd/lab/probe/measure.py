@@ -71,7 +71,7 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
 
 def different(computed: Any, wanted: Any, tolerance: float, what: str) -> list[str]:
     """Returns a line if an element is off by more than `tolerance`, or NaN, or the shapes differ;
-    else []."""
+    [] if all agree."""
     computed, wanted = np.asarray(computed, np.float64), np.asarray(wanted, np.float64)
     if computed.shape != wanted.shape:
         return [f"{what}: shape {computed.shape}, expected {wanted.shape}"]

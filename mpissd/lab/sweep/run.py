@@ -156,7 +156,7 @@ class Sweep:
             assert result is not None, "a lead without a row"
             rate, each = result.tok_per_s, result.tok_per_s_per_gpu
             return f"{rate:>10.1f} tok/s {each:>9.1f} a GPU  {name}"
-        if result.exit_code != GateError.exit_code:  # else its row is in flagged.jsonl already
+        if result.exit_code != GateError.exit_code:  # after a GateError its row is in flagged.jsonl
             failed = {"error": result.error, "exit_code": result.exit_code, "sweep": self._id}
             append_row(self._out / "failed.jsonl", {**self._named(task), **failed})
         return f"    FAILED  {name}: {result.error}"

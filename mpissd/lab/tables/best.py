@@ -30,7 +30,7 @@ _SETTING = (
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
     "prompts draft acceptance divergence"
 ).split()
-_DRAFTED = ("draft", "acceptance", "divergence")  # keys that do not bind rows of AR and lookups
+_DRAFTED = ("draft", "acceptance", "divergence")  # keys that rows of AR and lookups lack or ignore
 _ASKED = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")  # flags of text
 _MODES = ("ar", "sd", "ssd")
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")

@@ -46,7 +46,7 @@ from mpissd.lab.tables.best import (
     mode_of,
 )
 
-LEVEL = 0.05  # Of all verdicts of a table together.
+LEVEL = 0.05  # False-alarm rate of all verdicts of a table together.
 MOST_K = 16
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
 

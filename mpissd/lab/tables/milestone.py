@@ -81,8 +81,8 @@ def render(
     for pair, report in REPORT.items():
         used = [row for row in rows if fits(pair, row)]
         num_used += len(used)
-        found = sorted({_setting(row) for row in used if row.mode == "sd"})
-        settings: list[Setting | None] = [*found] or [None]
+        measured = sorted({_setting(row) for row in used if row.mode == "sd"})
+        settings: list[Setting | None] = [*measured] or [None]
         for setting in settings:
             alike = [r for r in used if setting and _setting(r)[:-2] == setting[:-2]]
             ars = [row for row in alike if row.mode == "ar"]

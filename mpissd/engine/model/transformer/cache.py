@@ -19,7 +19,7 @@ from mpissd.engine.model.forwards import Places
 
 _FIRST = 0  # the name before a sequence's first page
 _Key = tuple[int, bytes]  # the name of the page before, and the page's tokens
-PADDING = -1  # the slot of a row that stores nothing and attends nothing
+PADDING = -1  # the slot of a padding row, which stores and attends nothing
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class CacheSizes:
 class RowPlaces:
     """Host arrays of the places of a forward's rows; views of one int32 buffer.
 
-    rows: [4, max_rows], of each row the slot (PADDING: none), position, lane and trunk. pages:
-    [slots, pages_per_slot], the pages of each slot in rising order of positions.
+    rows: [4, max_rows], each row's slot (PADDING: none), position, lane (the branch that it belongs
+    to) and trunk (tokens before the lane), as in forwards.Places. pages: [slots, pages_per_slot],
+    the pages of each slot in rising order of positions.
     """
 
     def __init__(self, ints: HostArray, max_rows: int, sizes: CacheSizes) -> None:

@@ -29,7 +29,7 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 
 Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
-NOBODY = -1  # the slot of no sequence; a token that is not given
+NOBODY = -1  # an empty slot, or a token that is not given
 NOT_FINITE = -2  # the accepted tokens of a sequence with a logit that is not finite
 RING = 3  # rounds whose numbers are kept: the one that runs, the one before and the one after it
 _IN_FLIGHT = 2  # rounds at once: one that runs, and the next one
@@ -38,20 +38,21 @@ _IN_FLIGHT = 2  # rounds at once: one that runs, and the next one
 class Sheet:
     """Host arrays that stages read and write, views of one int32 buffer.
 
-    state: [S, 4], of each sequence its slot, the position of its last committed token, that token,
-    and the token before it (NOBODY: its keys and values are stored). forced: [RING, S, 2K + 1], by
-    round modulo RING, what replaces the tokens of the draft's forwards and of the target's rows
-    (NOBODY: none). told: [RING, S, K + 2], likewise, the accepted tokens, the bonus and the drafts.
+    state: [S, 4], each sequence's slot, the position of its last committed token, that token, and
+    the token before it (NOBODY: its keys and values are stored). forced: [RING, S, 2K + 1], by
+    round modulo RING, imposed tokens of the draft's forwards and of the target's rows (NOBODY:
+    none). decided: [RING, S, K + 2], also by round, num_accepted, the bonus and the drafts.
     """
 
     def __init__(self, ints: HostArray, sequences: int, lookahead: int) -> None:
         """Lays the arrays out in `ints`, which has `size(sequences, lookahead)` elements."""
         self.ints, self.sequences, self.lookahead = ints, sequences, lookahead
         widths = 4, RING * (2 * lookahead + 1), RING * (lookahead + 2)
-        state, forced, told = np.split(ints, np.cumsum([sequences * width for width in widths[:2]]))
+        ends = np.cumsum([sequences * width for width in widths[:2]])
+        state, forced, decided = np.split(ints, ends)
         self.state: Ints = state.reshape(sequences, 4)
         self.forced: Ints = forced.reshape(RING, sequences, -1)
-        self.told: Ints = told.reshape(RING, sequences, -1)
+        self.decided: Ints = decided.reshape(RING, sequences, -1)
         ints[...] = NOBODY
 
     @staticmethod
@@ -101,8 +102,8 @@ class Stage:
     def run(self) -> None:
         """Computes the stage on host arrays, as chained.cu does on a device."""
         sheet, number, draft, target = self.sheet, self.number, self.draft, self.target
-        ahead, forced, every = sheet.lookahead, sheet.forced[self.turn], sheet.told[self.turn]
-        for row, told in enumerate(every):
+        ahead, forced, every = sheet.lookahead, sheet.forced[self.turn], sheet.decided[self.turn]
+        for row, decided in enumerate(every):
             slot, position, last, before = sheet.state[row].tolist()
             first = row * (ahead + 1)
             if number == 0:
@@ -117,18 +118,18 @@ class Stage:
                 if token < 0:
                     token = int(draft.best.ids[2 * row + 1 if number == 1 else row, 0])
                     token = token if self.ids is None else int(self.ids[token])
-                told[1 + number] = target.tokens[first + number] = token
+                decided[1 + number] = target.tokens[first + number] = token
                 if number < ahead:
                     draft.put(row, token, slot, position + number)
             else:
                 rows, given = slice(first, first + ahead + 1), forced[row, ahead:]
                 best = np.where(given >= 0, given, target.best.ids[rows, 0])
                 accepted = 0
-                while accepted < ahead and told[2 + accepted] == best[accepted]:
+                while accepted < ahead and decided[2 + accepted] == best[accepted]:
                     accepted += 1
                 is_finite = bool(np.isfinite(target.best.values[rows, 0]).all())
-                told[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[accepted]
-                before = int(told[1 + accepted]) if accepted else last
+                decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[accepted]
+                before = int(decided[1 + accepted]) if accepted else last
                 sheet.state[row] = slot, position + accepted + 1, best[accepted], before
 
 
@@ -209,12 +210,12 @@ class ChainedForwards:
         """Returns the target's forward of a round, the last of its programs."""
         return self._programs[round_ % RING][-1]
 
-    def told(self, round_: int) -> Ints:
-        """Returns the outcome of a finished round, a copy of [S, K + 2] (Sheet.told)."""
+    def outcome(self, round_: int) -> Ints:
+        """Returns the outcome of a finished round, a copy of [S, K + 2] (Sheet.decided)."""
         first = self._flying.pop(0)
         assert round_ == first, f"round {round_} out of turn, {first} is the next one"
-        told: Ints = self.sheet.told[round_ % RING].copy()
-        return told
+        outcome: Ints = self.sheet.decided[round_ % RING].copy()
+        return outcome
 
     def dropped(self) -> list[Program]:
         """Forgets all rounds under way; returns the programs to wait for."""

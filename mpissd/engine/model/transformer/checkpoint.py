@@ -1,7 +1,7 @@
 """A model's weights as a table of tensors by their Hugging Face names.
 
 Files, random weights, a draft that borrows tensors of its target, and a newer version of a draft
-all give such a table; what differs is the kind of Tensor in it. A Part of a tensor is what one
+all give such a table, each with its own kind of Tensor. A Part of a tensor is the share that one
 rank packs (Ops). Matrices may be stored as int8 in blocks of 32 inputs, each with a float16 scale.
 
 A row of results names weights by a digest: files up to 512 MiB are read whole. Reading 140 GB would

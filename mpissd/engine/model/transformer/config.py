@@ -2,7 +2,7 @@
 
 All supported families (Llama, SmolLM2, Mistral, Qwen2.5, Qwen3) are one architecture: RMSNorm,
 rotary positions, grouped-query attention and SwiGLU. They differ in the fields of
-TransformerConfig. What is not supported is refused in one line that names the file and the key.
+TransformerConfig. An unsupported model is refused in one line that names the file and the key.
 """
 
 from __future__ import annotations

@@ -112,9 +112,9 @@ def open_files(
 ) -> Checkpoint:
     """Returns the weights in files; reads no tensor yet.
 
-    target: the model whose input embedding a draft reads, if not its own. shares_head: its LM head
-    too is that model's, the rows of head_ids. Raises ConfigError, one line that names the file and
-    the tensor, if one is missing or has another shape than in the configuration.
+    target: the model that lends its input embedding to a draft without one. shares_head: whether it
+    also lends the rows `head_ids` of its LM head. Raises ConfigError, one line that names the file
+    and the tensor, if one is missing or has another shape than in the configuration.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
     ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
@@ -360,8 +360,8 @@ def config_of(where: str, target: str | None = None) -> TransformerConfig:
     """Returns the architecture of a model, from its metadata.
 
     where: any name of presets.resolve_model. target: the target's name, for a draft: it may read
-    the target's embedding, and it drafts the target's tokens whatever its own vocabulary is.
-    Raises ConfigError, one line that names what is missing, damaged or not supported.
+    the target's embedding, and it drafts the target's tokens whatever its own vocabulary is. Raises
+    ConfigError, one line that names the missing, damaged or unsupported part.
     """
     return _config(where, target, _stamp(where), None if target is None else _stamp(target))
 

@@ -236,7 +236,7 @@ class TransformerStack(Stack):
         if ops is not None and options.states:
             self.states = ops.states(max_sequences, options.capacity + 1)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
-        # Whether long prompts may be computed in chunks, by other products than those of rows. A
+        # Whether long prompts may be computed in chunks, by other products than single rows use. A
         # server (pool > 0) may not: it stores a prompt's rows together with other rows, and again
         # after a preemption, and both must give the same values. Chunks keep no hidden states.
         self.library_prefill = options.pool == 0 and not options.states
@@ -336,8 +336,8 @@ class TransformerStack(Stack):
             ops.product(memory.x, weights.head, memory.logits, rows)
 
     def _enter(self, ops: Ops, rows: int) -> Array | None:
-        """Writes the start of the residual stream, here the tokens' embeddings; returns what the
-        first layer's norm has to add to it (None: nothing)."""
+        """Writes the start of the residual stream, here the tokens' embeddings; returns the sum
+        that the first layer's norm has to add (None: nothing)."""
         ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
         return None
 

@@ -58,11 +58,11 @@ class CupyDraws:
             ask["temperature"], ask["u"], ask["row"] = one.temperature, one.u, one.row
             ask["kept"], ask["top"] = _address(row.values), one.top
         tops = self._listed(max(one.row for one in asked) + 1, most) if most else None
-        found = []
-        for tell, row in zip(self._told(len(asked), 1, scale, tops, most, None), kept, strict=True):
-            row.total = float(tell["total"])
-            found.append(Proposed(int(tell["token"]), float(tell["value"]) / row.total, row))
-        return found
+        answers, drawn = self._answers(len(asked), 1, scale, tops, most, None), []
+        for answer, row in zip(answers, kept, strict=True):
+            row.total = float(answer["total"])
+            drawn.append(Proposed(int(answer["token"]), float(answer["value"]) / row.total, row))
+        return drawn
 
     def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Verdict]:
         """Judges drafted tokens; see Draws."""
@@ -72,11 +72,11 @@ class CupyDraws:
             ask["top"], ask["kept"] = 0, 0
             if one.kept is not None:
                 ask["kept"], ask["q_total"] = _address(one.kept.values), one.kept.total
-        tells = self._told(len(asked), 0, 1.0, None, 0, self._placed(ids))
+        answers = self._answers(len(asked), 0, 1.0, None, 0, self._placed(ids))
         return [
             Verdict(token, verdict == _REPLACED, verdict == _UNKNOWN)
             for token, verdict in zip(
-                tells["token"].tolist(), tells["verdict"].tolist(), strict=True
+                answers["token"].tolist(), answers["verdict"].tolist(), strict=True
             )
         ]
 
@@ -87,21 +87,21 @@ class CupyDraws:
         kept.total = total
         return kept
 
-    def _told(
+    def _answers(
         self, count: int, proposes: int, scale: float, tops: Any, most: int, places: Any
     ) -> Any:
         """Launches the kernel over `count` asks and waits for its answers."""
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
-        told = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
+        options = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
         kernel = self._launcher.function("draw", kernels.DRAW, (("DRAW_THREADS", _THREADS),))
-        args = (self._logits, width, asks, tells, *told)
+        args = (self._logits, width, asks, tells, *options)
         self._launcher.launch(kernel, (count,), (_THREADS,), args, _SHARED_BYTES)
         self._backend.synchronize()
-        found = self._tells[:count]
-        if (found["verdict"] == _NOT_FINITE).any():
+        answers = self._tells[:count]
+        if (answers["verdict"] == _NOT_FINITE).any():
             raise DivergedError("GPU: a logit is not finite: weights are damaged, or overflow")
-        return found
+        return answers
 
     def _listed(self, rows: int, most: int) -> Any:
         """Lists the `most` largest logits of the first rows; returns their columns.

@@ -162,10 +162,10 @@ class MegakernelCache(Cache):
 class MegakernelOps(CupyOps):
     """Operations of one model on one GPU of compute capability 9.0 or more.
 
-    least_hidden: narrower models use separate kernels, which are faster for them: 30 layers of
-    SmolLM2-135M (576) wait five times each for all blocks, for 7 MB of weights. wide: narrower
-    models use the megakernel for up to few_rows rows: 24 lanes of 1B (2,048) took 1.34 ms with it
-    and 1.30 ms with separate kernels of the same bits (docs/performance.md).
+    least_hidden: narrower models use separate kernels. In the megakernel all blocks wait for one
+    another five times a layer, which costs more than a narrow layer's work (SmolLM2-135M: 7 MB).
+    wide: narrower models use the megakernel for up to few_rows rows only: 24 rows of 1B (hidden
+    2,048) took 1.34 ms with it and 1.30 ms with separate kernels (docs/performance.md).
     """
 
     kernel = "whole"

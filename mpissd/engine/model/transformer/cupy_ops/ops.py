@@ -46,7 +46,7 @@ _ATTEND_THREADS, _BEGIN_THREADS, _TASK_WORDS = 128, 256, 4
 # The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
 _BLOCKS = 264
 _LOG2_E = 1.4426950408889634
-_STAGING_ELEMENTS = 1 << 26  # Of a checkpoint's matrix, brought to the device at once.
+_STAGING_ELEMENTS = 1 << 26  # Elements of a checkpoint's matrix that are copied at once.
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class CupyOps(Ops):
         """Fills tiles of 16 columns: 8 of `left`, then 8 of `right`.
 
         One part fills both halves of its own tiles, so that its columns are 16 apart from tile to
-        tile; those of two parts, gate and up, are 8 apart.
+        tile; the columns of two parts, gate and up, are 8 apart.
         """
         outputs, depth = left.shape
         step = TILE if left is right else TILE // 2
@@ -271,7 +271,7 @@ class CupyOps(Ops):
         return float(self._head**-0.5 * _LOG2_E)
 
     def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
-        """Allocates the cache; unwritten positions are zero, because masked ones are multiplied."""
+        """Allocates the cache, zeroed: masked positions are multiplied by 0, and 0 · NaN is NaN."""
         layers, heads, width = sizes.layers, sizes.kv_heads, sizes.head_dim
         pages = layers, sizes.num_pages, heads, sizes.page, width
         lanes = layers, max(1, sizes.lanes), heads, max(1, sizes.steps), width
@@ -407,7 +407,7 @@ class CupyOps(Ops):
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
         sheet, target = stage.sheet, stage.target
         draft = stage.draft or target  # without a draft, nothing is read of it
-        parts = sheet.state, sheet.forced[stage.turn], sheet.told[stage.turn]
+        parts = sheet.state, sheet.forced[stage.turn], sheet.decided[stage.turn]
         arrays = [np.uintp(part.ctypes.data) for part in parts]
         sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
         # Where the host keeps the tokens and the seats of a forward, and their most rows.

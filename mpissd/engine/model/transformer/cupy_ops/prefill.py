@@ -25,8 +25,8 @@ _SPARE_BYTES = 16 << 30  # left free after a second copy of the weights
 class CupyChunks:
     """The forward of one chunk; see ops.Chunks.
 
-    cuBLAS cannot read packed weights. Where a second copy of them fits, they are unpacked once,
-    else each one into the same scratch in every forward.
+    cuBLAS cannot read packed weights. If a second copy of them fits, they are unpacked once; if
+    not, every forward unpacks each one into the same scratch.
     """
 
     rows = 1024

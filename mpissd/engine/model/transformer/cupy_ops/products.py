@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
 
 TILE, PAIR, ROW_TILE = 16, 32, 8
-_FEW_ROW_TILES = 4  # Of a block with few columns; more rows than these make groups.
+_FEW_ROW_TILES = 4  # Row tiles of a block with few columns; more rows form groups.
 _THREADS = 256
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
@@ -23,7 +23,7 @@ _WIDE_TILES = 1024  # From so many tiles on a block has two, which halves its re
 # Blocks for more than 32 rows: (tiles of columns, tiles of rows, stages). Then the cache's rate is
 # the limit: a block reads as many bytes as columns and rows together, for columns times rows.
 _LARGE = ((4, 8, 3), (2, 8, 4))
-_MIN_BLOCKS = 96  # Of a large kind: with fewer, much of a GPU has none.
+_MIN_BLOCKS = 96  # The fewest large blocks: fewer leave much of a GPU idle.
 
 
 @dataclass(frozen=True)

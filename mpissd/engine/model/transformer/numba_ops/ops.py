@@ -78,7 +78,7 @@ class NumbaOps(Ops):
         self._products: dict[int, Floats] = {}
 
     def matrix(self, parts: Sequence[Part]) -> Packed:
-        """Packs the parts side by side: int8 if all of them are stored so, else bfloat16."""
+        """Packs the parts side by side: int8 if all of them are stored so, bfloat16 if not."""
         stored = [pair for part in parts if (pair := part.int8()) is not None]
         if len(stored) == len(parts):
             values, scales = (np.concatenate(each) for each in zip(*stored, strict=True))
@@ -189,10 +189,10 @@ class NumbaOps(Ops):
 
     def _scratch(self, weight: Packed, count: int) -> Floats:
         """Returns a buffer for a product of `count` rows that only the calling operation uses."""
-        found = self._products.get(weight.outputs)
-        if found is None or len(found) < count:
-            found = self._products[weight.outputs] = self.buffer(count, weight.outputs)
-        return found
+        scratch = self._products.get(weight.outputs)
+        if scratch is None or len(scratch) < count:
+            scratch = self._products[weight.outputs] = self.buffer(count, weight.outputs)
+        return scratch
 
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
         parts = np.empty((group.size, count, delta.shape[1]), np.float32)

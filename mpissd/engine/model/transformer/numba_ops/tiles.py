@@ -187,8 +187,8 @@ def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
     places = [_at(builder, row, I64(c * LANES)) for row in outputs for c in range(count)]
     if kind != "int8":
         starts = [_load(builder, place, VECTOR) for place in places]
-        found = _sums(builder, kind, (weights, stride, ahead), inputs, steps, starts)
-        for value, place in zip(found, places, strict=True):
+        sums = _sums(builder, kind, (weights, stride, ahead), inputs, steps, starts)
+        for value, place in zip(sums, places, strict=True):
             _store(builder, value, place)
         builder.ret_void()
         return function
@@ -198,12 +198,12 @@ def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
         rest = [_at(builder, row, first) for row in inputs]
         here = _at(builder, weights, builder.mul(first, stride)), stride, ahead
         starts = [ir.Constant(VECTOR, [0.0] * LANES)] * len(places)
-        found = _sums(builder, kind, here, rest, I64(GROUP), starts)
+        sums = _sums(builder, kind, here, rest, I64(GROUP), starts)
         scale = _at(builder, scales, builder.mul(group, stride))
         factors = [
             _load(builder, _at(builder, scale, I64(c * LANES)), VECTOR) for c in range(count)
         ]
-        for n, (value, place) in enumerate(zip(found, places, strict=True)):
+        for n, (value, place) in enumerate(zip(sums, places, strict=True)):
             old = _load(builder, place, VECTOR)
             _store(builder, builder.call(fma, [value, factors[n % count], old]), place)
     builder.ret_void()
@@ -290,10 +290,10 @@ def block_max(typing, address, count):
             here = _load(builder, _at(builder, pointer, index), VECTOR)
             old = builder.load(best)
             builder.store(builder.select(builder.fcmp_ordered(">", here, old), here, old), best)
-        found = builder.load(best)
-        top = builder.extract_element(found, I32(0))
+        vector = builder.load(best)
+        top = builder.extract_element(vector, I32(0))
         for lane in range(1, LANES):
-            here = builder.extract_element(found, I32(lane))
+            here = builder.extract_element(vector, I32(lane))
             top = builder.select(builder.fcmp_ordered(">", here, top), here, top)
         return top
 
