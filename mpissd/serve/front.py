@@ -29,7 +29,7 @@ from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
 from mpissd.engine.workload.tokenizer import load_tokenizer
-from mpissd.serve.app import Endpoints
+from mpissd.serve.app import REQUESTS, Endpoints
 from mpissd.serve.config import AUTO, FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
@@ -230,21 +230,36 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 class BoundedProtocol(H11Protocol):
     """A connection that is cut if no request has arrived on it for HEAD_S, at most for twice that.
 
-    uvicorn itself waits without limit for headers.
+    uvicorn itself waits without limit for headers. A connection beyond REQUESTS closes the first
+    one that is idle: its client may hold it open, but keeps nobody out.
     """
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to look every HEAD_S whether there has been a request."""
+        """Makes room, and begins to look every HEAD_S whether there has been a request."""
+        if len(self.connections) >= REQUESTS:
+            every: Any = self.connections
+            idle = [one for one in every if not (one.is_busy or one.transport.is_closing())]
+            if idle:
+                min(idle, key=lambda one: one.made_s).transport.abort()
+        self.made_s = self.loop.time()
         super().connection_made(transport)
         self.loop.call_later(HEAD_S, self._look, None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _look(self, last: object) -> None:
-        """Cuts the connection if nothing has happened since the last request, which was `last`."""
+        """Cuts the connection if it was idle at the last look, and is so after the same request.
+
+        last: the request before the last look; None if that was under way.
+        """
         if self.transport.is_closing():
             return
-        is_busy = self.cycle is not None and not self.cycle.response_complete
-        if is_busy or self.cycle is not last or self.transport.get_write_buffer_size():
-            self.loop.call_later(HEAD_S, self._look, self.cycle)
+        is_used = self.is_busy or self.transport.get_write_buffer_size()
+        if is_used or self.cycle is not last:
+            self.loop.call_later(HEAD_S, self._look, None if is_used else self.cycle)
         else:
             self.transport.abort()
 

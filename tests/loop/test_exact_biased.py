@@ -163,8 +163,8 @@ WARY = Case(SD, tamper=wary, remembers=lambda decoding: decoding.last_q)
 
 BIASED: dict[str, Case] = {
     "1: an unlikely token is not served": Case(SSD, tamper=drop_unlikely),
-    "2: the likelier of two branches": Case(SSD, tamper=likelier_branch),
-    "2: a bad branch is drafted again": Case(SSD, tamper=redraft_bad_branch),
+    "2: the likelier of two branches": Case(SD, tamper=likelier_branch),
+    "2: a bad branch is drafted again": Case(SD, tamper=redraft_bad_branch),
     "3: certain tokens, the draft's q": Case(replace(SD, backup="fast"), tamper=draft_s_own_q),
     "3: C = 0.1, plain q": Case(replace(SSD, saguaro_c=0.1), worker=PlainQ),
     "4: draft draws are the coins": Case(SD, rename=in_the_place_of(Purpose.ACCEPT, Purpose.DRAFT)),
@@ -188,7 +188,7 @@ def test_a_bias_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("worker", "least"), [(RoundedAfter, 1e-4), (RoundedToSingleAfter, 1e-10)])
 def test_rounding_what_was_sampled_is_refused(worker: type[Watched], least: float) -> None:
     """Condition 3 again: the bias is too small for any number of sampled tokens to show."""
-    found = enumerate_(Case(SSD, worker=worker))
+    found = enumerate_(Case(SD, worker=worker))
     print(f"3: {worker.__name__}: total variation {found.bias:.1e}")
     assert found.bias > least > 10 * EXACT
 
@@ -203,7 +203,7 @@ def test_a_rejection_that_is_let_pass_is_refused(monkeypatch: pytest.MonkeyPatch
 
 HARMLESS: dict[str, Case] = {
     "dropped after an unlikely token": Case(SSD, tamper=drop_behind_unlikely),
-    "every branch is drafted again": Case(SSD, tamper=replace_draft),
+    "every branch is drafted again": Case(SD, tamper=replace_draft),
     "nothing is served after what decided nothing": WARY,
     "drawn by position": Case(SD, worker=ByPosition, fresh=False),
 }

@@ -99,12 +99,12 @@ class Load:
 WAYS: Fixed = [("ar", 0), ("sd", 2), ("ssd", 2), ("ssd", 6)]
 SAME_GPU: Fixed = [("ar", 0), ("sd", 3)]
 LOADS = {
-    "low, poor draft": Load(arrivals(5.0, 100), {"alpha": "0.3"}, WAYS, 6),
-    "high, good draft": Load(arrivals(100.0, 100), {}, WAYS, 6),
-    "inline": Load(arrivals(100.0, 100), INLINE, [*SAME_GPU, ("sd", 1), ("sd", 6)], 6),
-    "inline, busy": Load(arrivals(128.0, 200, **LONGER), INLINE | REPLAY, SAME_GPU, 7, "h200"),
+    "low, poor draft": Load(arrivals(5.0, 60), {"alpha": "0.3"}, WAYS, 6),
+    "high, good draft": Load(arrivals(100.0, 60), {}, WAYS, 6),
+    "inline": Load(arrivals(100.0, 60), INLINE, [*SAME_GPU, ("sd", 1), ("sd", 6)], 6),
+    "inline, busy": Load(arrivals(128.0, 120, **LONGER), INLINE | REPLAY, SAME_GPU, 7, "h200"),
     "prompts wait": Load(
-        arrivals(1.5, 200, 2, **LONGER),
+        arrivals(1.5, 120, 2, **LONGER),
         {**REPLAY, "seed": "2", "fan_out": "uniform:3", "batch_size": "32"},
         [("ar", 0), ("ssd", 1)],
         7,
