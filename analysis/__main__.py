@@ -96,7 +96,7 @@ def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
             yield Drawn(machine, name + suffix, poster, notes=here.notes.lines)
 
 
-_shared: list[Data] = []  # of a worker process
+_shared: list[Data] = []  # data of a worker process
 
 
 def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str]:

@@ -250,7 +250,7 @@ def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr[-500:]
-    assert set(json.loads(done.stdout)) == set(quiet)  # nor did they import what does
+    assert set(json.loads(done.stdout)) == set(quiet)  # only quiet modules were imported
 
 
 def test_the_analysis_needs_numpy_alone_of_mpissd() -> None:

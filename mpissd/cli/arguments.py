@@ -155,7 +155,7 @@ SPECS = {
 }
 
 
-_RETIRED = {  # what takes the place of a retired command
+_RETIRED = {  # the replacement of each retired command
     "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
     **dict.fromkeys(("record", "laws"), "pair"),
     **{name: f"compare --show={name}" for name in ("best", "claims", "tables", "why")},

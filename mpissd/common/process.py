@@ -12,7 +12,7 @@ from pathlib import Path
 _INFO_SIZE, _INFO_EXIT, _EXIT_AT = 64, 1 << 3, 60
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, from glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt, from glibc's malloc.h
 _KEPT, _LARGEST = 256 << 20, 32 << 20  # bytes
 
 

@@ -26,7 +26,7 @@ SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # the depth after a name, llama-3.1-70b
 # (2404.19124), one EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section 2.2).
 STATE_KINDS = ("medusa", "mlp", "eagle")
 _MEDUSA_HEADS = 4
-_MOST = 2**31 - 1  # of a width, a depth or a vocabulary
+_MOST = 2**31 - 1  # the largest width, depth or vocabulary
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
 from mpissd.common.shapes import STATE_KINDS
 
-Form = tuple[int, int, int, int]  # of fresh layers: layers, heads, KV heads, FFN
+Form = tuple[int, int, int, int]  # fresh layers' count, heads, KV heads, FFN
 
 
 def form_of(text: str) -> Form:

@@ -48,7 +48,7 @@ INITIAL = 0.02  # standard deviation of fresh weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
 ROWS = {"cpu": 256, "cuda": 8192}  # rows of a step's LM head, in drafts on hidden states
-DECAY = 0.01  # of weights, in both optimisers
+DECAY = 0.01  # weight decay of both optimisers
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,7 +375,7 @@ def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Laye
     """Returns random layers of an architecture."""
     generator = torch.Generator().manual_seed(seed)
     shape, hidden = config.shape, config.shape.hidden
-    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # of a layer's addition to the residual
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # scale of additions to the residual
     sizes = [
         (shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
         (hidden, shape.q_width, residual),

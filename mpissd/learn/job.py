@@ -38,7 +38,7 @@ from mpissd.learn.train import Group, learn
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
 SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
-HELD = 32  # of the first batch, one conversation in so many is held out for the curves
+HELD = 32  # one conversation in so many of the first batch is held out for the curves
 FEWEST = 1 / 256  # answered tokens of the sampled ones, below which a target does not end its turns
 Log = Callable[[str], None]
 

@@ -192,7 +192,7 @@ class _Turns:
         self.opening = torch.tensor(template.between, device=device)
         self.reopening = torch.tensor(template.again, device=device)
         self.state = torch.full((len(given),), first, device=device)
-        self.count = torch.zeros_like(self.state)  # of the template's tokens
+        self.count = torch.zeros_like(self.state)  # number of the template's tokens so far
         self.tokens = given.clamp(min=0).int()
         self.answered = torch.zeros_like(given, dtype=torch.bool)
 

@@ -24,7 +24,7 @@ from mpissd.online.learner import Learner, Student
 from mpissd.online.process import receive, send
 
 _IDLE_S = 0.05
-_REPORT_S = 0.5  # between two reports
+_REPORT_S = 0.5  # time between two reports
 
 
 @dataclass(frozen=True)

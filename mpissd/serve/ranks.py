@@ -29,7 +29,7 @@ from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import SOCKET_VARIABLE, Line, Ready
 
-_POLL_S = 0.2  # between two checks for lost ranks, while nothing arrives
+_POLL_S = 0.2  # time between two checks for lost ranks while idle
 _WARM_ID, _WARM_ROUNDS, _WARM_PROMPT = 1 << 30, 6, (0, 1, 2)
 
 

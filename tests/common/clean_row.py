@@ -12,7 +12,7 @@ from mpissd.common.row import Row
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.lab.gates import violations
 
-Line = dict[str, Any]  # of a row, to be spoiled
+Line = dict[str, Any]  # keys of a sound row, which tests spoil
 Rounds = dict[str, NDArray[Any]]
 
 K, N = 4, 200

@@ -1,8 +1,8 @@
 """The intervals of each level of compare, by simulated runs of a known truth (fixed seeds).
 
-A run's coins are keyed by seed and position, as the program's are; its rounds take times that
-resemble their neighbours as H200 rounds do, and a job has a speed of its own. Bands: 95%
-intervals hold the truth 93 to 97 times in 100; of 1000 pairs ± 2 points are 2.9 standard errors.
+A run's coins are keyed by seed and position, as the program's are; its round times are
+autocorrelated like an H200's, and each job has its own mean speed. Bands: 95% intervals cover the
+truth 93 to 97 times in 100; for 1000 pairs ± 2 points are 2.9 standard errors.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def by_seeds(
 
 
 def independent(pairs: list[tuple[Rounds, Rounds]], lookaheads: tuple[int, int]) -> Any:
-    """As rows of another seed each, which nothing pairs."""
+    """Comparisons of rows of two seeds, which cannot be paired."""
     return [
         compare_rows([row_of(a, 0, lookaheads[0])], [row_of(b, 1, lookaheads[1])]) for a, b in pairs
     ]

@@ -76,7 +76,7 @@ def test_what_the_blocks_share_is_stable(count: int) -> None:
 
 
 def test_a_median_that_would_not_come_again_is_not_stable() -> None:
-    """Two levels by chance, evenly: a block's median is the one or the other (seeds 0 … 19)."""
+    """Each round has one of two levels by chance, so a block's median has, too (seeds 0 … 19)."""
     found = []
     for seed in range(20):
         slow = np.random.default_rng(seed).random(200) < 0.5

@@ -57,7 +57,7 @@ class Uniform:
 
 
 class Scaled:
-    """A uniform times a number, as it is compared with others."""
+    """A uniform times a number: a comparison is decided by the uniform."""
 
     __slots__ = ("scale", "uniform")
 

@@ -109,13 +109,13 @@ class RoundedAfter(Watched):
         return token, float(sampling.recorded(row)[token]), row
 
     def rounded(self, probs: sampling.Floats) -> sampling.Row:
-        """To eight bits, as bfloat16 has them."""
+        """Rounds to the eight bits of bfloat16."""
         half = sampling.record(probs).view(np.uint32) + 0x8000
         return (half & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 class RoundedToSingleAfter(RoundedAfter):
-    """To float32, the type that is sent."""
+    """Rounds to float32, the type that is sent."""
 
     def rounded(self, probs: sampling.Floats) -> sampling.Row:
         return sampling.record(probs)

@@ -20,7 +20,7 @@ MODEL = {"workload": "markov", "vocab": 9, "order": 1, "divergence": 0.4, "tempe
 def test_ranks_are_counted_by_what_was_kept_and_where_the_tokens_end(
     batch: int, backup: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hit has a rank, a miss has none, and candidates after looked-up tokens do not count."""
+    """Hits have a rank and misses none; candidates after tokens from a lookup are not counted."""
     flags = {"fan_out": "list:3,1,2/list:2,4,1", "lookahead": 2}
     config = RunConfig(
         mode="ssd", pair="toy", backend="emulated", device="null", batch_size=batch,

@@ -87,7 +87,7 @@ Fixed = list[tuple[str, int]]  # ways: (mode, K)
 
 @dataclass
 class Load:
-    """A load, the fixed ways that goodput is compared with, and its longest K."""
+    """A load, the fixed (mode, K) that the controller is compared with, and its largest K."""
 
     asked: list[Arrival]
     flags: dict[str, str]

@@ -101,7 +101,7 @@ class Topology:
     def __post_init__(self) -> None:
         rank, first_draft = self.world.rank, self.groups * self.tp
         self.first_draft = first_draft  # world rank of the first draft
-        self.is_lead = rank == 0  # of the job, which prints and writes the files
+        self.is_lead = rank == 0  # leads the job: prints and writes the files
         self.is_draft = rank >= first_draft
         self.leads_group = not self.is_draft and rank % self.tp == 0  # the first rank of its group
         self.group_index = min(rank // self.tp, self.groups)  # 0 … G-1; G on a draft

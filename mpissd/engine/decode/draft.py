@@ -176,10 +176,10 @@ class Drafter:
         self.cache = SpeculationCache()
         self.chained: ChainedForwards | None = None
         self.ledger: Ledger = DraftLedger()
-        self._control = Control()  # of the round that is answered now
+        self._control = Control()  # decisions for the round that is answered now
         self._most = policy.lookahead  # tokens of its speculation
         self._due = 0  # rows of opened prompts that the target stored, and this draft did not
-        self._fan_outs = policy.fan_outs  # of the branches that grow
+        self._fan_outs = policy.fan_outs  # fan-outs of the branches that grow
         self.rows: dict[int, list[NDArray[np.float32]]] = {}
         self.caught_up_s = 0.0
         self.version = 0

@@ -349,7 +349,7 @@ class Goodput:
         promises: dict[Way, tuple[float, float, int]] = {}
         load, times = count.bit_length(), self._times
         steps = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
-        step_s = steps[0] or max(steps)  # of a draft, for all sequences
+        step_s = steps[0] or max(steps)  # seconds of a draft step, for all sequences
         for lookahead, tokens in enumerate(self._tokens(tasks).tolist()):
             rows, stored = count * (1 + lookahead), backlog.rows
             if stored:
@@ -370,7 +370,7 @@ class Goodput:
                     seconds += wait_s + self._stored_s[load]
                 promises[way] = tokens, max(seconds, 1e-9), stored
         most_rows = max(stored / seconds for _, seconds, stored in promises.values())
-        worth = 0.0  # of a row of prompts, in tokens
+        worth = 0.0  # value of a prompt row, in tokens
         if most_rows:
             most_tokens = max(tokens / seconds for tokens, seconds, _ in promises.values())
             worth = backlog.sequences / count * most_tokens / most_rows

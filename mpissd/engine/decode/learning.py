@@ -28,8 +28,8 @@ class Updates:
     """Takes a draft's newer weights over, in units that each fit between two rounds.
 
     The new weights are packed into memory of their own while the old ones draft. The last unit
-    copies them over the old ones and has the drafter forget the old cache. A version whose logits
-    are not finite is left for the weights that were loaded.
+    copies them over the old ones and has the drafter forget the old cache. After a version whose
+    logits are not finite, the weights loaded at the start draft again.
 
     report: for the result row. swaps: of each version that was taken, in order, its number, bytes,
     and the longest time that it held up a round, in µs. refused_versions: why others were refused.
@@ -41,7 +41,7 @@ class Updates:
         self._inbox, self._drafter, self._stepper = inbox, drafter, stepper
         self._assembly = Assembly()
         self._packing: Iterator[None] | None = None
-        self._leaving: Iterator[None] | None = None  # the packing that goes back
+        self._leaving: Iterator[None] | None = None  # packs the loaded weights again
         self._num_bytes, self._longest_s = 0, 0.0
         self._newest = self._diverged = 0  # the last version's number; how many diverged
         self.report: dict[str, list[Any]] = {"swaps": [], "refused_versions": []}
@@ -114,7 +114,7 @@ class Teaching:
 
     def __init__(self, oracle: TargetOracle, outlet: Outlet, *, everywhere: bool) -> None:
         self._oracle, self._outlet, self._everywhere = oracle, outlet, everywhere
-        self._sent: dict[tuple[int, int], int] = {}  # tokens that were sent, by sequence
+        self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
 

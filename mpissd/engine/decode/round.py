@@ -94,7 +94,7 @@ class TargetLoop:
         self.ledger = Ledger(LeadPhase)
         self.meanwhile: Callable[[], None] | None = None
         self.teach: Callable[[Batch, Ints, Ints], None] | None = None
-        self._untaught: tuple[Ints, Ints] | None = None  # of the round that was judged last
+        self._untaught: tuple[Ints, Ints] | None = None  # outcome of the round judged last
         self._decided: Ints = self.batch.identity  # outcome rows of the last round
         # What changes with the next outcome: new sequences, and ids of those that end.
         self._new: list[tuple[Event, Request]] = []

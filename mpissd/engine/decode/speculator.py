@@ -105,7 +105,7 @@ class RemoteSpeculator(Speculator):
         self._answers = True  # whether the draft answers the round that was asked for
         self._served: Speculation
         self._waiting = 0  # PROPOSALS rows of the last answer that are still to be received
-        self._rows: NDArray[np.float32] | None = None  # those that were received, [rows, V]
+        self._rows: NDArray[np.float32] | None = None  # the PROPOSALS received, [rows, V]
 
     def ask(self, outcome: Outcome) -> None:
         self._answers = outcome.control.lookahead != 0

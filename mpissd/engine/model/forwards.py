@@ -160,11 +160,11 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Judging:
-    """Asks whether a drafted token is accepted, and for what replaces it, drawn with u in [0, 1).
+    """Asks whether a drafted token is accepted, and draws its replacement with u in [0, 1) if not.
 
-    q: the probability with which the token was drafted; 1 if it was certain; 0: none was drafted,
-    and the row's own token is drawn. coin: uniform in [0, 1). kept: the row that the token was
-    drafted from, which is read only where one of q < 1 is rejected.
+    q: the probability with which the token was drafted; 1: it was certain; 0: none was drafted, so
+    the target's token is drawn. coin: uniform in [0, 1). kept: the row that the token was drafted
+    from, read only if the token is rejected and q < 1.
     """
 
     row: int
@@ -178,7 +178,7 @@ class Judging:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row's decision: `token` is drawn if nothing was drafted, or the draft is rejected.
+    """A row's decision: `token` replaces a rejected draft, or is drawn if nothing was drafted.
 
     needs_row: the drafted token is rejected, and `kept` was missing.
     """

@@ -5,10 +5,10 @@ target ranks, so every rank prepares the same buckets in the same order. A bucke
 that reads out the best candidate of each row, and one for the top_k best if that is more.
 
 `SharedForwards` gives one stepper several users, whose launches run together as one forward. A
-draft that serves several target groups keeps the sequences and the lanes of each group in a range
-of its own of one KV cache. Each group's worker sees a `GroupView`: forwards with slots and lanes
-from 0 on, and the results of its own rows only. Forwards are batch-invariant (docs/transformer.md),
-so a view computes the numbers of a model of its own.
+draft that serves several target groups has one KV cache, in which each group has its own range of
+slots (sequences) and lanes (branches). Each group's worker sees a `GroupView`: forwards with slots
+and lanes from 0 on, and the results of its own rows only. Forwards are batch-invariant
+(docs/transformer.md), so a view computes the numbers of a model of its own.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 Result = TypeVar("Result")
 _COLLECT_S = 5.0  # shortest time between two full garbage collections
 _collected_at = -_COLLECT_S
-_IDLE_S = 1e-3  # between two polls of an idle rank
+_IDLE_S = 1e-3  # time between two polls of an idle rank
 
 
 class Rank:

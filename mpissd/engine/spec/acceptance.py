@@ -375,7 +375,7 @@ def _laws_at(read: Mapping[str, Any]) -> LawsAt:
     return LawsAt(lookahead, checked(read["accepted"]), fast, rejected, complete)
 
 
-_KEYS = (  # of a row, of vLLM's, TensorRT-LLM's and SGLang's responses
+_KEYS = (  # keys of our rows and of vLLM's, TensorRT-LLM's, SGLang's responses
     "counts",
     "accept_histogram",
     "acceptance_histogram",

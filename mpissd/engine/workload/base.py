@@ -30,7 +30,7 @@ from mpissd.engine.workload.sequence import Placement
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
-WARM_TOKENS = 8  # of a prompt, in the sequences that only warm a text job up
+WARM_TOKENS = 8  # prompt tokens of the sequences that only warm a text job up
 _TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, without --context
 
 
@@ -65,7 +65,7 @@ class Resolved:
     target_where: str = ""  # the names that presets.files_of takes
     draft_where: str = ""
     prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
-    serving: Serving | None = None  # of a job whose requests join and leave, or None
+    serving: Serving | None = None  # settings of a server's job, or None
 
     @property
     def world_size(self) -> int:

@@ -34,7 +34,7 @@ from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import End, Line, Message, Submit, Tokens
 
 _PAGE = 64
-_MOST_ROWS = 512  # of a forward over only a prompt
+_MOST_ROWS = 512  # rows of a forward over only a prompt
 _POSITIONS = 4096  # after which the draws of a sequence begin again
 
 
@@ -235,7 +235,7 @@ class VirtualLoop:
         self._prompts: dict[int, int] = {}  # tokens of each request's own prompt
         self.now = 0.0
         self._sent = self._grown_s = 0.0  # when the draft last replied; its glue and keys
-        self._step_s, self._most_steps = 0.0, 0  # of its growth; 0: nothing grows
+        self._step_s, self._most_steps = 0.0, 0  # its growth's step time and steps; 0: none
         # Rows of prompts that it has to store when nothing grows any more, and before a sequence's
         # first tokens.
         self._unstored = 0

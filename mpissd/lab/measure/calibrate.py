@@ -39,7 +39,7 @@ _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 _REPEATS = 5
 _MOST_REPEATS, _BUDGET_S = 50, 0.1  # repeats of a transformer's forward on a CPU, and their time
 _BUILDING_S = 3600.0
-Seconds = Mapping[int, float]  # of a forward, by its rows
+Seconds = Mapping[int, float]  # seconds of a forward, by its rows
 Value = TypeVar("Value")
 
 
@@ -91,7 +91,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
         return seconds, {candidates: {rows: timed(rows, lists=True) for rows in glues}}
 
     session.barrier(Waiter(_BUILDING_S, spin=False))  # the other ranks may still be making weights
-    stepper = None  # of the first target group: the groups' devices are alike
+    stepper = None  # only the first target group measures: devices are alike
     seconds: Seconds = {}
     reduces = read = peak = None
     if topology.group_index == 0 and rank.target is not None:

@@ -56,7 +56,7 @@ class DraftReport:
     phases: list[str]
     learned: dict[str, Any]  # from RankCounts.to_dict
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # those that target groups share (shared_forwards)
+    forwards: NDArray[np.int64] | None = None  # forwards that target groups share
     updates: dict[str, list[Any]] | None = None  # Updates.report; None without a learner
 
     def column(self, name: str) -> NDArray[np.float64]:

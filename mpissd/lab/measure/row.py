@@ -385,9 +385,9 @@ def _write_text(
 ) -> None:
     """Writes the answer to each prompt whose sequence began, in the prompts' order.
 
-    The prompt as it was given, and: text, without the stop token, and cut in front of a stop string
-    (None without a tokenizer). tokens: those emitted, up to and including the one that ended the
-    answer. sources: the origin of each. ended: "stop_token", "stop" (a stop string), "length"
+    A line has the prompt as given, and these keys. text: the answer without the stop token or stop
+    string (None without a tokenizer). tokens: the emitted ids, the last one ends the answer.
+    sources: the origin of each token. ended: "stop_token", "stop" (a stop string), "length"
     (num_tokens, or the model's context), or "rounds" if the run ended first. gates: the faults.
     """
     records, config = lead.records, workload.job.config

@@ -31,7 +31,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.session.rank import Rank
 
 MOST_ROUNDS = 1000  # rounds in one trace: 3 MB of JSON with three ranks
-EXCHANGES = 64  # of two clocks; about 0.2 ms
+EXCHANGES = 64  # comparisons of two clocks; about 0.2 ms
 _TAG = 77
 _DEVICE = "device (duration by its events, end as the host saw it)"
 Clocks = list[tuple[int, int]]  # by rank: (ns ahead of rank 0's clock, its possible error in ns)

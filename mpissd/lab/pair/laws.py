@@ -43,7 +43,7 @@ BEYOND, OUTSIDE = 0, -1  # instead of a rank
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
 RESAMPLES = 200
 _FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
-_SEED = 17  # of the resamples
+_SEED = 17  # seed of the resamples
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
 

@@ -57,7 +57,7 @@ _FEW = 8  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _FINALISTS = 4  # choices of each use that are simulated for more rounds
 _RATES = np.linspace(0.0, 1.0, 101)  # tried for a break-even
-MOST_TARGETS = 64  # of a pool that `plan` judges
+MOST_TARGETS = 64  # the most targets of a pool that `plan` judges
 _POOL_SPACE = Space(
     (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
     fan_outs((1, 2, 3, 5, 9), (4, 8, 16, 32, 64)),
@@ -431,7 +431,8 @@ def rivals_of(pool: Use, uses: Sequence[Use]) -> dict[str, Use | None]:
 
 
 def best_pool(uses: Sequence[Use]) -> Use | None:
-    """Returns the pool of the frontier with the largest gain over `in_time`; None without one."""
+    """Returns the frontier's pool with the largest gain over its rival `in_time`; None without
+    one."""
 
     def gain(pool: Use) -> float:
         rival = rivals_of(pool, uses)["in_time"]

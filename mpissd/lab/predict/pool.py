@@ -176,7 +176,7 @@ class _Draft:
         read = job.widest + 1
         self._glue_s = lru_cache(None)(lambda n: float(device.glue_s(bucket(shared, n), read)))
         self._now = self._idle_since = 0.0
-        self._number = 0  # of the next forward
+        self._number = 0  # number of the next forward
         travel_s = pool.host.send_s
         self._asked = [(target.clock + travel_s, n) for n, target in enumerate(targets)]
         self._held: list[int] = []  # targets whose outcomes arrived before their glues

@@ -30,7 +30,7 @@ from mpissd.lab.predict.simulation import expected, replay, sampled
 
 _CHAINS = 64
 _LAW_ROUNDS = 32
-_POOL_ROUNDS = 8000  # of the simulated mean, of all targets together
+_POOL_ROUNDS = 8000  # simulated rounds of all targets together
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
@@ -251,7 +251,7 @@ def job_of_row(row: Row) -> Job:
     lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
     if lists:
         flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
-    if row.forward == "transformer":  # whose mean context the run's length decides
+    if row.forward == "transformer":  # the run's length decides its mean context
         flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
     given = {name: value for name, value in flags.items() if value is not None}
     config = RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **given)

@@ -65,7 +65,7 @@ class Rounds:
         self._clock = np.zeros(shape[:2])  # the time at which the lead has outcome r-1
         # A run's warm-up has run full rounds of hits on throw-away sequences before the first.
         full = np.full(shape[:2], batch)
-        self._grown = self._place(full, full)  # of the answer whose branches grow
+        self._grown = self._place(full, full)  # place of the answer whose branches grow
         self._sent = -self._lead_s - self._link_s - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:

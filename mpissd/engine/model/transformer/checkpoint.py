@@ -39,7 +39,7 @@ EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "mod
 # What joins a token's embedding and a hidden state in a draft that reads its target's.
 JOINED = ("model.embed_norm.weight", "model.state_norm.weight")
 JOINS = ("model.embed_proj.weight", "model.state_proj.weight")
-HEAD_NORM = "norm.weight"  # of one Medusa head, after its residual block
+HEAD_NORM = "norm.weight"  # norm of one Medusa head, after its residual block
 HEAD_IDS = "head_ids"
 WHOLE = "whole files"
 SAMPLED = "sizes, first 16 MiB and 64 blocks of 64 KiB of files above 512 MiB; others whole"

@@ -30,12 +30,12 @@ from mpissd.engine.model.transformer.cupy_ops.ops import (
 from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeight
 
 FIRST_CAPABILITY = 90
-OPERATIONS = 5  # of a layer
+OPERATIONS = 5  # operations in a layer
 _LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
 _NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
-FFN_NORM = 1  # of the two norms; 0: attention's, or the head's
+FFN_NORM = 1  # the FFN's norm; 0: attention's, or the head's
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
     + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]
@@ -54,7 +54,7 @@ MODEL = np.dtype(  # struct Model
 )
 _SLOT_PAIRS, _PIECE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 16, 1 << 10, 88, 24
 _SUM_BYTES = 8 * 4 * 129 * 4
-_TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # of a unit; of weights
+_TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # tiles of a unit; fewest and most slots of weights
 # By row tiles: teams that attend in a block, slots of x ahead, and copies of weights under way. One
 # team leaves two slots more in the ring; more rows have more tasks to attend.
 _TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}

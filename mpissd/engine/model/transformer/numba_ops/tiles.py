@@ -35,7 +35,7 @@ TILES = {
     "neon": Tiles(lanes=4, registers=32, width=16, int8_width=32),
     "sse": Tiles(lanes=4, registers=16, width=16, int8_width=32),
 }
-MOST_ROWS = 6  # of one tile
+MOST_ROWS = 6  # the most rows of one tile
 GROUP = 32  # inputs of an int8 weight that share a scale
 AHEAD = 2048  # distance, in words, by which prefetches run ahead of reads
 _FAR = 2 * AHEAD  # the same for int8 weights, in bytes
