@@ -57,7 +57,7 @@ def _bounded(kind: type[int] | type[float], low: float, high: float, name: str) 
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (low <= value <= high and math.isfinite(value)):
+        if not (low <= value <= high and value < math.inf):
             raise ConfigError(f"{flag}={text}: allowed: {name} {limit}")
         return value
 

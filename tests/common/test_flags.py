@@ -153,6 +153,11 @@ def test_a_refusal_names_the_value_and_what_is_allowed(flags: dict[str, str], me
         parse_flags(flags)
 
 
+def test_a_whole_number_may_be_larger_than_any_float() -> None:
+    rounds = "1" + "0" * 400
+    assert parse_flags({"rounds": rounds}).rounds == int(rounds)
+
+
 def test_a_command_hands_its_flags_to_the_run_that_it_contains() -> None:
     holders = [k.config for k in SPECS.values() if {"mode", "rounds"} < flags_of(k.config).keys()]
     assert len(holders) == 5

@@ -154,7 +154,7 @@ class Decoding(RemoteSpeculator):
 
     def run(self) -> Iterator[Way]:
         """Every way that round `last` can end."""
-        self.loop.admit(self.case.pair.laws.requests(0, self.case.pair.batch))
+        self.loop.admit(self.case.pair.requests())
         for _ in range(self._last):
             self.loop.control = self.case.control(self)
             result = self.loop.step()

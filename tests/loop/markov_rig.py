@@ -86,6 +86,10 @@ class Pair:
             sampled=True,
         )
 
+    def requests(self) -> list[Request]:
+        """The requests of the whole batch."""
+        return [Request(n, first_token=self.laws.prompt(n)[-1]) for n in range(self.batch)]
+
     def drafter(self) -> Drafter:
         oracle = MarkovDraft(self.laws, self.K, self.fans)
         worker = DraftWorker(CountingForwards(), oracle)
@@ -162,9 +166,8 @@ def decode(
     speculator, thread = joined(drafter, pair.shape, inline=pair.is_inline, hook=hook)
     worker = TargetWorker(CountingForwards(), MarkovTarget(pair.laws))
     loop = TargetLoop(worker, speculator, None, pair.batch, WAITER)
-    asked = [Request(n, first_token=pair.laws.prompt(n)[-1]) for n in range(pair.batch)]
     try:
-        records = drive(loop, asked, pair.K, num_tokens=num_tokens, stop_token=stop_token)
+        records = drive(loop, pair.requests(), pair.K, num_tokens=num_tokens, stop_token=stop_token)
         loop.stop()
     except MpissdError:
         if isinstance(speculator, RemoteSpeculator):  # the draft waits for the next outcome

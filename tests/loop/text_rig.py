@@ -80,11 +80,6 @@ class TextLaws:
     def prompt(self, request_id: int) -> list[int]:
         return list(self.prompts[request_id])
 
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        told = self.temperature, self.target.top_p
-        ids = range(first_id, first_id + count)
-        return [Request(n, self.prompts[n][-1], 0, self.prompts[n], *told) for n in ids]
-
 
 @dataclass(frozen=True)
 class TextPair(Pair):
@@ -100,6 +95,11 @@ class TextPair(Pair):
     def laws(self) -> TextLaws:  # type: ignore[override]
         model = TextModel(self.target_where, self.temperature, self.top_p)
         return TextLaws(model, self.temperature, self.prompts)
+
+    def requests(self) -> list[Request]:
+        asked = self.prompts[: self.batch]
+        told = self.temperature, self.top_p
+        return [Request(n, prompt[-1], 0, prompt, *told) for n, prompt in enumerate(asked)]
 
     @property
     def ids(self) -> Any:
