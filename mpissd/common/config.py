@@ -511,7 +511,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
 
 # A flag is in the digest if it differs from its default, so that a new flag changes no digest of
-# committed rows; the first flags always were.
+# committed rows; the oldest flags are in it always.
 _ALWAYS_IN_DIGEST = frozenset(
     "mode num_drafts lookahead fan_out backup backup_lookahead pair target draft fuse lm_head "
     "context workload batch_size alpha acceptance acceptance_fast p_hit temperature vocab order "

@@ -88,7 +88,7 @@ def _name(pid: int) -> str:
 
 
 def keep_freed() -> bool:
-    """Keeps up to 256 MiB of freed memory, of blocks of up to 32 MiB; returns whether it can.
+    """Keeps up to 256 MiB of freed memory, in blocks of up to 32 MiB; returns whether it can.
 
     By default glibc returns the top of the heap as soon as some 100 kB of it are free, and the next
     array is of pages that the system has to clear again: half of the time in which a token is drawn

@@ -139,7 +139,7 @@ def _parts(samples: Samples) -> Iterator[Samples]:
 def _judge_chains(
     draft: StateDraft, samples: Samples, agrees: list[list[list[bool]]], overlaps: list[list[float]]
 ) -> None:
-    """Adds, by answer and position, whether each step there agrees; and overlaps by step.
+    """Appends, by answer and position, whether each step agrees; appends overlaps by step.
 
     A row stops with the answer: the last positions have fewer steps.
     """

@@ -35,7 +35,7 @@ class Example:
     logs: NDArray[np.float16]
 
     def whole(self) -> Example:
-        """Returns all positions after the first one, each with the token that followed it.
+        """Returns an example of all positions after the first one, with the tokens that followed.
 
         Returns the example itself if it has all positions. If only rejected positions were kept,
         any other version would look better on them than the rejected one, the first position

@@ -2,8 +2,8 @@
 
 It runs the loop of round.py. Its target launches a whole round, drafting included, and the next
 round before this one is over (ChainedForwards). The host reads the outcome after the device has
-acted on it. A round begins on the host if it admits sequences, if it has fewer than the job, or
-shortly before a sequence or the cache ends.
+acted on it. A round begins on the host if it admits sequences, if its batch is not full, or shortly
+before a sequence or the cache ends.
 """
 
 from __future__ import annotations

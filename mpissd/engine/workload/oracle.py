@@ -375,7 +375,7 @@ class SampledDraft(DraftOracle):
         return Rollout(chosen, first, tokens, lanes)
 
     def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
-        """Returns the context of a lane after committed tokens and those ahead of them."""
+        """Returns the context of a lane after committed tokens and the tokens `ahead` of it."""
         return ()
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:

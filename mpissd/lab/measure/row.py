@@ -292,7 +292,7 @@ def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
 
 
 def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
-    """Returns the first rank whose GPU the learner has, too; None without one.
+    """Returns the first rank that shares its GPU with the learner; None without one.
 
     infos: of the job's other ranks.
     """

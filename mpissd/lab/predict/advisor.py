@@ -372,7 +372,7 @@ def _fastest(
     assert device.draft is not None, "a placement of pairs"
 
     def crowded(table: RowTable, seated: int) -> RowTable:
-        """Returns the seconds of forwards with the rows of all seated targets, by one's rows."""
+        """Returns seconds by one target's rows, of forwards with the rows of all seated targets."""
         few = None if table.few is None else crowded(table.few, seated)
         seconds = tuple(table(seated * np.array(table.rows)).tolist())
         return RowTable(table.rows, seconds, few, table.few_rows // seated)

@@ -1,6 +1,6 @@
 """Simulates targets that share a draft, forward by forward [docs/pools.md].
 
-A *frame* of the draft is the host work of the groups that have some, in turn, and one forward that
+A *frame* of the draft is the host work of each group that has some, in turn, and one forward that
 carries the next turn of every group: steps that answer an outcome, rows of a glue (scoring
 forward), growth lanes. An outcome that arrives while a forward runs waits for its end. A target's
 own round is simulated as in `simulation`, which this reproduces with one target.

@@ -1,9 +1,9 @@
 """Predicts a run's row under the same keys, and a row's rate from the profile of another job.
 
-`predict_row` uses only costs and draws. An imposed p_hit hits as often with one candidate a row as
-with ten, so such a run grows fewer branches than a measured hit model would need: imposed_hits is
-the price. `forecast_row` gives the mean under the imposed models, as `plan` gives it to a user: it
-uses neither the row's draws nor its own job's profile.
+`predict_row` uses only costs and draws. With an imposed p_hit, one candidate a row hits as often as
+ten, so such a run grows fewer branches than a measured hit model would need. imposed_hits gives the
+rate with those branches. `forecast_row` gives the mean under the imposed models, as `plan` gives it
+to a user: it uses neither the row's draws nor its own job's profile.
 """
 
 from __future__ import annotations

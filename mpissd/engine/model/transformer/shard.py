@@ -142,7 +142,7 @@ class TransformerShard:
         """Returns the KV bytes that a forward reads on this rank.
 
         Each sequence's prefix counts once for all of its rows, and each row's own suffix counts
-        separately. Fewer rows than sequences read the prefixes of as many.
+        separately. With fewer rows than sequences, only `rows` prefixes are read.
         """
         shared = self.kv_bytes(options.context, min(rows, sequences), itemsize)
         return shared + self.kv_bytes(rows * options.own_tokens, 1, itemsize)

@@ -87,7 +87,7 @@ class CupyChunks:
             self._norm(layer.attention_norm, self._delta if number else None)
             self._multiply(self._x, layer.qkv, self._qkv)
             ops.rotate(layer, cache, number, self._q, rows, own)
-            if number == len(self._layers) - 1:  # whose keys and values are stored
+            if number == len(self._layers) - 1:  # the last layer's K and V are stored
                 return
             held = ops.arguments(cache, number)
             args = (self._q, *seats, *held, np.int32(self._heads), self._attended)

@@ -25,9 +25,9 @@ class Tiles(NamedTuple):
     int8_width: int  # columns of a block of int8 weights
 
 
-# A narrow block is read once, cache line by cache line, by a tile of any number of rows. A wide one
-# is read in parts by tiles of many rows, each of which skips the cache lines of the others: on AVX2
-# that halves their speed. int8 costs more arithmetic for fewer bytes, and a single row's tile needs
+# A narrow block is read once, cache line by cache line, by a tile of any number of rows. Tiles of
+# many rows read a wide block in parts, and each part skips the cache lines of the others, which
+# halves the speed on AVX2. int8 needs more arithmetic for fewer bytes, and a tile of one row needs
 # four independent sums. Measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
 TILES = {
     "avx512": Tiles(lanes=16, registers=32, width=64, int8_width=64),
