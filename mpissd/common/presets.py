@@ -196,10 +196,10 @@ def target_of(text: str) -> str:
 
 
 def is_missing(name: str) -> bool:
-    """Returns whether a name can only be one of the hub, and is not in its cache."""
+    """Returns whether a name can only be one of the hub: no path, and not in its cache."""
     if not model_files.is_hub_name(name) or preset_of(name) is not None:
         return False
-    return not _resolves(name) and model_files.find_in_cache(name) is None
+    return not _resolves(name) and model_files.find(name) is None
 
 
 def missing_pair(text: str) -> tuple[str, ...]:

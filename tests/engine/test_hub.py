@@ -57,3 +57,16 @@ def test_without_a_network_one_line_says_how_to_go_on(monkeypatch: pytest.Monkey
         told = "owner/absent is not on this machine and cannot be fetched (no route to the hub): "
         assert str(error.value).startswith(told) and "\n" not in str(error.value)
         assert "--target=FOLDER" in str(error.value)
+
+
+def test_a_damaged_file_of_two_words_is_no_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path has the form OWNER/NAME, too."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "cut.gguf").write_bytes(b"GGUF")
+    fetch_missing(None, "weights/cut.gguf")
+    with pytest.raises(ConfigError, match=r"weights/cut\.gguf'.* cut off"):
+        resolve_model("weights/cut.gguf")
