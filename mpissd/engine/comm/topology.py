@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpissd.common import process
-from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.errors import ConfigError, FaultError, MpissdError
 from mpissd.common.wait import PATIENT_SPIN_S, Waiter
 
 if TYPE_CHECKING:
@@ -209,10 +209,15 @@ def agree(world: MPI.Comm, error: MpissdError | None) -> None:
 
 @contextmanager
 def agreed(world: MPI.Comm) -> Iterator[None]:
-    """Raises Refused on every rank if the block raises an MpissdError on any rank. Collective."""
+    """Raises Refused on every rank if the block refuses on any rank. Collective.
+
+    A FaultError passes at once: the other ranks may never come to agree.
+    """
     error = None
     try:
         yield
+    except FaultError:
+        raise
     except MpissdError as refused:
         error = refused
     agree(world, error)
