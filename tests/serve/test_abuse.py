@@ -173,7 +173,7 @@ class SlowWords:
 
     def encode(self, text: str) -> list[int]:
         self.encoded += 1
-        self.gate.wait()
+        assert self.gate.wait(60)
         return self._words.encode(text)
 
 
