@@ -45,4 +45,3 @@ def _reason(what: str) -> str:
 
 
 needs_linux = needs("Linux and its /proc", LINUX)
-needs_root = needs("root", IS_ROOT)

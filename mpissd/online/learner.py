@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mpissd.engine.model.transformer.checkpoint import (
-    EMBEDDING,
     HEAD,
     Checkpoint,
     new_version,
@@ -210,7 +209,7 @@ class Student:
         arrays: Arrays = {}
         draws = np.random.default_rng(DITHER)
         for name, tensor in named(self.draft, self.source.config).items():
-            if name == EMBEDDING or (name == HEAD and self.shares_head):
+            if name == HEAD and self.shares_head:
                 continue
             values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
             if values.ndim == 1:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mpissd
-from mpissd.common.config import PROMPTS, RunConfig, with_text
+from mpissd.common.config import PROMPTS, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, contained, flag, integer, number, said, switch
 from mpissd.common.ranks import launcher, ranks_command
@@ -110,8 +110,8 @@ class DoctorConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags implied by a prompt or a pair, and a prompt if none is given."""
-        given = with_text(super().completed(flags))
+        """Adds what `run` adds to these flags, and a prompt if none is given."""
+        given = RunConfig.completed(super().completed(flags))
         if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
             given["prompt"] = "Hello"
         return given

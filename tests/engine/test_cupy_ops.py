@@ -106,6 +106,6 @@ def test_what_the_kernels_lack_is_refused(gpu: Any) -> None:
     config = tiny("llama")
     odd = replace(config, shape=replace(config.shape, head_dim=48))
     with pytest.raises(ConfigError, match="head_dim=48: allowed: multiples of 32"):
-        CupyOps(gpu, odd, heads=4, kv_heads=2, max_rows=1)
+        CupyOps(gpu, odd, heads=4, kv_heads=2)
     with pytest.raises(ConfigError, match="page=64: allowed: multiples of 128"):
-        CupyOps(gpu, config, heads=4, kv_heads=2, max_rows=1, page=64)
+        CupyOps(gpu, config, heads=4, kv_heads=2, page=64)

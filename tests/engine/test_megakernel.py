@@ -76,7 +76,7 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     """Weights of a recipe, and of a file: two heads at a time."""
     monkeypatch.setattr(cupy_ops, "_STAGING_ELEMENTS", 2 * head * 64 + 1)
     config = tiny("llama" if head == 32 else "smollm2", layers=1)
-    ops = chosen(gpu, config, heads=HEADS[config.family][0], kv_heads=1, max_rows=8, page=128)
+    ops = chosen(gpu, config, heads=HEADS[config.family][0], kv_heads=1, page=128)
     checkpoint, name = random_checkpoint(config, 4), "model.layers.0.self_attn.q_proj.weight"
     assert isinstance(ops, MegakernelOps)
     given = checkpoint if is_random else stored(checkpoint, in_memory)

@@ -34,4 +34,4 @@ def test_a_read_only_checkout_compiles_into_the_users_cache(
 def test_without_numba_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ConfigError, match=r"on a CPU needs numba: pip install 'mpissd\[text\]'"):
-        ops_of(NumpyBackend(), FAMILIES["llama"], heads=6, kv_heads=3, max_rows=1)
+        ops_of(NumpyBackend(), FAMILIES["llama"], heads=6, kv_heads=3)

@@ -195,10 +195,6 @@ class Result:
     def token_digest(self, count: int) -> str:
         return token_digest(self.records.tokens(), count)
 
-    @property
-    def fewest_tokens(self) -> int:
-        return min(len(tokens) for tokens in self.records.tokens().values())
-
 
 def requests(count: int) -> list[Request]:
     return [Request(n, first_token=n) for n in range(count)]

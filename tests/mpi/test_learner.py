@@ -21,7 +21,6 @@ PROMPTS = ";".join(f"{n % 7},{3 * n % 97},5" for n in range(12))
 JOB = "run --backend=numpy --workload=text --warmup_rounds=2 --deadline_s=60 --progress=off "
 JOB += "--context=128"
 LONG = ["--num_tokens=60", "--lookahead=3"]
-REJECTED = "--learn=publish_s=0,positions=rejected"
 LEARNING = ["--learners=1", "--learn=publish_s=0", *LONG]
 
 

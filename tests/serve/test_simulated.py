@@ -227,7 +227,15 @@ def test_a_draft_on_the_same_gpu_makes_nine_rounds_in_ten_at_most_30_percent_lon
 def test_a_draft_on_the_same_gpu_stores_nothing_while_k_is_0_and_is_back_after_a_burst(
     rounds: list[Round],
 ) -> None:
-    auto_inline([Arrival(0.0, 20, 3000), *(Arrival(0.3, 150, 200) for _ in range(80))])
+    load = [Arrival(0.0, 20, 3000), *(Arrival(0.3, 150, 200) for _ in range(80))]
+    auto = busy_s(auto_inline(load))
+    seen = list(rounds)
+    fixed = (("ar", 0), ("sd", 3))
+    runs = [config(mode, k, **INLINE, **REPLAY) for mode, k in fixed]
+    assert auto < min(
+        busy_s(simulate(run, 1, load, costs=measured("h200")).requests) for run in runs
+    )
+    rounds[:] = seen
     assert not any(each.result.stored_s for each in rounds if not each.control.lookahead)
     counts = [len(each.result.outcome.rows) for each in rounds]
     busy = [n for n, count in enumerate(counts) if count > 16]

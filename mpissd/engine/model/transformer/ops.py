@@ -181,12 +181,11 @@ def ops_of(
     *,
     heads: int,
     kv_heads: int,
-    max_rows: int,
     page: int | None = None,
 ) -> Ops | None:
     """Returns the operations of this backend for a model's share of heads on one rank.
 
-    max_rows: rows of the largest forward. page: positions of a page (None: the backend's own).
+    page: positions of a page (None: the backend's own).
     None for a backend that computes nothing (emulated). Raises ConfigError if a library is missing.
     """
     if backend.name == "emulated":
@@ -197,6 +196,6 @@ def ops_of(
     module, name = _MADE_BY[backend.name]
     if backend.name == "numpy":
         library("numba", "forward=transformer on a CPU")
-    sizes = {"heads": heads, "kv_heads": kv_heads, "max_rows": max_rows, "page": page}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "page": page}
     ops: Ops = getattr(import_module(f"{__package__}.{module}"), name)(backend, config, **sizes)
     return ops

@@ -94,7 +94,7 @@ def load_weights(
     page: see ops_of. Raises ConfigError for a checkpoint that lacks a part, and MemoryError.
     """
     config, heads, kv_heads = checkpoint.config, shard.heads, shard.kv_heads
-    ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, max_rows=max_rows, page=page)
+    ops = ops_of(backend, config, heads=heads, kv_heads=kv_heads, page=page)
     if ops is None:
         return TransformerWeights(config, max_rows, None)
     part, is_medusa = checkpoint.part, config.kind == "medusa"
@@ -274,7 +274,7 @@ class TransformerStack(Stack):
         return body
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
-        """Replaces the weights by these tensors, None: by its files', in steps; see weights.reload.
+        """Replaces the weights by these tensors, None: by its files', in steps; see reload.
 
         Raises ProtocolError for arrays that are not the model's. The cache is void then.
         """

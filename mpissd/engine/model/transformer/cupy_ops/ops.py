@@ -100,7 +100,6 @@ class CupyOps(Ops):
         *,
         heads: int,
         kv_heads: int,
-        max_rows: int,
         page: int | None = None,
     ) -> None:
         _check(backend, config, page)

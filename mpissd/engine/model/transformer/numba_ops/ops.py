@@ -67,7 +67,6 @@ class NumbaOps(Ops):
         *,
         heads: int,
         kv_heads: int,
-        max_rows: int,
         page: int | None = None,
     ) -> None:
         """Makes the operations; a page has a multiple of 16 positions, 64 by default."""
