@@ -87,10 +87,8 @@ run:
 chat_of := MODE:mode DRAFTS:drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
-setup_chat = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
-
 chat:
-	$(call check_only,chat,$(chat_names))$(setup_chat)
+	$(call check_only,chat,$(chat_names))$(setup_serve)
 	@PYTHON=$(python) launch/chat.sh $(chat_flags) $(call given,ARGS)
 
 serve_of := $(chat_of) HOST:host PORT:port REGISTER:register

@@ -57,7 +57,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
     for name in FRONT_FLAGS:
         words = without(words, name)
     options = []
-    is_given = any(word.lstrip("-").startswith("on_draft_loss") for word in arguments)
+    is_given = without(arguments, "on_draft_loss") != list(arguments)
     if config.drafts and not is_given and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
         version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
         if "(Open MPI) 5." in version.stdout:  # it can keep the target alive without the draft

@@ -132,6 +132,12 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path) -> No
     assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
 
 
+def test_what_the_user_says_of_a_lost_draft_holds(pair: TinyPair, tmp_path: Path) -> None:
+    with started(pair, tmp_path, "--on-draft-loss=abort", MPISSD_ONE_HOST="1") as serving:
+        words = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode().split("\0")
+        assert "--on-draft-loss=abort" in words and "--on_draft_loss=ar" not in words
+
+
 def test_it_ends_at_once_while_the_models_are_loaded(pair: TinyPair, tmp_path: Path) -> None:
     with started(pair, tmp_path, reads=False, FAKE_LOAD_S="999") as serving:
         until((tmp_path / "pid").exists)
