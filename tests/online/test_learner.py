@@ -73,6 +73,20 @@ def test_a_learner_agrees_more_on_prompts_that_it_has_not_seen(pair: TinyPair) -
     assert after > before + 0.15
 
 
+def test_a_loss_that_is_no_number_goes_back_to_the_last_version(pair: TinyPair) -> None:
+    learner = Learner(student(pair), batch=2)
+    good, wrong = answers(pair, 1, 0)[0], answers(pair, 1, 5)[0]
+    before = packed(learner.student.arrays())
+    learner.add(good)
+    assert learner.learn() and packed(learner.student.arrays()) != before
+    logs = wrong.logs.copy()
+    logs[3] = np.nan
+    learner.add(Example(wrong.tokens, wrong.at, wrong.ids, logs))
+    assert not learner.learn()
+    assert learner.state == "diverged" and learner.counts.diverged == 1
+    assert packed(learner.student.arrays()) == before
+
+
 def hold(learner: Learner, gains: Sequence[float]) -> None:
     """Makes the weights right at so many more of the 100 positions of each held-out sequence."""
     learner.memory.held = [answers_of_nothing()] * len(gains)

@@ -79,13 +79,14 @@ def test_greedy_answers_are_the_target_s_own(
     assert found.tokens == alone and found.accepted > 0.05
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_sampled_answers_follow_the_target(few: Family, kind: str) -> None:
+@pytest.mark.parametrize("count", [1200, pytest.param(4000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_answers_follow_the_target(few: Family, kind: str, count: int) -> None:
     """A chi-squared test of the first three tokens of many answers to one prompt.
 
     1,200 answers show an error of a tenth of the probability (in total variation) at 5 deviations.
     """
-    count, prompt = 1200, (1, 0, 2)
+    prompt = (1, 0, 2)
     pair = TextPair("sd", vocab=4, lookahead=2, target_where=str(few.target), top_p=0.9)
     law = joint_law(pair, prompt, 3)
     found = decode(
