@@ -95,7 +95,6 @@ class Outcome:
         self.prompts = prompts
         self.control = control
         self.ids: Ints = rows[:, 0]
-        self.epochs: Ints = rows[:, 1]
         self.events: Ints = rows[:, 2]
         self.num_accepted: Ints = rows[:, 3]
         self.bonus: Ints = rows[:, 4]

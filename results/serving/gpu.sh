@@ -19,7 +19,7 @@ gpus=${2:-$("$PYTHON" -c 'import cupy; print(cupy.cuda.runtime.getDeviceCount())
     { echo "gpu.sh: no GPU, or no CuPy" >&2; exit 2; }
 LIMIT_S=${LIMIT_S:-180} DURATION=${DURATION:-10} failed=0
 [ "$gpus" -lt 2 ] && default_modes="ar inline auto-inline" || default_modes="ar ar2 inline2 ssd auto"
-mkdir -p "$out" && rm -f "$out/answers.json"
+mkdir -p "$out" && rm -f "$out/answers.json" "$out/loads.jsonl"
 log=$out/serve.log server=
 trap '[ -z "$server" ] || kill -TERM "$server" 2>/dev/null' EXIT
 : >"$log"
@@ -35,7 +35,8 @@ ready() { # process of the server: says its URL once it takes requests, within L
 }
 
 serve_and_load() { # flags of mpissd serve
-    local url
+    local url rates=${RATES:-16,32,64,128} commas
+    commas=${rates//[!,]/}
     echo "== $*"
     : >"$out/said"
     # shellcheck disable=SC2086
@@ -43,8 +44,8 @@ serve_and_load() { # flags of mpissd serve
         >"$out/said" 2>>"$log" </dev/null &
     server=$!
     if url=$(ready "$server"); then
-        timeout -k 5 "$((LIMIT_S + 4 * DURATION))" "$PYTHON" -m mpissd load --url="$url" --out="$out" \
-            --prompts="$here/prompts.jsonl" --rate="${RATES:-16,32,64,128}" --duration="$DURATION" | grep -v '^{' &&
+        timeout -k 5 "$((LIMIT_S + (${#commas} + 1) * DURATION))" "$PYTHON" -m mpissd load --url="$url" --out="$out" \
+            --prompts="$here/prompts.jsonl" --rate="$rates" --duration="$DURATION" | grep -v '^{' &&
             timeout -k 5 "$LIMIT_S" "$PYTHON" "$here/same.py" "$url" "$out/answers.json"
     else
         false

@@ -79,7 +79,7 @@ def test_a_batch_follows_its_outcomes(data: st.DataObject, capacity: int) -> Non
         assert [*change.placed] == [*change.started]
         slot_of |= {(s.request.request_id, s.request.epoch): s.slot for s in change.placed}
         names = [(s.request.request_id, s.request.epoch) for s in batch.sequences]
-        assert names == list(model) == list(zip(batch.ids, batch.epochs, strict=True))
+        assert names == list(model) == list(map(tuple, batch.identity[:, :2]))
         assert batch.lengths.tolist() == [one.length for one in model.values()]
         assert batch.last_tokens.tolist() == [one.last for one in model.values()]
         assert [s.tokens for s in batch.sequences] == [one.tokens for one in model.values()]

@@ -30,13 +30,12 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.session.session import Session
+from mpissd.engine.session.session import REST_S, Session
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
 _COLLECT_S = 5.0  # shortest time between two full garbage collections
 _collected_at = -_COLLECT_S
-_IDLE_S = 1e-3  # time between two polls of an idle rank
 
 
 class Rank:
@@ -189,7 +188,7 @@ class Rank:
         end = self.draft_links[0] if self.draft_links else self.receiver
         assert end is not None, "a lead waits for its own work"
         while not end.outcome_arrived():
-            sleep(_IDLE_S)
+            sleep(REST_S)
 
     def prepare(self) -> None:
         """Draws the first tokens of the first sequences ahead of the rounds that admit them."""

@@ -53,7 +53,7 @@ Logits = NDArray[np.float32]
 # Measurements of the lab and when they were made, by owner and key: configurations that run on one
 # machine share them, and an owner's are dropped when it is collected.
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
-_REST_S = 1e-3  # time between two polls of an idle rank
+REST_S = 1e-3  # time between two polls of an idle rank
 _SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
 
 
@@ -190,7 +190,7 @@ def rest(topology: Topology) -> None:
     def polled() -> bool:
         if arrived.Test():
             return True
-        time.sleep(_REST_S)
+        time.sleep(REST_S)
         return False
 
     Waiter(math.inf, spin=False).until(polled, "the other ranks")

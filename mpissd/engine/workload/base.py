@@ -233,7 +233,7 @@ def laws_label(flags: WorkloadFlags) -> str | None:
 class Workload(ABC):
     """Base class of workloads: makes a job's sequences, and the oracles of their tokens.
 
-    A new workload is a subclass in a folder of its own and one call of common.workloads.register.
+    A new workload is a subclass in a module of its own and one call of common.workloads.register.
     """
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
@@ -319,8 +319,8 @@ class Workload(ABC):
         """Returns `count` sequences to decode, numbered from first_id."""
 
     def tabulated(self, group: int = 0) -> list[Request]:
-        """Returns the first requests of a target group, for which workers may prepare on any rank
-        (Worker.prepare)."""
+        """Returns the first requests of a target group, for which oracles may prepare on any rank
+        (Oracle.prepare)."""
         return self.requests(self.share(group).start, self.job.config.batch_size)
 
     @property

@@ -150,7 +150,7 @@ _UNCHANGED = Change()
 class Batch:
     """The live sequences, in the order of messages, with their lengths, last tokens and places.
 
-    By batch row: sequences, ids, epochs, slots, lengths (committed tokens, the prompt counted as
+    By batch row: sequences, ids, slots, lengths (committed tokens, the prompt counted as
     one), last_tokens, and identity [b, 5], the rows of an outcome without its decisions. By slot:
     filled, the positions that the cache holds. opened: by slot, the sequences whose prompts are
     being stored, in the order in which they came. digest: CRC-32 of the applied outcomes, to
@@ -167,7 +167,6 @@ class Batch:
         self._by_slot: dict[int, Sequence] = {}  # the last one in each slot
         self.opened: dict[int, Sequence] = {}
         self.ids: Ints = np.zeros(0, np.int32)
-        self.epochs: Ints = np.zeros(0, np.int32)
         self.slots = np.zeros(0, np.int64)
         self.lengths = np.zeros(0, np.int64)
         self.last_tokens: Ints = np.zeros(0, np.int32)
@@ -252,7 +251,7 @@ class Batch:
         self.lengths = np.concatenate([lengths, np.ones(len(new), np.int64)])
         rows = np.concatenate([rows, new])
         self.sequences = [*kept, *started]
-        self.ids, self.epochs, self.last_tokens = rows[:, 0], rows[:, 1], rows[:, 4]
+        self.ids, self.last_tokens = rows[:, 0], rows[:, 4]
         self.slots = np.array([one.slot for one in self.sequences], np.int64)
         self.identity = np.zeros_like(rows)
         self.identity[:, :2] = rows[:, :2]

@@ -70,8 +70,7 @@ class LogitsTarget(SampledTarget):
         """Makes the oracle of one target rank.
 
         draft_ids: the tokens that the draft knows (None: all). widths: columns of the LM head by
-        target rank; gather: needed for several, if logits are read. teaches: whether a learner
-        reads them.
+        target rank. teaches: whether a learner reads the logits.
         """
         super().__init__(seed)
         self._stepper, self._samples, self._draft_ids = stepper, samples, draft_ids

@@ -28,6 +28,7 @@ from mpissd.common.load_row import SCHEMA, LoadRow
 from mpissd.common.output import append_row, check_output, json_line
 from mpissd.engine.workload.tokenizer import Entry, read_entries
 from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
+from mpissd.serve.config import KEY_VARIABLE
 
 if TYPE_CHECKING:
     import httpx
@@ -40,7 +41,6 @@ _SERVER = (
 ).split()
 _FAILED = 599  # status of a connection or an answer that broke off
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
-_KEY_VARIABLE = "MPISSD_API_KEY"
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -301,7 +301,7 @@ class Client:
             import httpx
         except ImportError as error:
             raise ConfigError("load needs httpx: pip install 'mpissd[serve]'") from error
-        key = config.api_key or os.environ.get(_KEY_VARIABLE)
+        key = config.api_key or os.environ.get(KEY_VARIABLE)
         self._broken = httpx.HTTPError
         self._config, self.url = config, config.url or DEFAULT_URL
         try:

@@ -20,8 +20,8 @@ from mpissd.common.flags import (
     switch,
     words,
 )
+from mpissd.serve.config import AUTO, KEY_VARIABLE
 
-AUTO = "auto"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 # Flags of a run that a simulated server does not read, or that this command has itself.
 _UNREAD = (
@@ -66,7 +66,7 @@ class LoadConfig(Checked):
         "simulated in this process, on an emulated device)",
     )
     model: str | None = flag(None, words, "model to ask for (default: the server's first)")
-    api_key: str | None = flag(None, words, "key to send (or MPISSD_API_KEY)")
+    api_key: str | None = flag(None, words, f"key to send (or {KEY_VARIABLE})")
     ttft: float = flag(1.0, number(0), "objective: seconds to the first token, at most")
     tpot: float = flag(0.1, number(0), "objective: seconds per further token, at most")
     deadline_s: float = flag(600.0, number(0.1), "longest wait for an answer, in seconds")

@@ -25,11 +25,12 @@ from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, fine_buckets, resolve, resolve_unopened
 from mpissd.engine.workload.replay import Recorded, ReplayWorkload
-from mpissd.lab.load.config import AUTO, LoadConfig
+from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Outcomes
 from mpissd.lab.predict.pool import bucket
+from mpissd.serve.config import AUTO
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import End, Line, Message, Submit, Tokens
 

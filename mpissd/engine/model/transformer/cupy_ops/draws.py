@@ -56,7 +56,7 @@ class CupyDraws:
         most = max((one.top for one in asked), default=0)
         for ask, one, row in zip(self._asks, asked, kept, strict=False):
             ask["temperature"], ask["u"], ask["row"] = one.temperature, one.u, one.row
-            ask["kept"], ask["top"] = _address(row.values), one.top
+            ask["kept"], ask["top"] = address(row.values), one.top
         tops = self._listed(max(one.row for one in asked) + 1, most) if most else None
         answers, drawn = self._answers(len(asked), 1, scale, tops, most, None), []
         for answer, row in zip(answers, kept, strict=True):
@@ -71,7 +71,7 @@ class CupyDraws:
                 ask[name] = getattr(one, name)
             ask["top"], ask["kept"] = 0, 0
             if one.kept is not None:
-                ask["kept"], ask["q_total"] = _address(one.kept.values), one.kept.total
+                ask["kept"], ask["q_total"] = address(one.kept.values), one.kept.total
         answers = self._answers(len(asked), 0, 1.0, None, 0, self._placed(ids))
         return [
             Verdict(token, verdict == _REPLACED, verdict == _UNKNOWN)
@@ -134,6 +134,8 @@ class CupyDraws:
         return row
 
 
-def _address(values: Any) -> int:
-    """Returns the address of a device array."""
-    return int(values.data.ptr if hasattr(values.data, "ptr") else values.ctypes.data)
+def address(array: Any) -> int:
+    """Returns where a device array, or the emulator's NumPy array, begins; 0 for None."""
+    if array is None:
+        return 0
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -21,6 +21,7 @@ from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, 
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Part
 from mpissd.engine.model.transformer.config import TransformerConfig
+from mpissd.engine.model.transformer.cupy_ops.draws import address
 from mpissd.engine.model.transformer.cupy_ops.ops import (
     QUERY_TILES,
     Cache,
@@ -108,13 +109,6 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
 _OF_CACHE = ("keys", "values", "lane_keys", "lane_values", "turns", "partial", "tops", "tasks")
 
 
-def _address(array: Any) -> int:
-    """Returns where a device array, or the emulator's NumPy array, begins; 0 for None."""
-    if array is None:
-        return 0
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
 def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
     """Yields the operations of a forward in their order, by the names of struct Operation."""
 
@@ -123,7 +117,7 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
     ) -> dict[str, int]:
         addresses = {"weight": weight.values, "x": x, "out": out, "vector": vector}
         return {
-            **{name: _address(array) for name, array in addresses.items()},
+            **{name: address(array) for name, array in addresses.items()},
             "kind": kind,
             "layer": n,
             "x_step": weight.depth,
@@ -139,7 +133,7 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
     norms = [*(layer.attention_norm for layer in layers[1:]), weights.norm]
     for n, (layer, following) in enumerate(zip(layers, norms, strict=True)):
         yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias)
-        yield {"kind": ATTEND, "layer": n, "out": _address(memory.attended)}
+        yield {"kind": ATTEND, "layer": n, "out": address(memory.attended)}
         yield product(ADD, layer.o, memory.attended, x, layer.ffn_norm)
         yield product(GATED, layer.gate_up, x, memory.inner, norm=FFN_NORM)
         yield product(ADD, layer.down, memory.inner, x, following, norm=FFN_NORM)
@@ -263,16 +257,16 @@ class MegakernelOps(CupyOps):
             for name, value in step.items():
                 row[name] = value
         most, width = memory.x.shape
-        finished, words = _address(cache.counters), _address(cache.words)
-        fields = {name: _address(getattr(cache, name)) for name in _OF_CACHE} | {
-            "hidden": _address(memory.hidden),
-            "squares": _address(memory.x.squares),
-            "powers": _address(memory.x.powers),
+        finished, words = address(cache.counters), address(cache.words)
+        fields = {name: address(getattr(cache, name)) for name in _OF_CACHE} | {
+            "hidden": address(memory.hidden),
+            "squares": address(memory.x.squares),
+            "powers": address(memory.x.powers),
             "table": words + 4 * 4 * most,
             "seats": words,
-            "attend_queries": _address(memory.q),
-            "queries": _address(memory.q),
-            "task_count": _address(cache.count),
+            "attend_queries": address(memory.q),
+            "queries": address(memory.q),
+            "task_count": address(cache.count),
             "finished": finished,
             "merged": finished + 4 * (OPERATIONS * cache.sizes.layers + 1),
             "most_pages": cache.sizes.pages_per_slot,
