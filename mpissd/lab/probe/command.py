@@ -39,22 +39,8 @@ from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
 from mpissd.lab.measure.card import print_card
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.probe.measure import (
-    FORWARD_ROWS,
-    NEAR,
-    TRANSFORMER_ROWS,
-    Entry,
-    GroupProbe,
-    links,
-)
-from mpissd.lab.probe.report import (
-    TABLES,
-    check_name,
-    fit,
-    print_table,
-    profile_name,
-    save_profile,
-)
+from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe, links
+from mpissd.lab.probe.report import TABLES, check_name, fit, print_table, profile_name, save_profile
 
 _GPU_ROWS = (40, 128, 256)  # of transformers: a GPU's kernel for more than 32 rows is another one
 MORE_SEQUENCES = 8  # Factor from the first batch size to the second; host work grows with it.
