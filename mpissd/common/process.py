@@ -61,26 +61,8 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
     return fields[2] if fields is not None and fields[0] == "Z" else None
 
 
-def borrow_stderr(pid: int) -> int | None:
-    """Returns a descriptor of another process's stderr; None if that is not permitted."""
-    try:
-        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-    except OSError:
-        return None
-
-
-def above_proxy(pid: int) -> int:
-    """Returns the parent of `pid` if `pid` is a proxy of MPICH's launcher (hydra), or `pid`."""
-    fields = stat(pid)
-    return fields[1] if fields is not None and _name(pid).startswith("hydra_") else pid
-
-
-def is_front(pid: int) -> bool:
-    """Returns whether the process is the launcher itself (mpirun, srun), not one of its daemons."""
-    return _name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
-
-
-def _name(pid: int) -> str:
+def name(pid: int) -> str:
+    """Returns the name of a process's program; "" for no process."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

@@ -7,13 +7,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import RunConfig, with_measured, with_text
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, flag, flags_of, integer
 from mpissd.common.workloads import readers
@@ -40,6 +40,11 @@ class RanksFlags(Checked):
 
     tp: int = flag(1, integer(1), "target ranks")
     drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with the draft on the lead")
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds pair=smollm2 if the flags name no model, and that pair's K and fan-out."""
+        return with_measured(with_text({"workload": "text", **super().completed(flags)}))
 
     def check(self) -> None:
         """Refuses mode=ssd without a draft rank."""

@@ -207,11 +207,18 @@ class Warden:
         if not self.peers:
             self._joined_at = monotonic()
             if (launcher := peer.about["launcher"]) > 1:
+                self._launcher = above = launcher
+                fields = process.stat(launcher)
+                if fields is not None and process.name(launcher).startswith("hydra_"):
+                    above = fields[1]  # a proxy of MPICH's launcher has started the ranks
+                # mpirun, prterun, … itself, not srun or a daemon of the launcher
+                names = ("mpirun", "mpiexec", "prterun", "orterun")
+                self._is_front = process.name(above).startswith(names)
                 # A launcher that a user ends forwards no more output; the warden then uses its
-                # stderr.
-                self._launcher, above = launcher, process.above_proxy(launcher)
-                self._stderr = process.borrow_stderr(above)
-                self._is_front = process.is_front(above)
+                # stderr, where that is permitted.
+                with suppress(OSError):
+                    mode = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
+                    self._stderr = os.open(f"/proc/{above}/fd/2", mode)
         link.setblocking(False)
         self.peers[peer.rank] = peer
         self._events.register(link, selectors.EVENT_READ, peer)

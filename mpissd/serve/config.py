@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mpissd.common.config import RunConfig, with_measured, with_text
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import (
     MODES,
@@ -75,9 +75,8 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, the K and fan-out of a run of SSD, and the
-        flags of mode=auto; only AR needs no draft rank."""
-        given = with_measured(with_text({"workload": "text", **super().completed(flags)}))
+        """Adds the flags of mode=auto and register; only AR needs no draft rank."""
+        given = super().completed(flags)
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("drafts") == "0" else "ssd", "auto": "true"}
         if given.get("mode") == "ar":
@@ -128,11 +127,6 @@ class ChatConfig(RanksFlags):
         show=flag(True, switch, "colour each token by what drafted it"),
     )
     url: str | None = flag(None, words, "a running `mpissd serve`: http://HOST:PORT/v1")
-
-    @classmethod
-    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, and that pair's K and fan-out."""
-        return with_measured(with_text({"workload": "text", **super().completed(flags)}))
 
     def server_arguments(self) -> list[str]:
         """Returns the arguments of the `serve` that answers; each request names its mode."""

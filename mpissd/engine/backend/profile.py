@@ -1,12 +1,9 @@
 """A device profile: the costs of a forward on one machine, each number with its source.
 
-A profile is a JSON file {"schema": 1, "name", "device_name", "numbers": {key: {"value", "from"}},
-"all_reduce": {"from", "latency_s": {ranks: s}, "bytes_per_s": {ranks: B/s}}, "tables": {…}}; "from"
-is measured, modelled, datasheet, assumed or defined. Every table is a list of entries {identity…,
-"from", "seconds": {rows or bytes: s}}. The tables "forwards", "shards" and "read_outs" are read;
-the others, and the spread of each entry, are for human readers. The emulated backend takes its
-durations from a profile, and `probe` makes profiles (docs/profile.md). Where a measured table
-covers a forward, the table is used; otherwise the forward is modelled from the rates.
+docs/profile.md describes the file. "from" is measured, modelled, datasheet, assumed or defined. The
+tables "forwards", "shards" and "read_outs" are read; the others, and the spread of each entry, are
+for human readers. Where a measured table covers a forward, the table is used; otherwise the forward
+is modelled from the rates. The emulated backend and the predictor take their durations from here.
 """
 
 from __future__ import annotations

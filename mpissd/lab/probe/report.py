@@ -1,13 +1,6 @@
 """Reports a probe's measurements: a table in µs on stdout, and a device profile, saved atomically.
 
-The profile's numbers are fitted to its tables:
-
-    read_bytes_per_s    the lead's read-only bandwidth at its own weights' bytes
-    peak_flops_per_s    of a large square product
-    launch_s            the device time of an empty program
-    product_overhead_s  (forward of 1 row − floor − all-reduces − launch) / products, of the target
-    all_reduce          a straight line through the smallest and the 1 MB all-reduce of the job's
-                        own implementation; null with one target rank: unknown, not 0
+docs/profile.md describes the file and how its numbers are fitted to its tables.
 """
 
 from __future__ import annotations
@@ -32,7 +25,6 @@ TABLES = ("bandwidths", "forwards", "shards", "read_outs", "all_reduces", "links
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
 Tables = Mapping[str, Sequence[Entry]]
-Lines = Iterator[tuple[str, str]]
 
 
 def profile_name(job: Job, info: DeviceInfo) -> str:
@@ -151,23 +143,22 @@ def print_table(
     places: Sequence[Mapping[str, Any]],
 ) -> None:
     """Prints all measurements; `places`: of the ranks, from Topology.place."""
-    _print(_lines(tables))
-    _print(("" if n else "not known", note) for n, note in enumerate(notes))
-    lines = list[tuple[str, str]]()
-    for each in host:  # the lead's part of a round, one way of the link, the target's full forward
+    lines = [*_lines(tables)]
+    lines += [("" if n else "not known", note) for n, note in enumerate(notes)]
+    for n, each in enumerate(host):  # the lead's part of a round, the link one way, the forward
         costs = HostCosts.from_dict(each["seconds"])
         rows, seconds = max(each["job_forwards"]["verify"].items(), key=lambda point: int(point[0]))
         way = f"{each['mode']} T={each['tp']} D={each['num_drafts']} b={each['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
-        lines.append(("" if lines else "host", f"{way}: {lead}; M={rows} {_us(seconds)} µs"))
+        lines.append(("" if n else "host", f"{way}: {lead}; M={rows} {_us(seconds)} µs"))
     for place in places:
         where = f"{place['host']}  {place['device']}"
         where += f"  {place['bus_id']}" if place["bus_id"] else f"  {place['cores']} cores"
         lines.append((f"rank {place['rank']}", f"{place['role']:6} {where}"))
-    _print(lines)
+    print("\n".join(f"{name:>10}  {text}" for name, text in lines), flush=True)
 
 
-def _lines(tables: Tables) -> Lines:
+def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
     for each in tables["bandwidths"]:
         rate = each["read_bytes_per_s"]
         text = "unknown" if rate is None else f"{rate / 1e9:.1f} GB/s"
@@ -199,12 +190,6 @@ def _lines(tables: Tables) -> Lines:
     for each in tables["launches"]:
         times = f"host {_us(each['host_s'])} µs, device {_us(each['device_s'])} µs"
         yield "launch", f"{each['what']}: {times}"
-
-
-def _print(lines: Iterable[tuple[str, str]]) -> None:
-    text = "\n".join(f"{name:>10}  {text_of}" for name, text_of in lines)
-    if text:
-        print(text, flush=True)
 
 
 def _times(each: Entry, points: Iterable[str]) -> str:

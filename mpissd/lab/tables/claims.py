@@ -1,16 +1,10 @@
 """Compares SSD with the strongest other use of as many GPUs, and judges which speedups hold.
 
-rivals.py defines the uses that SSD must beat. A line takes SSD at the K, fan-out and backup of its
-largest predicted mean, from one visit (compare.same_visit), and the use of the same visit, at any
-measured K, that leaves the lower end of its interval smallest. A verdict needs more:
-
-- five seeds of 400 rounds on both sides, paired;
-- every use that would fit measured on that visit, or shown to be slower than the fastest one there:
-  by its rows of another visit and DRIFT (the most that visits differ), or by a bound (Times.bound);
-- a p-value below .05 after Holm's correction for all lines of the table.
-
-A use that is neither is named, with the rate expected from measured times, and the line has no
-verdict. Imposed hit rates have no verdict either, because their branches cost nothing.
+rivals.py defines the uses that SSD must beat, docs/definitions.md when a verdict holds. A line
+takes SSD at the K, fan-out and backup of its largest predicted mean, from one visit
+(compare.same_visit), and the use of the same visit, at any measured K, that leaves the lower end of
+its interval smallest. A use of another visit counts by its rows and DRIFT, one without rows by
+Times.bound.
 """
 
 from __future__ import annotations

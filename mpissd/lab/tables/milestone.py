@@ -1,9 +1,7 @@
 """The milestone report's tables 1 and 2 (one V100-32, alpha = .9), and ours.
 
-One definition for every row: speedup(AR → SD) = E / (r(K+1) + T_draft), where
-E = (1 − a^{K+1})/(1 − a), r(M) = t_target(M)/t_target(1) and T_draft = t_draft/t_target(1) =
-r(K+1)·T_SD. Rows are compared within one setting only. A value that no row gives is a dash.
-docs/milestone-tables.md explains where the report contradicts itself.
+docs/milestone-tables.md defines the columns, and explains where the report contradicts itself. Rows
+are compared within one setting only. A value that no row gives is a dash.
 """
 
 from __future__ import annotations
