@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from mpissd.common.ranks import RanksFlags  # noqa: E402
 from mpissd.common.sigpipe import unless_unread  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
+from mpissd.common.workloads import imported  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402
     Refused,
     check_recovery,
@@ -66,8 +66,7 @@ ALONE = {  # without MPI
 
 def call(where: str, *arguments: Any) -> Any:
     """Imports a function, named as "module:function", and calls it."""
-    module, _, name = where.partition(":")
-    return getattr(import_module(module), name)(*arguments)
+    return imported(where)(*arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

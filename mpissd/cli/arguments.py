@@ -47,19 +47,8 @@ class ProbeConfig(Checked):
 
 
 PLANNED = (  # flags of a run that apply to every configuration that `plan` weighs
-    "pair",
-    "alpha",
-    "acceptance",
-    "acceptance_fast",
-    "p_hit",
-    "hit_law",
-    "laws",
-    "lookup",
-    "batch_size",
-    "forward",
-    "fuse",
-    "lm_head",
-    "context",
+    "pair alpha acceptance acceptance_fast p_hit hit_law laws lookup batch_size forward fuse "
+    "lm_head context".split()
 )
 
 
