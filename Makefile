@@ -8,7 +8,7 @@
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
 ## make bench-gpu OUT=out/gpu-limit   how near this machine's GPUs are to their limit, beside an H200
 ##                             (SMOLLM2=model.gguf adds text; without a GPU it says so, and ends 2)
-## make figures                every figure from results/ into figures/  (ARGS="--results=out")
+## make figures                every figure of the rows in results/, in out/figures  (ARGS="--results=out")
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
 ## make parity                 greedy tokens against Hugging Face transformers, some minutes
@@ -84,7 +84,7 @@ run:
 	$(check_names)$(setup_run)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
 
-chat_of := MODE:mode DRAFTS:drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
+chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 chat:

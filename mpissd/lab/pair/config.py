@@ -42,7 +42,7 @@ class PairConfig(Checked):
     batch_size: int = flag(8, integer(1, 256), "prompts that the target answers together")
     seed: int = flag(0, integer(0, 2**63 - 1), "of random weights")
     licence: str = flag("", words, "of the prompts, with their source")
-    to: str | None = flag(
+    out: str | None = flag(
         None, words, "file to write: a new .npz; with sources: a new .json (default: only print)"
     )
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file, tool
+from mpissd.common.output import tool
 from mpissd.common.presets import files_of, split_pair
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
@@ -30,7 +30,7 @@ from mpissd.engine.model.transformer.sources import config_of, known_ids, open_c
 from mpissd.engine.workload.replay import Recorded, Recording, save
 from mpissd.engine.workload.tokenizer import load_tokenizer, read_prompts
 from mpissd.lab.pair.config import PairConfig
-from mpissd.lab.pair.laws import print_laws
+from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # rows of the largest forward
 _TELL_S = 5.0
@@ -46,12 +46,9 @@ def pair(config: PairConfig) -> int:
     if config.sources is not None:
         print_laws(config)
         return 0
-    if config.to is None:
-        raise ConfigError("to: needed: a new file, such as recording.npz")
-    to, path = config.to, Path(config.to)
-    if path.exists():
-        raise ConfigError(f"to={to}: exists: allowed: a new file")
-    check_file("to", to)
+    if config.out is None:
+        raise ConfigError("out: needed: a new file, such as recording.npz")
+    path = new_file(config.out)
     recording = make(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, recording)
