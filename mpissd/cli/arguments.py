@@ -121,7 +121,7 @@ class Spec(NamedTuple):
 
 
 SPECS = {
-    "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
+    "run": Spec(RunConfig, "Runs one configuration; the last line of a pipe is its JSON row."),
     "chat": Spec(ChatConfig, "Talks to a model in the terminal; starts its ranks by itself."),
     "serve": Spec(ServeConfig, "Serves a model over HTTP; starts its ranks by itself."),
     "replicas": Spec(

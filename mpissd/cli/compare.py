@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpissd.cli.arguments import CompareConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import json_line
+from mpissd.common.output import print_json
 from mpissd.lab.predict.why import gaps
 from mpissd.lab.tables import best, claims
 from mpissd.lab.tables.load import (
@@ -35,7 +35,8 @@ def compare(config: CompareConfig) -> int:
             )
         a, b, paths = named
         pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
-        print(f"{pair}\n{json_line(pair.to_dict())}")
+        print(pair)
+        print_json(pair.to_dict())
     elif show == "why":
         row = find_rows(config.a, config.out)[0][-1]
         largest, floor = gaps(row), "unknown" if row.floor_us is None else f"{row.floor_us:.1f} µs"
@@ -57,5 +58,5 @@ def compare(config: CompareConfig) -> int:
             {**best.to_dict(one), "ssd_at_equal_gpus": [claim.to_dict() for claim in judged[n]]}
             for n, one in enumerate(comparisons)
         ]
-        print(json_line(methods))
+        print_json(methods)
     return 0
