@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mpissd.cli import arguments as cli  # noqa: E402
-from mpissd.common.errors import ConfigError  # noqa: E402
+from mpissd.common.errors import ConfigError, line_of  # noqa: E402
 from mpissd.engine.comm.topology import check_world  # noqa: E402
 from mpissd.engine.job import Serving, resolve  # noqa: E402
 from mpissd.lab.sweep.commands import check_sweep  # noqa: E402
@@ -179,7 +179,7 @@ def main() -> int:
         check_job(request, command)
         check_cupy(request, is_dry=is_dry)
     except ConfigError as error:
-        print(f"submit: {error}", file=sys.stderr)
+        print(f"submit: {line_of(error)}", file=sys.stderr)
         return error.exit_code
     print(shlex.join(line), flush=True)
     os.chdir(ROOT)
