@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 
 from mpissd.__main__ import main
-from tests.common import tables_model
+from tests.common.tables_model import sd, write
 from tests.lab.test_why import SD
-
-SHARED = {"workload": "gemm", "seed": 0, "token_digest": "f00d", "num_rounds": 60, "world_size": 1}
 
 
 def result(run_id: str, **changed: Any) -> dict[str, Any]:
     """A row that can be compared and whose gaps are known."""
-    return {**SD, **tables_model.sd("8b/1b", 4, run_id=run_id), **SHARED, **changed}
-
-
-def write(path: Path, *rows: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**SD, **sd(run_id), **changed}
 
 
 def at(second: int) -> dict[str, Any]:
