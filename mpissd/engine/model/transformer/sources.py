@@ -341,13 +341,14 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
 
 
 def check_vocabularies(target: str, draft: str) -> None:
-    """Raises ConfigError, one line, if a token that both models know means another text in each.
+    """Raises ConfigError, one line, if two models' vocabularies differ in more than padding.
 
-    Both are names of presets.resolve_model; one without a tokenizer passes.
+    Both are names of presets.resolve_model; one without files passes.
     """
     here, there = files_of(target), files_of(draft)
     if here is not None and there is not None and here != there:
-        check_same_tokens(here, there)
+        sizes = resolve_model(target).vocab_size, resolve_model(draft).vocab_size
+        check_same_tokens(here, there, sizes)
 
 
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
@@ -436,9 +437,9 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
     digest: the SHA-256 of all norms' weights, in the order of `tensors`, as float32. It is None if
     all are 1, as before any training: every such model of these widths has the same norms.
     """
-    names = (n for n, size in tensors(target.config) if len(size) == 1 and n.endswith("norm.weight"))
+    names = (name for name, _ in tensors(target.config) if name.endswith("norm.weight"))
     norms = np.concatenate([np.asarray(target.read(name), "<f4") for name in names])
-    digest = hashlib.sha256(norms).hexdigest() if np.any(norms != 1) else None
+    digest = hashlib.sha256(norms.tobytes()).hexdigest() if np.any(norms != 1) else None
     return dict(zip(_ORIGIN_KEYS, (target.name, target.sha256, digest), strict=True))
 
 
