@@ -20,6 +20,7 @@ import json, os, sys
 if "python" in sys.argv[0]:
     open("dry_runs", "a").write(json.dumps(sys.argv[1:]) + "\\n")
     bad = any("bad" in word for word in sys.argv)
+    "--out=ctrl-c" in sys.argv and os.killpg(0, 2)
     sys.exit(bad and (print("one line", file=sys.stderr) or 2))
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
@@ -101,6 +102,12 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     assert done.stderr.splitlines()[0] == "one line"
     dry_run = json.loads((box / "dry_runs").read_text())
     assert dry_run == ["-m", "mpissd", "run", "--dry_run=4", "--mode=bad"]
+
+
+def test_ctrl_c_while_python_starts_leaves_no_traceback(box: Path) -> None:
+    tools = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun"}
+    done = call(box, "setsid", "--wait", "launch/local.sh", "2", "--out=ctrl-c", **tools)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
