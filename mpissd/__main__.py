@@ -13,14 +13,11 @@ import sys
 
 # Ctrl-C during the imports below ends the process without a traceback. launch/local.sh has it
 # ignored until here, because one during Python's own start would print a traceback.
-if __name__ == "__main__" and (
-    os.environ.pop("MPISSD_STARTS", "")
-    or signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+_is_ignored = os.environ.pop("MPISSD_STARTS", None) is not None
+if __name__ == "__main__" and (_is_ignored or signal.getsignal(2) is signal.default_int_handler):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +28,12 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 from mpissd.cli import arguments as cli
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.errors import ConfigError, MpissdError, line_of
 from mpissd.common.ranks import RanksFlags
 from mpissd.common.sigpipe import unless_unread
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Overdue
+from mpissd.common.workloads import imported
 from mpissd.engine.comm.topology import (
     Refused,
     check_recovery,
@@ -70,12 +68,6 @@ ALONE = {  # without MPI
 }
 
 
-def call(where: str, *arguments: Any) -> Any:
-    """Imports a function, named as "module:function", and calls it."""
-    module, _, name = where.partition(":")
-    return getattr(import_module(module), name)(*arguments)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code, and 141 if stdout's reader is gone (`| head`)."""
     is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
@@ -104,17 +96,17 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(arguments)
         size, is_sweep = launcher_size(), isinstance(command.config, SweepConfig)
         if size is None and os.environ.get(ONE_HOST) and command.name in FRONTS | RANKS:
-            call("mpissd.engine.backend.registry:check_here", command.run.backend)
+            imported("mpissd.engine.backend.registry:check_here")(command.run.backend)
         if isinstance(command.config, RanksFlags) and size is None:
             more = [arguments] if command.name == "serve" else []
-            return int(call(FRONTS[command.name], command.config, *more))
+            return int(imported(FRONTS[command.name])(command.config, *more))
         if command.name == "chat":
             raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
         if command.run.learners and command.name in ("serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name in ALONE:
             extra: dict[str, Any] = {"doctor": [check_before_mpi], "plan": [command.given]}
-            return int(call(ALONE[command.name], command.config, *extra.get(command.name, [])))
+            return int(imported(ALONE[command.name])(command.config, *extra.get(command.name, [])))
         if size is not None and not command.run.dry_run:
             guard.join(
                 launcher_rank(),
@@ -124,7 +116,7 @@ def execute(arguments: list[str] | None) -> int:
                 hint="; the same command resumes" if is_sweep else "",
             )
         if is_sweep:
-            call("mpissd.lab.sweep.commands:check_sweep", command.config, command.given)
+            imported("mpissd.lab.sweep.commands:check_sweep")(command.config, command.given)
         elif isinstance(command.config, RanksFlags):
             command.config.fit_world(command.name, size or 1)
         else:
@@ -133,14 +125,14 @@ def execute(arguments: list[str] | None) -> int:
         guard.leave(error.exit_code)
         guard.stage(Stage.DONE)
         if launcher_rank() == 0:
-            print(f"mpissd: {error}", file=sys.stderr, flush=True)
+            print(f"mpissd: {line_of(error)}", file=sys.stderr, flush=True)
         else:  # a launcher ends all ranks when one leaves, so rank 0 prints first
             time.sleep(HEAD_START_S)
         return error.exit_code
     if not command.run.dry_run:
         return launch(command)
     if is_sweep and launcher_rank() == 0:
-        call("mpissd.lab.sweep.commands:list_plan", command.config)
+        imported("mpissd.lab.sweep.commands:list_plan")(command.config)
     return 0
 
 
@@ -154,9 +146,9 @@ def check_before_mpi(config: RunConfig) -> None:
     is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
-        call("mpissd.engine.workload.text:check_prompts", job)
+        imported("mpissd.engine.workload.text:check_prompts")(job)
     if config.learners and launcher_rank() == 0:
-        call("mpissd.online.process:check_trainer")
+        imported("mpissd.online.process:check_trainer")()
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)
@@ -175,7 +167,7 @@ def launch(command: cli.Command) -> int:
     try:
         more = [command.config.name] if command.name == "probe" else []
         config = command.config if command.name != "probe" else command.run
-        code = int(call(RANKS[command.name], config, *more))
+        code = int(imported(RANKS[command.name])(config, *more))
     except Refused as refused:  # raised on every rank, so MPI can be finalised
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
