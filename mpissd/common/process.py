@@ -61,6 +61,11 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
     return fields[2] if fields is not None and fields[0] == "Z" else None
 
 
+def is_front(pid: int) -> bool:
+    """Returns whether the process is the launcher itself (mpirun, srun), not one of its daemons."""
+    return name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
+
+
 def name(pid: int) -> str:
     """Returns the name of a process's program; "" for no process."""
     try:
