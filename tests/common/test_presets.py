@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import (
-    ALIASES,
-    PAIRS,
-    PRESETS,
-    resolve_model,
-    split_pair,
-)
+from mpissd.common.presets import ALIASES, PAIRS, PRESETS, resolve_model, split_pair
 from mpissd.common.shapes import ModelShape
 from mpissd.engine.model.shard import ForwardOptions, Shard
 

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.common.records import (
-    RoundRecords,
-    is_stable,
-    token_digest,
-)
+from mpissd.common.records import RoundRecords, is_stable, token_digest
 from mpissd.common.rounds import Outcome, Speculation
 
 K = 2

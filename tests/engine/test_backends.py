@@ -53,9 +53,7 @@ def test_top_k_falls_and_ties_go_to_the_smaller_id(k: int) -> None:
     assert host[: 3 * k].tolist() == ids.ravel().tolist() and (host[3 * k :] == 0).all()
 
 
-def test_reads_that_others_disturb_do_not_lower_the_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reads_that_others_disturb_do_not_lower_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that was busy while its rate was measured gave a floor above its forwards."""
     seconds = iter(range(1, 10**6))
     clock = [0.0]

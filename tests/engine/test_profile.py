@@ -15,12 +15,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.base import Cost, ForwardKey
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import (
-    Curve,
-    Profile,
-    known_profiles,
-    load_profile,
-)
+from mpissd.engine.backend.profile import Curve, Profile, known_profiles, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import DeviceCosts

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm.topology import (
-    check_world,
-    label_hosts,
-    launcher_rank,
-    launcher_size,
-)
+from mpissd.engine.comm.topology import check_world, label_hosts, launcher_rank, launcher_size
 
 MPICH = {"PMI_SIZE": "4", "PMI_RANK": "1"}
 

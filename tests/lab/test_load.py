@@ -15,16 +15,7 @@ from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
 from mpissd.common.load_row import LoadRow
-from mpissd.lab.load.command import (
-    REFUSED,
-    Client,
-    Load,
-    Served,
-    load,
-    loads,
-    poisson,
-    row_of,
-)
+from mpissd.lab.load.command import REFUSED, Client, Load, Served, load, loads, poisson, row_of
 from mpissd.lab.load.config import LoadConfig
 from tests.needs import module
 from tests.serve.fake_lead import Script

@@ -23,21 +23,8 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import MpiGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.lab.probe.measure import (
-    FORWARD_ROWS,
-    LARGE_BYTES,
-    GroupProbe,
-    different,
-    entry,
-)
-from mpissd.lab.probe.report import (
-    TABLES,
-    check_name,
-    fit,
-    print_table,
-    profile_name,
-    save_profile,
-)
+from mpissd.lab.probe.measure import FORWARD_ROWS, LARGE_BYTES, GroupProbe, different, entry
+from mpissd.lab.probe.report import TABLES, check_name, fit, print_table, profile_name, save_profile
 from tests.datasheet import DATASHEET
 
 WAITER = Waiter(30.0, spin=False)

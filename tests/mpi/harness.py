@@ -40,10 +40,7 @@ def mpirun_missing() -> bool:
     return shutil.which(os.environ.get("MPIRUN", "mpirun").split()[0], path=path) is None
 
 
-needs_mpi = [
-    pytest.mark.mpi,
-    needs("an mpirun", not mpirun_missing()),
-]
+needs_mpi = [pytest.mark.mpi, needs("an mpirun", not mpirun_missing())]
 
 
 @dataclass(frozen=True)
@@ -184,11 +181,7 @@ def start(np_: int, *arguments: str, env: Mapping[str, str] | None = None) -> St
 
 
 def launch(
-    np_: int,
-    *flags: str,
-    folder: Path,
-    direct: bool = False,
-    env: Mapping[str, str] | None = None,
+    np_: int, *flags: str, folder: Path, direct: bool = False, env: Mapping[str, str] | None = None
 ) -> Job:
     """`mpissd run` on NP ranks, by launch/local.sh or (direct) by mpirun itself."""
     told = [*flags, f"--out={folder}"]

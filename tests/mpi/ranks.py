@@ -203,16 +203,7 @@ def memory(world: MPI.Intracomm) -> None:
 
 
 CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
-    check.__name__: check
-    for check in (
-        group,
-        plans,
-        long_plans,
-        link,
-        refused,
-        topology,
-        memory,
-    )
+    check.__name__: check for check in (group, plans, long_plans, link, refused, topology, memory)
 }
 
 if __name__ == "__main__":

@@ -40,13 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return made
 
 
-def launched(
-    pair: TinyPair,
-    tmp_path: Path,
-    num_ranks: int,
-    *flags: str,
-    trainer: str,
-) -> Job:
+def launched(pair: TinyPair, tmp_path: Path, num_ranks: int, *flags: str, trainer: str) -> Job:
     """A job; trainer: the kind of fake_trainer that replaces the learner's."""
     told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
     (tmp_path / "sitecustomize.py").write_text(

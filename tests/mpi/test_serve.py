@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpissd.engine import Decoder
 from mpissd.serve.protocol import Cancel, Stats, Submit
 from tests.mpi.harness import needs_mpi
 from tests.mpi.test_draft_loss import is_open_mpi_5
 from tests.needs import lack
 from tests.serve.front import pid_of, serving
+from tests.serve.test_driver import alone as tokens_of
 from tests.text import tiny
-from tests.text_config import text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = needs_mpi
@@ -31,14 +30,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 def alone(
-    pair: TinyPair, prompt: list[int], count: int, stops: list[int], context: int = 256
+    pair: TinyPair, prompt: list[int], count: int, stops: list[int], **told: int
 ) -> list[int]:
     """The tokens of a job of its own, up to a stop token."""
-    told = text_config(pair, mode="ar", prompt=prompt, num_tokens=count, context=context)
-    with Decoder(told) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        found = decoder.tokens[0][:count]
+    found = tokens_of(pair, prompt, count, **told)
     ends = [n for n, token in enumerate(found, 1) if token in stops]
     return found[: ends[0]] if ends else found
 

@@ -190,11 +190,7 @@ RESUMES = "; the same command resumes"
 
 @pytest.mark.parametrize(
     ("code", "hint", "said"),
-    [
-        (0, RESUMES, ""),
-        (3, "", ""),
-        (128 + 15, RESUMES, TERMINATED.replace("\n", f"{RESUMES}\n")),
-    ],
+    [(0, RESUMES, ""), (3, "", ""), (128 + 15, RESUMES, TERMINATED.replace("\n", f"{RESUMES}\n"))],
 )
 def test_who_ends_between_two_looks_is_judged_by_all_that_it_said(
     code: int,

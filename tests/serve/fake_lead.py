@@ -7,17 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mpissd.serve.protocol import (
-    Cancel,
-    End,
-    Message,
-    Ready,
-    Stats,
-    Submit,
-    Tokens,
-    pack,
-    unpack,
-)
+from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, Tokens, pack, unpack
 
 
 @dataclass

@@ -50,17 +50,21 @@ class Rig:
 
     def send(self, body: bytes, *headers: str, path: str = "/v1/completions") -> socket.socket:
         """Sends a POST; returns the connection, on which nothing has been read."""
-        found = self.connect()
-        told = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
-        told += headers or ["content-type: application/json"]
-        with contextlib.suppress(ConnectionError):
-            found.sendall("\r\n".join([*told, "", ""]).encode() + body)
-        return found
+        return sent(self.connect(), f"POST {path}", body, *headers)
 
     def post(self, body: bytes, *headers: str, path: str = "/v1/completions") -> tuple[int, Any]:
         """Sends a POST; returns the status, and the body as JSON."""
         with self.send(body, *headers, path=path) as connection:
             return answered(connection)[:2]
+
+
+def sent(found: socket.socket, what: str, body: bytes = b"", *headers: str) -> socket.socket:
+    """Sends a request on a connection. what: its method and path."""
+    told = [f"{what} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+    told += headers or ["content-type: application/json"]
+    with contextlib.suppress(ConnectionError):
+        found.sendall("\r\n".join([*told, "", ""]).encode() + body)
+    return found
 
 
 def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:

@@ -29,7 +29,7 @@ module("uvicorn", "the extra serve")
 from mpissd.serve import app, front  # noqa: E402
 from mpissd.serve.lead import Lead  # noqa: E402
 from mpissd.serve.request import Problem  # noqa: E402
-from tests.serve.rig import Rig, answered, serving, until  # noqa: E402
+from tests.serve.rig import Rig, answered, sent, serving, until  # noqa: E402
 
 STOP = 1
 LETTER = tiny.of_byte(65)
@@ -225,9 +225,7 @@ def slow_reader(rig: Rig, body: bytes, path: str) -> socket.socket:
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     reader.settimeout(20)
     reader.connect(("127.0.0.1", rig.port))
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
-    reader.sendall(f"{head}\r\ncontent-type: application/json\r\n\r\n".encode() + body)
-    return reader
+    return sent(reader, f"POST {path}", body)
 
 
 def test_a_reader_that_does_not_read_is_cut_and_its_request_cancelled(

@@ -105,8 +105,10 @@ def prompts(count: int, seed: int = 0) -> Iterator[list[int]]:
         yield rng.integers(0, 97, int(rng.integers(2, 40))).tolist()
 
 
-def alone(pair: TinyPair, prompt: list[int], count: int) -> list[int]:
-    with Decoder(text_config(pair, mode="ar", prompt=prompt, num_tokens=count)) as decoder:
+def alone(pair: TinyPair, prompt: list[int], count: int, **told: int) -> list[int]:
+    """The tokens of a job of its own."""
+    config = text_config(pair, mode="ar", prompt=prompt, num_tokens=count, **told)
+    with Decoder(config) as decoder:
         while not decoder.is_over:
             decoder.step()
         return decoder.tokens[0][:count]

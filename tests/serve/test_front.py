@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
 from mpissd.serve import front  # noqa: E402
-from tests.serve.rig import answered, until  # noqa: E402
+from tests.serve.rig import answered, sent, until  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = f"{sys.executable} -m tests.serve.fake_mpirun"
@@ -60,13 +59,10 @@ class Serving:
 
     def asked(self, path: str = "/v1/completions", key: str = "") -> socket.socket:
         """Sends a request; returns the connection, on which nothing has been read."""
+        what = f"{'POST' if 'completions' in path else 'GET'} {path}"
+        headers = "content-type: application/json", f"authorization: Bearer {key}"
         connection = socket.create_connection(("127.0.0.1", self.port), 20)
-        body = json.dumps({"prompt": "x"})
-        method = "POST" if "completions" in path else "GET"
-        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-        head += f"content-type: application/json\r\nauthorization: Bearer {key}\r\n\r\n"
-        connection.sendall(f"{head}{body}".encode())
-        return connection
+        return sent(connection, what, b'{"prompt": "x"}', *headers)
 
     @contextmanager
     def unfinished(self, key: str = "") -> Iterator[socket.socket]:
