@@ -66,7 +66,6 @@ NUMPY_ALONE = (
 # mpi4py anywhere in the file, and at import.
 STARTS_MPI = (
     "mpissd.engine.comm.mpi_",
-    "mpissd.engine.comm.device_",
     "mpissd.engine.session",
     "mpissd.lab.measure",
     "mpissd.lab.probe",
@@ -79,7 +78,7 @@ MAY_NAME_CUPY = (
     "mpissd.engine.backend.cupy_",
     "mpissd.engine.backend.kernels",
     "mpissd.engine.backend.registry",
-    "mpissd.engine.comm.device_",
+    "mpissd.engine.comm.mpi_group",
 )
 STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)

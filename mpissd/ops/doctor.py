@@ -158,13 +158,13 @@ def doctor(config: DoctorConfig, check: Check) -> int:
         check(run)
 
     num_ranks = run.world_size or run.groups * (config.tp or 1) + run.drafts
-    gpus, gpu_error = read_gpus()
-    findings = [*_of_machine(run, num_ranks, checked), *_of_gpus(run, gpus, gpu_error)]
+    gpus, gpu_error = read_gpus() if run.backend in ("auto", "cupy") else ([], "")
+    findings = [*_of_machine(run, num_ranks, checked), *_of_gpus(gpus, gpu_error)]
     if not run.dry_run and all(finding.verdict != BAD for finding in findings):
         given = [f"--{name}={text}" for name, text in said(run).items() if name not in NOT_PASSED]
         command = ranks_command(["doctor", "--json", *given], num_ranks)
         report = last_report(*ask(command, run.deadline_s + _MORE_S, signal.SIGTERM))
-        findings += judge(report, num_ranks, gpus if run.backend in ("auto", "cupy") else ())
+        findings += judge(report, num_ranks, gpus)
     sys.stdout.write(render(findings))
     sys.stdout.flush()
     return 2 if any(finding.verdict == BAD for finding in findings) else 0
@@ -223,10 +223,8 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
         yield _fault("run", f"{detail}: {error}")
 
 
-def _of_gpus(run: RunConfig, gpus: Sequence[Gpu], error: str) -> Iterator[Finding]:
+def _of_gpus(gpus: Sequence[Gpu], error: str) -> Iterator[Finding]:
     """Yields the GPUs of this host, a driver that does not answer, and GPUs without CuPy."""
-    if run.backend not in ("auto", "cupy"):
-        return
     if error:
         fix = "nvidia-smi has to answer: driver >= 525; reload it, reboot, or ask your site"
         yield Finding("driver", error, WARN, fix)

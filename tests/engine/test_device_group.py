@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm.device_group import GpuPlace, choose, claims_cuda
+from mpissd.engine.comm.mpi_group import GpuPlace, choose, claims_cuda
 
 APART = [GpuPlace("n1", "0000:01:00.0", True), GpuPlace("n1", "0000:02:00.0", True)]
 OTHER_NODE = [GpuPlace("n1", "0000:01:00.0", True), GpuPlace("n2", "0000:01:00.0", True)]

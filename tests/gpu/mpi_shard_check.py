@@ -91,15 +91,15 @@ def open_backend(name: str) -> tuple[Backend, bool]:
 def open_choice(backend: Backend, choice: str) -> Group:
     """The group that `choice` names; for host memory the MPI library is not asked."""
     if backend.name == "host" and choice == "device":
-        from mpissd.engine.comm.device_group import DeviceMpiGroup
+        from mpissd.engine.comm.mpi_group import DeviceMpiGroup
 
         return DeviceMpiGroup(backend, COMM, WAITER)
     if COMM.size == 1 and choice in ONE_A_GPU:
-        from mpissd.engine.comm.device_group import NcclGroup, OneshotGroup
+        from mpissd.engine.comm.mpi_group import NcclGroup, OneshotGroup
 
         return (NcclGroup if choice == "nccl" else OneshotGroup)(backend, COMM, WAITER)
     if backend.name == "host":
-        from mpissd.engine.comm.device_group import open_device_group
+        from mpissd.engine.comm.mpi_group import open_device_group
 
         return open_device_group(backend, COMM, choice, WAITER)
     return open_group(backend, COMM, choice, WAITER)

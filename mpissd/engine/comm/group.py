@@ -1,8 +1,8 @@
 """The target ranks' collectives, which are operations inside a forward.
 
-`solo` is for one rank and does nothing. `mpi` reduces host arrays (mpi_group). `staged` copies a
+`solo` is for one rank and does nothing. `mpi` reduces host arrays. `staged` copies a
 device array to the host and back; `oneshot`, `nccl` and `device` (device-aware MPI, which the user
-has to ask for) reduce on the device (device_group).
+has to ask for) reduce on the device (mpi_group).
 """
 
 from __future__ import annotations

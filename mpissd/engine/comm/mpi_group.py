@@ -1,17 +1,157 @@
-"""Opens the group of the target ranks, and holds the one that reduces host arrays by MPI."""
+"""The group of the target ranks: all-reduces of host arrays by MPI, and of device arrays within a
+CUDA graph or through the host over MPI.
+
+    choice    the group that it opens
+    auto      oneshot if it can be opened and its trial sums are right; else nccl if CuPy has NCCL
+              and no two ranks share a GPU; else staged
+    oneshot   kernels on memory that the GPUs of one host share
+    nccl      NCCL, or a ConfigError
+    staged    copies to page-locked host memory, sums by MPI in float32, copies back; works with any
+              MPI, without graphs
+    mpi       MPI on device pointers, or a ConfigError; its group is named device
+
+Close in this order: graphs, NCCL, the MPI communicator. Graphs hold NCCL's operations, and the
+other order hangs. NcclGroup.close does so, and aborts NCCL where the device still waits for a peer;
+the rank then has to leave by MPI.Abort. Device memory is freed last, because freeing waits for the
+device.
+
+An MPI that cannot read device memory ends in a segfault. MPI gets a device pointer only if the user
+asked for it (--all_reduce=mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
+MPICH), by MPIX_GPU_query_support (MPICH 4), or Cray MPICH by MPICH_GPU_SUPPORT_ENABLED=1. Only
+nonblocking sends and receives of bytes are used. A rank sends its array to all others and sums what
+it received in rank order, so that all ranks get the same bits.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.common.errors import ConfigError
+from mpissd.common.errors import ConfigError, FaultError, unknown
 from mpissd.common.wait import Waiter
+from mpissd.engine.backend import kernels
 from mpissd.engine.backend.base import Backend
-from mpissd.engine.comm.group import Group, SoloGroup
+from mpissd.engine.comm.group import ALL_REDUCES, Group, SoloGroup
+
+_CLOSE_S = 1.0  # longest wait of a close for enqueued work
+MAX_RANKS = 8
+BLOCKS, THREADS = 64, 256  # launch sizes of the kernel `exchange`
+CAPACITY = 1 << 19  # words of two float16 in an exchange, 2 MiB; larger arrays take several
+TOLERANCE = 2e-3  # largest relative error of the trial sums
+PEERS = np.dtype(  # struct Peers
+    [
+        ("inbox", np.uint64, MAX_RANKS),
+        ("done", np.uint64),
+        ("rank", np.int32),
+        ("size", np.int32),
+        ("capacity", np.int64),
+    ]
+)
+_SUM, _GATHER = 0, 1
+_TRIAL_S = 20.0
+_TRIAL_SIZES = 2, 510, 8192, 2 * CAPACITY + 4  # float16: less than a block … two exchanges
+_TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
+
+
+class GpuPlace(NamedTuple):
+    """A rank's host and GPU, and whether its CuPy has NCCL."""
+
+    host: str
+    bus_id: str
+    nccl: bool
+
+
+def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
+    """Returns oneshot, nccl, staged or device, the same on every rank.
+
+    choice: the value of --all_reduce. oneshot: whether `auto` may choose oneshot. Raises
+    ConfigError for an unknown choice, and for one that these ranks or this MPI cannot do.
+    """
+    if choice not in ALL_REDUCES:
+        raise unknown("all-reduce", choice, ALL_REDUCES)
+    first: dict[tuple[str, str], int] = {}
+    shared, no_nccl = "", ""  # why not: two ranks on one GPU, a rank without NCCL
+    for rank, place in enumerate(places):
+        other = first.setdefault((place.host, place.bus_id), rank)
+        if other != rank and not shared:
+            shared = f"ranks {other} and {rank} share GPU {place.bus_id} of {place.host}"
+        if not place.nccl and not no_nccl:
+            no_nccl = f"CuPy has no NCCL on rank {rank}"
+    hosts = {place.host for place in places}
+    not_oneshot = shared
+    if len(places) > MAX_RANKS:
+        not_oneshot = f"{len(places)} ranks, at most {MAX_RANKS}"
+    if len(hosts) > 1:
+        not_oneshot = f"ranks on {len(hosts)} hosts"
+    reasons = {"oneshot": not_oneshot, "nccl": shared or no_nccl, "staged": ""}
+    if choice == "auto":
+        best = ("oneshot", "nccl", "staged")[not oneshot :]
+        return next(name for name in best if not reasons[name])
+    if choice in ("mpi", "device"):
+        return "device"
+    if reasons[choice]:
+        allowed = [other for other, reason in reasons.items() if not reason]
+        raise ConfigError(
+            f"all-reduce {choice!r}: {reasons[choice]}; allowed: {', '.join([*allowed, 'auto'])}"
+        )
+    return choice
+
+
+def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
+    """Opens the group of the T target ranks, which are the ranks of `comm`. Collective.
+
+    choice: --all_reduce. Raises ConfigError for an all-reduce that this backend or these devices
+    cannot do.
+    """
+    if backend.name != "cupy" and choice not in ("auto", "mpi"):
+        raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
+    if backend.name == "emulated":
+        return SoloGroup(comm.size, comm.rank)
+    if comm.size == 1:
+        return SoloGroup()
+    if backend.name == "numpy":
+        return MpiGroup(comm, waiter)
+    return open_device_group(backend, comm, choice, waiter)
+
+
+def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
+    """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
+    device: Any = backend
+    info = backend.info
+    has_nccl = False
+    if info.kind == "gpu":
+        with suppress(ImportError):
+            from cupy.cuda import nccl
+
+            has_nccl = bool(nccl.available)
+    places = comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", has_nccl))
+    name = choose(choice, places, oneshot=info.kind == "gpu")
+    if name == "oneshot":
+        try:
+            return OneshotGroup(device, comm, waiter)
+        except ConfigError:  # every rank raises it
+            if choice == "oneshot":
+                raise
+            name = choose(choice, places, oneshot=False)
+    if name == "nccl":
+        return NcclGroup(device, comm, waiter)
+    if name == "staged":
+        return StagedGroup(device, comm, waiter)
+    if not claims_cuda():  # All ranks load one library, so that all raise this error.
+        vendor, version = MPI.get_vendor()
+        library = f"{vendor} {'.'.join(map(str, version))}"
+        raise ConfigError(
+            f"all-reduce {choice!r}: {library} says that it cannot read device memory; allowed: "
+            "nccl, staged, auto"
+        )
+    return DeviceMpiGroup(device, comm, waiter)
 
 
 class MpiGroup(Group):
@@ -40,20 +180,332 @@ class MpiGroup(Group):
         self.spent_s += perf_counter() - start
 
 
-def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the group of the T target ranks, which are the ranks of `comm`. Collective.
+class NcclGroup(Group):
+    """The group that reduces by NCCL on the backend's stream; graphs may capture its operations."""
 
-    choice: --all_reduce. Raises ConfigError for an all-reduce that this backend or these devices
-    cannot do.
+    name = "nccl"
+
+    def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
+        super().__init__(comm.size, comm.rank)
+        self._device, self._stream = device, device.stream.ptr
+        self._half, self._word, self._sum = nccl.NCCL_FLOAT16, nccl.NCCL_INT32, nccl.NCCL_SUM
+        self._error = nccl.NcclError
+        identity = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
+        self._nccl: Any = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+        # NCCL connects at the first operations, which must not be captured.
+        with device.stream:
+            halves = cupy.zeros((1, 1024), np.float16)
+            local, gathered = (cupy.zeros(n * 256, np.int32) for n in (1, self.size))
+        self.all_reduce(halves)
+        self.all_gather(local, gathered)
+        over = device.fence()
+
+        def connected() -> bool:
+            self.check()
+            return bool(over())
+
+        waiter.until(connected, "NCCL's first all-reduce")
+
+    def all_reduce(self, array: Any) -> None:
+        assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
+        self._device.flush()
+        at = array.data.ptr
+        self._nccl.allReduce(at, at, array.size, self._half, self._sum, self._stream)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        assert local.itemsize == 4 and gathered.size == self.size * local.size
+        self._device.flush()
+        source, to = local.data.ptr, gathered.data.ptr
+        self._nccl.allGather(source, to, local.size, self._word, self._stream)
+
+    def check(self) -> None:
+        """Raises FaultError where NCCL has met an error; long waits call it."""
+        if self._nccl is None:
+            return
+        try:
+            self._nccl.check_async_error()
+        except self._error as error:
+            raise FaultError(f"NCCL on rank {self.rank}: {error}") from error
+
+    def abort(self) -> None:
+        """Ends NCCL's kernels that wait for a dead peer, and with them the communicator."""
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+
+    def close(self) -> None:
+        """Destroys the device's graphs, then NCCL's communicator; waits 1 s for a peer at most."""
+        if self._nccl is None:
+            return
+        self._device.destroy_graphs()
+        try:
+            Waiter(_CLOSE_S, spin=False).until(self._device.fence(), "NCCL to end")
+        except FaultError:
+            self.abort()
+            return
+        self._nccl.destroy()
+        self._nccl = None
+
+
+class OneshotGroup(Group):
+    """The group of up to 8 GPUs of one host, which share memory by CUDA IPC; graphs may capture it.
+
+    Each rank has an inbox into which all others write (kernels/inbox.cu). One store carries a word
+    and the number of its exchange, so that data cross NVLink once and no handshake is needed. Sums
+    are made in float32 in rank order, so that all ranks get the same bits. A chain of products
+    exchanges within its own kernel; all other arrays go through the kernel `exchange`.
+
+    If a rank never comes, the kernels give up at the waiter's deadline, or when `abort` sets the
+    backend's stop word. The sums are then NaN, and the program that waits for them raises
+    FaultError.
+
+    Close in this order: destroy the graphs, let enqueued work end, unmap the others' inboxes, wait
+    until every rank has done so, free the inbox. If a rank is missing, the inbox stays until the
+    process ends.
     """
-    if backend.name != "cupy" and choice not in ("auto", "mpi"):
-        raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
-    if backend.name == "emulated":
-        return SoloGroup(comm.size, comm.rank)
-    if comm.size == 1:
-        return SoloGroup()
-    if backend.name == "numpy":
-        return MpiGroup(comm, waiter)
-    from mpissd.engine.comm.device_group import open_device_group
 
-    return open_device_group(backend, comm, choice, waiter)
+    name = "oneshot"
+    done_counts = BLOCKS
+
+    def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
+        """Maps the others' memory and tries sums. Collective.
+
+        Raises ConfigError on every rank where memory cannot be mapped or a sum is wrong.
+        """
+        super().__init__(comm.size, comm.rank)
+        self._device, self._comm, self._waiter = device, comm, waiter
+        self.capacity = CAPACITY
+        self._inbox_bytes = 2 * comm.size * CAPACITY * 8
+        self._limit = np.uint64(int(waiter.deadline_s * 1e9))
+        self._own = 0
+        self._mapped: list[int] = []
+        self._peers: Any = None
+        try:
+            self._agree(self._open(), "mapping each other's memory")
+            self._agree(self._trial(), "sums at start-up")
+        except ConfigError:
+            self.close()
+            raise
+        device.limit_waits(waiter.deadline_s)
+
+    @property
+    def everybody(self) -> int:
+        """The device address of the kernels' struct Peers."""
+        return int(self._peers.data.ptr)
+
+    def all_reduce(self, array: Any) -> None:
+        assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
+        if array.ndim == 2 and self._device.sum_last(array, self):
+            return
+        self._device.flush()
+        assert array.size % 2 == 0, f"{array.shape}: an odd number of float16"
+        at = array.data.ptr
+        for first in range(0, array.size // 2, self.capacity):
+            words = min(self.capacity, array.size // 2 - first)
+            self._exchange(at + 4 * first, at + 4 * first, words, _SUM)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        assert local.itemsize == 4 and gathered.size == self.size * local.size
+        assert local.size <= self.capacity, f"{local.size} words, at most {self.capacity}"
+        self._device.flush()
+        self._exchange(local.data.ptr, gathered.data.ptr, local.size, _GATHER)
+
+    def abort(self) -> None:
+        """Ends the waits in this rank's kernels, also in kernels that start later."""
+        self._device.stop[0] = 1
+
+    def close(self) -> None:
+        """Unmaps and frees the inboxes; waits some seconds for a missing rank at most.
+
+        An inbox that another rank may still write to is not freed. The backend can open another
+        group afterwards, also after an abort.
+        """
+        if not self._own:
+            return
+        self._device.destroy_graphs()
+        over = self._device.fence()
+        try:
+            Waiter(_CLOSE_S, spin=False).until(over, "exchanges to end")
+        except FaultError:
+            self.abort()
+            Waiter(_CLOSE_S, spin=False).until(over, "exchanges to give up")
+        from cupy.cuda import runtime
+
+        for inbox in self._mapped:
+            runtime.ipcCloseMemHandle(inbox)
+        self._mapped.clear()
+        own, self._own, self._peers = self._own, 0, None
+        with suppress(FaultError):  # a missing rank may still write to the inbox
+            everybody = self._comm.Ibarrier()
+            Waiter(_CLOSE_S, spin=False).until(everybody.Test, "all ranks to unmap the inboxes")
+            runtime.free(own)
+        self._device.stop[0] = 0
+
+    def _exchange(self, source: int, to: int, words: int, mode: int) -> None:
+        stop = self._device.stop.ctypes.data
+        pointers = self._peers, np.uintp(source), np.uintp(to)
+        args = (*pointers, np.int64(words), np.int32(mode), np.uintp(stop), self._limit)
+        with self._device.stream:
+            self._kernel((BLOCKS,), (THREADS,), args)
+
+    def _open(self) -> str | None:
+        """Makes this rank's inbox and maps the others'; returns why it failed. Collective."""
+        reason, handle = None, None
+        size = self._inbox_bytes + 4 * BLOCKS  # with the counters of exchanges
+        try:
+            import cupy
+            from cupy.cuda import runtime
+
+            module = cupy.RawModule(code=kernels.source(kernels.EXCHANGE), options=("--std=c++14",))
+            self._kernel = module.get_function("exchange")
+            self._own = int(runtime.malloc(size))
+            runtime.memset(self._own, 0, size)
+            runtime.deviceSynchronize()
+            handle = bytes(runtime.ipcGetMemHandle(self._own))
+        except (ImportError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
+            reason = str(error)
+        handles = self._comm.allgather(handle)
+        if reason is not None or None in handles:
+            return reason  # It is None if only another rank failed.
+        peers, inboxes = np.zeros(1, PEERS), np.zeros(MAX_RANKS, np.uint64)
+        try:
+            for rank in range(self.size):
+                inboxes[rank] = self._own
+                if rank != self.rank:
+                    inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank])
+                    self._mapped.append(int(inboxes[rank]))
+            peers["inbox"], peers["done"] = inboxes, self._own + self._inbox_bytes
+            peers["rank"], peers["size"], peers["capacity"] = self.rank, self.size, self.capacity
+            self._peers = cupy.asarray(peers.view(np.uint8))
+            runtime.deviceSynchronize()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _trial(self) -> str | None:
+        """Compares sums of random numbers with MPI's; returns the error, or None."""
+        limit, self._limit = self._limit, np.uint64(int(_TRIAL_S * 1e9))
+        worst = 0.0
+        for size in _TRIAL_SIZES:
+            array = self._device.activation(1, size)
+            for trial in range(_TRIALS):
+                rng = np.random.default_rng((size, trial, self.rank))
+                values = rng.standard_normal((1, size)).astype(np.float16).astype(np.float32)
+                self._device.from_host(values, array)
+                self.all_reduce(array)
+                request = self._comm.Iallreduce(MPI.IN_PLACE, values)
+                self._waiter.until(request.Test, "sums of the host")
+                summed = self._device.to_host(array)
+                error = np.linalg.norm(summed - values) / np.linalg.norm(values)
+                worst = max(worst, float(error)) if np.isfinite(error) else np.inf
+        self._limit = limit
+        return f"relative error {worst:.1e}" if worst > TOLERANCE else None
+
+    def _agree(self, reason: str | None, what: str) -> None:
+        """Raises ConfigError on every rank if any rank has a reason. Collective."""
+        for rank, why in enumerate(self._comm.allgather(reason)):
+            if why is not None:
+                raise ConfigError(
+                    f"all-reduce 'oneshot': {what} failed on rank {rank} ({why[:256]}); "
+                    "allowed: nccl, staged, auto"
+                )
+
+
+class HostPacedGroup(Group):
+    """A group whose operations wait for the stream and then call MPI, so no graph holds them."""
+
+    capturable = False
+
+    def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
+        super().__init__(comm.size, comm.rank)
+        self._device, self._comm, self._waiter = device, comm, waiter
+        self._memory: dict[Any, Any] = {}  # made once for each size
+
+    def _settle(self) -> None:
+        """Waits for the stream, which MPI does not follow."""
+        self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
+
+
+class StagedGroup(HostPacedGroup):
+    """The group that sums in host memory by MPI, in float32, and rounds the sum once."""
+
+    name = "staged"
+
+    def all_reduce(self, array: Any) -> None:
+        halves = self._host((array.size + 1) // 2).view(np.float16)[: array.size]
+        self._device.copy_out(array, halves)
+        self._settle()
+        total = halves.astype(np.float32)
+        request = self._comm.Iallreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+        self._waiter.until(request.Test, "staged all-reduce")
+        halves[...] = total
+        self._device.copy_in(halves, array)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        every = self._host(gathered.size)
+        self._device.copy_out(local, every[self.rank * local.size :][: local.size])
+        self._settle()
+        request = self._comm.Iallgather(MPI.IN_PLACE, every)
+        self._waiter.until(request.Test, "staged all-gather")
+        self._device.copy_in(every, gathered)
+
+    def _host(self, count: int) -> Any:
+        """Returns page-locked memory of `count` int32."""
+        if count not in self._memory:
+            self._memory[count] = self._device.host_ints(count)
+        return self._memory[count]
+
+
+class DeviceMpiGroup(HostPacedGroup):
+    """The group that exchanges device arrays by MPI and sums them on the device in float32."""
+
+    name = "device"
+
+    def all_reduce(self, array: Any) -> None:
+        if array.shape not in self._memory:
+            self._memory[array.shape] = array[np.newaxis].repeat(self.size, axis=0)
+        slots = self._memory[array.shape]
+        self._device.flush()
+        with self._device.stream:
+            slots[self.rank] = array
+            self._exchange(slots)
+            array[...] = slots.sum(axis=0, dtype=np.float32)
+
+    def all_gather(self, local: Any, gathered: Any) -> None:
+        slots = gathered.reshape(self.size, *local.shape)
+        self._device.flush()
+        with self._device.stream:
+            slots[self.rank] = local
+            self._exchange(slots)
+
+    def _exchange(self, slots: Any) -> None:
+        """Sends slots[rank] to all others and receives theirs."""
+        self._settle()
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
+        requests += [self._comm.Isend([slots[self.rank], MPI.BYTE], peer) for peer in peers]
+        self._waiter.until(lambda: MPI.Request.Testall(requests), "device all-reduce")
+
+
+def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether the MPI library in this process's memory claims to read device memory."""
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        return True
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if ".so" in line}
+    except OSError:
+        return False
+    names = ("libmpi.so", "libmpich.so", "libmpi_", "libmpi-")
+    for path in sorted(path for path in paths if os.path.basename(path).startswith(names)):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return bool(library.MPIX_Query_cuda_support())
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int(0)
+            library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0: MPIX_GPU_SUPPORT_CUDA
+            return bool(supported.value)
+    return False
