@@ -402,8 +402,7 @@ class CupyBackend(Backend):
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
         self.flush()
-        kernel = self._launcher.function(name, kernels.BACKEND)
-        self._launcher.launch(kernel, grid, block, args, shared_mem)
+        self._launcher.launch(name, kernels.BACKEND, grid, block, args, shared_mem)
 
 
 def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:

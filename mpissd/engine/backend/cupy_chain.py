@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import cupy
@@ -58,17 +59,17 @@ class ChainRunner:
     def __init__(self, launcher: Launcher, stop: NDArray[np.int32]) -> None:
         self.limit_s = 60.0
         self._launcher, self._stop = launcher, stop
-        self._noted: list[tuple[int, ...]] = []
+        self._noted: list[Multiplication] = []
         self._inboxes: Inboxes | None = None
         self._held = False
         # By products: their table on the device, the counters of its launches, and the numbers of
         # products, exchanges and row tiles.
-        self._chains: dict[tuple[tuple[int, ...], ...], tuple[Any, Any, int, int, int]] = {}
+        self._chains: dict[tuple[Multiplication, ...], tuple[Any, Any, int, int, int]] = {}
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
         """Records out = x @ the packed weight at an address; the operands' widths give its
         shape."""
-        self._noted.append((weight, *_flat(x), *_flat(out), 0))
+        self._noted.append(Multiplication(weight, x, out))
         if not self._held:
             self.flush()
 
@@ -77,11 +78,11 @@ class ChainRunner:
 
         Returns False if `out` is not the last recorded product's output, or exceeds the inboxes.
         """
-        if not self._noted or self._noted[-1][5:9] != _flat(out) or self._noted[-1][9]:
+        if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
             return False
         if min(out.rows, MAX_ROWS) * out.width > 2 * inboxes.capacity:
             return False
-        self._noted[-1] = (*self._noted[-1][:9], 1)
+        self._noted[-1] = replace(self._noted[-1], summed=True)
         self._inboxes = inboxes
         return True
 
@@ -104,11 +105,7 @@ class ChainRunner:
         key = tuple(self._noted)
         self._noted.clear()
         if key not in self._chains:
-            chain = [
-                Multiplication(weight, Operand(*place[:4]), Operand(*place[4:8]), bool(place[8]))
-                for weight, *place in key
-            ]
-            planned = chain_plan.plan(chain)
+            planned = chain_plan.plan(key)
             self._chains[key] = (
                 self._launcher.uploaded(planned.view(np.uint8), np.uint8),
                 self._launcher.zeros((len(planned) + 1,), np.uint32),
@@ -132,10 +129,9 @@ class ChainRunner:
             np.uintp(self._stop.ctypes.data),
             np.uint64(int(self.limit_s * 1e9)),
         )
-        macros, shared = geometry.macros, geometry.shared_bytes
-        kernel = self._launcher.function("chain", kernels.CHAIN, macros, shared)
-        grid = (self._launcher.multiprocessors,)
-        self._launcher.launch(kernel, grid, (THREADS,), args, shared)
+        grid, shared = (self._launcher.multiprocessors,), geometry.shared_bytes
+        how = args, shared, geometry.macros
+        self._launcher.launch("chain", kernels.CHAIN, grid, (THREADS,), *how)
 
     def close(self) -> None:
         """Frees the tables; call it after the graphs that read them are destroyed."""
@@ -145,7 +141,3 @@ class ChainRunner:
 def operand(array: Any) -> Operand:
     """Returns a two-dimensional array as an address with its sizes and row step."""
     return Operand(int(array.data.ptr), int(array.shape[0]), int(array.shape[1]), step(array))
-
-
-def _flat(array: Operand) -> tuple[int, int, int, int]:
-    return array.address, array.rows, array.width, array.step
