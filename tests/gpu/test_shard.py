@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mpi.harness import needs_mpi, start
+from tests.mpi.harness import ended, needs_mpi, start
 
 pytestmark = needs_mpi
 
@@ -18,7 +18,6 @@ pytestmark = needs_mpi
 )
 def test_two_ranks_give_what_one_gives(backend: str, choices: str, models: str) -> None:
     flags = f"--backend={backend} --all_reduce={choices} --models={models} --tokens=12"
-    with start(2, "tests.gpu.mpi_shard_check", *flags.split()) as job:
-        code, out, err = job.finish()
-    assert code == 0, out + err
-    assert out.rstrip().endswith("passed") and "pass  " in out
+    done = ended(start(2, "tests.gpu.mpi_shard_check", *flags.split()))
+    assert done.code == 0, done.out + done.err
+    assert done.out.rstrip().endswith("passed") and "pass  " in done.out
