@@ -4,8 +4,9 @@ A recording at temperature 0 determines every round of K tokens (docs/recordings
 has the outcomes of each K. A row of text has the outcomes of its own K and temperature; the ranks
 of its bonus tokens are counted in its key `learned`.
 
-Intervals are of 95%, from 200 resamples of whole sequences: rounds of one text are no independent
-draws.
+Intervals are of 95%, by a jackknife over groups of whole sequences: rounds of one text are no
+independent draws. The file keeps the models without each group, so that `plan` can carry the
+sampling error to its verdict.
 
 miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
 measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood fit to
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -26,6 +28,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.compare import jackknife
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import check_file, tool, whole_file
 from mpissd.common.rounds import Source as DraftSource
@@ -41,9 +44,9 @@ from mpissd.lab.tables.load import load_rows
 Array = NDArray[np.int64]
 BEYOND, OUTSIDE = 0, -1  # instead of a rank
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
-RESAMPLES = 200
+GROUPS = 20  # the most groups of sequences; fewer sequences are a group each
+_FIT = ("A", "r", "floor")
 _FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
-_SEED = 17  # seed of the resamples
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
 
@@ -220,49 +223,87 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
     if lookahead not in known:
         had = ", ".join(map(str, known))
         raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
-    rng, laws = np.random.default_rng(_SEED), []
-    for k in known:
-        here = [source for source in sources if k in source.outcomes]
+    every = {k: [source for source in sources if k in source.outcomes] for k in known}
+    prompts = min(sum(len(s.outcomes[k].accepted) for s in here) for k, here in every.items())
+    groups, laws = min(GROUPS, prompts), []
+    for k, here in every.items():
         ranked = [ranks for source in here if (ranks := source.outcomes[k].ranks) is not None]
-        fast = {kind: np.zeros(k + 1, np.int64) for kind in LOOKUPS}
         recordings = [source.recording for source in here if source.recording is not None]
-        for recording in recordings:
-            for n, part in enumerate(recording.sequences):
-                for kind, counts in fast.items():  # if only a lookup drafts
-                    runs = [run for _, run in _rounds(part, copied(recording, n, k, kind))]
-                    np.add.at(counts, runs, 1)
+        accepted = _by_group([source.outcomes[k].accepted for source in here], groups)
+        rejected, rejected_without = hits_of([one for one, _ in ranked], groups)
+        complete, complete_without = hits_of([one for _, one in ranked], groups)
+        fast = {
+            kind: _by_group([_looked_up(of, k, kind) for of in recordings], groups)
+            for kind in (LOOKUPS if recordings else ())
+        }
+        without = [
+            {
+                "accepted": counts.tolist(),
+                "rejected": {"fit": rejected_without[n]},
+                "complete": {"fit": complete_without[n]},
+                "fast": {kind: _without_each(of)[n].tolist() for kind, of in fast.items()},
+            }
+            for n, counts in enumerate(_without_each(accepted))
+        ]
         laws.append(
             {
                 "lookahead": k,
-                **_acceptance(np.concatenate([s.outcomes[k].accepted for s in here]), rng),
-                "rejected": hits_of([one for one, _ in ranked], rng),
-                "complete": hits_of([one for _, one in ranked], rng),
-                "fast": {kind: of.tolist() for kind, of in fast.items() if recordings},
+                **_acceptance(accepted),
+                "rejected": rejected,
+                "complete": complete,
+                "fast": {kind: of.sum(axis=0).tolist() for kind, of in fast.items()},
+                "without": without,
             }
         )
     about = {
         "sources": [source.about for source in sources],
+        "prompts": prompts,
+        "groups": groups,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "tool": tool("pair"),
     }
     return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws}
 
 
-def _resampled(counts: Array, rng: np.random.Generator) -> list[Array]:
-    """Returns the column sums of as many rows, drawn with replacement, RESAMPLES times."""
-    many = len(counts)
-    return [counts[rng.integers(0, many, many)].sum(axis=0) for _ in range(RESAMPLES)]
+def _looked_up(recording: Recording, lookahead: int, kind: str) -> Array:
+    """Returns counts of k = 0 … K by sequence if only a lookup drafts, [S, K + 1]."""
+    counts = np.zeros((len(recording.sequences), lookahead + 1), np.int64)
+    for n, part in enumerate(recording.sequences):
+        runs = [run for _, run in _rounds(part, copied(recording, n, lookahead, kind))]
+        np.add.at(counts[n], runs, 1)
+    return counts
 
 
-def _interval(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
-    low, high = np.percentile(np.asarray(values, np.float64), [2.5, 97.5])
-    return [float(low), float(high)]
+def _by_group(tables: Sequence[Array], groups: int) -> Array:
+    """Returns the sums over groups of the tables' rows, [G, columns]; group g has rows g + i·G."""
+    rows = np.concatenate(tables)
+    sums = np.zeros((groups, rows.shape[1]), np.int64)
+    np.add.at(sums, np.arange(len(rows)) % groups, rows)
+    return sums
 
 
-def _acceptance(table: Array, rng: np.random.Generator) -> dict[str, Any]:
+def _without_each(sums: Array) -> Array:
+    """Returns the sums over all groups but one, for each group; none if there is only one group."""
+    return (sums.sum(axis=0) - sums) if len(sums) > 1 else sums[:0]
+
+
+def _intervals(
+    values: Sequence[float], without: Sequence[Sequence[float] | None], most: Any = None
+) -> list[list[float] | None]:
+    """Returns the 95% interval of each number, cut to 0 … most; without: the numbers without each
+    group. They are None with fewer than two groups, or where one's absence leaves no numbers."""
+    known = [of for of in without if of is not None]
+    if len(known) < max(2, len(without)):
+        return [None] * len(values)
+    half = jackknife(np.array(known))
+    return np.clip([values - half, values + half], 0, most).T.tolist()  # type: ignore[no-any-return]
+
+
+def _acceptance(sums: Array) -> dict[str, Any]:
     """Returns counts of k, tokens a round, and acceptance by position: marginal, conditional.
 
-    alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens.
+    alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens. sums:
+    counts by group, [G, K + 1].
     """
 
     def numbers(total: Array) -> list[float]:
@@ -273,9 +314,9 @@ def _acceptance(table: Array, rng: np.random.Generator) -> dict[str, Any]:
         alpha = accepted / judged if judged else 0.0
         return [1 + accepted / rounds, alpha, *marginal.tolist(), *hazards]
 
-    total, width = table.sum(axis=0), table.shape[1] - 1
-    values = numbers(total)
-    bounds = [_interval(of) for of in np.array([numbers(t) for t in _resampled(table, rng)]).T]
+    total, width = sums.sum(axis=0), sums.shape[1] - 1
+    values, most = numbers(total), np.array([width + 1, *[1] * (2 * width + 1)])
+    bounds = _intervals(values, [numbers(of) for of in _without_each(sums)], most)
     return {
         "rounds": int(total.sum()),
         "accepted": total.tolist(),
@@ -290,21 +331,22 @@ def _acceptance(table: Array, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def hits_of(tables: Sequence[Ranks], rng: np.random.Generator) -> dict[str, Any]:
+def hits_of(tables: Sequence[Ranks], groups: int) -> tuple[dict[str, Any], list[Any]]:
     """Returns counts of ranks, the miss rate by fan-out, and the fit, of all sources' sequences.
 
-    They have the F of the source that kept the fewest candidates.
+    The second result holds the fits without each group of sequences. Counts have the F of the
+    source that kept the fewest candidates.
     """
     if not tables:
-        return {"outcomes": 0, "fit": None}
+        return {"outcomes": 0, "fit": None}, [None] * groups
     limit = min(table.counts.shape[1] for table in tables) - 2
     knows = all(table.knows_vocabulary for table in tables)
     parts = []
     for counts, _ in tables:
         beyond = counts[:, limit:-1].sum(axis=1, keepdims=True)
         parts.append(np.concatenate([counts[:, :limit], beyond, counts[:, -1:]], axis=1))
-    counts = np.concatenate(parts)
-    total = counts.sum(axis=0)
+    sums = _by_group(parts, groups)
+    total, again = sums.sum(axis=0), _without_each(sums)
     hits: dict[str, Any] = {
         "outcomes": int(total.sum()),
         "ranks": total[:-2].tolist(),
@@ -313,24 +355,20 @@ def hits_of(tables: Sequence[Ranks], rng: np.random.Generator) -> dict[str, Any]
         "misses": {},
         "fit": None,
     }
-    if not total.any():
-        return hits
-    fit, again = _fitted(total), _resampled(counts, rng)
-    for width in (f for f in WIDTHS if f <= limit):
-        miss = float(total[width:].sum() / total.sum())
-        low, high = _interval([of[width:].sum() / of.sum() for of in again if of.any()])
+    fit, fits = _fitted(total), [_fitted(of) for of in again]
+    for width in (f for f in WIDTHS if f <= limit and total.any()):
+        miss, *misses = (float(of[width:].sum() / max(of.sum(), 1)) for of in (total, *again))
+        (bounds,) = _intervals([miss], [[of] for of in misses], 1.0)
         law = None if fit is None else power_law_miss(width, *fit)
-        off = law is not None and abs(law - miss) > _FAILS * miss
-        fails = law is not None and off and not low <= law <= high
-        of_width = {"miss": miss, "miss_95": [low, high], "law": law, "fails": fails}
+        fails = law is not None and abs(law - miss) > _FAILS * miss
+        fails &= law is not None and bounds is not None and not bounds[0] <= law <= bounds[1]
+        of_width = {"miss": miss, "miss_95": bounds, "law": law, "fails": fails}
         hits["misses"][str(width)] = of_width
     if fit is not None:
-        fits = np.array([one for of in again if (one := _fitted(of)) is not None])
-        names = ("A", "r", "floor")
-        intervals = {f"{n}_95": _interval(of) for n, of in zip(names, fits.T, strict=True)}
+        intervals = zip((f"{name}_95" for name in _FIT), _intervals(fit, fits), strict=True)
         fails_at = [int(f) for f, miss in hits["misses"].items() if miss["fails"]]
-        hits["fit"] = {**dict(zip(names, fit, strict=True)), **intervals, "fails_at": fails_at}
-    return hits
+        hits["fit"] = {**dict(zip(_FIT, fit, strict=True)), **dict(intervals), "fails_at": fails_at}
+    return hits, [None if of is None else dict(zip(_FIT, of, strict=True)) for of in fits]
 
 
 def _fitted(total: Array) -> tuple[float, float, float] | None:
@@ -348,7 +386,7 @@ def _text(at: Mapping[str, Any]) -> Iterator[str]:
     """Yields the models at one K as lines of text."""
 
     def bounded(of: Mapping[str, Any], name: str) -> str:
-        low, high = of[f"{name}_95"]
+        low, high = of[f"{name}_95"] or (math.nan, math.nan)
         return f"{of[name]:.3f} [{low:.3f}, {high:.3f}]"
 
     def cells(values: Iterable[Any]) -> str:
