@@ -299,17 +299,16 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes."""
+    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes.
 
-    path: str
+    without_each: the --laws of this file without each group of its prompts; none of an older file.
+    """
+
+    name: str
     sha256: str
     about: Mapping[str, Any]
     at: tuple[LawsAt, ...]
-
-    @property
-    def name(self) -> str:
-        """The file's name without its folders."""
-        return Path(self.path).name
+    without_each: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -321,11 +320,6 @@ class LawFile:
         """The largest K whose hit models are determined; if none is, the largest K."""
         fitted = [laws.lookahead for laws in self.at if laws.rejected and laws.complete]
         return max(fitted, default=self.at[-1].lookahead)
-
-    @property
-    def without_each(self) -> list[str]:
-        """The --laws of this file without each group of its prompts; none of an older file."""
-        return [f"{self.path}#{n}" for n in range(self.about.get("groups", 0))]
 
     def behind(self, lookahead: int) -> LawsAt:
         """Returns the models at the smallest measured K that is not below this one."""
@@ -361,11 +355,13 @@ def _load(path: str, group: str, changed: int, size: int) -> LawFile:
     read = json.loads(data)
     if read["kind"] != "laws" or read["schema"] != SCHEMA:
         raise ValueError(f"schema {read['schema']} of {read['kind']}: allowed: {SCHEMA}")
-    laws = [{**of, **of["without"][int(group)]} if group else of for of in read["laws"]]
+    laws = read["without"][int(group)] if group else read["laws"]
     at = tuple(sorted(map(_laws_at, laws), key=lambda laws: laws.lookahead))
     if not at:
         raise ValueError("it holds no laws")
-    return LawFile(path, hashlib.sha256(data).hexdigest(), dict(read["about"]), at)
+    without = [f"{path}#{n}" for n in range(len(read.get("without", ())))]
+    about = dict(read["about"])
+    return LawFile(Path(path).name, hashlib.sha256(data).hexdigest(), about, at, tuple(without))
 
 
 def _laws_at(read: Mapping[str, Any]) -> LawsAt:

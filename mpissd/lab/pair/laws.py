@@ -21,8 +21,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -44,8 +45,7 @@ from mpissd.lab.tables.load import load_rows
 Array = NDArray[np.int64]
 BEYOND, OUTSIDE = 0, -1  # instead of a rank
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
-GROUPS = 20  # the most groups of sequences; fewer sequences are a group each
-_FIT = ("A", "r", "floor")
+GROUPS = 20  # the most groups of sequences that are left out in turn
 _FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
@@ -72,11 +72,25 @@ class Outcomes(NamedTuple):
     """The rounds of one source at one K.
 
     accepted: counts of k = 0 … K by sequence, [S, K + 1]. ranks: of bonus tokens after a rejection
-    and after K accepted tokens; None if the source lacks them.
+    and after K accepted tokens; None if the source lacks them. fast: the counts by kind of lookup
+    if only that drafts; {} if the source lacks them.
     """
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
+    fast: Mapping[str, Array] = {}
+
+    def without(self, group: int, groups: int) -> Outcomes:
+        """Returns the rounds of all sequences but every `groups`-th one, from the `group`-th on."""
+
+        def kept(table: Array) -> Array:
+            return np.compress(np.arange(len(table)) % groups != group, table, axis=0)
+
+        ranks = None
+        if self.ranks is not None:
+            rejected, complete = (one._replace(counts=kept(one.counts)) for one in self.ranks)
+            ranks = rejected, complete
+        return Outcomes(kept(self.accepted), ranks, {k: kept(of) for k, of in self.fast.items()})
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,6 @@ class Source:
 
     about: dict[str, Any]
     outcomes: Mapping[int, Outcomes]
-    recording: Recording | None = None
 
 
 def print_laws(config: PairConfig) -> None:
@@ -96,13 +109,14 @@ def print_laws(config: PairConfig) -> None:
             raise ConfigError(f"to={config.to}: exists: allowed: a new file")
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
-    at = next(laws for laws in document["laws"] if laws["lookahead"] == config.steps)
-    print("\n".join(_text(at)))
+    every = (document["laws"], *document["without"])
+    at = [laws for of in every for laws in of if laws["lookahead"] == config.steps]
+    print("\n".join(_text(*at)))
     if config.to is not None:
         path = Path(config.to)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            file.write(f"{json.dumps(document, indent=1)}\n".encode())
+            file.write(f"{json.dumps(document)}\n".encode())
         print(f"{path}: impose it with --laws={path}")
 
 
@@ -113,7 +127,7 @@ def read(name: str) -> Iterator[Source]:
         about = {key: recording.about.get(key) for key in _ABOUT}
         file = {"file": recording.name, "sha256": recording.sha256}
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
-        yield Source({**file, **about}, by_k, recording)
+        yield Source({**file, **about}, by_k)
         return
     path = Path(name)
     folder = path if path.is_dir() else path.parent
@@ -159,7 +173,12 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             ranked[k == lookahead].append((n, rank))
     tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
     rejected, complete = (Ranks.of(of[0], of[1], num, widest, known is not None) for of in tables)
-    return Outcomes(accepted, (rejected, complete))
+    fast = {kind: np.zeros((num, lookahead + 1), np.int64) for kind in LOOKUPS}
+    for kind, counts in fast.items():
+        for n, part in enumerate(recording.sequences):
+            runs = [run for _, run in _rounds(part, copied(recording, n, lookahead, kind))]
+            np.add.at(counts[n], runs, 1)
+    return Outcomes(accepted, (rejected, complete), fast)
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
@@ -223,152 +242,73 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
     if lookahead not in known:
         had = ", ".join(map(str, known))
         raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
-    every = {k: [source for source in sources if k in source.outcomes] for k in known}
-    prompts = min(sum(len(s.outcomes[k].accepted) for s in here) for k, here in every.items())
-    groups, laws = min(GROUPS, prompts), []
-    for k, here in every.items():
-        ranked = [ranks for source in here if (ranks := source.outcomes[k].ranks) is not None]
-        recordings = [source.recording for source in here if source.recording is not None]
-        accepted = _by_group([source.outcomes[k].accepted for source in here], groups)
-        rejected, rejected_without = hits_of([one for one, _ in ranked], groups)
-        complete, complete_without = hits_of([one for _, one in ranked], groups)
-        fast = {
-            kind: _by_group([_looked_up(of, k, kind) for of in recordings], groups)
-            for kind in (LOOKUPS if recordings else ())
-        }
-        without = [
-            {
-                "accepted": counts.tolist(),
-                "rejected": {"fit": rejected_without[n]},
-                "complete": {"fit": complete_without[n]},
-                "fast": {kind: _without_each(of)[n].tolist() for kind, of in fast.items()},
-            }
-            for n, counts in enumerate(_without_each(accepted))
-        ]
-        laws.append(
-            {
-                "lookahead": k,
-                **_acceptance(accepted),
-                "rejected": rejected,
-                "complete": complete,
-                "fast": {kind: of.sum(axis=0).tolist() for kind, of in fast.items()},
-                "without": without,
-            }
-        )
+    every = {k: [s.outcomes[k] for s in sources if k in s.outcomes] for k in known}
+    groups = min(GROUPS, *(len(of.accepted) for here in every.values() for of in here))
+    without = [
+        [_laws(k, [of.without(n, groups) for of in here]) for k, here in every.items()]
+        for n in range(groups if groups > 1 else 0)
+    ]
     about = {
         "sources": [source.about for source in sources],
-        "prompts": prompts,
-        "groups": groups,
+        "prompts": min(sum(len(of.accepted) for of in here) for here in every.values()),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "tool": tool("pair"),
     }
-    return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws}
+    laws = [_laws(k, here) for k, here in every.items()]
+    return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws, "without": without}
 
 
-def _looked_up(recording: Recording, lookahead: int, kind: str) -> Array:
-    """Returns counts of k = 0 … K by sequence if only a lookup drafts, [S, K + 1]."""
-    counts = np.zeros((len(recording.sequences), lookahead + 1), np.int64)
-    for n, part in enumerate(recording.sequences):
-        runs = [run for _, run in _rounds(part, copied(recording, n, lookahead, kind))]
-        np.add.at(counts[n], runs, 1)
-    return counts
+def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
+    """Returns the models at one K: acceptance by position, hits after both ends, and lookups.
 
-
-def _by_group(tables: Sequence[Array], groups: int) -> Array:
-    """Returns the sums over groups of the tables' rows, [G, columns]; group g has rows g + i·G."""
-    rows = np.concatenate(tables)
-    sums = np.zeros((groups, rows.shape[1]), np.int64)
-    np.add.at(sums, np.arange(len(rows)) % groups, rows)
-    return sums
-
-
-def _without_each(sums: Array) -> Array:
-    """Returns the sums over all groups but one, for each group; none if there is only one group."""
-    return (sums.sum(axis=0) - sums) if len(sums) > 1 else sums[:0]
-
-
-def _intervals(
-    values: Sequence[float], without: Sequence[Sequence[float] | None], most: Any = None
-) -> list[list[float] | None]:
-    """Returns the 95% interval of each number, cut to 0 … most; without: the numbers without each
-    group. They are None with fewer than two groups, or where one's absence leaves no numbers."""
-    known = [of for of in without if of is not None]
-    if len(known) < max(2, len(without)):
-        return [None] * len(values)
-    half = jackknife(np.array(known))
-    return np.clip([values - half, values + half], 0, most).T.tolist()  # type: ignore[no-any-return]
-
-
-def _acceptance(sums: Array) -> dict[str, Any]:
-    """Returns counts of k, tokens a round, and acceptance by position: marginal, conditional.
-
-    alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens. sums:
-    counts by group, [G, K + 1].
+    alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens.
     """
-
-    def numbers(total: Array) -> list[float]:
-        accepted, rounds = float((total * np.arange(len(total))).sum()), int(total.sum())
-        judged = accepted + float(total[:-1].sum())
-        marginal = total[::-1].cumsum()[::-1][1:] / rounds
-        hazards = hazards_of_counts(total.tolist(), len(total) - 1)
-        alpha = accepted / judged if judged else 0.0
-        return [1 + accepted / rounds, alpha, *marginal.tolist(), *hazards]
-
-    total, width = sums.sum(axis=0), sums.shape[1] - 1
-    values, most = numbers(total), np.array([width + 1, *[1] * (2 * width + 1)])
-    bounds = _intervals(values, [numbers(of) for of in _without_each(sums)], most)
+    total = np.sum([of.accepted.sum(axis=0) for of in outcomes], axis=0)
+    accepted, rounds = int(total @ np.arange(lookahead + 1)), int(total.sum())
+    judged = accepted + int(total[:-1].sum())
+    ranked = [of.ranks for of in outcomes if of.ranks is not None]
+    looked_up = [of.fast for of in outcomes if of.fast]
     return {
-        "rounds": int(total.sum()),
+        "lookahead": lookahead,
+        "rounds": rounds,
         "accepted": total.tolist(),
-        "tokens_a_round": values[0],
-        "tokens_a_round_95": bounds[0],
-        "alpha": values[1],
-        "alpha_95": bounds[1],
-        "marginal": values[2 : 2 + width],
-        "marginal_95": bounds[2 : 2 + width],
-        "conditional": values[2 + width :],
-        "conditional_95": bounds[2 + width :],
+        "tokens_a_round": 1 + accepted / rounds,
+        "alpha": accepted / judged if judged else 0.0,
+        "marginal": (total[::-1].cumsum()[::-1][1:] / rounds).tolist(),
+        "conditional": list(hazards_of_counts(total.tolist(), lookahead)),
+        "rejected": _hits([one for one, _ in ranked]),
+        "complete": _hits([one for _, one in ranked]),
+        "fast": {
+            kind: np.sum([of[kind].sum(axis=0) for of in looked_up], axis=0).tolist()
+            for kind in (LOOKUPS if looked_up else ())
+        },
     }
 
 
-def hits_of(tables: Sequence[Ranks], groups: int) -> tuple[dict[str, Any], list[Any]]:
+def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
     """Returns counts of ranks, the miss rate by fan-out, and the fit, of all sources' sequences.
 
-    The second result holds the fits without each group of sequences. Counts have the F of the
-    source that kept the fewest candidates.
+    They have the F of the source that kept the fewest candidates.
     """
     if not tables:
-        return {"outcomes": 0, "fit": None}, [None] * groups
+        return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2
-    knows = all(table.knows_vocabulary for table in tables)
-    parts = []
-    for counts, _ in tables:
-        beyond = counts[:, limit:-1].sum(axis=1, keepdims=True)
-        parts.append(np.concatenate([counts[:, :limit], beyond, counts[:, -1:]], axis=1))
-    sums = _by_group(parts, groups)
-    total, again = sums.sum(axis=0), _without_each(sums)
-    hits: dict[str, Any] = {
-        "outcomes": int(total.sum()),
+    total = np.zeros(limit + 2, np.int64)
+    for each in (table.counts.sum(axis=0) for table in tables):
+        total += [*each[:limit], each[limit:-1].sum(), each[-1]]
+    fit, outcomes = _fitted(total), int(total.sum())
+    misses = {}
+    for width in (f for f in WIDTHS if f <= limit and outcomes):
+        law = None if fit is None else power_law_miss(width, *fit)
+        misses[str(width)] = {"miss": float(total[width:].sum() / outcomes), "law": law}
+    return {
+        "outcomes": outcomes,
         "ranks": total[:-2].tolist(),
         "beyond": int(total[-2]),
-        "outside": int(total[-1]) if knows else None,
-        "misses": {},
-        "fit": None,
+        "outside": int(total[-1]) if all(table.knows_vocabulary for table in tables) else None,
+        "misses": misses,
+        "fit": None if fit is None else dict(zip(("A", "r", "floor"), fit, strict=True)),
     }
-    fit, fits = _fitted(total), [_fitted(of) for of in again]
-    for width in (f for f in WIDTHS if f <= limit and total.any()):
-        miss, *misses = (float(of[width:].sum() / max(of.sum(), 1)) for of in (total, *again))
-        (bounds,) = _intervals([miss], [[of] for of in misses], 1.0)
-        law = None if fit is None else power_law_miss(width, *fit)
-        fails = law is not None and abs(law - miss) > _FAILS * miss
-        fails &= law is not None and bounds is not None and not bounds[0] <= law <= bounds[1]
-        of_width = {"miss": miss, "miss_95": bounds, "law": law, "fails": fails}
-        hits["misses"][str(width)] = of_width
-    if fit is not None:
-        intervals = zip((f"{name}_95" for name in _FIT), _intervals(fit, fits), strict=True)
-        fails_at = [int(f) for f, miss in hits["misses"].items() if miss["fails"]]
-        hits["fit"] = {**dict(zip(_FIT, fit, strict=True)), **dict(intervals), "fails_at": fails_at}
-    return hits, [None if of is None else dict(zip(_FIT, of, strict=True)) for of in fits]
 
 
 def _fitted(total: Array) -> tuple[float, float, float] | None:
@@ -382,19 +322,27 @@ def _fitted(total: Array) -> tuple[float, float, float] | None:
     return (1.0 - floor) * law[0], law[1], floor
 
 
-def _text(at: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the models at one K as lines of text."""
+def _text(*every: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the models at one K as lines of text; every: of all sequences, without each group."""
+    at = every[0]
 
-    def bounded(of: Mapping[str, Any], name: str) -> str:
-        low, high = of[f"{name}_95"] or (math.nan, math.nan)
-        return f"{of[name]:.3f} [{low:.3f}, {high:.3f}]"
+    def read(*keys: str) -> tuple[float, float]:
+        """Returns a number, and the half-width of its interval (nan if it is not known)."""
+        walked = (reduce(lambda of, key: of and of[key], keys, each) for each in every)
+        value, *others = cast("Iterator[Any]", walked)
+        is_known = len(others) > 1 and None not in others
+        return value, float(jackknife(np.array(others, float))) if is_known else math.nan
+
+    def bounded(*keys: str) -> str:
+        value, half = read(*keys)
+        return f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]"
 
     def cells(values: Iterable[Any]) -> str:
         return " ".join(f"{v:>6}" if isinstance(v, (int, str)) else f"{v:6.3f}" for v in values)
 
     yield (
-        f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded(at, 'tokens_a_round')} tokens a "
-        f"round, alpha {bounded(at, 'alpha')}   (in brackets: 95% intervals)"
+        f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded('tokens_a_round')} tokens a "
+        f"round, alpha {bounded('alpha')}   (in brackets: 95% intervals)"
     )
     yield f"   position        {cells(range(1, at['lookahead'] + 1))}"
     yield f"   reached         {cells(at['marginal'])}"
@@ -407,16 +355,19 @@ def _text(at: Mapping[str, Any]) -> Iterator[str]:
             continue
         floor = "not known" if ranks["outside"] is None else f"{fit['floor']:.3f}"
         yield (
-            f"{title}, {ranks['outcomes']} outcomes: A = {bounded(fit, 'A')}, "
-            f"r = {bounded(fit, 'r')}, floor of the draft's vocabulary: {floor}"
+            f"{title}, {ranks['outcomes']} outcomes: A = {bounded(end, 'fit', 'A')}, "
+            f"r = {bounded(end, 'fit', 'r')}, floor of the draft's vocabulary: {floor}"
         )
         misses = ranks["misses"]
         yield f"   F       {cells(misses)}"
         yield f"   miss    {cells(one['miss'] for one in misses.values())}"
         yield f"   law     {cells(one['law'] for one in misses.values())}"
-        if fit["fails_at"]:
-            failed = ", ".join(map(str, fit["fails_at"]))
-            yield f"   the law fails at F = {failed}: off by over 10%"
+        failed = []
+        for width, one in misses.items():
+            miss, half = read(end, "misses", width, "miss")
+            failed += [width] if abs(one["law"] - miss) > max(_FAILS * miss, half) else []
+        if failed:
+            yield f"   the law fails at F = {', '.join(failed)}: off by over 10%"
     for kind, counts in at["fast"].items():
         tokens = 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts)
         yield f"{kind} lookup alone: {tokens:.3f} tokens a round"
