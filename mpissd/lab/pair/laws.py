@@ -125,7 +125,10 @@ def read(name: str) -> Iterator[Source]:
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
-        file = {"file": recording.name, "sha256": recording.sha256}
+        file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
+        # Tokens before a forward, in the mean over the answers.
+        whole = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
+        file["context"] = round(whole / sum(p.end for p in recording.sequences))
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
         yield Source({**file, **about}, by_k)
         return

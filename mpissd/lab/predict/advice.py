@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 
 from mpissd.common.compare import jackknife
 from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
 from mpissd.common.flags import DRAFTING, said
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
@@ -37,6 +39,7 @@ from mpissd.lab.tables.load import of_one_group
 # Errors of predictions for an H200: 2.8% (median), 8.4% (p95), derived 10.8%, 19.0%; see
 # docs/predictions.md.
 ERROR, DERIVED_ERROR = 0.05, 0.2
+FEW_HITS = "smollm2"  # the hit model if a pair's file has too few outcomes for its own
 FEWEST_PROMPTS = 8  # for a verdict on a pair
 _LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
@@ -78,8 +81,7 @@ def report(
     notes = _notes(advice, placed, gpus, most)
     if level:
         names = ", ".join(str(Family.of(choice)) for choice in level)
-        why = f"within the predictor's error of {ERROR:.0%}, or in what was measured"
-        notes.insert(0, f"≈ no difference {why}: {names}")
+        notes.insert(0, f"≈ no difference, by the predictor's error or measured rows: {names}")
     for what in ("alpha", "p_hit"):
         value = getattr(advice, f"break_even_{what}")
         if value is not None or not advice.missing:
@@ -129,7 +131,9 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> list[str]:
     A second line marks a profile from a datasheet.
     """
     law = hit_law_of(run, 1).label
-    if any(v is not None for v in (run.p_hit, run.hit_law)):
+    if run.laws is not None and run.hit_law == FEW_HITS:
+        hits = f"as {DEFAULT_SOURCE}, for want of outcomes ({law})"
+    elif any(v is not None for v in (run.p_hit, run.hit_law)):
         hits = f"given {law}"
     else:
         hits = "of the same file" if run.laws else f"as {DEFAULT_SOURCE} ({law})"
@@ -196,20 +200,17 @@ def level_with(best: Choice, advice: Advice, measured: Mapping[Family, Measured]
     for choice in advice.judged:
         other = measured.get(Family.of(choice))
         contradicted = own and other and other.tok_per_s > own.tok_per_s
-        if choice != best and (contradicted or is_near(best.tok_per_s / choice.tok_per_s)):
+        error = DERIVED_ERROR if best.derived or choice.derived else ERROR
+        if choice != best and (contradicted or best.tok_per_s <= (1 + error) * choice.tok_per_s):
             level.append(choice)
     return [best, *level] if level else []
 
 
-def is_near(gain: float) -> bool:
-    """Returns whether a predicted gain is no difference, within the predictor's error."""
-    return abs(math.log(gain)) <= math.log1p(ERROR)
-
-
 def gain_text(gain: float) -> str:
     """Returns a predicted gain as text, marked if it is within the predictor's error."""
+    near = abs(math.log(gain)) <= math.log1p(ERROR)
     none = f" (no difference within the predictor's error of {ERROR:.0%})"
-    return f"{gain:.3f}×{none * is_near(gain)}"
+    return f"{gain:.3f}×{none * near}"
 
 
 def _counted(count: int, what: str) -> str:
@@ -300,10 +301,12 @@ def _verdict(
     error, half, sampled, prompts = math.log1p(DERIVED_ERROR if derived else ERROR), 0.0, "", None
     if run.laws is not None:
         laws, logs = load_laws(run.laws), list[float]()
-        for part in laws.without_each:
-            rates = weigh([use, other], replace(run, laws=part), placed.placements)
-            logs += [math.log(rates[0].tok_per_s / rates[1].tok_per_s)] if len(rates) == 2 else []
-        half = float(jackknife(np.array(logs))) if len(logs) > 1 else math.inf
+        with suppress(ConfigError, IndexError):  # a group is all that determines the hits
+            for part in laws.without_each:
+                rates = weigh([use, other], replace(run, laws=part), placed.placements)
+                logs.append(math.log(rates[0].tok_per_s / rates[1].tok_per_s))
+        is_whole = len(logs) == len(laws.without_each) > 1
+        half = float(jackknife(np.array(logs))) if is_whole else math.inf
         prompts = int(laws.about.get("prompts", 0))
         rounds = sum(laws.behind(max(use.lookahead, other.lookahead)).accepted)
         of = _counted(prompts, "prompt") if prompts else "unknown prompts (measure them again)"
