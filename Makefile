@@ -10,7 +10,7 @@
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
 ## make bench-gpu OUT=out/gpu-limit   how near this machine's GPUs are to their limit, beside an H200
 ##                             (SMOLLM2=model.gguf adds text; without a GPU it says so, and ends 2)
-## make figures                every figure from results/ into figures/  (ARGS="--results=out")
+## make figures                every figure of the rows in results/, in out/figures  (ARGS="--results=out")
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
 ## make parity                 greedy tokens against Hugging Face transformers, some minutes
@@ -24,7 +24,7 @@
 ##   TP=1  DRAFTS=1 (0 for ar)  LEARNERS=0  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
 ##   GROUPS=1 (each of TP target ranks; they share the drafts: docs/pools.md)
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
-##   K=7  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
+##   K=7 (--lookahead)  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
 ##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  PROMPT="…"|PROMPTS=FILE.jsonl (with PAIR=smollm2)
 ##   ARGS="--lm_head …" (any other flag)
 ## Of sweep, beside those of run, which then hold in all its configurations (docs/sweep.md):
@@ -86,7 +86,7 @@ run:
 	$(check_names)$(setup_run)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
 
-chat_of := MODE:mode DRAFTS:drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
+chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 chat:

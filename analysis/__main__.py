@@ -40,7 +40,7 @@ class Options(Checked):
     """The flags, which are the same for every figure."""
 
     results: str = flag("results", words, "folders (every runs*.jsonl below) and files, by commas")
-    out: str = flag("figures", words, "where the files go")
+    out: str = flag("out/figures", words, "folder for MACHINE/FIGURE.png, .pdf and .svg")
     device: str | None = flag(
         None,
         words,

@@ -15,7 +15,6 @@ from mpissd.common.rivals import between
 from mpissd.common.theory import expected_tokens, speedup_sd, speedup_ssd
 
 _LOOKED_UP = float(RunConfig.acceptance_fast.removeprefix("alpha:"))
-_MOST_K = 16
 _MOST_BRANCHES = 4096
 
 
@@ -25,10 +24,11 @@ class Times:
 
     ar: a round of AR; ar_wide: one on tp + 1 GPUs. verify: a verification; verify_wide: one on tp +
     1 GPUs, from SD inline's rows, or scaled like a round of AR if there are none. step: a draft
-    step; grow: a step over all branches. host: the time of an SD round beyond verification and
-    drafting. is_expected: whether ar_wide was not measured, and is interpolated in 1/T between tp
-    and the next measured T; with none beyond, it is tp/(tp + 1). Verification and draft step hardly
-    depend on K (reading weights bounds both), so one value of each is used for every K.
+    step of SD; miss_step: one of SSD after a miss; grow: a step over all branches. host: the time
+    of an SD round beyond verification and drafting. most_k: the largest K measured, beyond which no
+    method is modelled. is_expected: whether ar_wide was not measured, and is interpolated in 1/T
+    between tp and the next measured T; with none beyond, it is tp/(tp + 1). Verification and draft
+    step hardly depend on K (reading weights bounds both), so one value of each is used for every K.
     """
 
     tp: int
@@ -38,8 +38,10 @@ class Times:
     is_expected: bool
     verify: float
     step: float
+    miss_step: float
     grow: float
     host: float
+    most_k: int
 
     @classmethod
     def of(cls, case: Case, batch_size: int = 1) -> Times | None:
@@ -64,13 +66,16 @@ class Times:
             is_expected=wide is None,
             verify=verify,
             step=float(sd["step_s"].median()),
+            miss_step=float(ssd["step_s"].fillna(sd["step_s"].median()).median()),
             grow=float(growth.median()),
             host=float((sd["round_s"] - sd["t_target_s"] - sd["t_draft_s"]).median()),
+            most_k=int(max(sd["lookahead"].max(), ssd["lookahead"].max())),
         )
 
     def drafting(self, factor: float) -> Times:
         """Returns the times with a draft device whose steps take `factor` times as long."""
-        return replace(self, step=self.step * factor, grow=self.grow * factor)
+        slower = {name: factor * getattr(self, name) for name in ("step", "miss_step", "grow")}
+        return replace(self, **slower)
 
     def sd(self, alpha: float, lookahead: int) -> float:
         """Returns the gain of SD over AR on the same target GPUs."""
@@ -86,13 +91,13 @@ class Times:
             tokens,
             verify_ratio=self._verify,
             t_growth=(self.grow * (lookahead + 1) + self.host) / self.ar,
-            t_backup=lookahead * self.step / self.ar,
+            t_backup=lookahead * self.miss_step / self.ar,
             batch_size=batch_size,
         )
 
     def best_sd(self, alpha: float) -> float:
         """Returns the gain of SD at its best K."""
-        return max(self.sd(alpha, k) for k in range(1, _MOST_K + 1))
+        return max(self.sd(alpha, k) for k in range(1, self.most_k + 1))
 
     def best_sd_wide(self, alpha: float) -> float:
         """Returns the gain of SD inline on tp + 1 GPUs at its best K."""
@@ -100,7 +105,7 @@ class Times:
 
     def best_ssd(self, alpha: float, p_hit: float) -> float:
         """Returns the gain of SSD at its best K."""
-        return max(self.ssd(alpha, k, p_hit) for k in range(1, _MOST_K + 1))
+        return max(self.ssd(alpha, k, p_hit) for k in range(1, self.most_k + 1))
 
     def best_other(self, alpha: float) -> float:
         """Returns the gain of the best other use of tp + 1 GPUs, a lookup's among them."""
@@ -140,7 +145,7 @@ def over_batch(
 
 def price(case: Case, ssd: pd.DataFrame) -> str:
     """Returns a caption's text on the branches that the default hit model would need for each
-    imposed p_hit; "" without imposed hits."""
+    imposed p_hit that these do not exceed; "" without imposed hits."""
     rates = sorted(ssd.loc[ssd["p_hit"] > 0, "p_hit"].unique())
     if not rates:
         return ""
@@ -148,8 +153,9 @@ def price(case: Case, ssd: pd.DataFrame) -> str:
     rows = int(first["lookahead"]) + 1
     hazards = [float(first["alpha"])] * (rows - 1)
     needed = {h: least_uniform(float(h), hazards, DEFAULT, _MOST_BRANCHES // rows) for h in rates}
-    needs = [f"{rows * least} for {h:g}" for h, least in needed.items() if least is not None]
-    never = [f"{h:g}" for h, least in needed.items() if least is None]
-    needs += [f"no number does for {', '.join(never)}"] * bool(never)
-    run = f"{first['branch_budget']:.0f}"
-    return f"{case.label}: hits imposed on {run} branches; the default law needs {', '.join(needs)}"
+    run = first["branch_budget"]
+    many = {h: math.inf if least is None else rows * least for h, least in needed.items()}
+    needs = ", ".join(f"{n} for {h:g}" for h, n in many.items() if n >= run) or "no more"
+    needs = needs.replace("inf", "no number")
+    pair = case.label.split(",")[0]
+    return f"{pair}: hits imposed on {run:.0f} branches; the default law needs {needs}"

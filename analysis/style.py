@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from PIL import Image
 from analysis.rows import REAL, NothingLeft
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import DEFAULT, DEFAULT_SOURCE
 
-# Okabe and Ito's palette, whose colours are distinct for any colour vision; markers differ as well.
+# Colour and marker are the method, in Okabe and Ito's palette, whose colours are distinct for any
+# colour vision. An open marker: another placement; dashes: not measured.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
 )
@@ -41,10 +42,15 @@ METHODS = {
     "SD": (BLUE, "s"),
     "SD inline": (SKY, "D"),
     "SSD": (RED, "^"),
+    "SSD, hits imposed": (ORANGE, "v"),
+    "lookup": (GREEN, "P"),
+    "suffix": (PURPLE, "X"),
 }
-SERIES = (RED, BLUE, GREEN, PURPLE, ORANGE, SKY, BLACK)
-MARKERS = "^soDvP*"
-WIDTH, DPI = 14.0, 110
+# What is no method: kinds of drafts, models or links; and K, F or a budget, the darker the more.
+SERIES = (GREEN, PURPLE, "#8C564B", "#B8A000", BLACK, "#4C9A9A", "#6A6FB5")
+RAMP = ("#C0A6D6", "#8A5FB0", "#4B1D78", "#1A0033")
+MARKERS = "PXoD^vs"
+WIDTH, DPI = 11.0, 140
 FORMATS = ("png", "pdf", "svg", "csv")
 _FIXED = {
     "pdf.fonttype": 42,
@@ -65,7 +71,7 @@ _LOOK = {
     "xtick.major.width": 1.0,
     "ytick.major.width": 1.0,
     "axes.edgecolor": "#444444",
-    "axes.titlesize": 15,
+    "axes.titlesize": 14,
     "axes.labelsize": 14,
     "axes.labelpad": 6.0,
     "xtick.labelsize": 12.5,
@@ -135,9 +141,9 @@ class Poster(Figure):
         for ax in self.axes:
             sns.despine(ax=ax)
         tall = self.get_figheight()
-        lines = textwrap.wrap(caption, int(172 * self.get_figwidth() / WIDTH))
-        self.text(0.01, 1 - 0.1 / tall, heading, fontsize=19, fontweight="bold", va="top")
-        self.text(0.01, 0.08 / tall, "\n".join(lines), fontsize=10.5, color="#333333", va="bottom")
+        lines = textwrap.wrap(caption, int(13.8 * self.get_figwidth()))
+        self.text(0.01, 1 - 0.1 / tall, heading, fontsize=18, fontweight="bold", va="top")
+        self.text(0.01, 0.08 / tall, "\n".join(lines), fontsize=9.6, color="#333333", va="bottom")
         above = 0.55 + (self._legend(tall) if legend else 0.0)
         below = 0.15 + 0.2 * len(lines)
         rect = (0.0, below / tall, 1.0, 1 - (above + below) / tall)
@@ -155,8 +161,11 @@ class Poster(Figure):
                 handles.setdefault(label, handle)
         if not handles:
             return 0.0
-        widest = max(map(len, handles))
-        columns = max(1, min(len(handles), int(150 * self.get_figwidth() / WIDTH / (widest + 7))))
+        columns, room = len(handles), 10.5 * self.get_figwidth()  # in characters, 10 for a line
+        while columns > 1 and room < sum(
+            10 + max(map(len, part)) for part in np.array_split(list(handles), columns)
+        ):
+            columns -= 1
         self.legend(
             handles.values(),
             handles.keys(),
@@ -234,28 +243,51 @@ def note(ax: Axes, text: str, x: float, y: float, **options: Any) -> None:
     ax.annotate(text, (x, y), place, textcoords="offset points", **options)
 
 
+_PLACES = ((8, 5, 0), (-8, 5, -2), (8, -13, 0), (-8, -13, -2), (0, 10, -1), (0, -19, -1))
+
+
+def label_points(ax: Axes, points: Sequence[tuple[str, float, float]], size: float = 10.5) -> None:
+    """Writes a text next to each point, where no line or other text is; one of equal texts whose
+    points lie together."""
+    at, *tracks = (
+        ax.transData.transform(xy) * 72 / ax.figure.dpi
+        for xy in ([xy for _, *xy in points], *(line.get_xydata() for line in ax.get_lines()))
+    )
+    steps = np.linspace(0, 1, 15)[:, None]
+    taken = np.concatenate([at, *(a + (b - a) * steps for of in tracks for a, b in pairwise(of))])
+    written: dict[str, list[Any]] = {}
+    for (text, *xy), here in zip(points, at, strict=True):
+        if any(np.hypot(*(here - other)) < 24 for other in written.get(text, ())):
+            continue
+        half = 0.31 * size * len(text)
+        middles = [np.add(here, (dx + half + ha * half, dy + 4)) for dx, dy, ha in _PLACES]
+        gaps = [(np.abs(taken - middle) - (half, size / 2)).max(axis=1).min() for middle in middles]
+        best = int(np.argmax(np.minimum(gaps, 4.0)))
+        dx, dy, ha = _PLACES[best]
+        note(ax, text, *xy, dx=dx, dy=dy, ha=("left", "center", "right")[-ha], fontsize=size)
+        written.setdefault(text, []).append(here)
+        ends = [middles[best] + (part * half, 0) for part in (-1, -0.5, 0, 0.5, 1)]
+        taken = np.concatenate([taken, ends])
+
+
 def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
     """Draws a horizontal line at the value that means no gain."""
-    ax.axhline(value, color=BLACK, linewidth=1.2, linestyle=(0, (1, 1.5)), zorder=1)
+    ax.axhline(value, color=BLACK, linewidth=1.2, zorder=1)
     if text:
         options = {"ha": "right", "va": "bottom", "annotation_clip": True, "fontsize": 11}
         note(ax, text, 1, value, dx=-2, dy=2, xycoords=("axes fraction", "data"), **options)
         ax.texts[-1].set_in_layout(False)
 
 
-BARS = "Bars: 95% interval of a run (luck of its draws, spread of its rounds), widest of repeats."
-GAINS = "Bars: 95% interval of the ratio, in pairs of seeds where both have three or more"
-NO_CLAIM = (
-    f"FEW SEEDS: a speedup is claimed from {HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds on, "
-    "and none here"
-)
+BARS = "Bars: 95%"
+NO_CLAIM = "FEW SEEDS: no speedup claimed"
 
 
 def caption(
     parts: Iterable[pd.DataFrame],
     *extra: str,
     vary: Sequence[str] = (),
-    what: str = "GEMM-only forwards, random weights, imposed acceptance and hits",
+    what: str = "GEMM-only, imposed acceptance and hits",
     claims: bool = True,
 ) -> str:
     """Returns the caption: hardware, real or imposed parts, LM head, context, forwards, rows and
@@ -269,22 +301,19 @@ def caption(
     if "lm_head" not in vary:
         words.append(f"LM head: {several(used['lm_head'].map({True: 'yes', False: 'no'}))}")
     if "context" not in vary:
-        words.append(f"context: {several(used['context'])} tokens")
+        words.append(f"context: {several(used['context'])}")
     if "fuse" not in vary and used["fuse"].any():
-        partly = "" if used["fuse"].all() else "partly "
-        words.append(f"{partly}fused q,k,v and gate,up")
+        words.append("fused" if used["fuse"].all() else "partly fused")
     if len(backup := used.loc[used["mode"] == "ssd", "backup"].dropna()):
-        words.append(f"backup of a miss: {several(backup)}")
+        words.append(f"backup: {several(backup)}")
     if len(apart := used["other_draft"].dropna()):
         also = "also " if len(apart) < (used["num_drafts"] > 0).sum() else ""
-        words.append(f"drafts {also}on {several(apart)}".replace(" (emulated)", ""))
+        words.append(f"drafts {also}on other devices")
     seeds = used["seed"].nunique()
-    counts = f"{len(used)} rows of {several(used['folder'])}, {seeds} seed{'s' * (seeds > 1)}"
-    commits = sorted({commit[:8] for commit in used["commit"] if commit})
-    version = (
-        f"mpissd {', '.join(commits[:3])}{' …' if len(commits) > 3 else ''}" if commits else ""
-    )
-    rows = " · ".join(filter(None, [counts, version]))
+    folders = several(used["folder"].map(lambda folder: Path(folder).name))
+    rows = f"{len(used)} rows of {folders}, {seeds} seed{'s' * (seeds > 1)}"
+    if commits := sorted({commit[:8] for commit in used["commit"] if commit}):
+        rows += f", mpissd {commits[0]}" + f" +{len(commits) - 1}" * (len(commits) > 1)
     ssd = used[(used["mode"] == "ssd") & (pd.to_numeric(used["num_rounds"]) >= HEADLINE_ROUNDS)]
     few = NO_CLAIM if claims and ssd["seed"].nunique() < HEADLINE_SEEDS else ""
     sentences = [" · ".join(words), *extra, few, _with_real_hits(used), rows]
@@ -295,7 +324,7 @@ def machine(rows: pd.DataFrame) -> str:
     """Returns the device names, marked as emulated if they are."""
     names = sorted(rows["device_name"].unique())
     emulated = all("emulated" in name for name in names)
-    state = "EMULATED: durations from a device profile, slept" if emulated else "measured"
+    state = "EMULATED" if emulated else "measured"
     if set(rows["backend"]) == {"numpy"}:
         state = "CPU"
     return f"{', '.join(names)} ({state})".replace(" (emulated)", "")
@@ -330,7 +359,4 @@ def _with_real_hits(rows: pd.DataFrame) -> str:
         return ""
     low, high = f"{share.min():.2f}", f"{share.max():.2f}"
     span = low if low == high else f"{low} to {high}"
-    return (
-        f"The hit law of these rows is assumed: predicted with hits as {DEFAULT_SOURCE}, "
-        f"temperature 0, SSD's tok/s are {span}× ({DEFAULT.prompts}) of these"
-    )
+    return f"Hits assumed; SmolLM2-135M-Instruct's give {span}× the tok/s"

@@ -27,10 +27,10 @@ mkdir -p "$here"
 if [ -s "$here/pair.npz" ]; then
     echo "$here: used again; remove it to record and probe anew"
 else
-    mpissd pair "$@" --to="$here/pair.npz"
+    mpissd pair "$@" --out="$here/pair.npz"
 fi
 rm -f "$here/laws.json"
-mpissd pair "$here/pair.npz" --to="$here/laws.json"
+mpissd pair "$here/pair.npz" --out="$here/laws.json"
 
 # No probe has both a draft rank and all GPUs for the target.
 ways=("$((gpus - 1)) 1" "$gpus 0")
@@ -42,7 +42,7 @@ if [ -z "$profile" ]; then
             echo "probing T=$tp D=$drafts … (its table: $here/$name.txt)"
             # A target that cannot be divided among all GPUs is planned without.
             COMMAND=probe "${0%/*}/local.sh" "$((tp + drafts))" --forward=transformer --mode=sd \
-                --num_drafts="$drafts" "${models[@]}" ${backend[@]+"${backend[@]}"} --out="$here" \
+                --deadline_s=1800 --num_drafts="$drafts" "${models[@]}" ${backend[@]+"${backend[@]}"} --out="$here" \
                 --name="$name" >"$here/$name.txt" || [ -n "$profile" ]
         fi
         [ ! -s "$here/profiles/$name.json" ] || profile+=${profile:+,}$here/profiles/$name.json

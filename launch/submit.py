@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mpissd.cli import arguments as cli  # noqa: E402
-from mpissd.common.errors import ConfigError  # noqa: E402
+from mpissd.common.errors import ConfigError, line_of  # noqa: E402
 from mpissd.engine.comm.topology import check_world  # noqa: E402
 from mpissd.engine.job import Serving, resolve  # noqa: E402
 from mpissd.lab.sweep.commands import check_sweep  # noqa: E402
-from mpissd.ops.slurm import BRIDGES2_TYPES, Request, read_header, shown  # noqa: E402
+from mpissd.ops.slurm import BRIDGES2_TYPES, Request, read_header  # noqa: E402
 from mpissd.serve.config import ServeConfig  # noqa: E402
 
 _ARRAY, _SLURM, _REPLICA = "launch/array.sh", "launch/slurm.sh", "launch/replica.sh"
@@ -179,9 +179,9 @@ def main() -> int:
         check_job(request, command)
         check_cupy(request, is_dry=is_dry)
     except ConfigError as error:
-        print(f"submit: {error}", file=sys.stderr)
+        print(f"submit: {line_of(error)}", file=sys.stderr)
         return error.exit_code
-    print(shown(line), flush=True)
+    print(shlex.join(line), flush=True)
     os.chdir(ROOT)
     if is_dry:
         return ask_when(line)

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,12 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 from mpissd.cli import arguments as cli  # noqa: E402
 from mpissd.common import guard  # noqa: E402
 from mpissd.common.config import RunConfig  # noqa: E402
-from mpissd.common.errors import ConfigError, MpissdError  # noqa: E402
+from mpissd.common.errors import ConfigError, MpissdError, line_of  # noqa: E402
 from mpissd.common.ranks import RanksFlags  # noqa: E402
 from mpissd.common.sigpipe import unless_unread  # noqa: E402
 from mpissd.common.stage import Stage  # noqa: E402
 from mpissd.common.wait import Overdue  # noqa: E402
+from mpissd.common.workloads import imported  # noqa: E402
 from mpissd.engine.comm.topology import (  # noqa: E402
     Refused,
     check_recovery,
@@ -64,12 +64,6 @@ ALONE = {  # without MPI
 }
 
 
-def call(where: str, *arguments: Any) -> Any:
-    """Imports a function, named as "module:function", and calls it."""
-    module, _, name = where.partition(":")
-    return getattr(import_module(module), name)(*arguments)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code, and 141 if stdout's reader is gone (`| head`)."""
     is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
@@ -98,17 +92,17 @@ def execute(arguments: list[str] | None) -> int:
         command = cli.parse(arguments)
         size, is_sweep = launcher_size(), isinstance(command.config, SweepConfig)
         if size is None and os.environ.get(ONE_HOST) and command.name in FRONTS | RANKS:
-            call("mpissd.engine.backend.registry:check_here", command.run.backend)
+            imported("mpissd.engine.backend.registry:check_here")(command.run.backend)
         if isinstance(command.config, RanksFlags) and size is None:
             more = [arguments] if command.name == "serve" else []
-            return int(call(FRONTS[command.name], command.config, *more))
+            return int(imported(FRONTS[command.name])(command.config, *more))
         if command.name == "chat":
             raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
         if command.run.learners and command.name in ("serve", "probe", "sweep"):
             raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name in ALONE:
             extra: dict[str, Any] = {"doctor": [check_before_mpi], "plan": [command.given]}
-            return int(call(ALONE[command.name], command.config, *extra.get(command.name, [])))
+            return int(imported(ALONE[command.name])(command.config, *extra.get(command.name, [])))
         if size is not None and not command.run.dry_run:
             guard.join(
                 launcher_rank(),
@@ -118,7 +112,7 @@ def execute(arguments: list[str] | None) -> int:
                 hint="; the same command resumes" if is_sweep else "",
             )
         if is_sweep:
-            call("mpissd.lab.sweep.commands:check_sweep", command.config, command.given)
+            imported("mpissd.lab.sweep.commands:check_sweep")(command.config, command.given)
         elif isinstance(command.config, RanksFlags):
             command.config.fit_world(command.name, size or 1)
         else:
@@ -127,14 +121,14 @@ def execute(arguments: list[str] | None) -> int:
         guard.leave(error.exit_code)
         guard.stage(Stage.DONE)
         if launcher_rank() == 0:
-            print(f"mpissd: {error}", file=sys.stderr, flush=True)
+            print(f"mpissd: {line_of(error)}", file=sys.stderr, flush=True)
         else:  # a launcher ends all ranks when one leaves, so rank 0 prints first
             time.sleep(HEAD_START_S)
         return error.exit_code
     if not command.run.dry_run:
         return launch(command)
     if is_sweep and launcher_rank() == 0:
-        call("mpissd.lab.sweep.commands:list_plan", command.config)
+        imported("mpissd.lab.sweep.commands:list_plan")(command.config)
     return 0
 
 
@@ -148,9 +142,9 @@ def check_before_mpi(config: RunConfig) -> None:
     is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
-        call("mpissd.engine.workload.text:check_prompts", job)
+        imported("mpissd.engine.workload.text:check_prompts")(job)
     if config.learners and launcher_rank() == 0:
-        call("mpissd.online.process:check_trainer")
+        imported("mpissd.online.process:check_trainer")()
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)
@@ -169,7 +163,7 @@ def launch(command: cli.Command) -> int:
     try:
         more = [command.config.name] if command.name == "probe" else []
         config = command.config if command.name != "probe" else command.run
-        code = int(call(RANKS[command.name], config, *more))
+        code = int(imported(RANKS[command.name])(config, *more))
     except Refused as refused:  # raised on every rank, so MPI can be finalised
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:

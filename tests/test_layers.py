@@ -94,7 +94,7 @@ STARTS_TORCH = (
         f"mpissd.learn.{name}"
         for name in ("draft evaluate job llama sample train triton_attend").split()
     ),
-    *(f"mpissd.online.{name}" for name in "learner trainer".split()),
+    "mpissd.online.trainer",
 )
 # The libraries of an HTTP server are an extra: only `serve` uses them.
 MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")

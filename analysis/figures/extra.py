@@ -24,7 +24,7 @@ from analysis.select import (
     richest,
     where,
 )
-from analysis.style import BLACK, BLUE, GREEN, GREY, RED, SKY, Poster, caption, need, note, parity
+from analysis.style import BLACK, GREY, METHODS, Poster, caption, look, need, note, parity
 from mpissd.common.compare import Comparison
 from mpissd.lab.tables.claims import Claim
 
@@ -47,14 +47,13 @@ def break_even(data: Data) -> Poster:
         shown,
         "AR, SD and SSD of a pair at batch 1, SSD at three alphas or hit laws, with t_growth_s",
     )
-    poster = Poster(8.0 if len(shown) == 1 else 13.4)
+    poster = Poster(6.2 if len(shown) == 1 else 10.4)
     grid = poster.panels(len(shown), 2, sharex=True, sharey=True)
     image: Any = None
     for line, (case, times, measured) in zip(grid, shown, strict=True):
         ssd = np.array([[times.best_ssd(a, h) for a in _ALPHAS] for h in _HITS])
-        expected = f" (T={case.tp + 1}: expected)" if times.is_expected else ""
         best = np.array([times.best_other(a) for a in _ALPHAS])
-        rivals = f"raw, over the best other use of {case.tp + 1} GPUs{expected}"
+        rivals = f"raw, over the best other use of {case.tp + 1} GPUs"
         dots = [(over_strongest(claim), *at) for claim, *at in measured]
         _map(poster, line[0], f"{case.label}+1", rivals, ssd / best, dots)
         best = np.array([max(1.0, times.best_sd(a)) for a in _ALPHAS])
@@ -67,32 +66,26 @@ def break_even(data: Data) -> Poster:
         ax.set_xlabel("acceptance α")
     bar = poster.colorbar(image, ax=list(grid.flat), pad=0.01, ticks=_TICKS, format="{x:g}")
     bar.set_label("SSD over the best other use, ×", labelpad=12)
-    lacking = [case.label for case, times, _ in shown if times.is_expected]
     text = caption(
         [part for case, *_ in shown for part in (case.rows, case.ar, case.wide)],
-        "MODELLED: the closed formulas with these rows' median times; every method at its own best "
-        "K ≤ 16; a miss is drafted just in time; a lookup on all GPUs accepts .3. Black line: "
-        "nothing is gained. Dots: measured SSD rows, at the best K measured with their hits, over "
-        "the fastest use of as many GPUs, measured on any visit or expected from measured times; "
-        "squares: imposed hits, which cost no branches; grey rims: no difference",
-        f"Expected, not measured, of {', '.join(lacking)}: the uses of T + 1 GPUs as targets"
-        if lacking
-        else "",
+        "Colour: MODELLED, every method at its best measured K. Black line: no gain. Triangles: "
+        "measured, hits drawn (up) or imposed (down); grey rims: no difference",
     )
-    return poster.finish("Where the extra GPU pays", text, legend=False)
+    return poster.finish("Where does the extra GPU pay?", text, legend=False)
 
 
 def _map(poster: Poster, ax: Axes, name: str, rivals: str, values: Any, dots: list[Dot]) -> Any:
     """Draws a map of gains [hit rates, alphas] and measured ones; returns its image."""
     ax.set_label(f"{name}: {rivals}")
-    ax.set_title(f"{name}\n{rivals}", fontsize=14)
+    ax.set_title(f"{name}\n{rivals}", fontsize=13)
     image = ax.pcolormesh(_ALPHAS, _HITS, values, rasterized=True, **_COLOURS)
     if values.min() < 1 < values.max():
         ax.contour(_ALPHAS, _HITS, values, [1.0], colors=BLACK, linewidths=2.2)
     for over, alpha, hits, imposed in dots:
         if over is None:
             continue
-        marker, rim = "s" if imposed else "o", BLACK if over.is_real else GREY
+        marker = look("SSD, hits imposed" if imposed else "SSD")["marker"]
+        rim = BLACK if over.is_real else GREY
         dot = {"marker": marker, "edgecolors": rim, "s": 95, "linewidths": 1.4}
         ax.scatter(alpha, hits, c=[over.speedup], zorder=4, clip_on=False, **dot, **_COLOURS)
         series = "measured, hits imposed" if imposed else "measured"
@@ -121,26 +114,26 @@ def _measured(case: Case) -> list[tuple[Claim, float, float, bool]]:
 
 
 def heterogeneity(data: Data) -> Poster:
-    """x = draft step time over this machine's; y = gain of SD and SSD over AR, raw and per GPU."""
+    """x = draft step time over this machine's; y = gain of SD and SSD over AR."""
     wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
     every = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
     every = [_named(case) for case in every]
     shown = [(c, t) for c in every if (t := Times.of(c.only(other_draft=""))) is not None][:2]
     need(shown, "AR, SD and SSD of one pair at batch 1, with t_target_s, t_draft_s, t_growth_s")
-    poster = Poster(7.8)
+    poster = Poster(6.4)
     grid = poster.panels(1, len(shown), sharey=True)[0]
     used = []
     for ax, (case, times) in zip(grid, shown, strict=True):
         used += [case.ar, _steps(poster, ax, case, times)]
-    grid[0].set_ylabel("gain over AR on the target GPUs, ×")
+    grid[0].set_ylabel("tok/s over AR's on T GPUs, ×")
+    grid[0].set_ylim(0)
     used = [rows.assign(other_draft=rows["other_draft"].replace("", None)) for rows in used]
     text = caption(
         used,
-        "Lines: MODELLED by the closed formulas from these rows' times, the draft's multiplied by "
-        "x, each method at its own best K ≤ 16. Points: measured rows, at their own draft step; "
-        "open: the draft's device is another than the targets'",
+        "Dashed: MODELLED, the draft's times × x, every method at its best measured K. "
+        "Open: measured on another draft device",
     )
-    return poster.finish("Heterogeneity: a slower or faster draft device", text)
+    return poster.finish("How slow may the draft's device be?", text)
 
 
 def _named(case: Case) -> Case:
@@ -155,50 +148,43 @@ def _steps(poster: Poster, ax: Axes, case: Case, times: Times) -> pd.DataFrame:
     sweep = where(rows, other_draft="", method="SSD")
     sweep = richest(richest(sweep, ["alpha"], [*_LAW, "lookahead"]), _LAW, ["lookahead"])
     alpha, hits = float(sweep["alpha"].iloc[0]), float(sweep["hit_rate"].median())
-    share = case.tp / (case.tp + 1)
-    expected = f"\nAR and SD inline on {case.tp + 1} GPUs: not measured, expected"
-    ax.set_title(f"{case.label}+1, α={alpha:g}, hit rate {hits:.2f}" + expected * times.is_expected)
-    for name, color, values in (
-        ("SSD", RED, [times.drafting(x).best_ssd(alpha, hits) for x in _FACTORS]),
-        ("SD", BLUE, [times.drafting(x).best_sd(alpha) for x in _FACTORS]),
+    ax.set_title(f"{case.label}+1, α={alpha:g}, hit rate {hits:.2f}")
+    for name, values in (
+        ("SSD", [times.drafting(x).best_ssd(alpha, hits) for x in _FACTORS]),
+        ("SD", [times.drafting(x).best_sd(alpha) for x in _FACTORS]),
+        ("SD inline, T+1 GPUs", [times.best_sd_wide(alpha)] * 2),
+        ("lookup at .3, T+1 GPUs", [times.lookup_wide] * 2),
+        ("AR, T+1 GPUs", [times.ar / times.ar_wide] * 2),
     ):
-        y = np.array(values)
-        poster.line(ax, f"{name}, raw", _FACTORS, y, color=color)
-        poster.line(ax, f"{name}, per GPU", _FACTORS, y * share, color=color, linestyle=":")
-    for name, value, color in (
-        ("SD inline", times.best_sd_wide(alpha), SKY),
-        ("lookup at .3", times.lookup_wide, GREEN),
-        ("AR", times.ar / times.ar_wide, GREY),
-    ):
-        label = f"{name} with the extra GPU as a target"
-        ax.axhline(value, color=color, linestyle="--", linewidth=1.6, label=label)
-        poster.keep(ax, label + f" (T={case.tp + 1}: expected)" * times.is_expected, y=value)
+        color, x = METHODS[name.split(",")[0].removesuffix(" at .3")][0], np.array(_FACTORS)
+        x = x if len(values) > 2 else x[[0, -1]]
+        poster.line(ax, name, x, values, color=color, linestyle="--")
     parity(ax, 1.0, "AR")
     is_swept = (rows[_LAW] == sweep[_LAW].iloc[0]).all(axis=1)
     used = rows[(rows["alpha"] == alpha) & ((rows["method"] == "SD") | is_swept)]
-    for method, color in (("SSD", RED), ("SD", BLUE)):
+    for method in ("SSD", "SD"):
         here = where(used, method=method).dropna(subset=["step_s"])
         for _, group in here.groupby("other_draft"):
-            _point(poster, ax, case, times, best_rows(group, ["lookahead"]), (method, color))
+            _point(poster, ax, case, times, best_rows(group, ["lookahead"]), method)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.set_xlabel("draft step, over this machine's own")
+    ax.set_xlabel("draft step, × this machine's own")
     return used
 
 
 def _point(
-    poster: Poster, ax: Axes, case: Case, times: Times, best: pd.DataFrame, look: tuple[str, str]
+    poster: Poster, ax: Axes, case: Case, times: Times, best: pd.DataFrame, method: str
 ) -> None:
     """Draws the best measured K of a method on one draft device."""
     over = gain(best, where(case.own_ar, batch_size=1))
     if over is None:
         return
-    (method, color), device = look, str(best["other_draft"].iloc[0])
-    x = float(points(best, ["lookahead"])["step_s"].iloc[0]) / times.step
+    device, step = str(best["other_draft"].iloc[0]), points(best, ["lookahead"])["step_s"].iloc[0]
+    x = float(step) / times.step if device else 1.0
     if device and method == "SSD":
         name = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
         note(ax, name, x, over.high, dx=0, dy=6, ha="center", fontsize=9)
-    style = {"color": color, "markerfacecolor": "white" if device else color, "marker": "o"}
+    style = {**look(method), "markerfacecolor": "white" if device else METHODS[method][0]}
     ends = {"low": [over.low], "high": [over.high], "also": {"headline": [over.is_headline]}}
     label = f"{method}, measured"
     poster.line(ax, label, [x], [over.speedup], linestyle="none", markersize=10, **ends, **style)

@@ -12,35 +12,31 @@ from analysis.model import Times, over_batch, price
 from analysis.rows import Data
 from analysis.select import Case, cases, gains, plain, points, richest, where
 from analysis.style import (
+    BARS,
     BLACK,
-    BLUE,
-    GAINS,
-    ORANGE,
     PURPLE,
     RED,
-    SKY,
     Poster,
     caption,
+    label_points,
     look,
     need,
-    note,
     parity,
     plain_ticks,
 )
 
 _KINDS: dict[str, dict[str, Any]] = {
-    "uniform": {"color": BLUE, "marker": "s"},
+    "uniform": {"color": PURPLE, "marker": "X"},
     "geometric": {"color": RED, "marker": "^"},
 }
 _RHO = 0.5
-_LOOKS = [{"color": c, "marker": m} for c, m in zip((ORANGE, RED, PURPLE), "v^P", strict=True)]
 IMPOSED = "SSD, hits imposed"
 _SSD = ("alpha", "lookahead", "hit_law", "policy")
 
 
 def cache_hits(data: Data) -> Poster:
-    """x = imposed hit rate; y = gain over SD on the same GPUs, over SD without a draft GPU (raw and
-    per GPU), and by the closed formula with the rows' own times."""
+    """x = imposed hit rate; y = gain over SD on the same GPUs, over SD without a draft GPU, and by
+    the closed formula with the rows' own times."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
     wanted &= rows["p_hit"].notna() | (rows["mode"] != "ssd")
@@ -54,39 +50,32 @@ def cache_hits(data: Data) -> Poster:
     used: list[pd.DataFrame] = []
     for ax, (case, ssd) in zip(grid, shown, strict=True):
         used += _hits(poster, ax, case, ssd)
-    grid[0].set_ylabel("SSD's gain over SD, ×")
+    grid[0].set_ylabel("SSD's tok/s over SD's, ×")
+    grid[0].set_ylim(0, 1.06 * grid[0].get_ylim()[1])
     imposed = [price(case, ssd) for case, ssd in shown]
-    terms = "Equal K, alpha and fan-out; per GPU counts the draft GPU"
-    text = caption(used, terms, *imposed, GAINS)
-    return poster.finish("What cache hits are worth: SSD over SD", text)
+    text = caption(used, *imposed, BARS)
+    return poster.finish("What are cache hits worth?", text)
 
 
 def _hits(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame) -> list[pd.DataFrame]:
     alpha, lookahead = float(ssd["alpha"].iloc[0]), int(ssd["lookahead"].iloc[0])
     ax.set_title(f"{case.label}+1, K={lookahead}, α={alpha:g}")
-    same, inline = (
-        case.method(name, alpha=alpha, lookahead=lookahead) for name in ("SD", "SD inline")
-    )
-    share = case.tp / (case.tp + 1)
-    for name, base, factor, style in (
-        ("over SD on the same GPUs", same, 1.0, {"color": RED, "marker": "^"}),
-        ("over SD inline, raw", inline, 1.0, {"color": BLUE, "marker": "s"}),
-        ("over SD inline, per GPU", inline, share, {"color": SKY, "marker": "D"}),
-    ):
-        poster.gains(ax, name, gains(ssd, base, "p_hit", factor, one_base=True), **style)
+    bases = [case.method(name, alpha=alpha, lookahead=lookahead) for name in ("SD", "SD inline")]
+    for name, base in zip(("SD", "SD inline"), bases, strict=True):
+        poster.gains(ax, f"over {name}", gains(ssd, base, "p_hit", one_base=True), **look(name))
     if (times := Times.of(case)) is not None:
         x, sd = np.linspace(0, 1, 51), times.sd(alpha, lookahead)
         y = [times.ssd(alpha, lookahead, float(h)) / sd for h in x]
         style = {"color": BLACK, "linestyle": "--", "linewidth": 1.5}
         poster.line(ax, "closed formula, over SD", x, y, **style)
     parity(ax)
+    parity(ax, (case.tp + 1) / case.tp, "SD inline, per GPU")
     ax.set_xlabel("imposed cache-hit rate p_hit")
-    return [ssd, same, inline]
+    return [ssd, *bases]
 
 
 def fan_out(data: Data) -> Poster:
-    """x = branches ΣF; y = hit rate, growth over a verification, and gain over AR (raw and per
-    GPU)."""
+    """x = branches ΣF; y = hit rate, growth over a verification, and gain over AR."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
     wanted &= (rows["mode"] != "ssd") | (rows["hit_law"].fillna("").str.startswith("power"))
@@ -116,15 +105,15 @@ def fan_out(data: Data) -> Poster:
             column[1].text(0.5, 0.4, reason, **place)
         parity(column[1], 1.0, "one verification")
         parity(column[2], 1.0, "AR")
-        column[2].set_xlabel("branch budget ΣF")
-    grid[0, 0].set_ylim(0, 1)
-    grid[1, 0].set_ylim(bottom=0)
-    labels = "hit rate", "growth T_p, in\nverifications", "gain over AR, ×"
-    for ax, label in zip(grid[:, 0], labels, strict=True):
-        ax.set_ylabel(label)
+        parity(column[2], (case.tp + 1) / case.tp, "AR, per GPU")
+        column[2].set(xlabel="branch budget ΣF", xmargin=0.12)
+    for ax, top in zip(grid[:, 0], (1, 1.2, None), strict=True):
+        ax.set_ylim(0, top)
+    names = "hit rate", "growth T_p, in\nverifications", "tok/s over AR's, ×"
+    for ax, name in zip(grid[:, 0], names, strict=True):
+        ax.set_ylabel(name)
     used = [part for case, ssd in shown for part in (ssd, case.own_ar)]
-    growth = "Growth: glue and K steps over all branches, where they ran to their end"
-    return poster.finish("Fan-out: what more branches buy", caption(used, growth, GAINS))
+    return poster.finish("What do more branches buy?", caption(used, BARS))
 
 
 def _fan_out(
@@ -134,10 +123,8 @@ def _fan_out(
     x, grown = medians["branch_budget"], medians["t_growth_s"] / medians["t_target_s"]
     poster.line(column[0], kind, x, medians["hit_rate"], **style_of)
     poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **style_of)
-    ar, share = where(case.own_ar, batch_size=1), case.tp / (case.tp + 1)
-    for name, factor, style in ((kind, 1.0, "-"), (f"{kind}, per GPU", share, ":")):
-        gained = gains(rows, ar, "branch_budget", factor, one_base=True)
-        poster.gains(column[2], name, gained, linestyle=style, **style_of)
+    ar = where(case.own_ar, batch_size=1)
+    poster.gains(column[2], kind, gains(rows, ar, "branch_budget", one_base=True), **style_of)
 
 
 def batch_scaling(data: Data) -> Poster:
@@ -159,16 +146,16 @@ def batch_scaling(data: Data) -> Poster:
         below.set_xticks(sorted(ssd["batch_size"].unique()))
         below.xaxis.set_major_formatter("{x:.0f}")
         below.minorticks_off()
-    grid[0, 0].set_ylabel("SSD's gain over SD, ×\n(equal GPUs: raw and per GPU)")
-    grid[1, 0].set_ylabel("gain per GPU over AR\nat the same b, ×")
+    grid[0, 0].set_ylabel("SSD's tok/s over SD's, ×")
+    grid[1, 0].set_ylabel("tok/s per GPU\nover AR's, ×")
+    for ax in grid[:, 0]:
+        ax.set_ylim(0)
     text = caption(
         [part for case, ssd, sd in shown for part in (ssd, sd, case.own_ar)],
         *(price(case, ssd[ssd["p_hit"].notna()]) for case, ssd, _ in shown),
-        "Dashed: the closed formula with P(all hit) = p_hit^b, from the rows' own times at each b. "
-        f"Dotted: hits correlated, {_RHO:.0%} of rounds hit or miss together (modelled)",
-        GAINS,
+        BARS,
     )
-    return poster.finish("Batch scaling and the p_hit^b cliff", text)
+    return poster.finish("Does SSD's gain survive larger batches?", text)
 
 
 def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -182,39 +169,42 @@ def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _laws(ssd: pd.DataFrame) -> list[tuple[str, float, pd.DataFrame]]:
-    """Returns (label, hit rate of a sequence, rows) of the three hit models with the most hits."""
-    laws = []
-    for (law, _), group in ssd.groupby(["hit_law", "policy"]):
-        rate = float(group["p_hit"].fillna(group["hit_rate"].mean()).iloc[0])
-        kind = "imposed p_hit" if str(law).startswith("p_hit") else "hit rate"
-        laws.append((f"SSD, {kind} {rate:.2g}", rate, group))
-    return sorted(laws, key=lambda item: item[1])[-3:]
+    """Returns (method, hit rate of a sequence, rows) of the drawn and the imposed hit models with
+    the most hits."""
+    laws: dict[str, tuple[str, float, pd.DataFrame]] = {}
+    for _, group in ssd.groupby(["hit_law", "policy"]):
+        is_drawn = bool(group["p_hit"].isna().all())
+        rate = float(group["hit_rate"].mean() if is_drawn else group["p_hit"].iloc[0])
+        name = "SSD" if is_drawn else IMPOSED
+        if name not in laws or rate > laws[name][1]:
+            laws[name] = (name, rate, group)
+    return list(laws.values())
 
 
 def _gain(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
     times = {int(b): Times.of(case, int(b)) for b in sorted(case.rows["batch_size"].unique())}
     at = float(ssd["alpha"].iloc[0]), int(ssd["lookahead"].iloc[0])
-    for (label, rate, group), style in zip(_laws(ssd), _LOOKS, strict=False):
-        poster.gains(ax, label, gains(group, where(sd, method="SD"), "batch_size"), **style)
-        for rho, dashes in ((0.0, "--"), (_RHO, ":")):
+    for method, rate, group in _laws(ssd):
+        style = look(method)
+        poster.gains(ax, method, gains(group, where(sd, method="SD"), "batch_size"), **style)
+        for rho, dashes in ((0.0, "--"), (_RHO, "-.")):
             model = {b: over_batch(t, *at, rate, b, rho) for b, t in times.items() if t is not None}
             line = {"color": style["color"], "linestyle": dashes, "linewidth": 1.5}
-            name = f"_{label}, formula, ρ={rho:g}"
+            name = f"_{method}, formula, ρ={rho:g}"
             poster.line(ax, name, model.keys(), model.values(), **line)
-    ax.plot([], [], "--", color=BLACK, linewidth=1.5, label="closed formula, hits independent")
-    ax.plot([], [], ":", color=BLACK, linewidth=1.5, label=f"the same, hits correlated, ρ={_RHO:g}")
+    for dashes, kind in (("--", "independent"), ("-.", f"correlated, ρ={_RHO:g}")):
+        ax.plot([], [], dashes, color=BLACK, linewidth=1.5, label=f"formula, hits {kind}")
     parity(ax)
     ax.set_xscale("log", base=2)
 
 
 def _per_gpu(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
     """Draws tok/s per GPU over AR's on the targets' GPUs at the same b."""
-    lines = [(m, where(sd, method=m), look(m)) for m in ("SD inline", "SD")]
-    lines += [(of[0], of[2], style) for of, style in zip(_laws(ssd), _LOOKS, strict=False)]
-    for label, rows, style in lines:
+    lines = [(m, where(sd, method=m)) for m in ("SD inline", "SD")]
+    for method, rows in lines + [(method, rows) for method, _, rows in _laws(ssd)]:
         if len(rows):
             share = case.tp / rows["gpus"].iloc[0]
-            poster.gains(ax, label, gains(rows, case.own_ar, "batch_size", share), **style)
+            poster.gains(ax, method, gains(rows, case.own_ar, "batch_size", share), **look(method))
     parity(ax, 1.0, "AR")
 
 
@@ -223,20 +213,17 @@ def pareto(data: Data) -> Poster:
     shown = [(case, _rows(case)) for case in cases(data, plain(data.rows), ["batch_size"])]
     shown = [(case, rows) for case, rows in shown if _is_sweep(rows)][:2]
     need(shown, "AR, SD and SSD at three or more batch sizes")
-    poster = Poster(8.2)
+    poster = Poster(7.6)
     grid = poster.panels(1, len(shown))[0]
     for ax, (case, rows) in zip(grid, shown, strict=True):
         _panel(poster, ax, case, rows)
     grid[0].set_ylabel("tok/s per GPU (throughput)")
-    laws = {str(law) for _, rows in shown for law in rows["hit_law"].dropna()}
     text = caption(
         [rows for _, rows in shown],
         *(price(case, where(rows, method=IMPOSED)) for case, rows in shown),
-        f"Hits of SSD: {', '.join(sorted(laws))}; imposed ones, dashed, are not on the frontier. "
-        "Number: sequences b. Medians of repeats; the 95% interval of each is drawn as a cross of "
-        "thin lines",
+        BARS,
     )
-    return poster.finish("Throughput against latency, every GPU counted", text)
+    return poster.finish("Which use gives most tok/s per GPU at a speed per sequence?", text)
 
 
 def _rows(case: Case) -> pd.DataFrame:
@@ -266,14 +253,13 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
     first = rows[rows["mode"] == "ssd"].iloc[0]
     ax.set_title(f"{case.label}, K={first['lookahead']}, α={first['alpha']:g}")
     front: list[tuple[float, float]] = []
+    numbers: list[tuple[float, float, float]] = []
     for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
-        is_imposed, more = method == IMPOSED, int(gpus) - case.tp
+        more, style = int(gpus) - case.tp, look(str(method))
         is_wide = more > 0 and method in ("AR", "SD inline")
-        medians, style = points(group, ["batch_size"]), look("SSD" if is_imposed else method)
+        medians = points(group, ["batch_size"])
         x, y = medians["per_sequence"], medians["per_gpu"]
         low, high = (medians[end] / medians["tok_per_s"] for end in ("low", "high"))
-        thin = {"fmt": "none", "color": style["color"], "elinewidth": 1, "zorder": 2}
-        ax.errorbar(x, y, xerr=[x - x * low, x * high - x], **thin)
         poster.line(
             ax,
             f"{method}, T{f'+{more}' if more else ''} GPUs",
@@ -283,16 +269,16 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             high=y * high,
             also={"b": medians["batch_size"]},
             linewidth=1.4,
-            linestyle=":" if is_wide else "--" if is_imposed else "-",
-            markerfacecolor="white" if is_wide or is_imposed else style["color"],
+            linestyle=":" if is_wide else "-",
+            markerfacecolor="white" if is_wide else style["color"],
             **style,
         )
-        for b, at, up in zip(medians["batch_size"], x, y, strict=True):
-            note(ax, f"{b:.0f}", at, up, color=style["color"])
-        front += [] if is_imposed else list(zip(x, y, strict=True))
+        numbers += zip(medians["batch_size"], x, y, strict=True)
+        front += [] if method == IMPOSED else list(zip(x, y, strict=True))
     front.sort(reverse=True)
     front = [at for n, at in enumerate(front) if all(at[1] > up for _, up in front[:n])]
     style = {"color": BLACK, "linewidth": 6, "alpha": 0.13, "zorder": 1}
     poster.line(ax, "frontier", *zip(*front, strict=True), **style)
-    ax.set(yscale="log", xlabel="tok/s per sequence (1 / latency)")
+    ax.set(yscale="log", xlabel="tok/s per sequence (numbers: b)", xlim=(0, 1.1 * ax.get_xlim()[1]))
     plain_ticks(ax.yaxis)
+    label_points(ax, [(f"{b:.0f}", x, y) for b, x, y in numbers])

@@ -11,30 +11,31 @@ from analysis.rows import Data
 from analysis.select import Case, cases, plain, where
 from analysis.style import (
     BLACK,
-    BLUE,
     GREEN,
     GREY,
-    ORANGE,
     PURPLE,
-    SKY,
+    YELLOW,
     Poster,
     caption,
     need,
     note,
 )
 
+_DRAFTING = ("drafting, or finishing a hit", YELLOW)
+_WAITING = ("waiting for the other rank", "#DDDDDD")
+_HOST = ("host work", GREY)
 _LEAD = (
-    ("forward_s", "target forward", BLUE),
-    ("all_reduce_s", "its all-reduces", SKY),
-    ("wait_s", "waiting for the draft, link included", ORANGE),
-    ("other_s", "host work", GREY),
+    ("forward_s", "target forward", "#33506B"),
+    ("all_reduce_s", "its all-reduces", "#8FA9C0"),
+    ("wait_s", *_WAITING),
+    ("other_s", *_HOST),
 )
 _DRAFT = (
-    ("speculate", "drafting a miss, or finishing a hit", ORANGE),
+    ("speculate", *_DRAFTING),
     ("glue", "glue forward", PURPLE),
     ("grow", "growing branches", GREEN),
-    ("rest", "host work", GREY),
-    ("wait", "idle", "#eeeeee"),
+    ("rest", *_HOST),
+    ("wait", *_WAITING),
 )
 _NAMED = {name for name, *_ in _DRAFT}
 Bars = list[tuple[str, pd.Series]]
@@ -54,12 +55,10 @@ def latency(data: Data) -> Poster:
     grid[-1].set_xlabel("mean round, ms")
     text = caption(
         [pd.DataFrame([row for _, row in bars]) for _, bars in shown],
-        "Thick bar: the lead's round. Thin bar: the draft rank's, in the same time. Bars: "
-        "means of all rounds; thin lines: p50 to p90 of them. In GPU graphs all-reduces are timed "
-        "alone and taken off the forward",
+        "Thick bar: the lead; thin bar: the draft rank; means of all rounds. Thin line: p50 to p90",
         claims=False,
     )
-    return poster.finish("Where a round goes", text)
+    return poster.finish("Where does a round's time go?", text)
 
 
 def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
@@ -96,7 +95,13 @@ def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
 def _panel(poster: Poster, ax: Axes, case: Case, bars: Bars) -> None:
     ax.set_title(f"{case.label}; the draft has a GPU of its own unless inline", loc="left")
     for place, (name, row) in enumerate(bars):
-        lead = [(label, row[key] * 1e3, color) for key, label, color in _LEAD]
+        # A lead without a draft rank drafts in the time that others wait for theirs.
+        parts = {"wait_s": _DRAFTING} if not row["num_drafts"] else {}
+        lead = [
+            (label, row[key] * 1e3, color)
+            for key, *of in _LEAD
+            for label, color in [parts.get(key, of)]
+        ]
         _stack(poster, ax, f"{name}: lead", lead, place - 0.12, 0.46)
         phases = ((row["phases_us"] or {}).get("draft") or {}) if row["num_drafts"] else {}
         if phases:
@@ -108,13 +113,13 @@ def _panel(poster: Poster, ax: Axes, case: Case, bars: Bars) -> None:
         p50, p90 = (row["round_us"][name] / 1e3 for name in ("p50", "p90"))
         line = {"color": BLACK, "linewidth": 1.2, "markersize": 9, "zorder": 4}
         ax.plot([p50, p90], [place - 0.12] * 2, "-|", **line)
-        text = f" {row['round_s'] * 1e3:.2f} ms, {row['acceptance_length']:.2f} tokens: "
+        text = f" {row['acceptance_length']:.2f} tokens: "
         text += f"{row['tok_per_s']:.0f} tok/s, {row['per_gpu']:.0f} a GPU"
         end = max(row["round_s"] * 1e3, p90) * 1.005
         note(ax, text, end, place - 0.12, dx=0, dy=0, va="center", fontsize=11.5, color=BLACK)
     ax.set_yticks(range(len(bars)), [name for name, _ in bars])
     ax.set_ylim(len(bars) - 0.5, -0.5)
-    ax.set_xlim(0, 1.45 * max(row["round_s"] for _, row in bars) * 1e3)
+    ax.set_xlim(0, 1.6 * max(row["round_s"] for _, row in bars) * 1e3)
     ax.grid(axis="y", visible=False)
 
 

@@ -11,10 +11,9 @@ from analysis.select import richest, where
 from analysis.style import BLACK, METHODS, Poster, look, need
 
 _CAPTION = (
-    "Simulated frame by frame from the durations of the device's profile (GEMM-only, no LM head; "
-    "forwards of more rows than were probed are extrapolated); no pool ran on GPUs. Every point at "
-    "its own best K, fan-out and backup. {laws}. A GPU: of the targets' T each and of their draft; "
-    "b sequences a target. Copies of any use fill the same GPUs, so all lines are at equal GPUs."
+    "{device}: simulated frame by frame from the device's profile (GEMM-only, no LM head; larger "
+    "forwards than were probed are extrapolated). No pool ran on GPUs. Every point at its own best "
+    "K, fan-out and backup; all lines at equal GPUs, b sequences a target. {laws}."
 )
 
 
@@ -24,11 +23,11 @@ def pools(data: Data) -> Poster:
     shown = _cases(rows)
     need(shown, "pools of two or more sizes, with AR and SD inline")
     batches = sorted({int(b) for _, part in shown for b in part["batch_size"]})[:2]
-    poster = Poster(3.0 + 3.7 * (len(batches) + 1))
+    poster = Poster(2.2 + 2.7 * (len(batches) + 1))
     grid = poster.panels(len(batches) + 1, len(shown), sharex="col")
     for (*above, below), (name, part) in zip(grid.T, shown, strict=True):
         for ax, batch in zip(above, batches, strict=True):
-            ax.set_title(f"{name}, b = {batch}")
+            ax.set_title(f"{name}, b={batch}")
             here = where(part, batch_size=batch)
             _lines(poster, ax, here, "per_gpu")
             best = where(rows, pair=part["pair"].iloc[0], batch_size=batch)
@@ -36,18 +35,19 @@ def pools(data: Data) -> Poster:
             if len(best):  # drawn last, as it may cover another line
                 ends, style = _ends(part), {"color": BLACK, "linestyle": "--", "linewidth": 1.6}
                 poster.line(ax, "AR or SD inline, any T", ends, [best.max()] * 2, **style)
-        below.set_title(f"{name}, b = {batches[0]}")
-        below.set_label(f"{name}, b = {batches[0]}, time a token")
+        below.set_title(f"{name}, b={batches[0]}")
+        below.set_label(f"{name}, b={batches[0]}, time a token")
         _lines(poster, below, where(part, batch_size=batches[0]), "token_ms")
         below.set_xlabel("targets a draft")
         for ax in (*above, below):
             ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
     for ax in grid[:-1, 0]:
-        ax.set_ylabel("tok/s a GPU")
-    grid[-1, 0].set_ylabel("ms a token of a sequence")
+        ax.set_ylabel("tok/s per GPU")
+    grid[-1, 0].set_ylabel("ms a token\nof a sequence")
     first = rows.iloc[0]
-    laws = f"Acceptance {first['acceptance']}, hits as of {first['hit_law']}"
-    return poster.finish("Targets that share a draft", _CAPTION.format(laws=laws))
+    laws = f"Acceptance {first['acceptance']}, hits of {first['hit_law']}"
+    text = _CAPTION.format(device=first["device_name"], laws=laws)
+    return poster.finish("How many targets should share a draft?", text)
 
 
 def _cases(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -57,7 +57,7 @@ def _cases(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     for (pair, tp), part in rows.groupby(["pair", "tp"], sort=True):
         sizes = part.loc[part["targets"] > 1, "targets"].nunique()
         if sizes >= 2 and {"AR", "SD inline"} <= set(part["method"]):
-            by_pair.setdefault(pair, []).append((f"{pair}, T = {tp}", part))
+            by_pair.setdefault(pair, []).append((f"{pair.upper()}, T={tp}", part))
     return [case for of in by_pair.values() for case in (of if len(of) < 3 else [of[0], of[-1]])]
 
 

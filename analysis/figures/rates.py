@@ -23,11 +23,9 @@ from analysis.select import (
 )
 from analysis.style import (
     BARS,
-    BLACK,
-    GREEN,
     GREY,
-    ORANGE,
-    SKY,
+    METHODS,
+    RED,
     Poster,
     caption,
     look,
@@ -42,8 +40,7 @@ from mpissd.lab.tables.best import Use
 from mpissd.lab.tables.claims import Claim, claims, tables_of
 
 _METHODS = ("SD inline", "SD", "SSD")
-_EXPECTED = {"ar": GREY, "sd": SKY, "lookup": GREEN, "suffix": ORANGE}
-_WIDTH = 10.0  # Inches; the text must be readable in README, at 700 pixels.
+_EXPECTED = {"ar": "AR", "sd": "SD inline"}
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 _NEEDED = (
     f"SSD and another use of its GPUs, {HEADLINE_SEEDS} seeds of "
@@ -60,7 +57,7 @@ def throughput(data: Data) -> Poster:
     used = _rows(case)
     alphas = sorted(used["alpha"].unique())
     alphas = alphas if len(alphas) <= 3 else [alphas[0], alphas[len(alphas) // 2], alphas[-1]]
-    poster = Poster(8.6)
+    poster = Poster(7.4)
     grid = poster.panels(2, len(alphas) + 1, sharey="row")
     for axes, name in zip(grid, ("all GPUs", "per GPU"), strict=True):
         is_above = name == "all GPUs"
@@ -71,8 +68,9 @@ def throughput(data: Data) -> Poster:
             for label, method, group in _series(rows, case.tp):
                 _draw(poster, ax, label, method, points(group, ["lookahead"]), name)
             ax.set_xticks(sorted(rows["lookahead"].unique()))
-        axes[-1].set_title("each at its own best K" * is_above)
+        axes[-1].set_title("each at its best K" * is_above)
         axes[-1].set_label(f"own best K, {name}")
+        axes[-1].set(xticks=sorted(used["alpha"].unique()), xmargin=0.14)
         _over_best(poster, axes[-1], used, case, name)
         for ax in axes:
             _baselines(poster, ax, case, name)
@@ -81,12 +79,9 @@ def throughput(data: Data) -> Poster:
         axes[0].set_ylabel(f"tok/s, {name}")
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
-    lines = (
-        "SD and SSD have a draft GPU of their own; T= on a line: on that many target GPUs, of "
-        "another visit, whose machine may differ by 4%; dashed: expected from measured times"
-    )
+    lines = "SD and SSD draft on one GPU more. Lines with T=: of another visit (± 4%)"
     text = caption([used, case.ar], hits, lines, BARS)
-    return poster.finish(f"AR, SD and SSD throughput: {case.label}", text)
+    return poster.finish(f"How fast are AR, SD and SSD? {case.label}", text)
 
 
 def _is_sweep(case: Case) -> bool:
@@ -131,9 +126,10 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, case: Case, name: s
             continue
         claims = [(float(a), claim_of(case, best_rows(ssd))) for a, ssd in group.groupby("alpha")]
         expected_lines(poster, ax, [(alpha, claim) for alpha, claim in claims if claim])
-        for _, at in bests.iterrows():
-            text = f"K={at['lookahead']:.0f}"
-            note(ax, text, at["alpha"], at["high"], dx=0, dy=4, ha="center", fontsize=10)
+        place = {"dx": 0, "dy": 4, "ha": "center", "fontsize": 11, "color": RED}
+        place["xycoords"] = ("data", "axes fraction")
+        for n, (at, lookahead) in enumerate(zip(bests["alpha"], bests["lookahead"], strict=True)):
+            note(ax, "K=" * (not n) + f"{lookahead:.0f}", at, 0, **place)
 
 
 def expected_lines(poster: Poster, ax: Axes, claims: Iterable[tuple[float, Claim]]) -> None:
@@ -145,19 +141,20 @@ def expected_lines(poster: Poster, ax: Axes, claims: Iterable[tuple[float, Claim
                 lines.setdefault(one.family, []).append((alpha, one.rate))
     for family, known in lines.items():
         if len(known) > 1:
-            style = {"color": _EXPECTED.get(family.mode, BLACK), "linestyle": "--", "linewidth": 2}
+            color = METHODS[_EXPECTED.get(family.mode, family.mode)][0]
+            style = {"color": color, "linestyle": "--", "linewidth": 2}
             x, y = zip(*known, strict=True)
             poster.line(ax, f"{family} (expected, not measured)", x, y, **style)
 
 
 def _baselines(poster: Poster, ax: Axes, case: Case, name: str) -> None:
     """Draws AR on the targets' GPUs, and on as many GPUs as SD and SSD use."""
-    for gpus, style, color in ((case.tp, "--", GREY), (case.tp + 1, ":", BLACK)):
+    for gpus, style in ((case.tp, "-"), (case.tp + 1, ":")):
         point = case.ar_on(gpus)
         if point is not None:
             value = point["tok_per_s"] / (1 if name == "all GPUs" else gpus)
             label = f"AR, {gpus} GPU{'s' * (gpus > 1)}"
-            ax.axhline(value, color=color, linestyle=style, linewidth=2, label=label, zorder=2)
+            ax.axhline(value, color=GREY, linestyle=style, linewidth=2, label=label, zorder=2)
             poster.keep(ax, label, y=value)
 
 
@@ -165,7 +162,7 @@ def equal_gpus(data: Data) -> Poster:
     """Draws a line for each use of all GPUs at its best K; below, SSD over the strongest."""
     shown = _pairs(data)
     need(shown, _NEEDED)
-    poster = Poster(8.4, _WIDTH)
+    poster = Poster(8.4)
     grid = poster.panels(2, len(shown), sharex=True, height_ratios=[2, 1.3])
     for (above, below), panel in zip(grid.T, shown, strict=True):
         above.set_title(f"{_label(panel[0])}\n{_splits(panel)}", fontsize=12)
@@ -179,7 +176,7 @@ def equal_gpus(data: Data) -> Poster:
         ax.margins(x=0.11, y=0.28)
     grid[0][0].set_ylabel("tok/s, all GPUs")
     grid[1][0].set_ylabel("SSD over the\nstrongest, ×")
-    return poster.finish("SSD and the other uses of as many GPUs", _caption(data, shown))
+    return poster.finish("Does SSD beat the other uses of its GPUs?", _caption(data, shown))
 
 
 def _pairs(data: Data) -> list[list[Claim]]:
@@ -271,14 +268,8 @@ def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     panels = list(shown)
     uses = [use for panel in panels for c in panel for use in (*_uses(c), c.other) if use]
     drawn = {row["run_id"] for use in uses for row in use.rows}
-    laws = "; ".join(
-        f"{_label(panel[0])}: hits {panel[0].hit_law}{', assumed' * panel[0].is_assumed}"
-        for panel in panels
-    )
+    laws = "; ".join(f"{panel[0].gpus} GPUs: {panel[0].hit_law}" for panel in panels)
     return caption(
         [data.rows[data.rows["run_id"].isin(drawn)]],
-        f"{laws}. Every use at its best measured K. Points: geometric means over seeds, 95% "
-        "intervals; above, of any visit. Below: the ratio within a visit, paired by seed. No "
-        "verdict: a use that was not measured may be stronger (dashed: what the measured times "
-        "lead to expect; a lookup accepts .3), or Holm's correction takes it",
+        f"Hits on {laws}. {BARS}. No verdict: a dashed use may be stronger",
     )

@@ -13,9 +13,11 @@ from matplotlib.axes import Axes
 
 from analysis.rows import Data
 from analysis.select import plain, short
-from analysis.style import BLACK, BLUE, MARKERS, ORANGE, RED, SERIES, SKY, Poster, need
+from analysis.style import BLACK, GREY, SERIES, YELLOW, Poster, need
 
 _BYTES = 2  # Bytes of a 16-bit number.
+_OF_RANKS = {1: "o", 2: "s", 4: "D", 8: "^"}
+_TRANSPORTS = {"nccl": SERIES[3], "oneshot": SERIES[5], "mpi": SERIES[6]}
 Profile = Mapping[str, Any]
 
 
@@ -26,11 +28,11 @@ def roofline(data: Data) -> Poster:
     profiles = [p for p in real if p["tables"].get("products")]
     profiles = profiles or [p for p in real if p["tables"].get("forwards")]
     need(profiles, "profiles/*.json that `mpissd probe` measured on this machine")
-    poster = Poster(9.4)
-    grid = poster.add_gridspec(2, 2, width_ratios=(1.55, 1))
+    poster = Poster(8.6)
+    grid = poster.add_gridspec(2, 2, width_ratios=(1.45, 1))
     left = poster.add_subplot(grid[:, 0], title="products and forwards")
     upper = poster.add_subplot(grid[0, 1], title="all-reduces, inside CUDA graphs")
-    lower = poster.add_subplot(grid[1, 1], title="lead ↔ draft")
+    lower = poster.add_subplot(grid[1, 1], title="round trip lead ↔ draft")
     _roof(poster, left, profiles)
     _products(poster, left, profiles)
     _forwards(poster, left, profiles)
@@ -39,24 +41,21 @@ def roofline(data: Data) -> Poster:
     reduces.sort(key=lambda table: (table["name"], table["ranks"]))
     _messages(poster, upper, [_all_reduce(table) for table in reduces])
     _messages(poster, lower, [_link(t) for t in tables(profiles, "links", "name", "idle_s")])
-    names = ", ".join(sorted({p["name"] for p in profiles}))
     text = (
-        f"{profiles[0]['device_name']} (measured by mpissd probe: {names}) · "
-        f"{', '.join(sorted({p['dtype'] for p in profiles}))} · GEMM-only forwards, no LM head, "
-        "context 0, batch rows M = 1 … 64. Ceilings: read-only stream over each rank's weights, "
-        "and an 8192-cubed product, in the same jobs. Bytes of a product: weights, input, output; "
-        "of a forward: its weights; by the kernel that jobs of so many rows run. In runs: "
-        f"t_target_s of {runs} rows, all-reduces included. Bars: interquartile range. Dotted: the "
-        "message at the best rate that any of them reached"
+        f"{profiles[0]['device_name']} (measured by mpissd probe, {len(profiles)} profiles) · "
+        f"{', '.join(sorted({p['dtype'] for p in profiles}))} · GEMM-only, no LM head, context 0, "
+        "M = 1 … 64 rows. Ceilings: a stream over the weights, an 8192-cubed product, the best "
+        f"rate of a message. Verifications: {runs} rows, all-reduces included. Bars: interquartile "
+        "range"
     )
     for ax, loc, size, ncols in (
-        (left, "lower right", 11.5, 1),
-        (upper, "upper left", 9, 2),
-        (lower, "upper left", 9, 2),
+        (left, "lower right", 11, 1),
+        (upper, "upper left", 10, 2),
+        (lower, "upper left", 10, 2),
     ):
         if ax.get_legend_handles_labels()[0]:  # A machine without GPUs has no all-reduce.
             ax.legend(frameon=False, loc=loc, fontsize=size, ncols=ncols)
-    heading = "Roofline: what the machine gives, what the forwards take"
+    heading = "How near are forwards and messages to the machine's ceilings?"
     return poster.finish(heading, text, legend=False)
 
 
@@ -85,18 +84,20 @@ def _products(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
         return
     k, n, m, seconds = np.array(measured, float).T
     flops, moved = 2.0 * m * k * n, _BYTES * (k * n + m * (k + n))
-    style = {"color": SKY, "marker": ".", "linestyle": "none", "markersize": 6, "alpha": 0.8}
+    style = {"color": GREY, "marker": ".", "linestyle": "none", "markersize": 4, "alpha": 0.6}
     poster.line(ax, "one cuBLAS product", flops / moved, flops / seconds / 1e12, **style)
 
 
 def _forwards(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
     fused_first = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
-    seen: dict[str, Forward] = {}
+    seen: dict[tuple[str, int], Forward] = {}
     for key, table in fused_first:
         if not key.lm_head and not key.kv_tokens:
-            seen.setdefault(f"{short(key.model)} forward, T={key.tp}", table)
-    looks = zip((BLUE, RED, *SERIES[2:]), MARKERS, strict=False)
-    for (label, table), (color, marker) in zip(sorted(seen.items()), looks, strict=False):
+            seen.setdefault((short(key.model), key.tp), table)
+    models = sorted({model for model, _ in seen})
+    for (model, tp), table in sorted(seen.items()):
+        label = f"{model} forward, T={tp}"
+        color, marker = SERIES[models.index(model) % len(SERIES)], _OF_RANKS.get(tp, "X")
         rows = np.array(sorted(table.seconds))
         y = 2.0 * rows * table.params / np.array([table.seconds[m] for m in rows]) / 1e12
         spread = np.array([table.spread[m] for m in rows]) / 2
@@ -115,7 +116,7 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
     x, y = numbers["floor_flops"] / numbers["floor_bytes"], numbers["floor_flops"] / seconds / 1e12
     if len(x):
         rim = {"markeredgecolor": BLACK, "markeredgewidth": 0.6, "markersize": 11, "zorder": 5}
-        style = {"color": ORANGE, "marker": "*", "linestyle": "none", **rim}
+        style = {"color": YELLOW, "marker": "*", "linestyle": "none", **rim}
         poster.line(ax, "verification in a run", x, y, **style)
     return len(x)
 
@@ -124,17 +125,15 @@ Curve = tuple[str, Profile, dict[str, Any]]  # label, seconds by bytes with thei
 
 
 def _all_reduce(table: Profile) -> Curve:
-    ranks, few = table["ranks"], table["ranks"] == 2
-    color = {"oneshot": RED, "nccl": BLUE}.get(table["name"], BLACK)
-    look = {"color": color, "marker": "o" if few else "s", "linestyle": "-" if few else "--"}
-    return f"all-reduce {table['name']}, {ranks} ranks", table, look
+    name, ranks = table["name"], table["ranks"]
+    look = {"color": _TRANSPORTS.get(name, BLACK), "marker": _OF_RANKS.get(ranks, "X")}
+    return f"{name}, {ranks} ranks", table, look
 
 
 def _link(table: Profile) -> Curve:
     idle = bool(table["idle_s"])
-    label = f"round trip {table['name']}" + ", after 5 ms" * idle
-    color = SERIES[2 + 2 * (table["name"] == "mpi")]
-    look = {"color": color, "marker": "v" if idle else "P", "linestyle": "--" if idle else "-"}
+    label = table["name"] + ", after 5 ms" * idle
+    look = {"color": _TRANSPORTS.get(table["name"], BLACK), "marker": "v" if idle else "s"}
     return label, table, look
 
 
@@ -150,7 +149,7 @@ def _messages(poster: Poster, ax: Axes, curves: list[Curve]) -> None:
         ends = {"low": y * 1e6 * (1 - spread), "high": y * 1e6 * (1 + spread)}
         ends = ends if table.get("spread") else {}
         poster.line(ax, label, x / 1024, y * 1e6, linewidth=1.8, markersize=6, **ends, **look)
-    ax.set(xscale="log", yscale="log", xlabel="message, KB", ylabel="µs")
+    ax.set(xscale="log", yscale="log", xlabel="message, KB", ylabel="time, µs")
     ax.set_xscale("log", base=4)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -159,7 +158,7 @@ def _messages(poster: Poster, ax: Axes, curves: list[Curve]) -> None:
     if rate:
         (low, high), bottom = ax.get_xlim(), ax.get_ylim()[0]
         x = np.geomspace(low, high, 20)
-        ax.plot(x, x * 1024 / rate * 1e6, ":", color=BLACK, linewidth=1.4, zorder=1)
+        ax.plot(x, x * 1024 / rate * 1e6, color=BLACK, linewidth=2, zorder=1)
         ax.set(xlim=(low, high))
         ax.set_ylim(bottom=bottom)
 

@@ -48,21 +48,8 @@ class ProbeConfig(Checked):
 
 
 PLANNED = (  # flags of a run that apply to every configuration that `plan` weighs
-    "pair",
-    "target",
-    "draft",
-    "alpha",
-    "acceptance",
-    "acceptance_fast",
-    "p_hit",
-    "hit_law",
-    "laws",
-    "lookup",
-    "batch_size",
-    "forward",
-    "fuse",
-    "lm_head",
-    "context",
+    "pair target draft alpha acceptance acceptance_fast p_hit hit_law laws lookup batch_size "
+    "forward fuse lm_head context".split()
 )
 
 
@@ -76,7 +63,9 @@ class PlanConfig(Checked):
         "device profile: a name or a file, or several of one device, separated by commas (default: "
         "h100; with rows: of each row's device)",
     )
-    gpus: int = flag(2, integer(1), "largest number of GPUs to use")
+    gpus: int = flag(
+        2, integer(1), "most GPUs to use; above break-even a draft, or SSD, is their fastest use"
+    )
     run: RunConfig = contained(
         RunConfig,
         mode=flag("ssd", choice("ar", "sd", "ssd"), "predict the configuration of these flags"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 from mpissd.cli.arguments import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
@@ -14,9 +13,8 @@ from mpissd.common.output import json_line
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
-from mpissd.engine.spec.acceptance import load_laws
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
-from mpissd.lab.predict.advice import FEW_HITS, heading, report
+from mpissd.lab.predict.advice import heading, report, with_laws
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.advisor import pools, replicas
 from mpissd.lab.predict.costs import DeviceCosts
@@ -108,10 +106,7 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
 
 
 def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
-    """Returns the run's configuration; flags not given take the values of the profile's probe.
-
-    With --laws the context is the prompts', and hits that they do not determine are the default.
-    """
+    """Returns the run's configuration; flags not given take the values of the profile's probe."""
     known = covered(profile, config.run.forward)
     probed = {k: v for k, v in known.items() if k not in given}
     if given & {"target", "draft"}:
@@ -119,12 +114,4 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
     elif "pair" not in given:
         probed = {"pair": "8b/1b", **probed}
     run = dataclasses.replace(config.run, **probed)
-    if run.laws is None:
-        return run
-    laws, known = load_laws(run.laws), dict[str, Any]()
-    if run.is_transformer and "context" not in given:
-        known["context"] = max(int(of.get("context") or 0) for of in laws.about["sources"])
-    fits = [of for of in laws.at if of.lookahead <= laws.longest_fitted]
-    if run.p_hit is None is run.hit_law and not all(of.rejected and of.complete for of in fits):
-        known["hit_law"] = FEW_HITS
-    return dataclasses.replace(run, **known)
+    return run if run.laws is None else with_laws(run, "context" in given)

@@ -360,7 +360,10 @@ def compare_rows(
     long = [[row for row in of if (row.num_rounds or 0) >= HEADLINE_ROUNDS] for of in (a, b)]
     for sides in (long, [a, b]):
         logs: dict[int, list[float]] = {}  # log(b/a) for every seed that both have
-        rated = [[row for row in of if row.seed is not None and _has_rate(row)] for of in sides]
+        rated = [
+            [row for row in of if row.seed is not None and 0 < (row.tok_per_s or 0) < math.inf]
+            for of in sides
+        ]
         for x in rated[0]:
             for y in rated[1]:
                 if x.seed == y.seed and (not one_visit or same_visit(x, y)):
@@ -449,10 +452,6 @@ def shares_draws(a: Row, b: Row) -> bool:
     """Returns whether both runs draft, with one seed and the same token models."""
     drafts = "ar" not in (a.mode, b.mode) and a.acceptance is not None
     return drafts and all(a.get(key) == b.get(key) for key in _LAW)
-
-
-def _has_rate(row: Row) -> bool:
-    return bool(row.tok_per_s) and 0 < row.tok_per_s < math.inf
 
 
 def _interval(middle: float, variance: float, freedom: int, how: How) -> Comparison:

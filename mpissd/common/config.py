@@ -33,7 +33,7 @@ from mpissd.common.flags import (
     words,
 )
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
-from mpissd.common.workloads import parse_name, readers
+from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
 # Flags that only some modes or workloads read.
 drafting, growing = partial(flag, modes=DRAFTING), partial(flag, modes=GROWING)
@@ -222,8 +222,8 @@ class WorkloadFlags(Checked):
     )
     lookup: str = flag(
         "prompt",
-        choice("prompt", "suffix"),
-        "how --backup=fast finds what to copy: prompt (lookup) or suffix (automaton)",
+        choice(*LOOKUPS),
+        f"how --backup=fast finds what to copy: {', '.join(LOOKUPS)}",
         modes=DRAFTING,
         workloads="gemm text replay",
     )

@@ -46,6 +46,11 @@ class DivergedError(FaultError):
     """A model's logits are not finite: its weights are damaged, or overflow."""
 
 
+def line_of(error: ConfigError) -> str:
+    """Returns an error's line for a user, who may have given lookahead as make's K."""
+    return f"{error} (lookahead: K)" if "lookahead" in str(error) else str(error)
+
+
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     """Returns the ConfigError for a name that is not among `allowed`.
 

@@ -33,6 +33,8 @@ RETIRED = {
     **{f"learn_{name}": f"--learn={name}=…" for name in ("rate", "batch", "steps", "device")},
     "publish_s": "--learn=publish_s=…",
     "world_size": "--dry_run=N",
+    "to": "--out=FILE",
+    "drafts": "--num_drafts",
     "host": "plan's --profile=FILE, whose host costs are used",
     "arrivals": "--requests=N or --duration=S, with --rate",
     **dict.fromkeys(("on_late", "draft_lookup", "draft_tasks", "ledger_ab"), "nothing"),

@@ -51,41 +51,15 @@ _SHAPES = (
 PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 # Prompt lookup has no model, so its shape has no products.
 LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
-ALIASES: dict[str, str] = {
-    "70b": "llama-3.1-70b",
-    "8b": "llama-3.1-8b",
-    "3b": "llama-3.2-3b",
-    "1b": "llama-3.2-1b",
-    "smollm2": "smollm2-135m-instruct",
-    "65b": "llama-65b",
-    "32b": "qwen3-32b",
-    "0.6b": "qwen3-0.6b",
-    "66b": "opt-66b",
-    "30b": "opt-30b",
-    "13b": "opt-13b",
-    "6.7b": "opt-6.7b",
-    "2.7b": "opt-2.7b",
-    "1.3b": "opt-1.3b",
-    "350m": "opt-350m",
-    "125m": "opt-125m",
-    "noft": "noft-1.3b",
-    "noft-wide": "noft-wide-1.3b",
+# The size in a preset's name means that preset: 70b, 0.6b.
+ALIASES = {
+    name.rpartition("-")[2]: name for name in PRESETS if name.startswith(("llama", "qwen", "opt"))
 }
-PAIRS: dict[str, tuple[str, str]] = {
-    "toy": ("toy-target", "toy-draft"),
-    **{
-        pair: (ALIASES[target], ALIASES[draft])
-        for pair in (
-            "8b/1b",
-            "70b/1b",
-            "70b/8b",
-            "32b/0.6b",
-            "66b/125m",
-            "65b/noft",
-            "65b/noft-wide",
-        )
-        for target, draft in [pair.split("/")]
-    },
+ALIASES |= {"smollm2": "smollm2-135m-instruct", "noft": "noft-1.3b", "noft-wide": "noft-wide-1.3b"}
+PAIRS = {"toy": ("toy-target", "toy-draft")} | {
+    pair: (ALIASES[target], ALIASES[draft])
+    for pair in "8b/1b 70b/1b 70b/8b 32b/0.6b 66b/125m 65b/noft 65b/noft-wide".split()
+    for target, draft in [pair.split("/")]
 }
 _HUB_OWNERS = ("meta-llama", "huggyllama", "qwen", "facebook")
 _FORMS = (
@@ -268,13 +242,7 @@ def _generated(text: str) -> ModelShape:
     if given["gated"] not in (0, 1):
         raise ConfigError(f"{text!r}: gated={given['gated']}: allowed: 0, 1")
     return ModelShape(
-        name="gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS),
-        num_layers=given["layers"],
-        hidden=hidden,
-        num_heads=given["heads"],
-        num_kv_heads=given["kv_heads"],
-        head_dim=given["head_dim"],
-        ffn=given["ffn"],
-        gated=bool(given["gated"]),
-        vocab_size=given["vocab"],
-    )
+        "gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS),
+        given["layers"], hidden, given["heads"], given["kv_heads"], given["head_dim"],
+        given["ffn"], bool(given["gated"]), given["vocab"],
+    )  # fmt: skip

@@ -39,30 +39,30 @@ class RanksFlags(Checked):
         run: RunConfig
 
     tp: int = flag(1, integer(1), "target ranks")
-    drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with the draft on the lead")
+    num_drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with an inline draft")
 
     def check(self) -> None:
         """Refuses mode=ssd without a draft rank."""
         super().check()
-        if self.run.mode == "ssd" and not self.drafts:
-            raise ConfigError("drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")
+        if self.run.mode == "ssd" and not self.num_drafts:
+            raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")
 
     @property
     def num_ranks(self) -> int:
         """Target and draft ranks of the job."""
-        return self.tp + self.drafts
+        return self.tp + self.num_drafts
 
     def fit_world(self, command: str, num_ranks: int) -> None:
         """Refuses a launcher that started another number of ranks."""
         if num_ranks != self.num_ranks:
             raise ConfigError(
-                f"{command} with tp={self.tp}, drafts={self.drafts} on {num_ranks} ranks: allowed: "
-                f"{self.num_ranks}"
+                f"{command} with tp={self.tp}, num_drafts={self.num_drafts} on {num_ranks} ranks: "
+                f"allowed: {self.num_ranks}"
             )
 
     def of_mode(self, mode: str) -> RunConfig:
         """Returns the configuration that answers in this mode; raises ConfigError if none does."""
-        return replace(self.run, mode=mode, num_drafts=0 if mode == "ar" else self.drafts)
+        return replace(self.run, mode=mode, num_drafts=0 if mode == "ar" else self.num_drafts)
 
 
 def launcher() -> list[str]:

@@ -1,4 +1,4 @@
-"""The names of the workloads, and where each one is defined.
+"""The names of the workloads and of the lookups, and where each one is defined.
 
 A workload is a class (engine/workload/base.Workload) that is imported when a job asks for it.
 `register` adds one; its name is then a value of --workload.
@@ -7,6 +7,8 @@ A workload is a class (engine/workload/base.Workload) that is imported when a jo
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib import import_module
+from typing import Any
 
 from mpissd.common.errors import unknown
 
@@ -17,6 +19,11 @@ _KNOWN: dict[str, tuple[str, frozenset[str]]] = {
     "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
     "text": (f"{_ENGINE}.text:TextWorkload", frozenset()),
     "replay": (f"{_ENGINE}.replay:ReplayWorkload", frozenset()),
+}
+# "module:class" of each value of --lookup, an engine.spec.lookup.Lookup.
+LOOKUPS = {
+    "prompt": "mpissd.engine.spec.lookup:PromptLookup",
+    "suffix": "mpissd.engine.spec.lookup:SuffixLookup",
 }
 
 
@@ -31,9 +38,15 @@ def register(name: str, where: str, flags: str = "") -> None:
     _KNOWN[name] = where, frozenset(flags.split())
 
 
-def class_of(name: str) -> str:
-    """Returns "module:class" of a workload; raises ConfigError, which lists them, for others."""
-    return _KNOWN[parse_name("workload", name)][0]
+def class_of(name: str) -> Any:
+    """Imports and returns a workload's class; raises ConfigError, which lists them, for others."""
+    return imported(_KNOWN[parse_name("workload", name)][0])
+
+
+def imported(where: str) -> Any:
+    """Imports and returns what "module:name" names."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
 
 
 def parse_name(flag: str, text: str) -> str:

@@ -18,6 +18,7 @@ from mpissd.common.presets import (
     target_of,
 )
 from mpissd.common.rounds import Source
+from mpissd.common.workloads import class_of
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
@@ -26,7 +27,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
-from mpissd.engine.workload.base import Resolved, Serving, Workload, workload_kind
+from mpissd.engine.workload.base import Resolved, Serving, Workload
 
 __all__ = ["Job", "Serving", "buckets", "fine_buckets", "resolve", "resolve_unopened"]
 
@@ -46,7 +47,8 @@ class Job(Resolved):
     @cached_property
     def workload(self) -> Workload:
         """The workload that the job decodes."""
-        return workload_kind(self.config.workload)(self)
+        workload: Workload = class_of(self.config.workload)(self)
+        return workload
 
     @property
     def options(self) -> ForwardOptions:

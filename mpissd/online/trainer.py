@@ -1,7 +1,13 @@
 """The process that trains: `python -m mpissd.online.trainer JSON`, started by a learner's rank.
 
-It reads examples from stdin and writes versions and reports to stdout. Whatever happens to it, the
-rank that started it, and the job, go on. It ends when stdin does.
+It reads examples from stdin and writes versions and reports to stdout. It trains its own copy of
+the draft on the target's distributions as they arrive. Whatever happens to it, the rank that
+started it, and the job, go on. It ends when stdin does.
+
+A version is published only if its losses and weights are finite and some sequences are held out. On
+the latest of these, which no version was trained on, it must agree with the target more often than
+the version in use, by more than two standard errors. Luck passes that, too: one in forty of the
+versions that gain nothing (docs/online.md).
 """
 
 from __future__ import annotations
@@ -12,19 +18,333 @@ import queue
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.checkpoint import packed
-from mpissd.online.examples import Example
-from mpissd.online.learner import Learner, Student
+from mpissd.engine.model.transformer.checkpoint import (
+    HEAD,
+    Checkpoint,
+    new_version,
+    packed,
+    quantize,
+)
+from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.learn.draft import Optimizer, distance
+from mpissd.learn.llama import (
+    Llama,
+    Tensor,
+    angles,
+    blocks_of,
+    load,
+    load_trunk,
+    mapped,
+    named,
+    parameters,
+    trained,
+)
+from mpissd.online.examples import Example, Memory
 from mpissd.online.process import receive, send
 
+CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
+DITHER = 0  # seed of the numbers that weights are rounded by
+ERRORS = 2.0  # standard errors by which a version must be ahead (docs/online.md)
+FALL = 0.02  # fall of held-out agreement up to which an unpublished version trains on
+PATIENCE = 3  # versions in a row that fell further, before training begins again from the last one
+MIN_HELD = 8  # held-out sequences, two or more, before which nothing is published
+_JUDGED_AT_ONCE = 8
 _IDLE_S = 0.05
 _REPORT_S = 0.5  # time between two reports
+
+Counted = NDArray[np.float64]
+Arrays = dict[str, NDArray[Any]]
+
+
+class Student:
+    """A draft that is trained on examples, judged, and handed on as arrays."""
+
+    def __init__(
+        self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
+        rate: float = 1e-4, longest: int = 1024, exact: bool = False,
+    ) -> None:  # fmt: skip
+        """Reads the weights. draft, target: names for open_checkpoint.
+
+        seed: of random weights. rate: the learning rate, reached over the first ten steps. longest:
+        positions of a sequence that are used. exact: publishes weights in float16 even if the
+        draft's files are int8, for a draft whose device computes with float16 (CuPy).
+        """
+        self.source: Checkpoint = open_checkpoint(draft, seed, target)
+        config = self.source.config
+        self.device, self.rate, self.longest = device, rate, longest
+        self._int8 = config.int8 and not exact
+        # Layers in bfloat16 if the device has such products: on a CPU that has them they take a
+        # fifth of the time (AMD EPYC, one core: 121 instead of 26 GFLOP/s).
+        has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        self.blocks = blocks_of(
+            config, torch.bfloat16 if device != "cpu" or has() else torch.float32
+        )
+        self.table = angles(config, longest, device)
+        self._loaded = load(self.source, device, torch.float32)
+        self.shares_head = config.tied or self.source.shares_head
+        ids = self.source.head_ids
+        ids = np.arange(config.head_vocab, dtype=np.int32) if ids is None else ids
+        self.head_ids = torch.from_numpy(np.asarray(ids, np.int64)).to(device)
+        self.places = torch.full((config.shape.vocab_size,), -1, device=device)
+        self.places[self.head_ids] = torch.arange(len(ids), device=device)
+        self.restore(self._loaded)
+
+    def restore(self, weights: Llama) -> None:
+        """Trains these weights from now on, such as `copy` returned, with a new optimiser."""
+        draft = mapped(weights, trained)._replace(embedding=self._loaded.embedding)
+        if self.shares_head:
+            draft = draft._replace(head=self._loaded.head)
+        self.draft: Llama = draft
+        self._steps = 0
+        self.optimizer = Optimizer("adamw", parameters(draft))
+
+    def copy(self) -> Llama:
+        """Returns a copy of the weights as they are."""
+        return mapped(self.draft, lambda tensor: tensor.detach().clone())
+
+    def step(self, examples: Sequence[Example]) -> bool:
+        """Takes one step on the examples' positions, by cross-entropy and total variation
+        (draft.distance); returns whether these were finite. If not, nothing changes.
+        """
+        logits, ids, logs = self._forward(examples)
+        p_logits = torch.full_like(logits, -torch.inf)
+        places = self.places[ids]
+        known = places >= 0
+        rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(ids)
+        p_logits[rows[known], places[known]] = logs[known]
+        nothing, ones = logs.new_zeros(len(logs)), logs.new_ones(len(logs))
+        entropy, variation, _ = distance(p_logits, nothing, ids[:, 0], logits, self.head_ids, ones)
+        loss = CROSS_ENTROPY * entropy + VARIATION * variation
+        if not torch.isfinite(loss):
+            return False
+        tensors = parameters(self.draft)
+        for tensor in tensors:
+            tensor.grad = None
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(tensors, 1.0)
+        self._steps += 1
+        self.optimizer.step(self.rate * min(1.0, self._steps / 10))
+        return True
+
+    def _forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the draft's logits [rows, columns], and the target's ids and logs of the rows.
+
+        Of each example the rows are its first ones, at positions before `longest`.
+        """
+        counts = [int((one.at < self.longest).sum()) for one in examples]
+        kept = list(zip(examples, counts, strict=True))
+        length = max(int(one.at[count - 1]) + 1 if count else 1 for one, count in kept)
+        tokens = torch.zeros(len(kept), length, dtype=torch.int64)
+        for row, one in enumerate(examples):
+            part = torch.from_numpy(one.tokens[:length].astype(np.int64))
+            tokens[row, : len(part)] = part
+        rows = np.concatenate([row * length + one.at[:n] for row, (one, n) in enumerate(kept)])
+        table = [part[:length] for part in self.table]
+        hidden = self.blocks.hidden(self.draft, tokens.to(self.device), *table)
+        chosen = hidden.flatten(0, 1)[torch.from_numpy(rows).long().to(self.device)]
+        logits = F.linear(chosen, self.draft.head)  # bfloat16 would make ties
+        ids = torch.from_numpy(np.concatenate([one.ids[:n] for one, n in kept])).long()
+        logs = torch.from_numpy(np.concatenate([one.logs[:n] for one, n in kept])).float()
+        return logits, ids.to(self.device), logs.to(self.device)
+
+    def right(self, examples: Sequence[Example]) -> Counted:
+        """Returns (positions at which the draft takes the target's best token, all), [n, 2].
+
+        A draft takes the likeliest token, and the first of equally likely ones. It never is right
+        about a token that it cannot name, nor where one of its logits is not finite.
+        """
+        counts = []
+        for start in range(0, len(examples), _JUDGED_AT_ONCE):
+            part = [one for one in examples[start : start + _JUDGED_AT_ONCE] if len(one.at)]
+            if not part:
+                continue
+            with torch.no_grad():
+                logits, ids, _ = self._forward(part)
+                best = self.places[ids[:, 0]]
+                is_right = (logits.argmax(-1) == best) & torch.isfinite(logits).all(-1)
+            rows = is_right.tolist()
+            for one in part:
+                count = int((one.at < self.longest).sum())
+                counts.append((sum(rows[:count]), count))
+                rows = rows[count:]
+        return np.array(counts, float).reshape(-1, 2)
+
+    @contextmanager
+    def using(self, weights: Llama) -> Iterator[None]:
+        """Judges other weights inside the block, as a draft computes with them.
+
+        They are read from `arrays`, in int8 or float16, bit for bit. Raises ProtocolError if one is
+        not finite.
+        """
+        own, self.draft = self.draft, weights
+        try:
+            version = new_version(self.source, self.arrays())
+            self.draft = load_trunk(version, weights, torch.float32)
+            if not self.shares_head:
+                head = torch.from_numpy(version.read(HEAD))
+                self.draft = self.draft._replace(head=head.to(self.device))
+            yield
+        finally:
+            self.draft = own
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers, also as they are stored: matrices, or the scales of
+        int8, which are a block's largest weight / 127, in float16."""
+        widest = torch.finfo(torch.float16).max * (127 if self._int8 else 1)
+        limits = {1: torch.finfo(torch.float32).max, 2: widest}
+        return all(
+            bool((tensor.abs() <= limits[tensor.ndim]).all()) for tensor in parameters(self.draft)
+        )
+
+    def arrays(self) -> Arrays:
+        """Returns the trained tensors as a draft loads them: int8 with scales if it stores such, or
+        float16; vectors in float32.
+
+        Weights lie on int8's grid when training begins, and most move by less than half of its
+        step: rounding to nearest would take them back. They are dithered, with the same numbers in
+        every version: a weight that did not move keeps its value if the largest weight of its
+        block, which sets the step, did not move either.
+        """
+        arrays: Arrays = {}
+        draws = np.random.default_rng(DITHER)
+        for name, tensor in named(self.draft, self.source.config).items():
+            if name == HEAD and self.shares_head:
+                continue
+            values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+            if values.ndim == 1:
+                arrays[name] = values
+            elif self._int8:
+                scale = name.removesuffix("weight") + "scale"
+                dither = draws.random(values.shape, np.float32)
+                arrays[name], arrays[scale] = quantize(values, dither)
+            else:
+                arrays[name] = values.astype(np.float16)
+        return arrays
+
+
+@dataclass
+class Counts:
+    """Counts of a learner's work; `tokens` of all sequences, prompts included."""
+
+    sequences: int = 0
+    tokens: int = 0
+    positions: int = 0
+    steps: int = 0
+    published: int = 0
+    refused: int = 0
+    diverged: int = 0
+
+
+@dataclass
+class Learner:
+    """A student with its memory, and its last version that was good enough.
+
+    batch: sequences of a step. steps: steps for each new sequence (.25: one for four of them); each
+    is learned from batch · steps times.
+    """
+
+    student: Student
+    batch: int = 4
+    steps: float = 1.0
+    memory: Memory = field(default_factory=lambda: Memory(4096))
+
+    def __post_init__(self) -> None:
+        # "learning"; "diverged": a loss or weight of the last version was not finite, and training
+        # went back; "refused": its held-out agreement did not rise, or not surely
+        self.state, self.counts = "learning", Counts()
+        self.agreement: float | None = None  # held-out, of the last candidate
+        self.in_use = self.student.copy()
+        self._new = self._bad = 0
+        self._due = 0.0
+
+    def add(self, example: Example) -> None:
+        """Takes a finished sequence, for which `steps` steps are due."""
+        self.counts.sequences += 1
+        self.counts.tokens += len(example.tokens)
+        self.counts.positions += len(example.at)
+        if self.memory.add(example):
+            self._new += 1
+            self._due += self.steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step is due."""
+        return self._due >= 1 and bool(self.memory.trained)
+
+    def learn(self) -> bool:
+        """Takes one step: on the sequences that came since the last one, and on earlier ones.
+
+        Returns whether its losses were finite.
+        """
+        newest = min(max(1, self._new), self.batch)
+        self._new, self._due = 0, self._due - 1
+        is_finite = self.student.step(self.memory.batch(self.batch, newest))
+        self.counts.steps += 1
+        if not is_finite:
+            self._diverge()
+        return is_finite
+
+    def _diverge(self) -> None:
+        """Begins again from the last published version."""
+        self.state, self._due = "diverged", 0.0
+        self.counts.diverged += 1
+        self.student.restore(self.in_use)
+
+    def publish(self) -> bool | None:
+        """Publishes the weights if their gain on held-out sequences is significant.
+
+        Returns whether it did; None: too few sequences are held out yet to judge the weights. After
+        some versions that fell, training begins again from the last one.
+        """
+        if not self.student.is_finite:
+            self._diverge()
+            return False
+        if len(self.memory.held) < MIN_HELD:
+            return None
+        mine, before = (self._right(weights) for weights in (self.student.draft, self.in_use))
+        self.agreement = float(mine[:, 0].sum() / mine[:, 1].sum())
+        gain, error = paired(mine, before)
+        if gain > ERRORS * error:
+            self.state, self._bad = "learning", 0
+            self.in_use = self.student.copy()
+            self.counts.published += 1
+            return True
+        self.state = "refused"
+        self.counts.refused += 1
+        self._bad = self._bad + 1 if gain < -FALL else 0
+        if self._bad >= PATIENCE:
+            self._bad = 0
+            self.student.restore(self.in_use)
+        return False
+
+    def _right(self, weights: Llama) -> Counted:
+        with self.student.using(weights):
+            return self.student.right(self.memory.held)
+
+
+def paired(mine: Counted, other: Counted) -> tuple[float, float]:
+    """Returns the difference of two shares, and its standard error over the rows, two or more.
+
+    mine, other: (counted, all) of the same rows, [n, 2]; the error is computed for a ratio's
+    estimate with n − 1 degrees of freedom.
+    """
+    total, n = other[:, 1].sum(), len(other)
+    gains = mine[:, 0] - other[:, 0]
+    gain = gains.sum() / total
+    squares = ((gains - gain * other[:, 1]) ** 2).sum() * n / (n - 1)
+    return float(gain), float(np.sqrt(squares) / total)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ and arrays that cannot be.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -148,8 +147,3 @@ def _check_bridges2(
 def read_header(script: str) -> dict[str, str]:
     """Returns the #SBATCH --name=value options in a script's text."""
     return dict(_DIRECTIVE.findall(script))
-
-
-def shown(command: list[str]) -> str:
-    """Returns a command as one line, quoted for a shell."""
-    return shlex.join(command)

@@ -72,11 +72,6 @@ class Peer:
         return self.gone
 
     @property
-    def was_killed(self) -> bool:
-        """Whether a signal is known to have killed the rank."""
-        return self.status is not None and os.WIFSIGNALED(self.status)
-
-    @property
     def in_good_order(self) -> bool:
         """Whether the rank reached the last stage and ended with its announced exit code."""
         if self.left is None or self.page[STAGE] != Stage.DONE:
@@ -317,7 +312,7 @@ class Warden:
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         for own in (peer for peer in odd if not peer.ordered):
             line = f"{own} {own.how()} in {self._phase(own)}"
-            if own.status and not own.was_killed and not self._is_whole_job:
+            if own.status and os.WIFEXITED(own.status) and not self._is_whole_job:
                 line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
             return Verdict(line, own)
         if not odd:

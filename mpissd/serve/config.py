@@ -79,9 +79,9 @@ class ServeConfig(RanksFlags):
         flags of mode=auto; only AR needs no draft rank."""
         given = with_measured(with_text({"workload": "text", **super().completed(flags)}))
         if given.get("mode") == AUTO:
-            given |= {"mode": "sd" if given.get("drafts") == "0" else "ssd", "auto": "true"}
+            given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}
         if given.get("mode") == "ar":
-            given.setdefault("drafts", "0")
+            given.setdefault("num_drafts", "0")
         if given.get("register"):
             given.setdefault("drain_s", str(DRAIN_S))
         return given
@@ -89,7 +89,7 @@ class ServeConfig(RanksFlags):
     def check(self) -> None:
         """Refuses contradictory flags; raises ConfigError."""
         super().check()
-        if self.auto and self.run.mode != ("ssd" if self.drafts else "sd"):
+        if self.auto and self.run.mode != ("ssd" if self.num_drafts else "sd"):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
         if not is_local(self.host) and self.key is None:
             raise ConfigError(
@@ -108,7 +108,7 @@ class ServeConfig(RanksFlags):
         """The modes that a request may ask for."""
         if not self.auto:
             return (self.run.mode,)
-        return MODES if self.drafts else MODES[:2]
+        return MODES if self.num_drafts else MODES[:2]
 
     @property
     def key(self) -> str | None:
@@ -137,9 +137,10 @@ class ChatConfig(RanksFlags):
     def server_arguments(self) -> list[str]:
         """Returns the arguments of the `serve` that answers; each request names its mode."""
         flags = {name: text for name, text in said(self.run).items() if name not in _OF_REQUESTS}
-        flags |= {"tp": f"{self.tp}", "drafts": f"{self.drafts}", "port": "0", "max_running": "1"}
-        flags |= {"mode": "ssd" if self.drafts else "sd", "lookahead": f"{self.run.lookahead}"}
-        if self.drafts:
+        flags |= {"tp": f"{self.tp}", "num_drafts": f"{self.num_drafts}", "port": "0"}
+        flags |= {"mode": "ssd" if self.num_drafts else "sd", "max_running": "1"}
+        flags["lookahead"] = f"{self.run.lookahead}"
+        if self.num_drafts:
             flags["fan_out"] = self.run.fan_out
         return ["serve", "--auto", *(f"--{name}={value}" for name, value in flags.items())]
 

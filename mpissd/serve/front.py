@@ -58,7 +58,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
         words = without(words, name)
     options = []
     is_given = without(arguments, "on_draft_loss") != list(arguments)
-    if config.drafts and not is_given and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
+    if config.num_drafts and not is_given and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
         version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
         if "(Open MPI) 5." in version.stdout:  # it can keep the target alive without the draft
             words, options = [*words, "--on_draft_loss=ar"], ["--enable-recovery"]
@@ -81,7 +81,7 @@ async def _serve(
         "draft": job.draft.name if job.draft else None,
         "tp": config.tp,
         "replicas": 1,
-        "num_drafts": config.drafts,
+        "num_drafts": config.num_drafts,
         "world_size": config.num_ranks,
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
     }

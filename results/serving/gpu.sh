@@ -57,10 +57,10 @@ serve_and_load() { # flags of mpissd serve
 
 for mode in ${MODES:-$default_modes}; do
     case $mode in
-        inline) serve_and_load --mode=sd --drafts=0 ;;
+        inline) serve_and_load --mode=sd --num_drafts=0 ;;
         ar2) serve_and_load --mode=ar --tp=2 ;;
-        inline2) serve_and_load --mode=sd --drafts=0 --tp=2 ;;
-        auto-inline) serve_and_load --mode=auto --drafts=0 ;;
+        inline2) serve_and_load --mode=sd --num_drafts=0 --tp=2 ;;
+        auto-inline) serve_and_load --mode=auto --num_drafts=0 ;;
         *) serve_and_load --mode="$mode" ;;
     esac
 done

@@ -45,7 +45,7 @@ LINES = (
 def test_a_gpu_and_a_sequence_by_targets_a_draft(tmp_path: Path) -> None:
     figure = drawn(written(tmp_path, *LINES))
     numbers = figure.table().set_index(["panel", "series", "x"]).sort_index()["y"]
-    rates, times = "8b/1b, T = 1, b = 1", "8b/1b, T = 1, b = 1, time a token"
+    rates, times = "8B/1B, T=1, b=1", "8B/1B, T=1, b=1, time a token"
     pool = "a shared draft (1: a draft each)"
     assert numbers[rates, pool].to_dict() == {1: 150, 2: 580 / 3, 4: 220, 16: 100}
     assert numbers[times, pool, 4] == pytest.approx(4e3 / 1100)

@@ -95,8 +95,7 @@ def open_choice(backend: Backend, choice: str) -> Group:
 
         return DeviceMpiGroup(backend, COMM, WAITER)
     if COMM.size == 1 and choice in ONE_A_GPU:
-        from mpissd.engine.comm.device_group import NcclGroup
-        from mpissd.engine.comm.device_oneshot import OneshotGroup
+        from mpissd.engine.comm.device_group import NcclGroup, OneshotGroup
 
         return (NcclGroup if choice == "nccl" else OneshotGroup)(backend, COMM, WAITER)
     if backend.name == "host":

@@ -89,8 +89,8 @@ def test_answers_to_other_prompts_are_not_compared() -> None:
 
 def test_what_a_method_is_called() -> None:
     assert method_of(row("sd", 4, 1, inline_draft=True)) == "SD inline"
-    assert method_of(row("ssd", 4, 1, num_drafts=2, backup="fast", on_late="serve")) == (
-        "SSD D=2 backup=fast fan_out=uniform:3 p_hit:0.9 on_late=serve"
+    assert method_of(row("ssd", 4, 1, backup="fast", lookup="suffix", on_late="serve")) == (
+        "SSD backup=fast lookup=suffix fan_out=uniform:3 p_hit:0.9 on_late=serve"
     )
     assert method_of(row("ssd", 4, 1, schedule="pearl")).startswith("SSD pearl")
     alone = {"provenance": {"command": ["run", "--mode=ssd", "--fan_out=geometric:24", "--fuse"]}}

@@ -36,7 +36,7 @@ def recording() -> Recording:
 def file(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("laws")
     save(folder / "pair.npz", recording)
-    assert main(["pair", f"{folder / 'pair.npz'}", f"--to={folder / 'laws.json'}"]) == 0
+    assert main(["pair", f"{folder / 'pair.npz'}", f"--out={folder / 'laws.json'}"]) == 0
     return folder / "laws.json"
 
 
@@ -90,7 +90,7 @@ def test_a_group_of_prompts_is_left_out(recording: Recording, file: Path) -> Non
     others = [part for n, part in enumerate(recording.sequences) if n % 20 != 7]
     save(file.with_name("others.npz"), replace(recording, sequences=others))
     measured_again = file.with_name("others.json")
-    assert main(["pair", str(file.with_name("others.npz")), f"--to={measured_again}"]) == 0
+    assert main(["pair", str(file.with_name("others.npz")), f"--out={measured_again}"]) == 0
     assert load_laws(laws.without_each[7]).at == load_laws(str(measured_again)).at
     with pytest.raises(ConfigError, match="IndexError"):
         load_laws(f"{file}#20")
@@ -143,7 +143,7 @@ def test_damaged_files_are_refused_in_one_line(
 
 def test_no_file_is_overwritten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = file.read_bytes()
-    assert main(["pair", str(file.with_name("pair.npz")), f"--to={file}"]) == 2
+    assert main(["pair", str(file.with_name("pair.npz")), f"--out={file}"]) == 2
     assert "exists" in capsys.readouterr().err and file.read_bytes() == before
 
 

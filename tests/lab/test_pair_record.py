@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, noise=0.1, scale=3.0)
 
 
-def command(folders: TinyPair, to: Path, /, **flags: Any) -> int:
+def command(folders: TinyPair, out: Path, /, **flags: Any) -> int:
     told = {
         "target": folders.target,
         "draft": folders.draft,
@@ -37,7 +37,7 @@ def command(folders: TinyPair, to: Path, /, **flags: Any) -> int:
         "fan_out": F,
         "stop_token": STOP,
         "batch_size": 3,
-        "to": to,
+        "out": out,
         **flags,
     }
     return main(["pair", *(f"--{name}={value}" for name, value in told.items() if value != "")])
@@ -97,7 +97,7 @@ def test_a_draft_is_asked_behind_every_prefix(recording: Recording, pair: TinyPa
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"to": ""}, "to: needed"),
+        ({"out": ""}, "out: needed"),
         ({"prompt_ids": ""}, "recording a pair needs prompts"),
         ({"draft": ""}, "one pair to record"),
         ({"pair": "toy"}, "one pair to record"),

@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 @pytest.fixture(scope="module")
 def recording(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recording") / "pair.npz"
-    told = {"target": pair.target, "draft": pair.draft, "prompt_ids": PROMPTS, "to": path}
+    told = {"target": pair.target, "draft": pair.draft, "prompt_ids": PROMPTS, "out": path}
     told |= {"num_tokens": LIMIT, "stop_token": STOP, "lookahead": 5, "fan_out": 8}
     assert main(["pair", *(f"--{name}={value}" for name, value in told.items())]) == 0
     return path

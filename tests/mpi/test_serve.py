@@ -52,7 +52,7 @@ def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
     asked = [(n, rng.integers(0, vocab, 5 + n).tolist(), 10 + 9 * (n % 4)) for n in range(9)]
     flags = [
         f"--target={pair.target}", f"--draft={pair.draft}", f"--mode={mode}", "--max_running=3",
-        f"--tp={ranks - drafts}", f"--drafts={drafts}", "--context=256",
+        f"--tp={ranks - drafts}", f"--num_drafts={drafts}", "--context=256",
     ]  # fmt: skip
     with serving(tmp_path, ranks, *flags) as server:
         assert (server.ready.context, server.ready.max_running) == (256, 3)
@@ -85,7 +85,7 @@ def test_a_killed_draft_costs_the_speculation_alone(pair: TinyPair, tmp_path: Pa
         lack("Open MPI 5: it alone keeps survivors")
     flags = [
         f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--max_running=4",
-        f"--tp={ranks - 1}", "--drafts=1", "--context=512", "--on_draft_loss=ar",
+        f"--tp={ranks - 1}", "--num_drafts=1", "--context=512", "--on_draft_loss=ar",
     ]  # fmt: skip
     asked = [(n, [5 + n, 6, 7], 300) for n in range(3)]
     with serving(tmp_path, ranks, *flags, mpirun=RECOVERING) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.ops.slurm import Request, read_header, shown
+from mpissd.ops.slurm import Request, read_header
 from mpissd.serve.config import DRAIN_S
 from tests.needs import missing, needs
 
@@ -66,7 +67,7 @@ def test_refused_with_a_line_that_says_how_to_fix_it(given: dict[str, Any], says
 def test_the_line(given: dict[str, Any], line: str) -> None:
     asked = request(**given)
     flags = "".join(f" {flag}" for flag in asked.flags)
-    assert shown(asked.command()) == f"sbatch {line} launch/slurm.sh{flags}"
+    assert shlex.join(asked.command()) == f"sbatch {line} launch/slurm.sh{flags}"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_what_a_script_says_itself_is_not_repeated(
     name: str, given: dict[str, Any], line: str
 ) -> None:
     asked = request(name, partition=None, **given)
-    assert shown(asked.command()) == f"sbatch {line}launch/{name}.sh"
+    assert shlex.join(asked.command()) == f"sbatch {line}launch/{name}.sh"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

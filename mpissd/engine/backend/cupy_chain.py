@@ -17,13 +17,7 @@ from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from mpissd.engine.backend import chain_plan, kernels
-from mpissd.engine.backend.chain_plan import (
-    GEOMETRIES,
-    MAX_ROWS,
-    THREADS,
-    Multiplication,
-    Operand,
-)
+from mpissd.engine.backend.chain_plan import GEOMETRIES, MAX_ROWS, THREADS, Multiplication, Operand
 from mpissd.engine.backend.cupy_device import Launcher, step
 
 FIRST_CAPABILITY = 90

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,26 +146,24 @@ def _fastest_s(operation: Callable[[], object], count: int) -> float:
     return min(seconds)
 
 
+def _reported(file: str, name: str) -> str:
+    """Returns what Linux reports under a name in a file of /proc; "" if it does not."""
+    with suppress(OSError):
+        for line in Path("/proc", file).read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 def cpu_name() -> str:
     """Returns the processor's name, or its architecture if the system does not report a name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        return platform.machine()
-    return platform.processor() or platform.machine()
+    return _reported("cpuinfo", "model name") or platform.machine()
 
 
 def available_memory_bytes() -> int | None:
     """Returns the bytes available without swapping, or None if the system does not report them."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
+    kilobytes = _reported("meminfo", "MemAvailable")
+    return int(kilobytes.split()[0]) * 1024 if kilobytes else None
 
 
 def last_level_cache_bytes() -> int | None:
@@ -172,10 +171,8 @@ def last_level_cache_bytes() -> int | None:
     them."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        try:
+        with suppress(OSError):
             text = path.read_text().strip()
-        except OSError:
-            continue
-        if text[:-1].isdigit() and text[-1] in _BINARY:
-            sizes.append(int(text[:-1]) * _BINARY[text[-1]])
+            if text[:-1].isdigit() and text[-1] in _BINARY:
+                sizes.append(int(text[:-1]) * _BINARY[text[-1]])
     return max(sizes, default=None)

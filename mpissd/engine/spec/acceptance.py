@@ -43,12 +43,13 @@ from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
 from mpissd.common.theory import accept_probabilities, power_law_miss
+from mpissd.common.workloads import LOOKUPS
 
 Ints = NDArray[np.int32]
 DEFAULT_FAST = "alpha:0.3"  # assumed of looked-up tokens that were not measured
 NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
 SCHEMA = 1  # of a file of laws
-_LAW_FILES = ("laws", "prompt", "suffix")
+LAW_FILES = ("laws", *LOOKUPS)  # what reads a file of laws
 _BROKEN = (ValueError, LookupError, TypeError, RecursionError, AttributeError)
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
 _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
@@ -109,14 +110,14 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
     if kind == "histogram":
         counts = read_histogram(Path(values).expanduser())
         return AcceptanceLaw(hazards_of_counts(counts, lookahead), label)
-    if kind in _LAW_FILES:
+    if kind in LAW_FILES:
         measured = load_laws(values).behind(lookahead)
         found = measured.accepted if kind == "laws" else measured.fast.get(kind)
         if found is None:
             return resolve_acceptance(DEFAULT_FAST, lookahead)
         hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(found), lookahead))
         return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
-    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram", *_LAW_FILES))
+    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram", *LAW_FILES))
     raise ConfigError(f"{known}, as in 0.8, rates:.9,.8,.7 or histogram:FILE")
 
 

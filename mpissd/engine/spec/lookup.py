@@ -14,15 +14,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-LOOKUPS = ("prompt", "suffix")
+from mpissd.common.workloads import LOOKUPS, imported
+
 LONGEST = 3  # tokens that prompt lookup compares, by default
 _DEEPEST = 256  # nested suffixes whose latest place a token updates; a text of one token has n
 
 
 class Lookup(ABC):
-    """One sequence's tokens, indexed to look up their continuation."""
+    """One sequence's tokens, indexed to look up their continuation.
 
-    def __init__(self) -> None:
+    longest: most tokens to compare, in lookups that bound them.
+    """
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self.longest = longest
         self.tokens: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -59,7 +64,7 @@ class PromptLookup(Lookup):
     """Finds the latest earlier occurrence of the last n tokens, with the largest n that occurs."""
 
     def __init__(self, longest: int = LONGEST) -> None:
-        super().__init__()
+        super().__init__(longest)
         # For each n, the index after each n-gram's latest occurrence, and after the previous one.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         self._before: list[int | None] = [None] * longest
@@ -84,8 +89,8 @@ class SuffixLookup(Lookup):
     a very repetitive text, a shorter suffix may give an earlier place than its latest.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, longest: int = LONGEST) -> None:
+        super().__init__(longest)
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length = [-1], [0]
         self._end = [0]  # by state: index after its latest occurrence, once it has been updated
@@ -133,5 +138,6 @@ class SuffixLookup(Lookup):
 
 
 def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:
-    """Returns an empty lookup of this kind; `longest` is of prompt lookup."""
-    return SuffixLookup() if kind == "suffix" else PromptLookup(longest)
+    """Returns an empty lookup of this kind, a value of --lookup."""
+    lookup: Lookup = imported(LOOKUPS[kind])(longest)
+    return lookup

@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any, ClassVar
 
 from mpissd.common.config import RunConfig, WorkloadFlags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Request, Source
-from mpissd.common.workloads import class_of
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.model.stacks import AnyShard
@@ -348,10 +346,3 @@ class Workload(ABC):
     def row_fields(self) -> dict[str, Any]:
         """Returns the values of this workload's keys in the result row, some of ROW_FIELDS."""
         return {}
-
-
-def workload_kind(name: str) -> type[Workload]:
-    """Imports and returns the workload class `name`; raises ConfigError if it is not registered."""
-    module, _, kind = class_of(name).partition(":")
-    workload: type[Workload] = getattr(import_module(module), kind)
-    return workload

@@ -145,8 +145,9 @@ def print_summary(row: Row, out: str = "") -> None:
         target = f"{us(row.t_target_s * 1e6)} a forward"
     if row.t_target_s is not None and row.floor_fraction is not None:
         target += f"; its floor is {us(row.floor_us)}, {row.floor_fraction:.0%} of that"
+    each = "rank" if row.backend == "numpy" else "GPU"
     lines = [
-        ("tok/s", f"{row.tok_per_s:.1f}   per GPU {row.tok_per_s_per_gpu:.1f}"),
+        ("tok/s", f"{row.tok_per_s:.1f}   per {each} {row.tok_per_s_per_gpu:.1f}"),
         ("round", "   ".join(f"{p} {us(row.round_us[p])}" for p in ("p50", "p90", "p99"))),
         ("tokens", f"{row.num_tokens} in {row.num_rounds} rounds, {length}"),
         ("target", target),

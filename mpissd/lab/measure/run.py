@@ -46,7 +46,7 @@ def execute(config: RunConfig) -> int:
     comms = LearnerComms() if config.learners else None
     with nullcontext() if comms is None else closing(comms):
         if comms is not None and comms.is_learner:
-            from mpissd.online.rank import learn
+            from mpissd.online.process import learn
 
             return learn(config, comms)
         with opened(config, comms) as session:

@@ -35,9 +35,9 @@ from mpissd.common.output import check_file, tool, whole_file
 from mpissd.common.rounds import Source as DraftSource
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
+from mpissd.common.workloads import LOOKUPS
 from mpissd.engine.spec.acceptance import SCHEMA, hazards_of_counts
 from mpissd.engine.spec.fit import most_likely
-from mpissd.engine.spec.lookup import LOOKUPS
 from mpissd.engine.workload.replay import Ids, Recorded, Recording, copied, load
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.load import load_rows
@@ -101,19 +101,23 @@ class Source:
     outcomes: Mapping[int, Outcomes]
 
 
+def new_file(out: str) -> Path:
+    """Returns the path of --out; raises ConfigError if it exists or cannot be written."""
+    check_file("out", out)
+    if Path(out).exists():
+        raise ConfigError(f"out={out}: exists: allowed: a new file")
+    return Path(out)
+
+
 def print_laws(config: PairConfig) -> None:
-    """Prints the models of the sources at K; writes the models of every K if `to` is given."""
-    if config.to is not None:
-        check_file("to", config.to)
-        if Path(config.to).exists():
-            raise ConfigError(f"to={config.to}: exists: allowed: a new file")
+    """Prints the models of the sources at K; writes the models of every K if `out` is given."""
+    path = None if config.out is None else new_file(config.out)
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
     every = (document["laws"], *document["without"])
     at = [laws for of in every for laws in of if laws["lookahead"] == config.steps]
     print("\n".join(_text(*at)))
-    if config.to is not None:
-        path = Path(config.to)
+    if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
             file.write(f"{json.dumps(document)}\n".encode())

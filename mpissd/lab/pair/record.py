@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file, tool
+from mpissd.common.output import tool
 from mpissd.common.presets import files_of, split_pair
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
@@ -30,7 +30,7 @@ from mpissd.engine.model.transformer.sources import config_of, known_ids, open_c
 from mpissd.engine.workload.replay import Recorded, Recording, save
 from mpissd.engine.workload.tokenizer import load_tokenizer, read_prompts
 from mpissd.lab.pair.config import PairConfig
-from mpissd.lab.pair.laws import print_laws
+from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # rows of the largest forward
 _TELL_S = 5.0
@@ -46,12 +46,9 @@ def pair(config: PairConfig) -> int:
     if config.sources is not None:
         print_laws(config)
         return 0
-    if config.to is None:
-        raise ConfigError("to: needed: a new file, such as recording.npz")
-    to, path = config.to, Path(config.to)
-    if path.exists():
-        raise ConfigError(f"to={to}: exists: allowed: a new file")
-    check_file("to", to)
+    if config.out is None:
+        raise ConfigError("out: needed: a new file, such as recording.npz")
+    path = new_file(config.out)
     recording = make(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, recording)
@@ -65,26 +62,21 @@ def pair(config: PairConfig) -> int:
 
 def make(config: PairConfig) -> Recording:
     """Records a pair; raises ConfigError if its models or the prompts cannot be read."""
-    target, draft = split_pair(config.pair) if config.pair else (config.target, config.draft)
+    given = replace(config.run, workload="text")
+    target, draft = split_pair(given.pair) if given.pair else (given.target, given.draft)
     assert target is not None and draft is not None, "a pair without a model"
     shape, tokenizer = config_of(target), None
     vocab, limit, steps = shape.shape.vocab_size, config.num_tokens, config.steps
     config_of(draft, target)
-    if not config.prompt_ids:
+    if not given.prompt_ids:
         files = files_of(target)
         if files is None:
             raise ConfigError(f"target={target} has no tokenizer: allowed: weights, or prompt_ids")
         tokenizer = load_tokenizer(str(files))
-    given = RunConfig(
-        workload="text",
-        prompts=config.prompts,
-        prompt_ids=config.prompt_ids,
-        chat_template=config.chat_template,
-    )
     room = None if shape.max_positions is None else shape.max_positions - limit - steps
     prompts = read_prompts(given, tokenizer, context=room, vocab=vocab)[: config.count]
     asked = [prompt.tokens for prompt in prompts]
-    stops = {config.stop_token} - {None} | (tokenizer.stop_ids if tokenizer else set())
+    stops = {given.stop_token} - {None} | (tokenizer.stop_ids if tokenizer else set())
     capacity = max(map(len, asked)) + limit
 
     answers: list[tuple[list[int], int]] = []
@@ -121,10 +113,10 @@ def make(config: PairConfig) -> Recording:
         "target_sha256": models[0].sha256,
         "draft_sha256": models[1].sha256,
         "sha256_of": [model.sha256_of for model in models],
-        "prompts": Path(config.prompts).name if config.prompts else "prompt_ids",
+        "prompts": Path(given.prompts).name if given.prompts else "prompt_ids",
         "licence": config.licence,
         "tokens": limit,
-        "chat_template": config.chat_template,
+        "chat_template": given.chat_template,
         "temperature": 0,
         "backend": choose(config.backend),
         "date": datetime.now(timezone.utc).date().isoformat(),

@@ -158,6 +158,18 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> list[str]:
     return lines
 
 
+def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
+    """Returns a configuration with --laws at the context of its prompts, if it gives none, and with
+    the default hit model if the prompts do not determine theirs."""
+    laws, known = load_laws(str(run.laws)), dict[str, Any]()
+    if run.is_transformer and not has_context:
+        known["context"] = max(int(of.get("context") or 0) for of in laws.about["sources"])
+    fits = [of for of in laws.at if of.lookahead <= laws.longest_fitted]
+    if run.p_hit is None is run.hit_law and not all(of.rejected and of.complete for of in fits):
+        known["hit_law"] = FEW_HITS
+    return replace(run, **known)
+
+
 def measured_uses(
     run: RunConfig, profile: Profile, advice: Advice, rows: Sequence[Row]
 ) -> dict[Family, Measured]:

@@ -21,7 +21,7 @@ from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.spec.acceptance import HitLaw, hit_law_of, load_laws
+from mpissd.engine.spec.acceptance import LAW_FILES, HitLaw, hit_law_of, load_laws
 from mpissd.engine.spec.fanout import resolve_fan_out
 from mpissd.lab.predict.costs import (
     EMULATED_ITEMSIZE,
@@ -55,7 +55,7 @@ def longest_lookahead(config: RunConfig) -> int:
     longest = MOST_LOOKAHEAD
     for text in (config.acceptance_text, config.acceptance_fast_text):
         kind, _, values = text.strip().partition(":")
-        if kind in ("laws", "prompt", "suffix"):
+        if kind in LAW_FILES:
             longest = min(longest, load_laws(values).longest_fitted)
         elif kind in ("rates", "marginal"):
             longest = min(longest, values.count(",") + 1)

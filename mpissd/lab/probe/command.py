@@ -7,49 +7,44 @@ result is a table on stdout and a device profile in OUT/profiles, which `plan` a
 `--backend=emulated --device=FILE` read (docs/profile.md). The last line is one JSON object.
 
 Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
-Wrong data (a sum, a NaN, a message that changed) ends the job with exit code 3, and nothing is
-saved.
+For host work and link time, each configuration that the ranks allow decodes some rounds, as a run's
+warm-up does, and its costs are read off their ledgers (lab/measure/calibrate); its forwards, timed
+in series, go into the profile as well. Wrong data (a sum, a NaN, a message that changed) ends the
+job with exit code 3, and nothing is saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from mpi4py import MPI
 
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, GateError, MpissdError
+from mpissd.common.errors import ConfigError, GateError
 from mpissd.common.output import json_line
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.topology import Refused
+from mpissd.engine.comm.topology import Refused, agreed
+from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened
+from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
 from mpissd.lab.measure.card import print_card
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.probe.host import MORE_SEQUENCES, host_entries
-from mpissd.lab.probe.measure import (
-    FORWARD_ROWS,
-    TRANSFORMER_ROWS,
-    Entry,
-    GroupProbe,
-    links,
-)
-from mpissd.lab.probe.report import (
-    TABLES,
-    check_name,
-    fit,
-    print_table,
-    profile_name,
-    save_profile,
-)
+from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe, links
+from mpissd.lab.probe.report import TABLES, check_name, fit, print_table, profile_name, save_profile
 
 _GPU_ROWS = (40, 128, 256)  # of transformers: a GPU's kernel for more than 32 rows is another one
+MORE_SEQUENCES = 8  # Factor from the first batch size to the second; host work grows with it.
+_FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
 _SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without all-reduces
 
 
@@ -107,24 +102,16 @@ class Prober:
             seconds[stage.__name__] = perf_counter() - begun
         place = self._topology.place(self._session.backend.info)
         every = self._topology.world.gather((self._tables, self._notes, place))
-        error: MpissdError | None = None
-        if every is not None:
-            try:
+        with agreed(self._topology.world):
+            if every is not None:
                 self._conclude(every, name, seconds)
-            except MpissdError as failed:
-                error = failed
-        self._session.agree(error)
 
     def _conclude(self, every: list[Any], name: str | None, seconds: dict[str, float]) -> None:
         """Writes the table, the profile and the JSON line; on the lead."""
         session, job, backend = self._session, self._job, self._session.backend
-        tables: dict[str, list[Entry]] = {
-            table: [entry for own, *_ in every for entry in own[table]] for table in TABLES
-        }
-        notes, places = (
-            [note for _, own, _ in every for note in own],
-            [place for *_, place in every],
-        )
+        of_ranks, notes_of_ranks, places = zip(*every, strict=True)
+        tables = {table: [each for own in of_ranks for each in own[table]] for table in TABLES}
+        notes = [note for own in notes_of_ranks for note in own]
         memory = [info.memory_bytes for info in session.infos]
         fitted = fit(job, backend.itemsize, tables, self._peak, memory, self._source)
         print_table(tables, notes, self._host, places)
@@ -241,11 +228,22 @@ class Prober:
             self._tables["links"] += entries if self._topology.is_lead else []
 
     def hosts(self) -> None:
-        """Measures host work and link for every configuration that these ranks allow, on all of
-        them."""
-        source = f"measured: ledgers of the decoding loops, {self._session.backend.name}"
-        self._host, notes = host_entries(self._session, source)
-        self._notes += notes if self._topology.is_lead else []
+        """Measures host work and link time for every configuration that these ranks allow, on all
+        of them."""
+        session, probed = self._session, self._job
+        source = f"measured: ledgers of the decoding loops, {session.backend.name}"
+        for config in ways(probed.config, on_host=self._kind == "cpu"):
+            if config.pair is None and config.target is None:  # another pair would be its default
+                draft = None if probed.draft is None else probed.draft.name
+                config = replace(config, target=probed.target.name, draft=draft)
+            try:
+                job = resolve(config, probed.tp, backend=session.backend.name, memory_bytes=None)
+                entry = _measured(replace(session, job=job, resources=ExitStack()), source)
+            except (ConfigError, Refused) as error:  # All ranks raise the same error here.
+                note = f"host costs of {config.mode}, b={config.batch_size}: {error}"
+                self._notes += [note] * self._topology.is_lead
+                continue
+            self._host += [] if entry is None else [entry]
 
     def _probe(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session
@@ -256,3 +254,65 @@ class Prober:
         self._session.barrier()
         if self._topology.world.rank == rank:
             work()
+
+
+def ways(config: RunConfig, *, on_host: bool = False) -> Iterator[RunConfig]:
+    """Yields the configurations for the probe's draft ranks: AR and inline SD without any, or SD
+    and SSD.
+
+    Each is measured at the probe's batch size and at eight times that size. on_host: forwards run
+    on the host's cores; a transformer's then disturb the caches more the longer their contexts are,
+    so that two are measured.
+    """
+    contexts = [config.context]
+    if on_host and config.is_transformer and config.context > NEAR:
+        contexts = [NEAR, config.context]
+    modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
+    for mode in modes if config.mode != "ar" else ("ar",):
+        way = replace(config, mode=mode, num_drafts=config.drafts if mode != "ar" else None)
+        for batch in (config.batch_size, MORE_SEQUENCES * config.batch_size):
+            for context in contexts:
+                yield replace(way, batch_size=batch, context=context)
+
+
+def _measured(session: Session, source: str) -> Entry | None:
+    """Times one configuration's forwards and runs its rounds; returns its entry on the lead.
+
+    Raises Refused on every rank if its models do not fit in memory.
+    """
+    job, world, count = session.job, session.topology.world, 0
+    try:
+        rank = Rank(session)
+        profile = calibrate(rank)
+        if profile is not None:
+            # The forwards' times limit the rounds: a large model takes seconds a round on a CPU.
+            round_s = float(profile.device.verify(job.verify_rows))
+            if profile.device.draft is not None:
+                step_s = float(profile.device.draft_s(job.config.batch_size))
+                round_s += job.num_forwards(job.lookahead) * step_s
+            count = int(min(max(_ROUNDS_S / max(round_s, 1e-6), _FEWEST), _MOST))
+        count = world.bcast(count)
+        drafter = rank.drafter(rank.draft) if rank.draft is not None else None
+        lead = rank.run_pass(rank.target, drafter, partial(warm_up, rank=rank, count=count))
+        own = None if drafter is None else WarmUp.of_draft(drafter, count)
+        drafts = [draft for draft in world.gather(own) or () if draft is not None]
+        if profile is not None and lead is not None and rank.chained is None:
+            costs = host_costs(job, profile.device, lead, drafts[0] if drafts else None)
+            profile = replace(profile, host=costs)
+        rank.close()
+    finally:
+        session.resources.close()
+    if profile is None:
+        return None
+    about: dict[str, Any] = {
+        "mode": job.config.mode,
+        "tp": job.tp,
+        "num_drafts": job.config.drafts,
+        "batch_size": job.config.batch_size,
+        "lookahead": job.lookahead,
+        "lanes": job.fan_outs.branches,
+        "context": job.options.context if job.config.is_transformer else 0,
+        "forward": "transformer" if job.config.is_transformer else "gemm",
+    }
+    forwards = profile.device.to_dict()
+    return {**about, "from": source, "seconds": profile.host.to_dict(), "job_forwards": forwards}

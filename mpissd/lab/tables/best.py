@@ -221,7 +221,7 @@ def method_of(row: Row) -> str:
         words.append(f"backup={row.backup}")
         if row.acceptance_fast not in (None, RunConfig.acceptance_fast):
             words.append(f"acceptance_fast={row.acceptance_fast}")
-        if is_lookup(row) and row.lookup not in (None, "prompt"):
+        if row.lookup not in (None, "prompt"):
             words.append(f"lookup={row.lookup}")
     if row.backup_lookahead not in (None, row.lookahead):
         words.append(f"backup_lookahead={row.backup_lookahead}")

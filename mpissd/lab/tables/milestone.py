@@ -113,7 +113,7 @@ def _label(pair: str, setting: Setting | None, has_ar: bool) -> str:
     if setting is None:
         return f"{pair.upper()}: no SD row"
     known = dict(zip(_SETTING, setting[:-1], strict=True))
-    where = "on a device of its own" if known["num_drafts"] else "inline on the lead"
+    where = "on a rank of its own" if known["num_drafts"] else "inline on the lead"
     where = f"on {setting[-1]}" if setting[-1] else where
     ranks = f"ranks: SD {known['tp'] + known['num_drafts']}, AR {known['tp']}"
     issued = [name for name in ("graph", "fuse", "lm_head") if known[name]]
