@@ -100,7 +100,6 @@ def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
     assert told["best"] == told["judged"][0] and not told["unjudged"]
     names = {f"{mode} T={tp}" for mode in ("AR", "SD inline", "lookup") for tp in (1, 2)}
     assert all(f"{name} " in out for name in (*names, "SD T=1 D=1", "SSD T=1 D=1"))
-    assert "fastest single sequence" in out and f"{best['tok_per_s']:.1f} tok/s" in out
     assert command_line(out.split("2 such jobs: ")[1], "run")[0] == most["tp"] == 1
 
 

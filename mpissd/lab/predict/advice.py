@@ -29,7 +29,7 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.spec.acceptance import hit_law_of, load_laws
-from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, rivals_of, summary
+from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, summary
 from mpissd.lab.predict.row import imposed_hits, price_of
 from mpissd.lab.predict.search import LOOKUP, Choice, Survey, cut_law, job_of, runnable, weigh
 from mpissd.lab.tables.best import Use as Measured
@@ -218,13 +218,6 @@ def level_with(best: Choice, advice: Advice, measured: Mapping[Family, Measured]
     return [best, *level] if level else []
 
 
-def gain_text(gain: float) -> str:
-    """Returns a predicted gain as text, marked if it is within the predictor's error."""
-    near = abs(math.log(gain)) <= math.log1p(ERROR)
-    none = f" (no difference within the predictor's error of {ERROR:.0%})"
-    return f"{gain:.3f}×{none * near}"
-
-
 def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
 
@@ -242,13 +235,8 @@ def _mark(*choices: Choice) -> str:
 
 
 def _notes(advice: Advice, placed: Survey, gpus: int, most: Use | None) -> list[str]:
-    """Returns the fastest use, the use with the most tok/s, and the origin of derived times."""
-    notes, best = [], advice.best
-    if not advice.missing:
-        batch = best.batch_size
-        what = f"batch of {batch} sequences" if batch > 1 else "single sequence"
-        rate = f"{best.tok_per_s:.1f} tok/s{_mark(best)}"
-        notes.append(f"→ fastest {what}: {Family.of(best)} on {_counted(best.gpus, 'GPU')}, {rate}")
+    """Returns the use with the most tok/s, and the origin of derived times."""
+    notes = []
     if most is not None and gpus > 1:
         targets = most.targets * most.copies
         each = f", {most.tok_per_s / targets:.1f} for each of {targets} targets" * (targets > 1)
@@ -359,21 +347,8 @@ def _pool_lines(uses: Sequence[Use], gpus: int) -> list[str]:
         idle = f"  ({gpus - use.gpus} idle)" * (use.gpus < gpus)
         how = f" {_how(use.choice)}" if use.choice.lookahead else ""
         lines.append(f"  {use!s:22}{rate} {use.token_s * 1e3:7.2f} ms a token{how}{idle}")
-    pools = [use for use in best if use.is_pool]
-    for pool in pools:
-        rivals = rivals_of(pool, uses)
-        in_time, most, own = rivals["in_time"], rivals["most"], rivals["each"]
-        parts = []
-        if in_time is not None:
-            parts.append((f"the most with tokens no later, {in_time}", in_time))
-        if most is not None and most is not in_time:
-            parts.append((f"the most, {most}, {most.token_s / pool.token_s:.2f}× later", most))
-        if own is not None and own is not in_time:
-            parts.append((f"a draft each, {own}", own))
-        texts = [f"{name}: {gain_text(pool.tok_per_s / use.tok_per_s)}" for name, use in parts]
-        named = (use.choice for use in (pool, in_time, most, own) if use is not None)
-        lines.append(f"{pool} over {'; over '.join(texts)}{_mark(*named)}")
-    return lines if pools else [*lines, "no pool is among them: a shared draft does not pay here"]
+    pays = any(use.is_pool for use in best)
+    return lines if pays else [*lines, "no pool is among them: a shared draft does not pay here"]
 
 
 def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
