@@ -106,10 +106,10 @@ class CompareConfig(Checked):
     b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
     show: str | None = flag(
         None,
-        choice("pair", "best", "claims", "tables", "why"),
+        choice("pair", "best", "claims", "why"),
         "pair: B over A; best: the fastest method; claims: SSD over the strongest other use of its "
-        "GPUs; tables: the milestone report's; why: the gaps between a row and its floor "
-        "(default: pair where there are two configurations, else best)",
+        "GPUs; why: the gaps between a row and its floor (default: pair where there are two "
+        "configurations, else best)",
     )
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
@@ -129,7 +129,7 @@ class Spec(NamedTuple):
 
 
 SPECS = {
-    "run": Spec(RunConfig, "Runs one configuration; the last line of stdout is its JSON row."),
+    "run": Spec(RunConfig, "Runs one configuration; the last line of a pipe is its JSON row."),
     "chat": Spec(ChatConfig, "Talks to a model in the terminal; starts its ranks by itself."),
     "serve": Spec(ServeConfig, "Serves a model over HTTP; starts its ranks by itself."),
     "replicas": Spec(
@@ -142,7 +142,7 @@ SPECS = {
     "plan": Spec(PlanConfig, "Advises how to run on given GPUs; with mode, predicts a run."),
     "compare": Spec(
         CompareConfig,
-        "Compares results: a pair, the best methods, claims, tables, gaps.",
+        "Compares results: a pair, the best methods, claims, gaps.",
         ("a", "b"),
     ),
     "pair": Spec(
@@ -157,7 +157,7 @@ SPECS = {
 _RETIRED = {  # the replacement of each retired command
     "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
     **dict.fromkeys(("record", "laws"), "pair"),
-    **{name: f"compare --show={name}" for name in ("best", "claims", "tables", "why")},
+    **{name: f"compare --show={name}" for name in ("best", "claims", "why")},
     "bench-gpu": "make bench-gpu",
 }
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")

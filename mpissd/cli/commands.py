@@ -9,7 +9,7 @@ from pathlib import Path
 from mpissd.cli.arguments import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import json_line
+from mpissd.common.output import print_json
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
@@ -68,7 +68,7 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     print(heading(run, profile, groups * job.tp + job.config.drafts)[0])
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}{known}")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
-    print(json_line(row))
+    print_json(row)
     return 0
 
 
@@ -78,7 +78,8 @@ def _judge(config: PlanConfig, rows: str) -> int:
     if not paths:
         raise ConfigError(f"rows {rows!r}: no runs there")
     table, numbers = judge(load_rows(paths), profile_of_another_job(config.profile))
-    print(f"{table}\n{json_line(numbers)}")
+    print(table)
+    print_json(numbers)
     return 0
 
 
@@ -101,7 +102,7 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     rows = {str(row.get("run_id")): Row.from_dict(row) for row in read if isinstance(row, dict)}
     lines, numbers = report(run, profile, gpus, placed, advice, uses, [*rows.values()])
     print("\n".join(lines))
-    print(json_line(numbers))
+    print_json(numbers)
     return 0
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mpissd.cli.arguments import CompareConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import json_line
+from mpissd.common.output import print_json
 from mpissd.lab.predict.why import gaps
-from mpissd.lab.tables import best, claims, milestone
+from mpissd.lab.tables import best, claims
 from mpissd.lab.tables.load import (
     find_pair,
     find_rows,
-    load_profiles,
     load_rounds,
     load_rows,
     of_one_group,
@@ -38,22 +35,14 @@ def compare(config: CompareConfig) -> int:
             )
         a, b, paths = named
         pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
-        print(f"{pair}\n{json_line(pair.to_dict())}")
+        print(pair)
+        print_json(pair.to_dict())
     elif show == "why":
         row = find_rows(config.a, config.out)[0][-1]
         largest, floor = gaps(row), "unknown" if row.floor_us is None else f"{row.floor_us:.1f} µs"
         print(f"{row.run_id}: round {row.round_us['mean']:.1f} µs, floor {floor}")
         for gap in largest:
             print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
-    elif show == "tables":
-        places = [Path(config.a)] if config.a else [Path("results"), Path("out")]
-        paths = [place for place in places if place.is_file()]
-        paths += [path for place in places for path in sorted(place.glob("**/runs*.jsonl"))]
-        if config.a and not paths:
-            raise ConfigError(f"results {config.a!r}: no runs*.jsonl there")
-        rows = of_one_group(load_rows(paths))
-        used = [row for row in rows if any(milestone.fits(pair, row) for pair in milestone.REPORT)]
-        print(milestone.render(rows, load_profiles(paths, used), load_rounds(paths, used)))
     else:
         places_of = config.a or ("results" if show == "claims" else config.out)
         rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
@@ -69,5 +58,5 @@ def compare(config: CompareConfig) -> int:
             {**best.to_dict(one), "ssd_at_equal_gpus": [claim.to_dict() for claim in judged[n]]}
             for n, one in enumerate(comparisons)
         ]
-        print(json_line(methods))
+        print_json(methods)
     return 0

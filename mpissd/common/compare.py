@@ -5,23 +5,12 @@ Machines drift from visit to visit, by 1.3 to 3.6% in our rows, which no interva
 bounds it. Rows that share no visit are compared too, but the result is labelled "few visits" and
 claims nothing.
 
-The first of three levels that the rows allow is used, and the result names it (How):
-
-seeds   Both configurations were measured under three or more common seeds. Each seed is a pair: the
-        result is the mean of log(b/a) over the seeds, with Student's t. Runs of one seed use the
-        same draws (a token, a coin and a rank are keyed by seed, sequence and absolute position),
-        so luck that both share cancels. Several pairs of one seed count once, by the mean of their
-        logarithms. If rows of 400 rounds share three seeds, shorter rows are left out.
-blocks  One row each, of one seed and acceptance model, with both runs' rounds kept. Both runs
-        are cut at the same token positions into at most 20 blocks of 5 or more rounds, so that runs
-        with different K are compared on the same coins. The result is the ratio of the summed
-        seconds, with the delta method over blocks and Student's t. Single rounds are no independent
-        sample: on H200s they correlate with their neighbours (.4 to .7 at lag 1, none after 10).
-        Only tokens that both runs emitted count; if those are less than half of the longer run's,
-        or one run is AR (which draws nothing), this level does not apply.
-rounds, rows  Independent runs: the variances of both logarithms are added, from the rounds of both
-        or only from their rows (Rate.of_row). Shared luck is not removed, so the interval is
-        too wide.
+The first level that the rows allow is used (How); docs/definitions.md describes them all. In level
+"seeds" several pairs of one seed count once, by the mean of their logarithms; if rows of 400 rounds
+share three seeds, shorter rows are left out. Level "blocks" cuts both runs at the same token
+positions, so that runs with different K are compared on the same coins. Single rounds are no
+independent sample: on H200s they correlate with their neighbours (.4 to .7 at lag 1, none after
+10). Levels "rounds" and "rows" do not remove shared luck, so their intervals are too wide.
 
 tests/common/test_compare_levels.py simulates each level: 95% intervals cover the truth 93 to 97
 times in 100. The comparison draws no random numbers: the same rows give the same text.
@@ -167,11 +156,18 @@ class Rate:
         return cls(rate, luck**2 + clock**2, count - 1, from_rounds=False)
 
     @classmethod
-    def of_repeats(cls, rates: Sequence[Rate]) -> Rate:
-        """Returns the median of several rates with their largest variance.
+    def of_rows(cls, rows: Sequence[Row], kept: Mapping[str, Rounds]) -> Rate:
+        """Returns the median of the rows' rates with their largest variance.
 
-        The variance is not divided by their number, because equal seeds are not independent.
+        A variance is that of the row's rounds, or of the row if no rounds were kept. It is not
+        divided by the number of rows, because equal seeds are not independent. kept: by run_id.
+        Raises ConfigError with fewer than 20 rounds, or if a row lacks values that `run` writes.
         """
+        rates = [cls.of_row(row) for row in rows]
+        for n, row in enumerate(rows):
+            if (rounds := kept.get(str(row.run_id))) is not None:
+                own = cls.of_rounds(rounds.seconds, rounds.tokens)
+                rates[n] = replace(own, value=rates[n].value)
         return cls(
             value=statistics.median(rate.value for rate in rates),
             variance=max(rate.variance for rate in rates),
@@ -227,18 +223,6 @@ def student_p(t: float, freedom: int) -> float:
         term *= cosine**2 * n / (n + 1)
     inside *= sine
     return max(0.0, 1.0 - (2 / math.pi * (angle + inside) if odd else inside))
-
-
-def rate_of(row: Row, rounds: Rounds | None) -> Rate:
-    """Returns the row's tok_per_s with the variance of its rounds, or of the row if none were kept.
-
-    Raises ConfigError with fewer than 20 rounds, or if the row lacks values that `run` writes.
-    """
-    of_row = Rate.of_row(row)
-    if rounds is None:
-        return of_row
-    of_rounds = Rate.of_rounds(rounds.seconds, rounds.tokens)
-    return Rate(of_row.value, of_rounds.variance, of_rounds.freedom)
 
 
 class How(str, Enum):
@@ -308,7 +292,10 @@ class Comparison:
         """The text for a sentence: the speedup if there are enough seeds, or only the interval."""
         if not self.one_visit:
             return f"{self.interval} (few visits)"
-        return claim_of(self.speedup, self.low, self.high, self.is_headline)
+        if not self.is_real:
+            return f"no difference ({self.interval})"
+        gain = f"{self.speedup:.2f}× ({self.interval})"
+        return gain if self.is_headline else f"{self.interval} (few seeds)"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON form; the speedup is null if the interval contains 1."""
@@ -329,14 +316,6 @@ def bound(value: float, digits: int = 2) -> str:
     """Returns a bound as text with 2 decimals, or up to 6 where fewer would round it to 1."""
     shown = (f"{value:.{more}f}" for more in range(digits, 7))
     return next((text for text in shown if value == 1 or float(text) != 1), f"{value:.{digits}f}")
-
-
-def claim_of(speedup: float, low: float, high: float, is_headline: bool) -> str:
-    """Returns a speedup and its interval in the words of Comparison.claim."""
-    interval = f"{bound(low)}–{bound(high)}"
-    if low <= 1 <= high:
-        return f"no difference ({interval})"
-    return f"{speedup:.2f}× ({interval})" if is_headline else f"{interval} (few seeds)"
 
 
 def compare_rows(
@@ -380,10 +359,7 @@ def compare_rows(
         result = None
         if runs[0] is not None and runs[1] is not None and shares_draws(a[0], b[0]):
             result = compare_blocks(runs[0], runs[1])
-        rates = [[(row, kept.get(str(row.run_id))) for row in of] for of in (a, b)]
-        comparison = result or compare_rates(
-            *(Rate.of_repeats([rate_of(*one) for one in of]) for of in rates)
-        )
+        comparison = result or compare_rates(*(Rate.of_rows(of, kept) for of in (a, b)))
     fewest = min(int(row.num_rounds or 0) for of in sides for row in of)
     return replace(comparison, num_seeds=len(ratios), num_rounds=fewest, one_visit=one_visit)
 
@@ -415,12 +391,10 @@ def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Returns the p-values after Holm's correction for testing all of them, in the same order."""
-    order = sorted(range(len(p_values)), key=lambda n: p_values[n])
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, n in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[n]))
-        adjusted[n] = largest
-    return adjusted
+    values, count = np.array(p_values), len(p_values)
+    order = np.argsort(values, kind="stable")
+    values[order] = np.maximum.accumulate((count - np.arange(count)) * values[order])
+    return [min(1.0, float(value)) for value in values]
 
 
 def compare_rates(a: Rate, b: Rate) -> Comparison:

@@ -400,6 +400,14 @@ class OutputFlags(Checked):
         "auto", choice("auto", "on", "off"), "whether to show a progress bar on stderr"
     )
     show: bool = of_text(False, switch, "print the answer, each token by what drafted it (text)")
+    beside: str = of_text(
+        "auto",
+        choice("auto", "all", "ar", "off"),
+        "measure AR and SD inline on the same prompts as well (auto: all, after --show of one "
+        "answer in a terminal)",
+        needs={"all": "groups=1 learners=0", "ar": "groups=1 learners=0"},
+    )
+    json: bool = flag(False, switch, "print the row also in a terminal, as in a pipe")
     dry_run: bool | int = flag(
         False, ranks_or_switch, "check the flags and stop, without MPI; =N: for N ranks"
     )

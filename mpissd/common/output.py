@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -66,6 +67,15 @@ def make_output(out: str) -> None:
 def json_line(row: Any) -> str:
     """Returns strict JSON, in which a number that is not finite is null."""
     return json.dumps(_finite(row), allow_nan=False)
+
+
+def print_json(row: Any) -> None:
+    """Prints the last line of a command without ranks: JSON, for a pipe or a file.
+
+    A terminal gets none, since it would scroll away what a person reads.
+    """
+    if not sys.stdout.isatty():
+        sys.stdout.write(f"{json_line(row)}\n")
 
 
 def _finite(value: Any) -> Any:

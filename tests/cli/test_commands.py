@@ -179,7 +179,7 @@ def test_a_damaged_profile_is_one_line(
     assert "doesn't cover this llama-3.1-8b" in refused(capfd, "plan", "--profile=./probed.json")
 
 
-@pytest.mark.parametrize("show", ["why", "tables", "best"])
+@pytest.mark.parametrize("show", ["why", "best"])
 def test_rows_that_are_none(show: str, capfd: pytest.CaptureFixture[str]) -> None:
     Path("out").mkdir()
     for text in ("{}\n", "[]\n", "not json\n", '{"schema": 3}\n'):

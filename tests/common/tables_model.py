@@ -1,4 +1,4 @@
-"""Result rows and forward tables of a known model, for the tests of mpissd.lab.tables."""
+"""Result rows of a known model, for the tests of mpissd.lab.tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from mpissd.common.row import Row
 
 STEP_S = 0.004
 T1_S = {"8b/1b": 0.016, "70b/1b": 0.150}
-LOOKAHEADS = [2, 4, 6, 8, 10, 12]
 
 
 def t_target(pair: str, width: int) -> float:
     """Seconds of the known model: M = 1 slow, then a bend, so that no straight line fits."""
     return T1_S[pair] * (1.0 if width == 1 else 0.93 + 0.0006 * width**2)
-
-
-def ratio(pair: str, width: int) -> float:
-    return t_target(pair, width) / t_target(pair, 1)
 
 
 def sd(pair: str, lookahead: int, *, alpha: float = 0.9, **changed: Any) -> Row:
@@ -78,19 +73,3 @@ def ar(pair: str, **changed: Any) -> Row:
         "provenance": {"command": ["run"], "ranks": [{"device": "A GPU"}]},
     }
     return Row.from_dict(row | changed)
-
-
-def profile(pair: str, *widths: int) -> dict[str, Any]:
-    verify = {str(width): t_target(pair, width) for width in widths}
-    return {"schema": 1, "kind": "job", "device": {"verify": verify, "draft": None}, "host": {}}
-
-
-def everything(pair: str) -> tuple[list[Row], dict[str, dict[str, Any]]]:
-    """AR and all K of a pair, with the forward tables that such jobs write."""
-    rows = [ar(pair), *(sd(pair, k) for k in LOOKAHEADS)]
-    powers = {1, 2, 4, 8}
-    tables = {
-        row["run_id"]: profile(pair, *sorted({n for n in powers if n <= k} | {1, k + 1}))
-        for row, k in zip(rows, [0, *LOOKAHEADS], strict=True)
-    }
-    return rows, tables

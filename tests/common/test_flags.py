@@ -33,7 +33,8 @@ VALUES = {
     "divergence": "None .1", "saguaro_c": "None .5", "prompt_tokens": "None 2",
     "stop_token": "None 3", "prompt": "None hello", "prompts": "None p.jsonl",
     "prompt_ids": "None 1,2", "chat_template": "True false", "top_p": "1.0 .9", "stop": "None end",
-    "recording": "None r.npz", "show": "False true", "trace": "None t.json", "groups": "1 2",
+    "recording": "None r.npz", "show": "False true", "beside": "auto all ar off",
+    "trace": "None t.json", "groups": "1 2",
     "learners": "0 1", "on_draft_loss": "abort ar",
 }  # fmt: skip
 

@@ -80,7 +80,6 @@ def test_a_pair_is_the_latest_rows_of_one_seed(
         (("empty",), "result 'empty': no such row in 'empty'"),
         (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
         (("--show=why",), "result 'out': no such row in 'out'"),
-        (("none", "--show=tables"), "results 'none': no runs*.jsonl there"),
         (("one", "--show=claims"), "claims: no SSD with another use of its GPUs"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rows and profiles as files: which are loaded, and the error for each bad one."""
+"""Rows as files: which are loaded, and the error for each bad one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.lab.tables.load import load_profiles, load_rows
-from tests.common.tables_model import ar, everything
+from mpissd.lab.tables.load import load_rows
+from tests.common.tables_model import ar, sd
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "runs.jsonl") -> Path:
@@ -22,19 +22,12 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "runs.jso
     return path
 
 
-def test_rows_and_profiles_are_found_under_a_folder_and_count_once(tmp_path: Path) -> None:
-    rows, profiles = everything("8b/1b")
+def test_rows_are_found_under_a_folder_and_count_once(tmp_path: Path) -> None:
+    rows = [ar("8b/1b"), *(sd("8b/1b", lookahead) for lookahead in (2, 4, 6))]
     first = write(tmp_path / "a" / "b", rows[:3])
     write(tmp_path / "c", rows[3:], "runs-more.jsonl")
     write(tmp_path, [{"no": "row"}], "other.jsonl")
-    (tmp_path / "c" / "profiles").mkdir()
-    for run_id, values in profiles.items():
-        (tmp_path / "c" / "profiles" / f"{run_id}.json").write_text(json.dumps(values))
-    loaded = load_rows([tmp_path, str(first)])
-    assert loaded == rows
-    assert load_profiles([tmp_path, first], loaded) == profiles
-    assert load_profiles([first], loaded) == {}
-    assert load_rows([tmp_path / "c" / "profiles"]) == []
+    assert load_rows([tmp_path, str(first)]) == rows
 
 
 GOOD = json.dumps(dict(ar("8b/1b")))
@@ -58,20 +51,3 @@ def test_a_bad_line_is_named(
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=re.escape(f"{path}:{line_number}: ") + f".*{reason}"):
         load_rows([path])
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "cut off"),
-        ('{"schema": 3}', "schema 3: allowed: 1"),
-        ('{"schema": 1, "kind": "probe"}', "device.verify"),
-        ('{"schema": 1, "device": {"verify": {"1": -1}}}', "-1.0: allowed: seconds"),
-    ],
-)
-def test_a_bad_profile_is_named(tmp_path: Path, content: str, reason: str) -> None:
-    path = write(tmp_path, [ar("8b/1b")])
-    (tmp_path / "profiles").mkdir()
-    (tmp_path / "profiles" / "ar-8b-1b.json").write_text(content)
-    with pytest.raises(ConfigError, match=rf"ar-8b-1b\.json.*{re.escape(reason)}"):
-        load_profiles([path], load_rows([path]))

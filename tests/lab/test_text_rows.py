@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pty
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
 from mpissd.lab.measure import run
+from mpissd.lab.measure.beside import verdict
 from mpissd.lab.tables.pair import check_alike
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -88,3 +92,67 @@ def test_answers_of_a_flagged_row_say_so(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["gates"] for line in lines] == [["batch_size is 4", "so it is"]] * 2
     assert json.loads((tmp_path / "flagged.jsonl").read_text())["gates"] == lines[0]["gates"]
+
+
+def test_rivals_answer_the_same_prompt_once_for_each_machine_and_pair(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: dict[str, Any] = {"mode": "sd", "beside": "all", "prompt_ids": "1,2,3", "lookahead": 2}
+    for out in (tmp_path, tmp_path, tmp_path / "other"):
+        answered(pair, out, **flags)
+        *_, speeds, told, _, row = capsys.readouterr().out.splitlines()
+        assert re.match(r"tok/s.*: SD inline on 1 core \d+\.\d; AR on 1 core \d+\.\d$", speeds)
+        assert told.startswith("→ speculation ") and json.loads(row)["mode"] == "sd"
+        (beside,) = (out / "beside" / "runs.jsonl").read_text().splitlines()
+    rival = flat(json.loads(beside))
+    assert (rival["mode"], rival["tp"], rival["lookahead"], rival["num_tokens"]) == ("ar", 1, 0, 8)
+    answered(pair, tmp_path, **flags, num_tokens=7)  # another configuration
+    assert len((tmp_path / "beside" / "runs.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ((60, 40, 55, 30), "pays: 1.38 times AR on 1 core; a core for the draft makes no clear"),
+        (
+            (60, 40, 30, 38),
+            "does not pay: 0.75 times AR on 1 core; a core for the draft pays: 1.50",
+        ),
+        ((60, 40, 41, 90), "makes no clear difference: 1.02 times AR on 1 core; a core for the"),
+    ],
+)
+def test_a_verdict_names_the_strongest_rival(speeds: tuple[int, ...], expected: str) -> None:
+    """Of SSD with a core of its own for the draft; ten percent between single runs are no word."""
+    uses = [("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("sd", 2, 0)]
+    row = {"backend": "numpy", "num_tokens": 110, "acceptance_length": 10, "wall_s": 3.0}
+    own, *rivals = (
+        Row.from_dict(
+            {**row, "mode": m, "tp": t, "num_drafts": d, "time_to_first_token_s": 3.0 - 100 / v}
+        )
+        for (m, t, d), v in zip(uses, speeds, strict=True)
+    )
+    lines = verdict(own, rivals).splitlines()
+    assert lines[0].endswith(
+        f"; AR on 1 core 40.0; SD inline on 1 core {speeds[2]:.1f}; "
+        f"SD inline on 2 cores {speeds[3]:.1f}"
+    )
+    assert expected in lines[1]
+
+
+def test_a_terminal_gets_the_answer_and_where_its_row_is(
+    pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lead, follower = pty.openpty()
+    monkeypatch.setenv("MPISSD_TERMINAL", f"{os.uname().nodename}:{os.ttyname(follower)}")
+    try:
+        answered(pair, tmp_path, mode="sd", beside="ar")
+        *_, told, _, last = capsys.readouterr().out.splitlines()
+        assert told.startswith("→") and last.endswith(f"last line of {tmp_path}/runs.jsonl")
+        answered(pair, tmp_path, json=True)
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["mode"] == "ar"
+    finally:
+        os.close(lead)
+        os.close(follower)

@@ -244,6 +244,21 @@ def test_a_row_says_what_answered(runs: Together) -> None:
     assert row["predicted_tok_per_s"] == pytest.approx(row["num_tokens"] / wall_s, rel=1e-6)
 
 
+def test_rivals_of_ssd_use_one_rank_and_both(tmp_path: Path) -> None:
+    """A rank that a rival does not need waits, and all answer with the target's own tokens."""
+    pair = tiny_pair(tmp_path / "pair", vocab=V, heads=10, kv_heads=5, noise=0.1)
+    words = [*TEXT.split(), f"--target={pair.target}", f"--draft={pair.draft}", "--beside=all"]
+    words += ["--prompt_ids=5,3,8", "--num_tokens=30", f"--out={tmp_path}"]
+    with Started(["launch/local.sh", "2", *words]) as job:
+        done = Job(*job.finish(), tmp_path)
+    rivals = Job(done.code, done.out, done.err, tmp_path / "beside").saved
+    assert done.row["mode"] == "ssd" and done.saved == [done.row]
+    uses = [(row["mode"], row["tp"], row["world_size"]) for row in rivals]
+    assert uses[:2] == [("ar", 1, 1), ("sd", 1, 1)] and uses[2][1:] == (2, 2)
+    assert {row["token_digest"] for row in (done.row, *rivals)} == {done.row["token_digest"]}
+    assert "SSD on 2 cores" in done.out.splitlines()[-4]
+
+
 def test_a_run_of_the_launch_script_needs_no_home_and_rows_add_up(tmp_path: Path) -> None:
     """Nothing but the number of ranks, and a short run; in a folder that does not exist yet."""
     out = tmp_path / "new" / "folder"

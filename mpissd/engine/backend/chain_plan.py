@@ -6,9 +6,9 @@ This module does not use CuPy: operands are addresses, so that it can be tested 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +62,7 @@ GEOMETRIES = {  # By number of row tiles.
 }
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A [rows, width] float16 array at an address, with `step` elements from row to row."""
 
     address: int
@@ -73,7 +72,7 @@ class Operand:
 
     def part(self, first: int, rows: int) -> Operand:
         """Returns the operand of `rows` rows starting with row `first`."""
-        return replace(self, address=self.address + 2 * first * self.step, rows=rows)
+        return self._replace(address=self.address + 2 * first * self.step, rows=rows)
 
     def meets(self, other: Operand) -> bool:
         """Returns whether the two operands may share an element."""
@@ -87,8 +86,7 @@ class Operand:
         return apart < self.width or apart + other.width > self.step
 
 
-@dataclass(frozen=True)
-class Multiplication:
+class Multiplication(NamedTuple):
     """One product, out = x @ the packed weight at an address; if `summed`, also added up over the
     ranks."""
 
@@ -102,7 +100,7 @@ class Multiplication:
         count = -(-self.x.rows // MAX_ROWS)
         edges = [self.x.rows * i // count for i in range(count + 1)]
         return [
-            replace(self, x=self.x.part(a, b - a), out=self.out.part(a, b - a))
+            self._replace(x=self.x.part(a, b - a), out=self.out.part(a, b - a))
             for a, b in pairwise(edges)
         ]
 

@@ -2,7 +2,7 @@
 
 Products are cuBLAS's, by the bindings of nvmath-python: CuPy refuses cuBLAS while its stream is
 captured (cupy#6290). From compute capability 9.0 on, products of up to 32 rows are chained into
-one persistent kernel (cupy_chain), whose weights are stored in a special order.
+one persistent kernel (ChainRunner), whose weights are stored in a special order.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
 launches (token ids) is in page-locked buffers that its kernels read, never in captured values.
@@ -15,10 +15,11 @@ first destroys any graphs that its owner has left.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import cupy
 import numpy as np
@@ -26,10 +27,21 @@ from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.backend import kernels
+from mpissd.engine.backend import chain_plan, kernels
 from mpissd.engine.backend.base import Backend, Cost, WeightPart
-from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, TILE, aligned, pack, suits, unpack
-from mpissd.engine.backend.cupy_chain import ChainRunner, Inboxes, operand, why_not
+from mpissd.engine.backend.chain_plan import (
+    GEOMETRIES,
+    MAX_ROWS,
+    PAIR,
+    THREADS,
+    TILE,
+    Multiplication,
+    Operand,
+    aligned,
+    pack,
+    suits,
+    unpack,
+)
 from mpissd.engine.backend.cupy_device import (
     HALF,
     CupyProgram,
@@ -54,6 +66,8 @@ _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 # Measured rates: bytes of one timed sample, and of its buffer at most; seconds.
 _MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
 _WARM_UP_S, _PEAK_S = 0.05, 0.03
+_FIRST_CHAINED = 90  # The lowest compute capability that can run chains.
+_MAX_SHARED_BYTES = 97  # The number of the attribute cudaDevAttrMaxSharedMemoryPerBlockOptin.
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,121 @@ class Weight:
         """(in, out), for either order."""
         rows, columns = self.values.shape
         return rows, columns
+
+
+class Inboxes(Protocol):
+    """The group's shared state that a chain needs to sum over the ranks by itself."""
+
+    everybody: int  # The address of struct Peers.
+    capacity: int  # In messages of two float16 values.
+    done_counts: int  # The number of counters of finished exchanges.
+
+
+def why_not(device_id: int) -> str | None:
+    """Returns why this GPU cannot run chains, or None if it can."""
+    capability = cupy.cuda.Device(device_id).compute_capability  # For example "90".
+    if int(capability) < _FIRST_CHAINED:
+        return f"compute capability {capability[:-1]}.{capability[-1]}"
+    room = runtime.deviceGetAttribute(_MAX_SHARED_BYTES, device_id)
+    wanted = max(geometry.shared_bytes for geometry in GEOMETRIES.values())
+    return f"{room} bytes of shared memory a block" if room < wanted else None
+
+
+class ChainRunner:
+    """Runs consecutive products as one persistent kernel (kernels/chain.cu), on one stream.
+
+    While a program's body runs, products are only recorded; the next other operation, or the end of
+    the body, launches the recorded ones as one chain. Outside a body each product is its own chain.
+    stop: a page-locked int32. If it is set, every wait inside the kernels ends; the kernels set it
+    when a wait lasted `limit_s` seconds.
+    """
+
+    def __init__(self, launcher: Launcher, stop: NDArray[np.int32]) -> None:
+        self.limit_s = 60.0
+        self._launcher, self._stop = launcher, stop
+        self._noted: list[Multiplication] = []
+        self._inboxes: Inboxes | None = None
+        self._held = False
+        # By products: their table on the device, the counters of its launches, and the numbers of
+        # products, exchanges and row tiles.
+        self._chains: dict[tuple[Multiplication, ...], tuple[Any, Any, int, int, int]] = {}
+
+    def multiply(self, x: Operand, weight: int, out: Operand) -> None:
+        """Records out = x @ the packed weight at an address; the operands' widths give its
+        shape."""
+        self._noted.append(Multiplication(weight, x, out))
+        if not self._held:
+            self.flush()
+
+    def sum_last(self, out: Operand, inboxes: Inboxes) -> bool:
+        """Makes the chain sum `out` over the ranks.
+
+        Returns False if `out` is not the last recorded product's output, or exceeds the inboxes.
+        """
+        if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
+            return False
+        if min(out.rows, MAX_ROWS) * out.width > 2 * inboxes.capacity:
+            return False
+        self._noted[-1] = self._noted[-1]._replace(summed=True)
+        self._inboxes = inboxes
+        return True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Records products until the block ends, then launches them; after an error it drops
+        them."""
+        self._held = True
+        try:
+            yield
+            self.flush()
+        finally:
+            self._held = False
+            self._noted.clear()
+
+    def flush(self) -> None:
+        """Launches the recorded products."""
+        if not self._noted:
+            return
+        key = tuple(self._noted)
+        self._noted.clear()
+        if key not in self._chains:
+            planned = chain_plan.plan(key)
+            self._chains[key] = (
+                self._launcher.uploaded(planned.view(np.uint8), np.uint8),
+                self._launcher.zeros((len(planned) + 1,), np.uint32),
+                len(planned),
+                int((planned["exchange"] > 0).sum()),
+                chain_plan.row_tiles(planned),
+            )
+        table, finished, count, exchanges, row_tiles = self._chains[key]
+        geometry = GEOMETRIES[row_tiles]
+        everybody, done_counts = 0, 0
+        if exchanges:
+            assert self._inboxes is not None, "sums over ranks without inboxes"
+            everybody, done_counts = self._inboxes.everybody, self._inboxes.done_counts
+        args = (
+            table,
+            np.int32(count),
+            finished,
+            np.uintp(everybody),
+            np.int32(exchanges),
+            np.int32(done_counts),
+            np.uintp(self._stop.ctypes.data),
+            np.uint64(int(self.limit_s * 1e9)),
+        )
+        macros, shared = geometry.macros, geometry.shared_bytes
+        kernel = self._launcher.function("chain", kernels.CHAIN, macros, shared)
+        grid = (self._launcher.multiprocessors,)
+        self._launcher.launch(kernel, grid, (THREADS,), args, shared)
+
+    def close(self) -> None:
+        """Frees the tables; call it after the graphs that read them are destroyed."""
+        self._chains.clear()
+
+
+def operand(array: Any) -> Operand:
+    """Returns a two-dimensional array as an address with its sizes and row step."""
+    return Operand(int(array.data.ptr), int(array.shape[0]), int(array.shape[1]), step(array))
 
 
 class CupyBackend(Backend):

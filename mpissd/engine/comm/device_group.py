@@ -211,7 +211,7 @@ class OneshotGroup(Group):
     Each rank has an inbox into which all others write (kernels/inbox.cu). One store carries a word
     and the number of its exchange, so that data cross NVLink once and no handshake is needed. Sums
     are made in float32 in rank order, so that all ranks get the same bits. A chain of products
-    (cupy_chain) exchanges within its own kernel; all other arrays go through the kernel `exchange`.
+    exchanges within its own kernel; all other arrays go through the kernel `exchange`.
 
     If a rank never comes, the kernels give up at the waiter's deadline, or when `abort` sets the
     backend's stop word. The sums are then NaN, and the program that waits for them raises

@@ -25,7 +25,7 @@ import numpy as np
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
 from mpissd.common.load_row import SCHEMA, LoadRow
-from mpissd.common.output import append_row, check_output, json_line
+from mpissd.common.output import append_row, check_output, print_json
 from mpissd.engine.workload.tokenizer import Entry, read_entries
 from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
 from mpissd.serve.config import KEY_VARIABLE
@@ -60,7 +60,7 @@ def load(config: LoadConfig) -> int:
     except FaultError as fault:
         print(f"mpissd: {fault}", file=sys.stderr)
         return fault.exit_code
-    print(json_line(rows[-1].to_dict()))
+    print_json(rows[-1].to_dict())
     return 0
 
 

@@ -26,7 +26,7 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 # Flags of a run that a simulated server does not read, or that this command has itself.
 _UNREAD = (
     "prompt prompts prompt_ids batch_size rounds num_tokens warmup_rounds seed trace "
-    "dry_run out progress show chat_template temperature top_p stop stop_token backend "
+    "dry_run out progress show beside json chat_template temperature top_p stop stop_token backend "
     "all_reduce graph deadline_s on_draft_loss groups"
 ).split()
 _SIMULATED = frozenset(flags_of(RunConfig)).difference(_UNREAD)

@@ -1,4 +1,4 @@
-"""Prints a run for a person at the terminal: settings, a progress bar, a table, the JSON line."""
+"""Prints a run for a person at the terminal: settings, a progress bar, a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
-from mpissd.common.output import json_line
 from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.topology import Topology
@@ -128,7 +127,7 @@ def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = Fals
 
 
 def print_summary(row: Row, out: str = "") -> None:
-    """Prints a short table, then the row as JSON on the last line of stdout.
+    """Prints a short table of a row.
 
     out: the folder that has the answers to several prompts, of which one is shown.
     """
@@ -180,5 +179,4 @@ def print_summary(row: Row, out: str = "") -> None:
         lines.append(("answers", f"{answers_file(out, row.run_id)}: of {row.num_prompts} prompts"))
     if row.stable is False:
         lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
-    print("\n".join(f"{name:>8}  {text}" for name, text in lines))
-    print(json_line(row.to_dict()), flush=True)
+    print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)

@@ -16,6 +16,7 @@ from typing import Any
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import FaultError, GateError
+from mpissd.common.output import json_line
 from mpissd.common.records import RoundRecords
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
@@ -28,12 +29,13 @@ from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest, tell_doubts
 from mpissd.lab.gates import violations
+from mpissd.lab.measure.beside import measured_beside, verdict
 from mpissd.lab.measure.calibrate import calibrate, host_costs, warm_up
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
 from mpissd.lab.measure.reports import LeadReport, Measured, draft_report, joined_leads
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
 from mpissd.lab.measure.tracing import compare_clocks, write_trace
-from mpissd.lab.show import shown
+from mpissd.lab.show import open_terminal, shown
 
 _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
@@ -49,13 +51,28 @@ def execute(config: RunConfig) -> int:
             from mpissd.online.process import learn
 
             return learn(config, comms)
-        with opened(config, comms) as session:
-            if session.topology.is_lead:
+        with opened(config, comms) as session, open_terminal() as terminal:
+            topology, is_watched = session.topology, terminal is not None
+            is_shown = is_watched and config.show
+            if topology.is_lead and not is_shown:
                 print_card(session)
             row = measure(session)
-            if row is not None:
+            if row is not None and not is_shown:
                 print_summary(row, config.out)
+            beside = config.beside in ("all", "ar")
+            if config.beside == "auto" and config.is_text and config.on_draft_loss == "abort":
+                is_one = row is not None and row.num_prompts == 1 and is_shown
+                beside = topology.world.bcast(is_one and config.groups == 1 and comms is None)
             guard.stage(Stage.TEARDOWN)
+    if beside:
+        if row is not None:
+            print("AR and SD inline answer the same prompt (not with --beside=off) …", flush=True)
+        rows = measured_beside(config, row, topology.tp, topology.num_drafts, measure)
+        if row is not None and rows:
+            print(f"{verdict(row, rows)}\n", flush=True)
+    if row is not None:
+        where = f"row {row.run_id}: the last line of {config.out}/runs.jsonl"
+        print(where if is_watched and not config.json else json_line(row.to_dict()), flush=True)
     return 0
 
 

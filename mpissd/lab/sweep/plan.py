@@ -85,8 +85,8 @@ class SweepConfig(Checked):
         super().check()
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
-        if self.run.trace:
-            raise ConfigError("trace with sweep: allowed: with run, of one configuration")
+        if name := next((n for n in ("trace", "beside") if n in said(self.run)), None):
+            raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
         if self.run.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
         self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from mpissd.common import guard
-from mpissd.common.errors import ConfigError, GateError
+from mpissd.common.errors import ConfigError, GateError, MpissdError
 from mpissd.common.output import append_row, json_line, read_rows
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
@@ -30,14 +29,6 @@ from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
 from mpissd.lab.tables.best import compare_methods, render, to_dict
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a configuration has no row, and the exit code of that error."""
-
-    error: str
-    exit_code: int
 
 
 def execute_sweep(config: SweepConfig) -> int:
@@ -60,7 +51,7 @@ class Sweep:
         self._is_lead = machine.topology.is_lead
         self._out = Path(config.run.out)
         self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
-        self._jobs: dict[str, Job | Failure] = {}
+        self._jobs: dict[str, Job | ConfigError] = {}
         for point in plan.points:
             try:
                 if point.config is None:
@@ -70,9 +61,9 @@ class Sweep:
                     check_prompts(job)
                 self._jobs[point.digest] = job
             except ConfigError as refused:
-                self._jobs[point.digest] = Failure(str(refused), refused.exit_code)
+                self._jobs[point.digest] = refused
         # Only the lead reads prompts, so its refusals hold for all ranks.
-        refusals = {name: job for name, job in self._jobs.items() if isinstance(job, Failure)}
+        refusals = {name: job for name, job in self._jobs.items() if isinstance(job, ConfigError)}
         self._jobs |= machine.topology.world.bcast(refusals)
         machine.divide(plan.drafts)
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
@@ -93,7 +84,7 @@ class Sweep:
         with nullcontext() if bar is None else closing(bar):
             for task in todo:
                 result = self._one(task)
-                codes.append(result.exit_code if isinstance(result, Failure) else 0)
+                codes.append(result.exit_code if isinstance(result, MpissdError) else 0)
                 if self._is_lead:
                     line = self._record(task, result)
                     with nullcontext() if bar is None else tqdm.external_write_mode():
@@ -126,10 +117,10 @@ class Sweep:
         rows = [Row.from_dict(line) for line in read_rows(self._out / name)]
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
-    def _one(self, task: Task) -> Row | Failure | None:
-        """Measures one task; returns its row (None on ranks other than the lead) or its failure."""
+    def _one(self, task: Task) -> Row | MpissdError | None:
+        """Measures one task; returns its row (None on ranks other than the lead) or its error."""
         job = self._jobs[task.point.digest]
-        if isinstance(job, Failure):
+        if isinstance(job, ConfigError):
             return job
         rest(self._machine.topology)
         guard.stage(Stage.OPEN)
@@ -140,7 +131,7 @@ class Sweep:
             row = measure(session, {"id": self._id, **self._named(task)})
         except Refused as refused:
             session.resources.close()
-            return Failure(str(refused), refused.exit_code)
+            return Refused(str(refused), refused.exit_code)  # whose traceback holds no buffers
         session.resources.close()
         return row
 
@@ -149,17 +140,17 @@ class Sweep:
         flags = dict(task.point.flags)
         return {"task": self._digest(task), "repeat": task.repeat, "flags": flags}
 
-    def _record(self, task: Task, result: Row | Failure | None) -> str:
+    def _record(self, task: Task, result: Row | MpissdError | None) -> str:
         """Writes a failure to failed.jsonl; returns a line on the task's outcome. On the lead."""
         name = f"{task.point}  #{task.repeat + 1}"
-        if not isinstance(result, Failure):
+        if not isinstance(result, MpissdError):
             assert result is not None, "a lead without a row"
             rate, each = result.tok_per_s, result.tok_per_s_per_gpu
             return f"{rate:>10.1f} tok/s {each:>9.1f} a GPU  {name}"
         if result.exit_code != GateError.exit_code:  # after a GateError its row is in flagged.jsonl
-            failed = {"error": result.error, "exit_code": result.exit_code, "sweep": self._id}
+            failed = {"error": str(result), "exit_code": result.exit_code, "sweep": self._id}
             append_row(self._out / "failed.jsonl", {**self._named(task), **failed})
-        return f"    FAILED  {name}: {result.error}"
+        return f"    FAILED  {name}: {result}"
 
     def _print_card(self, todo: int, known: int) -> None:
         """Prints which sweep runs on which machine, and how many measurements are left (stdout).

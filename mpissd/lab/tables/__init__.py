@@ -4,7 +4,6 @@ load       rows, their jobs' profiles and their rounds; the rows of a name
 pair       one result over another
 best       methods at equal K and each at its own best K
 claims     SSD against the strongest other use of as many GPUs, and which verdicts hold
-milestone  the milestone report's tables next to ours (docs/milestone-tables.md has the formulas)
 
 This needs neither MPI nor a GPU.
 """

@@ -7,8 +7,7 @@ the names that people give to results: a run id, a file or a folder.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,50 +58,19 @@ def of_one_group(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if (row.groups or 1) == 1]
 
 
-def load_profiles(paths: Paths, rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Returns {run_id: profile} from profiles/RUN_ID.json next to runs*.jsonl, if it exists.
-
-    Raises ConfigError, naming the file, if it is unreadable, truncated, of another schema, or not
-    the profile of a job.
-    """
-    profiles: dict[str, dict[str, Any]] = {}
-    for run_id, path in _kept(paths, rows, "profiles/{}.json"):
-        profiles[run_id] = _parse(str(path), path.read_bytes(), (1,))
-        forward_times(str(path), profiles[run_id])
-    return profiles
-
-
 def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
-    """Returns {run_id: rounds} from rounds/RUN_ID.npz next to each runs*.jsonl, if it exists.
+    """Returns {run_id: rounds} from rounds/RUN_ID.npz next to each runs*.jsonl, if it exists; the
+    first folder's counts.
 
     Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
     """
-    by_id = {str(row.run_id): row for row in rows}
-    kept = _kept(paths, by_id.values(), "rounds/{}.npz")
-    return {run_id: Rounds.read(path, by_id[run_id]) for run_id, path in kept}
-
-
-def _kept(paths: Paths, rows: Iterable[Row], pattern: str) -> Iterator[tuple[str, Path]]:
-    """Yields (run_id, file) of the rows whose file exists, the first folder's first."""
     folders = list(dict.fromkeys(path.parent for path in _run_files(paths)))
-    for run_id in dict.fromkeys(str(row.run_id) for row in rows):
-        files = (folder / pattern.format(run_id) for folder in folders)
+    kept: dict[str, Rounds] = {}
+    for run_id, row in {str(row.run_id): row for row in rows}.items():
+        files = (folder / "rounds" / f"{run_id}.npz" for folder in folders)
         if (path := next((file for file in files if file.is_file()), None)) is not None:
-            yield run_id, path
-
-
-def forward_times(where: str, profile: Mapping[str, Any]) -> dict[int, float]:
-    """Returns {rows: seconds} of the target's forwards in a job's profile.
-
-    where: names the profile in errors.
-    """
-    try:
-        points = {int(rows): float(s) for rows, s in profile["device"]["verify"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: device.verify: allowed: {{rows: seconds}}") from error
-    if bad := [s for s in points.values() if not 0 <= s < math.inf]:
-        raise ConfigError(f"{where}: device.verify: {bad[0]}: allowed: seconds, at least 0")
-    return points
+            kept[run_id] = Rounds.read(path, row)
+    return kept
 
 
 def _run_files(paths: Paths) -> Iterator[Path]:
@@ -110,7 +78,7 @@ def _run_files(paths: Paths) -> Iterator[Path]:
         yield from sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]
 
 
-def _parse(where: str, line: bytes, schemas: Sequence[int] = READABLE) -> dict[str, Any]:
+def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -119,8 +87,8 @@ def _parse(where: str, line: bytes, schemas: Sequence[int] = READABLE) -> dict[s
         raise ConfigError(f"{where}: cut off, or no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a {type(value).__name__}: allowed: a JSON object")
-    if value.get("schema") not in schemas:
-        allowed = " or ".join(map(str, schemas))
+    if value.get("schema") not in READABLE:
+        allowed = " or ".join(map(str, READABLE))
         raise ConfigError(f"{where}: schema {value.get('schema')!r}: allowed: {allowed}")
     return value
 

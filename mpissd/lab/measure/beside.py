@@ -1,0 +1,144 @@
+"""Measures what an answer's method has to beat on the same machine, and gives one verdict.
+
+The rivals are AR and SD inline on the run's target ranks, and the faster of the two on all its
+ranks. Their rows are kept in OUT/beside: one of the same configuration, machine and commit is used
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.config import RunConfig
+from mpissd.common.flags import flags_of
+from mpissd.common.output import read_rows
+from mpissd.common.rivals import Family
+from mpissd.common.row import Row
+from mpissd.engine.comm.topology import Refused, agreed
+from mpissd.engine.session.session import Machine, Session, opened_machine, rest
+
+Measure = Callable[[Session, dict[str, Any]], Row | None]
+
+_AR_TOKENS = 64  # the speed of AR hardly depends on the text
+_CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
+_OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c")
+
+
+def measured_beside(
+    run: RunConfig, own: Row | None, tp: int, num_drafts: int, measure: Measure
+) -> list[Row]:
+    """Measures the rivals of a run whose machine is closed; returns their rows on rank 0, else [].
+
+    own: the run's row on rank 0. tp, num_drafts: of the run. measure: measures a session.
+    Collective over all ranks. A rival that this machine refuses is left out, for example if its
+    memory does not hold both models.
+    """
+    measured = partial(_measured, run=run, own=own, measure=measure)
+    is_drafted = run.beside != "ar" and bool(run.pair or run.draft)
+    uses = [Family(mode, tp, 0) for mode in ("ar", "sd")[: 1 + is_drafted]]
+    uses = [use for use in uses if use != Family(run.mode, tp, num_drafts)]
+    with opened_machine(rival(run, "ar"), num_drafts) as machine:
+        machine.divide([0])
+        rows = [row for use in uses if (row := measured(machine, use)) is not None]
+        faster = machine.topology.world.bcast(max(rows, key=speed).mode if rows else "sd")
+    if num_drafts and is_drafted:
+        with opened_machine(rival(run, faster), 0) as machine:
+            wide = measured(machine, Family(faster, tp + num_drafts, 0))
+            rows += [] if wide is None else [wide]
+    return rows
+
+
+def _measured(
+    machine: Machine, use: Family, run: RunConfig, own: Row | None, measure: Measure
+) -> Row | None:
+    """Returns a rival's row on rank 0, from its file or measured now; None elsewhere."""
+    config, world = rival(run, use.mode), machine.topology.world
+    known = None if own is None else _known(config, use, own)
+    if world.bcast(known is not None):
+        return known
+    row = None
+    try:
+        with agreed(world):
+            job = machine.resolve(config)
+        machine.models.expect([job])
+        session = machine.session(job)
+        if session is not None:
+            row = measure(session, {"beside": str(use)})
+            session.resources.close()
+    except Refused:
+        pass
+    rest(machine.topology)
+    return row
+
+
+def rival(run: RunConfig, mode: str) -> RunConfig:
+    """Returns the configuration of `mode` that answers a run's prompts without a draft rank.
+
+    The flags of the run's method take their defaults, so that K is the rival's own.
+    """
+    fields = flags_of(RunConfig)
+    reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
+    limit = run.token_limit or _AR_TOKENS
+    values: dict[str, Any] = {name: fields[name].default for name in reset}
+    values |= {"mode": mode, "num_drafts": 0, "out": str(Path(run.out, "beside"))}
+    values |= {"num_tokens": min(limit, _AR_TOKENS) if mode == "ar" else limit}
+    values |= {"on_draft_loss": "abort", "progress": "off", "show": False, "trace": None}
+    return replace(run, **values)
+
+
+def _known(config: RunConfig, use: Family, own: Row) -> Row | None:
+    """Returns the newest row of this rival that is of the run's machine, commit and weights."""
+
+    def origin(row: Row) -> tuple[Any, ...]:
+        weights = dict(row.weights or {})
+        draft = weights.pop("draft", None)
+        machine = row.backend, row.device_name, row.provenance["hosts"], row.provenance["commit"]
+        return *machine, weights, use.mode == "sd" and draft
+
+    for line in reversed(read_rows(Path(config.out, "runs.jsonl"))):
+        row = Row.from_dict(line)
+        is_wanted = row.config_digest == config.digest and Family.of(row) == use
+        if is_wanted and origin(row) == origin(own):
+            return row
+    return None
+
+
+def speed(row: Row) -> float:
+    """Returns the tokens a second after the first round, which waits for the prompt."""
+    later_s = row.wall_s - (row.time_to_first_token_s or 0.0)
+    return (row.num_tokens - row.acceptance_length) / later_s if later_s > 0 else row.tok_per_s
+
+
+def verdict(own: Row, rivals: Sequence[Row]) -> str:
+    """Returns two lines: the speeds of a run and its rivals, and whether its method pays here."""
+    unit = {"cupy": "GPU", "numpy": "core"}.get(own.backend, "emulated GPU")
+
+    def name(row: Row) -> str:
+        count = row.tp + row.num_drafts
+        return f"{Family.of(row).name} on {count} {unit}{'s' * (count > 1)}"
+
+    def judged(what: str, ratio: float, other: str) -> str:
+        if ratio >= _CLEAR:
+            return f"{what} pays: {ratio:.2f} times {other}"
+        if ratio <= 1 / _CLEAR:
+            return f"{what} does not pay: {ratio:.2f} times {other}"
+        return f"{what} makes no clear difference: {ratio:.2f} times {other}"
+
+    runs = [own, *rivals]
+    speeds = "; ".join(f"{name(row)} {speed(row):.1f}" for row in runs)
+    lines = [f"tok/s of one answer each: {speeds}"]
+    narrow = [row for row in runs if row.tp == own.tp and not row.num_drafts]
+    ar, sd = (next((r for r in narrow if r.mode == mode), None) for mode in ("ar", "sd"))
+    parts = []
+    if ar is not None:
+        drafted = sd or own
+        if drafted is not ar:
+            parts.append(judged("speculation", speed(drafted) / speed(ar), name(ar)))
+    if own.num_drafts and any(row.tp > own.tp for row in rivals):
+        best = max(rivals, key=speed)
+        parts.append(judged(f"a {unit} for the draft", speed(own) / speed(best), name(best)))
+    return "\n".join([*lines, *(["→ " + "; ".join(parts)] if parts else [])])
