@@ -51,15 +51,13 @@ define newline
 
 endef
 quote = '$(subst $(newline),'$$'\n'',$(subst ','\'',$1))'
-flag = $(if $(given),--$2=$(call quote,$(given)))
+# An empty value is passed on to be refused: without it, a default would run.
+flag = $(if $(is_given),--$2=$(call quote,$(given)))
 
 flag_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
     OUT:out PROMPT:prompt PROMPTS:prompts LEARNERS:learners
-# An empty PROMPT is passed on to be refused: without one, a toy would run.
-empty_prompt = $(if $(filter command,$(origin PROMPT)),$(if $(value PROMPT),,--prompt=''))
-flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f)))) \
-    $(empty_prompt)
+flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 
 # A mistyped name would silently measure something else.
 names := TP $(foreach f,$(flag_of),$(word 1,$(subst :, ,$f))) ARGS PYTHON MPIRUN
@@ -71,7 +69,7 @@ check_only = $(foreach v,$(filter-out PYTHON $2,$(on_command_line)),\
 
 whole = $(if $(shell [[ $(call quote,$2) =~ ^$3$$ ]] || echo no),\
     $(error $1=$2: $1 is a whole number, $4),$2)
-tp = $(call whole,TP,$(or $(call given,TP),1),[1-9][0-9]*,1 or more)
+tp = $(call whole,TP,$(if $(call is_given,TP),$(call given,TP),1),[1-9][0-9]*,1 or more)
 default_drafts = $(if $(filter ar,$(call given,MODE)),0,1)
 drafts = $(call whole,DRAFTS,$(or $(call given,DRAFTS),$(default_drafts)),[01],0 or 1)
 groups = $(call whole,GROUPS,$(or $(call given,GROUPS),1),[1-9][0-9]*,1 or more)

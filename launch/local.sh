@@ -16,5 +16,6 @@ shift
 [ ! -t 1 ] || { MPISSD_TERMINAL=$(uname -n):$(tty <&3) && export MPISSD_TERMINAL; } 3>&1
 
 # A mistake in the flags costs one line here, instead of one from each rank and mpirun's comments.
-"$PYTHON" -m mpissd "$command" --dry_run="$np" "$@" </dev/null >/dev/null
+trap 'exit 130' INT
+(trap '' INT && MPISSD_STARTS=1 exec "$PYTHON" -m mpissd "$command" --dry_run="$np" "$@" </dev/null >/dev/null)
 exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd "$command" "$@" </dev/null

@@ -6,38 +6,42 @@ gate failed, 130 Ctrl-C, 141 stdout's reader is gone (`| head`), any other code 
 
 from __future__ import annotations
 
+# ruff: noqa: E402
 import os
 import signal
 import sys
+
+# Ctrl-C during the imports below ends the process without a traceback. launch/local.sh has it
+# ignored until here, because one during Python's own start would print a traceback.
+_is_ignored = os.environ.pop("MPISSD_STARTS", None) is not None
+if __name__ == "__main__" and (_is_ignored or signal.getsignal(2) is signal.default_int_handler):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import time
 from pathlib import Path
 from typing import Any
-
-# Ctrl-C during the imports below ends the process without a traceback.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # NumPy reads these when it is imported. One thread a rank: more would compete with other ranks.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
-from mpissd.cli import arguments as cli  # noqa: E402
-from mpissd.common import guard  # noqa: E402
-from mpissd.common.config import RunConfig  # noqa: E402
-from mpissd.common.errors import ConfigError, MpissdError, line_of  # noqa: E402
-from mpissd.common.ranks import RanksFlags  # noqa: E402
-from mpissd.common.sigpipe import unless_unread  # noqa: E402
-from mpissd.common.stage import Stage  # noqa: E402
-from mpissd.common.wait import Overdue  # noqa: E402
-from mpissd.common.workloads import imported  # noqa: E402
-from mpissd.engine.comm.topology import (  # noqa: E402
+from mpissd.cli import arguments as cli
+from mpissd.common import guard
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError, MpissdError, line_of
+from mpissd.common.ranks import RanksFlags
+from mpissd.common.sigpipe import unless_unread
+from mpissd.common.stage import Stage
+from mpissd.common.wait import Overdue
+from mpissd.common.workloads import imported
+from mpissd.engine.comm.topology import (
     Refused,
     check_recovery,
     check_world,
     launcher_rank,
     launcher_size,
 )
-from mpissd.lab.sweep.plan import SweepConfig  # noqa: E402
+from mpissd.lab.sweep.plan import SweepConfig
 
 HEAD_START_S = 5.0
 HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")

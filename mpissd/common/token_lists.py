@@ -12,12 +12,21 @@ from mpissd.common.gguf import read_gguf
 _NORMAL = 1  # a GGUF token type: neither control nor padding
 
 
-def check_same_tokens(target: Path, draft: Path) -> None:
-    """Raises ConfigError if a token that both models know means another text in each.
+def check_same_tokens(target: Path, draft: Path, sizes: tuple[int, int]) -> None:
+    """Raises ConfigError if target and draft have unequal numbers of ordinary tokens, or if a token
+    means another text in each.
 
-    One vocabulary may be longer than the other. A model without a tokenizer passes.
+    sizes: rows of their embeddings, compared if one has no tokenizer. With the same tokenizer they
+    may differ, as padding does.
     """
     left, right = tokens_of(target), tokens_of(draft)
+    if left and right:
+        sizes = max(left) + 1, max(right) + 1
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"target and draft have unequal vocabularies: {sizes[0]} tokens in {target.name} and "
+            f"{sizes[1]} in {draft.name}: allowed: a draft with the target's tokenizer"
+        )
     for number in sorted(left.keys() & right.keys()):
         if left[number] != right[number]:
             raise ConfigError(

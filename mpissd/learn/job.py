@@ -38,8 +38,9 @@ from mpissd.learn.train import Group, learn
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
 SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
+LOGITS = 1 << 21  # most logits of a sampling step on a CPU: more would outlast the time in one call
 HELD = 32  # one conversation in so many of the first batch is held out for the curves
-FEWEST = 1 / 256  # answered tokens of the sampled ones, below which a target does not end its turns
+FEWEST = 1 / 64  # answered tokens of the sampled ones, below which a target does not end its turns
 Log = Callable[[str], None]
 
 
@@ -111,7 +112,8 @@ class Distillation:
         # Device memory of a conversation while it is sampled: its cache, kept results, logits.
         cache = 2 * shape.num_layers * shape.kv_width * config.length * size
         each = cache + config.length * (shape.hidden * size + 16) + 8 * shape.vocab_size
-        num = max(1, int(min(config.sequences, 0.7 * self._free() / each)))
+        room = 0.7 * self._free() / each if self.on_gpu else LOGITS // shape.vocab_size
+        num = max(1, int(min(config.sequences, room)))
         last, written = 0.0, 0
         for number in range(config.batches):
             elapsed = time.monotonic() - begun
@@ -138,7 +140,7 @@ class Distillation:
             new = num * max(0, part.tokens.shape[1] - len(template.before))
             written += new
             rate = f"{new / last:.0f} tokens/s"
-            self.log(f"batch {number + 1}: {tokens / 1e6:.2f} M answered, {rate}")
+            self.log(f"batch {number + 1}: {tokens:,} answered, {rate}")
         seconds = self.group.largest(time.monotonic() - begun, self.device)
         self._count()
         total = self.group.add(torch.tensor(float(written), device=self.device))
@@ -159,7 +161,7 @@ class Distillation:
         """Holds some conversations out; adds up the samples of all processes: conversations,
         answered tokens, their counts.
 
-        Raises ConfigError if (nearly) nothing was answered.
+        Raises ConfigError if fewer tokens were answered than one conversation has, or FEWEST.
         """
         config, first, num = self.config, self.parts[0], len(self.parts[0].tokens)
         few = -(-num // HELD)
@@ -175,19 +177,16 @@ class Distillation:
         self.counts = self.group.add(counts).cpu()
         self.num_sequences, self.num_answered, num_tokens = self.group.add(sizes).tolist()
         is_own = not self.source.lessons
-        if not self.num_answered or (is_own and self.num_answered < FEWEST * num_tokens):
-            if self.parts[0].tokens.shape[1] < config.length and is_own:
-                raise ConfigError(
-                    f"seconds={config.seconds}: no answer was sampled in {SAMPLING:.0%} of that "
-                    "time: allowed: more time, or fewer --sequences"
-                )
-            why = f"the target ended no user's message within {config.length} tokens"
-            if self.num_answered:
-                why = f"{self.num_answered} of {num_tokens} sampled tokens answer a message"
-            raise ConfigError(
-                f"length={config.length}: {why}: allowed: a greater length, or a chat model"
+        if self.num_answered < (max(config.length, FEWEST * num_tokens) if is_own else 1):
+            why = f"{self.num_answered} of {num_tokens} sampled tokens answer a message: allowed: "
+            refusal = (
+                f"length={config.length}: {why}a greater length, more --sequences, a chat model"
             )
-        self.log(f"{self.num_answered / 1e6:.1f} M answered tokens")
+            if self.parts[0].tokens.shape[1] < config.length and is_own:
+                within = f"seconds={config.seconds}: in {SAMPLING:.0%} of that time "
+                refusal = f"{within}{why}more time, or fewer --sequences"
+            raise ConfigError(refusal)
+        self.log(f"{self.num_answered:,} answered tokens")
 
     def _answered(self, prompts: Prompts | None, deadline: float) -> Samples:
         """Returns the target's answers at temperature 0; they are cut at the deadline.

@@ -28,6 +28,8 @@ CHECK = 10  # compiled steps between two looks at the clock, at which the proces
 EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
 NAMES = ("cross_entropy", "tv", "agreement", "state_error")
 REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
+AT_ONCE = 8  # conversations of a forward, where nothing is compiled: more would outlast the time
+STEPS = 20  # a step of many such forwards ends early if so many steps would outlast the time
 UNTIMED = 5  # first steps of a compiled training, which are not timed: they wait for the compiler
 
 
@@ -107,28 +109,34 @@ def learn(
     size = min(plan.batch, *(len(part.tokens) for part in parts))
     shares = [float(part.answered.float().mean()) for part in parts]
     positions = size * (parts[0].tokens.shape[1] - 1)
-    num_rows = max(1, int(positions * sum(shares) / len(shares)))
+    untimed, check, most = (UNTIMED, CHECK, size) if draft.compiled else (0, 1, AT_ONCE)
+    num_rows = max(1, int(positions * sum(shares) / len(shares)) * min(most, size) // size)
     stream = batches(parts, size, plan.seed + group.rank)
     sizes = [tensor.numel() for tensor in tensors]
     flat = torch.zeros(sum(sizes), device=device)  # all gradients
     for tensor, own in zip(tensors, flat.split(sizes), strict=True):
         tensor.grad = own.view_as(tensor)
-    untimed, check = (UNTIMED, CHECK) if draft.compiled else (0, 1)
+        if not draft.compiled:
+            tensor.register_hook(lambda gradient: None)  # Python, where a signal ends a long step
     step, begun, share, seconds, saved = 0, time.monotonic(), 0.0, 0.0, 0.0
     try:  # a process that stops while others wait for its gradients would end them all
         with interrupted(cut if group.size == 1 else float("inf")):
             while share < 1:
                 falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
                 rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
-                losses = draft.losses(next(stream), num_rows)
-                late = share >= VARIATION_FROM
-                loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
-                if len(losses) > 3:
-                    loss = loss + REGRESSION * losses[3]
+                late, batch, now, done = share >= VARIATION_FROM, next(stream), time.monotonic(), 0
+                step_s = min(plan.seconds_training, until - begun) / STEPS
                 flat.zero_()
-                loss.backward()
+                while done * most < size and (not done or time.monotonic() < now + step_s):
+                    part = slice(done * most, (done + 1) * most)
+                    losses = draft.losses(batch.take(part), num_rows)
+                    loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
+                    if len(losses) > 3:
+                        loss = loss + REGRESSION * losses[3]
+                    loss.backward()
+                    done += 1
                 group.add(flat)
-                flat /= flat.norm().clamp(min=group.size)  # the mean, of norm 1 at most
+                flat /= flat.norm().clamp(min=group.size * done)  # the mean, of norm 1 at most
                 optimizer.step(rate)
                 step += 1
                 if step == untimed:
@@ -147,7 +155,7 @@ def learn(
                     is_watched = step == EVERY or step % WATCHED == 0 or share >= 1
                     if held is not None and is_watched:
                         # With gradients, for which the losses are compiled.
-                        some = draft.losses(held.take(slice(0, plan.batch)), num_rows)
+                        some = draft.losses(held.take(slice(0, most)), num_rows)
                         point["held"] = _rounded(some)
                     observe(point)
     except RuntimeError as error:

@@ -30,6 +30,7 @@ _TICK_S = 0.5
 _WAKE_S = 0.01  # sleep between two checks while a verdict or a kill is due soon
 _STATUS_S = 0.3  # longest wait for a dead rank's exit status
 _ORDERED_S = 0.3  # longest wait for all ranks to end that a launcher has signalled
+_SWEEP_S = 0.2  # longest end of a launcher that kills its ranks; of a killed rank it waits 0.25 s
 _OTHERS_S = 3.0  # delay of an uncertain verdict, as another host's warden may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
 _END_S = 1.5  # time for a rank to end after the order to end
@@ -80,8 +81,10 @@ class Peer:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the rank's exit status, which may come late, is needed to judge its end."""
-        return self.status is None and not self.in_good_order
+        """Whether the rank's exit status, or in the start the launcher's end, which may come late,
+        is needed to judge its end."""
+        is_sudden = self.page[STAGE] == Stage.START and not self.ordered
+        return (self.status is None or is_sudden) and not self.in_good_order
 
     def how(self) -> str:
         """Returns how the rank ended, as the predicate of a sentence about it."""
@@ -134,6 +137,8 @@ class Warden:
         self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: the first rank
         self._lingers = False
         self._launcher = 0  # its pid; 0: it is not watched
+        self._parent = os.getpid()  # its pid if mpirun itself started the ranks of this host
+        self._swept_at = float("inf")  # when it was seen to be gone, if it is the ranks' parent
         self._stderr: int | None = None  # a copy of the launcher's stderr
         self._is_front = False  # whether the user reads that stderr
 
@@ -212,6 +217,7 @@ class Warden:
                 self._launcher, above = launcher, process.above_proxy(launcher)
                 self._stderr = process.borrow_stderr(above)
                 self._is_front = process.is_front(above)
+                self._parent = launcher if process.is_front(launcher) else self._parent
         link.setblocking(False)
         self.peers[peer.rank] = peer
         self._events.register(link, selectors.EVENT_READ, peer)
@@ -268,6 +274,8 @@ class Warden:
             for peer in self.alive:
                 peer.stopped_at = None
         self._looked_at = now
+        if process.is_gone(self._parent):
+            self._swept_at = min(self._swept_at, now)
         for peer in [peer for peer in self.alive if peer.look()]:
             peer.gone_at = now
             self._read(peer)  # its last message may announce its end
@@ -277,7 +285,8 @@ class Warden:
         for peer in gone:
             peer.look()
         # Exit statuses are waited for until they are 0.3 s late.
-        if not any(peer.is_unclear and now < peer.gone_at + _STATUS_S for peer in gone):
+        is_late = self._swept_at <= now  # no more news of a rank comes
+        if is_late or not any(p.is_unclear and now < p.gone_at + _STATUS_S for p in gone):
             self._judge_dead(now)
         for verdict in (self.stopped(now), self.overdue(now)):
             if verdict is not None:
@@ -310,7 +319,7 @@ class Warden:
         if any(p.in_good_order and p.left for p in gone):
             return None  # all ranks agreed on this exit code, and the launcher ends the others
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
-        for own in (peer for peer in odd if not peer.ordered):
+        for own in (peer for peer in odd if not (peer.ordered or self._was_swept(peer))):
             line = f"{own} {own.how()} in {self._phase(own)}"
             if own.status and os.WIFEXITED(own.status) and not self._is_whole_job:
                 line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
@@ -321,12 +330,21 @@ class Warden:
         if not self._is_whole_job:
             whom, cause = "the ranks of this host", "a fault on another"
         line = (
-            f"ended by signal {odd[0].ordered} to {whom} (Ctrl-C, scancel or {cause}) in "
+            f"ended by signal {odd[0].ordered or 9} to {whom} (Ctrl-C, scancel or {cause}) in "
             f"{self._phase(odd[0])}"
         )
         if self._absent:
             line += f"; rank {self._absent[0]} had not come up yet"
         return Verdict(line + self._about.get("hint", ""), late=True)
+
+    def _was_swept(self, peer: Peer) -> bool:
+        """Returns whether a launcher that ended at once killed a rank, before MPI had started.
+
+        Open MPI sends SIGTERM and then SIGKILL, of which a rank that is not up may see only one.
+        """
+        is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
+        is_starting = peer.page[STAGE] == Stage.START
+        return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S
 
     def can_do_without(self, peer: Peer) -> bool:
         """Returns whether the job goes on without this rank.

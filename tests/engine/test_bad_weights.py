@@ -190,8 +190,9 @@ def test_a_ggml_type_that_the_library_lacks(home: Path, gguf: Path) -> None:
     refused(home / "odd.gguf", "self_attn.q_proj.weight is of ggml's type 99")
 
 
-def write_tokens(path: Path, tokens: list[str], added: dict[str, int]) -> Path:
+def write_tokens(path: Path, tokens: list[str], added: dict[str, int], rows: int = 50) -> Path:
     path.mkdir()
+    (path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": rows}))
     vocab = {token: number for number, token in enumerate(tokens)}
     told = [{"id": number, "content": token} for token, number in added.items()]
     text = {"model": {"vocab": {**vocab, **added}}, "added_tokens": told}
@@ -199,16 +200,20 @@ def write_tokens(path: Path, tokens: list[str], added: dict[str, int]) -> Path:
     return path
 
 
-def test_equal_tokens_may_differ_in_number_and_in_special_ones(tmp_path: Path) -> None:
+def test_equal_tokens_may_differ_in_padding_and_in_special_ones(tmp_path: Path) -> None:
     left = write_tokens(tmp_path / "left", ["a", "b", "c"], {"<end>": 3})
-    right = write_tokens(tmp_path / "right", ["a", "b", "c", "d", "e"], {"<stop>": 5})
+    right = write_tokens(tmp_path / "right", ["a", "b", "c"], {"<stop>": 5}, rows=64)
     check_vocabularies(str(left), str(right))
+    longer = write_tokens(tmp_path / "longer", ["a", "b", "c", "d", "e"], {})
+    with pytest.raises(ConfigError, match="vocabularies: 3 tokens in left and 5 in longer: allow"):
+        check_vocabularies(str(left), str(longer))
     other = write_tokens(tmp_path / "other", ["a", "x", "c"], {})
     with pytest.raises(ConfigError, match="token 1 is 'b' in left and 'x' in other"):
         check_vocabularies(str(left), str(other))
-    check_vocabularies(str(left), "8b")  # without a tokenizer
-    (tmp_path / "bare").mkdir()
-    check_vocabularies(str(left), str(tmp_path / "bare"))
+    check_vocabularies(str(left), "8b")  # without files
+    (right / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="50 tokens in left and 64 in right"):
+        check_vocabularies(str(left), str(right))
     (other / "tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json' is damaged"):
         token_lists.tokens_of(other)

@@ -168,6 +168,27 @@ def test_a_step_that_outlasts_the_time_for_everything_is_given_up(
     assert report_of(tmp_path)["steps"] == 3 and len(begun) == 4
 
 
+def test_a_step_that_the_time_has_no_room_for_takes_fewer_conversations(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty steps of the whole batch would take 16 s; only --seconds_training is that short."""
+    from mpissd.learn.draft import ModelDraft
+
+    sizes, losses = list[int](), ModelDraft.losses
+
+    def slow(self: ModelDraft, samples: Any, rows: int) -> Any:
+        sizes.append(len(samples.tokens))
+        time.sleep(0.1)
+        return losses(self, samples, rows)
+
+    monkeypatch.setattr(ModelDraft, "losses", slow)
+    flags = "--batch=64 --seconds_training=1 --held_out=0".split()
+    given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}.values()
+    code, told = distill(f"--target={target}", f"--out={tmp_path}", *given)
+    assert code == 0 and max(sizes[:-1]) == 8, told
+    assert 1 <= report_of(tmp_path)["steps"] == len(sizes) - 1, sizes  # type: ignore[operator]
+
+
 BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no template": ({"chat_template": None}, [], "has no chat template"),
     "no stop token": ({"eos_token": "<|pad|>"}, [], "does not end a message with a stop token"),
@@ -226,9 +247,12 @@ def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
     assert {**found, "log.txt": good["log.txt"]} == good
 
 
-def test_a_target_that_never_ends_its_turn_makes_no_draft(target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [["--length=60", "--seed=5"], ["--sequences=16"]], ids=str)
+def test_a_target_that_hardly_ends_its_turn_makes_no_draft(
+    target: Path, tmp_path: Path, flags: list[str]
+) -> None:
     """The refusal itself is the command's last line; the log ends with the reason."""
-    given = {word.partition("=")[0]: word for word in [*SMALL, "--length=60", "--seed=5"]}
+    given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}
     code, printed = distill(f"--target={target}", f"--out={tmp_path}", *given.values())
     assert code == 2 and "sampled tokens answer a message" in printed.splitlines()[-1], printed
     last = (tmp_path / "log.txt").read_text().splitlines()[-1]

@@ -103,6 +103,18 @@ def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
     assert found is not None and "to the ranks of this host" in found.line
 
 
+def test_who_is_killed_in_the_start_with_its_launcher_is_nobodys_fault(job: Job) -> None:
+    """Ctrl-C: mpirun's SIGKILL overtakes its SIGTERM. It outlives a rank that another one kills."""
+    for rank in range(3):
+        job.set(rank, STAGE, Stage.START)
+        job.end(rank, signal.SIGKILL, at=1.0)
+    for gone_at, is_fault in ((1.02, False), (1.3, True)):
+        job.host._swept_at = gone_at
+        found = job.host.dead()
+        assert found is not None and (found.culprit is not None) is is_fault
+        assert ("ended by signal 9 to all ranks (Ctrl-C" in found.line) is not is_fault
+
+
 def test_the_last_message_counts_of_a_rank_that_left_one_unread(job: Job) -> None:
     peer = job.host.peers[0]
     job.host._events.register(peer.link, selectors.EVENT_READ, peer)

@@ -20,6 +20,7 @@ import json, os, sys
 if "python" in sys.argv[0]:
     open("dry_runs", "a").write(json.dumps(sys.argv[1:]) + "\\n")
     bad = any("bad" in word for word in sys.argv)
+    "--out=ctrl-c" in sys.argv and os.killpg(0, 2)
     sys.exit(bad and (print("one line", file=sys.stderr) or 2))
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
@@ -80,14 +81,14 @@ def test_submit(box: Path) -> None:
         ("GROUPS=4 TP=2", 9, ["--groups=4"]),
         ("DRAFTS=0 MODE=sd", 1, ["--mode=sd", "--num_drafts=0"]),
         ("PAIR=70b/1b K=7 SEED=3", 2, ["--pair=70b/1b", "--lookahead=7", "--seed=3"]),
-        ("ALPHA=0.8 PHIT=0.9 K=", 2, ["--alpha=0.8", "--p_hit=0.9"]),
+        ("ALPHA= PHIT=0.9", 2, ["--alpha=", "--p_hit=0.9"]),
     ],
 )
 def test_flags(box: Path, variables: str, num_ranks: int, flags: list[str]) -> None:
     assert launched(box, *variables.split()) == (num_ranks, flags)
 
 
-@pytest.mark.parametrize("bad", ["TP=abc", "TP=0", "DRAFTS=-1", "DRAFTS=$(x)", "GROUPS=0"])
+@pytest.mark.parametrize("bad", ["TP=abc", "TP=", "DRAFTS=-1", "DRAFTS=$(x)", "GROUPS=0"])
 def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     done = make_run(box, bad)
     assert done.returncode == 2 and done.stdout == ""
@@ -101,6 +102,12 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
     assert done.stderr.splitlines()[0] == "one line"
     dry_run = json.loads((box / "dry_runs").read_text())
     assert dry_run == ["-m", "mpissd", "run", "--dry_run=4", "--mode=bad"]
+
+
+def test_ctrl_c_while_python_starts_leaves_no_traceback(box: Path) -> None:
+    tools = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun"}
+    done = call(box, "setsid", "--wait", "launch/local.sh", "2", "--out=ctrl-c", **tools)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:

@@ -5,7 +5,6 @@ The draft is a disturbed target: it is accepted often, but not always, and the c
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,13 @@ def test_an_answer_ends_where_the_context_is_full(pair: TinyPair, context: int) 
 @pytest.mark.parametrize("vocab", [V - 20, V + 20])
 @pytest.mark.parametrize("mode", ["ssd"])
 def test_a_draft_of_another_vocabulary_is_sampled_from_as_well(
-    pair: TinyPair, alone: dict[int, list[int]], tmp_path: Path, vocab: int, mode: str
+    alone: dict[int, list[int]], tmp_path: Path, vocab: int, mode: str
 ) -> None:
     """At a high temperature rejections read the draft's rows; hardly any leaves greedy tokens."""
-    told = json.loads((pair.target / "config.json").read_text())
-    draft = tmp_path / "config.json"
-    draft.write_text(json.dumps({**told, "vocab_size": vocab}))
+    draft = tiny_pair(tmp_path, vocab=vocab).draft
+    pair = tiny_pair(tmp_path / "same", vocab=V, noise=0.1)
+    for folder in (pair.target, draft):  # one tokenizer: what is beyond it is padding
+        (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     flags = {"draft": str(draft), "num_drafts": 1, "num_tokens": 20}
     found = decode(pair, mode, temperature=1e-6, **flags)
     assert found.tokens == {n: tokens[:20] for n, tokens in alone.items()}

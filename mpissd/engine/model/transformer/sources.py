@@ -341,13 +341,14 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
 
 
 def check_vocabularies(target: str, draft: str) -> None:
-    """Raises ConfigError, one line, if a token that both models know means another text in each.
+    """Raises ConfigError, one line, if two models' vocabularies differ in more than padding.
 
-    Both are names of presets.resolve_model; one without a tokenizer passes.
+    Both are names of presets.resolve_model; one without files passes.
     """
     here, there = files_of(target), files_of(draft)
     if here is not None and there is not None and here != there:
-        check_same_tokens(here, there)
+        sizes = resolve_model(target).vocab_size, resolve_model(draft).vocab_size
+        check_same_tokens(here, there, sizes)
 
 
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
@@ -433,14 +434,13 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
     """Returns the keys by which the config.json of a draft names the target it is made for.
 
     They are its name, the SHA-256 of its files (None if it has random weights), and its norms'
-    digest: the SHA-256 of all norms' weights, in the order of `tensors`, as float32.
+    digest: the SHA-256 of all norms' weights, in the order of `tensors`, as float32. It is None if
+    all are 1, as before any training: every such model of these widths has the same norms.
     """
-    norms = hashlib.sha256()
-    for name, size in tensors(target.config):
-        if len(size) == 1 and name.endswith("norm.weight"):
-            norms.update(np.ascontiguousarray(target.read(name), "<f4").tobytes())
-    digests = target.name, target.sha256, norms.hexdigest()
-    return dict(zip(_ORIGIN_KEYS, digests, strict=True))
+    names = (name for name, _ in tensors(target.config) if name.endswith("norm.weight"))
+    norms = np.concatenate([np.asarray(target.read(name), "<f4") for name in names])
+    digest = hashlib.sha256(norms.tobytes()).hexdigest() if np.any(norms != 1) else None
+    return dict(zip(_ORIGIN_KEYS, (target.name, target.sha256, digest), strict=True))
 
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
@@ -457,11 +457,10 @@ def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | Non
     name, sha256, norms = (value if isinstance(value, str) else None for value in values)
     if name is None:
         return None, None, None
-    other = open_checkpoint(target)
-    if norms is not None:
-        return name, sha256, norms == origin_of(other)[_ORIGIN_KEYS[2]]
-    # A draft of before the norms' digest was written.
-    return name, sha256, True if sha256 is not None and sha256 == other.sha256 else None
+    _, own_sha256, own_norms = origin_of(open_checkpoint(target)).values()
+    if norms is not None and own_norms is not None:
+        return name, sha256, norms == own_norms
+    return name, sha256, True if sha256 is not None and sha256 == own_sha256 else None
 
 
 def made_for(draft: str, target: str) -> bool | None:
