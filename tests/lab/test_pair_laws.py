@@ -141,6 +141,12 @@ def test_damaged_files_are_refused_in_one_line(
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
+def test_no_file_is_overwritten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = file.read_bytes()
+    assert main(["pair", str(file.with_name("pair.npz")), f"--out={file}"]) == 2
+    assert "exists" in capsys.readouterr().err and file.read_bytes() == before
+
+
 def test_sources_of_two_pairs_are_refused(recording: Recording, tmp_path: Path) -> None:
     about = {**recording.about, "draft_sha256": "another"}
     save(tmp_path / "a.npz", recording)
