@@ -5,6 +5,8 @@
 ## make doctor TP=2            what is wrong here for such a run, how to fix it, what it would choose
 ## make sweep GRID=…           many configurations in one job: a file, or "mode=sd,ssd; lookahead=2..8"
 ## make probe TP=2             what this machine gives a pair of models: a table and a profile
+## make pair TARGET=… DRAFT=… PROMPTS=FILE.jsonl GPUS=2   does a draft pay for your pair, on your GPUs?
+##                             (docs/pair.md; PAIR=smollm2; PROFILE=h200: GPUs that are not here)
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
 ## make bench-gpu OUT=out/gpu-limit   how near this machine's GPUs are to their limit, beside an H200
 ##                             (SMOLLM2=model.gguf adds text; without a GPU it says so, and ends 2)
@@ -39,7 +41,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat serve sweep submit doctor probe figures bench-gpu test test-mpi parity lint check venv clean help
+.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu test test-mpi parity lint check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -132,6 +134,15 @@ doctor:
 probe:
 	$(call check_names,,probe)$(setup_run)
 	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
+
+pair_of := TARGET:target DRAFT:draft PAIR:pair PROMPTS:prompts BACKEND:backend
+pair_names := $(foreach f,$(pair_of),$(word 1,$(subst :, ,$f))) GPUS PROFILE OUT ARGS MPIRUN
+pair_flags = $(foreach f,$(pair_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+gpus = $(call whole,GPUS,$(or $(call given,GPUS),2),[1-9][0-9]*,1 or more)
+pair:
+	$(call check_only,pair,$(pair_names))$(setup) $(pair_flags) $(call given,ARGS)
+	@PYTHON=$(python) PROFILE=$(call quote,$(call given,PROFILE)) OUT=$(call quote,$(or $(call given,OUT),out)) \
+	    launch/pair.sh $(gpus) $(pair_flags) $(call given,ARGS)
 
 bench-gpu:
 	$(call check_only,bench-gpu,OUT SMOLLM2 MPIRUN)$(setup)

@@ -18,6 +18,7 @@ from mpissd.common.flags import (
     integer,
     parse_into,
     read,
+    switch,
     words,
 )
 from mpissd.lab.load.config import LoadConfig
@@ -47,8 +48,8 @@ class ProbeConfig(Checked):
 
 
 PLANNED = (  # flags of a run that apply to every configuration that `plan` weighs
-    "pair alpha acceptance acceptance_fast p_hit hit_law laws lookup batch_size forward fuse "
-    "lm_head context".split()
+    "pair target draft alpha acceptance acceptance_fast p_hit hit_law laws lookup batch_size "
+    "forward fuse lm_head context".split()
 )
 
 
@@ -59,8 +60,8 @@ class PlanConfig(Checked):
     profile: str | None = flag(
         None,
         words,
-        "device profile: a name or a file (default: h100; with rows: several, separated by commas, "
-        "default: of each row's device)",
+        "device profile: a name or a file, or several of one device, separated by commas (default: "
+        "h100; with rows: of each row's device)",
     )
     gpus: int = flag(
         2, integer(1), "most GPUs to use; above break-even a draft, or SSD, is their fastest use"
@@ -68,12 +69,19 @@ class PlanConfig(Checked):
     run: RunConfig = contained(
         RunConfig,
         mode=flag("ssd", choice("ar", "sd", "ssd"), "predict the configuration of these flags"),
+        lm_head=flag(True, switch, "with the LM head; run needs --lm_head for the same"),
     )
     tp: int | None = flag(None, integer(1), "with mode: target ranks (default: 1)")
     rows: str | None = flag(
         None,
         words,
         "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
+    )
+
+    measured: str = flag(
+        "results,out",
+        words,
+        "folders of rows: those of the planned case are shown next to the predictions",
     )
 
     @property

@@ -10,17 +10,18 @@ from mpissd.cli.arguments import PLANNED, PlanConfig
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
-from mpissd.lab.predict.advice import report
+from mpissd.lab.predict.advice import heading, report, with_laws
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.advisor import pools, replicas
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.row import predict_pool, predict_row
 from mpissd.lab.predict.search import survey
-from mpissd.lab.tables.load import load_rows
+from mpissd.lab.tables.load import load_rows, read_lines
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -39,7 +40,7 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
         return _judge(config, config.rows)
     if "mode" in given:
         return _predict(config, given)
-    if extra := sorted(given - set(PLANNED) - {"profile", "gpus"}):
+    if extra := sorted(given - set(PLANNED) - {"profile", "gpus", "measured"}):
         value = getattr(config, extra[0], None) or getattr(config.run, extra[0])
         raise ConfigError(f"{extra[0]}={value} without mode: allowed: with mode, for a prediction")
     return _advise(config, given)
@@ -64,6 +65,7 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     rate, rounds = row["tok_per_s"], row["round_us"]
     mean = row.get("expected_tok_per_s")
     known = "" if mean is None else f"   (long-run mean: {mean:.1f})"
+    print(heading(run, profile, groups * job.tp + job.config.drafts)[0])
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}{known}")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
     print_json(row)
@@ -85,8 +87,8 @@ def _run_files(folder: Path) -> list[Path]:
     """Returns the files of rows in a folder and its subfolders that have rounds."""
     if folder.is_file():
         return [folder]
-    files = sorted(folder.glob("**/*.jsonl"))
-    return [path for path in files if '"num_rounds"' in path.open().readline()]
+    files = (path for path in sorted(folder.glob("**/*.jsonl")) if path.name != "flagged.jsonl")
+    return [path for path in files if b'"num_rounds"' in path.open("rb").readline()]
 
 
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
@@ -95,7 +97,10 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     placed = survey(run, profile, gpus)
     advice = advice_of(run, placed.placements, gpus, placed.unjudged)
     uses = [*pools(run, profile, placed.placements, gpus), *replicas(advice.judged, gpus)]
-    lines, numbers = report(run, profile, gpus, placed, advice, uses)
+    files = [path for folder in config.measured.split(",") for path in _run_files(Path(folder))]
+    read = (line for path in files for _, line in read_lines(path))
+    rows = {str(row.get("run_id")): Row.from_dict(row) for row in read if isinstance(row, dict)}
+    lines, numbers = report(run, profile, gpus, placed, advice, uses, [*rows.values()])
     print("\n".join(lines))
     print_json(numbers)
     return 0
@@ -109,4 +114,5 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
         probed.pop("pair", None)
     elif "pair" not in given:
         probed = {"pair": "8b/1b", **probed}
-    return dataclasses.replace(config.run, **probed)
+    run = dataclasses.replace(config.run, **probed)
+    return run if run.laws is None else with_laws(run, "context" in given)

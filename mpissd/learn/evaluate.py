@@ -54,22 +54,16 @@ def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
 def summary(
     answers: Sequence[Sequence[int]], overlaps: Sequence[float], surprises: Sequence[float]
 ) -> dict[str, Any]:
-    """Returns a model's figures: agreement, alpha, tokens a round, hits and misses; as `judge`."""
+    """Returns a model's figures: agreement, alpha, tokens a round and hits; as `judge`."""
     ranks = [rank for answer in answers for rank in answer]
     by_lookahead = {}
     for lookahead in LOOKAHEADS:
         rounds = [outcome for answer in answers for outcome in rounds_of(answer, lookahead)]
-        ended = [(k, rank) for k, rank in rounds if rank is not None]
         # After a rejection the rank counts the proposed token, which is no key.
-        rejected = [rank - 1 for k, rank in ended if k < lookahead]
-        accepted = [rank for k, rank in ended if k == lookahead]
+        keys = [rank - (k < lookahead) for k, rank in rounds if rank is not None]
         by_lookahead[str(lookahead)] = {
             "tokens_per_round": _mean(k + (rank is not None) for k, rank in rounds),
-            "hits": {str(f): _mean(rank < f for rank in rejected + accepted) for f in FAN_OUTS},
-            "misses_rejection": {str(f): _mean(rank >= f for rank in rejected) for f in FAN_OUTS},
-            "misses_all_accepted": {
-                str(f): _mean(rank >= f for rank in accepted) for f in FAN_OUTS
-            },
+            "hits": {str(f): _mean(key < f for key in keys) for f in FAN_OUTS},
         }
     return {
         "answers": len(answers),

@@ -1,4 +1,4 @@
-"""The draft as a Hugging Face folder: shards, config.json, a model card, NOTICE and curves."""
+"""The draft as a Hugging Face folder: weights, config.json, a model card, NOTICE and curves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
 
-SHARD_BYTES = 14_500_000  # bytes of tensors in a file; its header is not counted
 Array = NDArray[Any]
+WEIGHTS = "model.safetensors"
 _CARD = """\
 ---
 library_name: mpissd
@@ -87,28 +87,15 @@ def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
 
 
 def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
-    """Writes shards of at most SHARD_BYTES (or one tensor), their index and config.json; returns
-    the shards' bytes together.
+    """Writes model.safetensors and config.json; returns the bytes of the weights' file.
 
     about: the draft's origin, written to config.json under "mpissd", next to Hugging Face's keys.
     """
     from safetensors.numpy import save as packed
 
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Array]] = [{}]
-    for name, values in stored.items():
-        if shards[-1] and sum(v.nbytes for v in shards[-1].values()) + values.nbytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = np.ascontiguousarray(values)
-    places: dict[str, str] = {}
-    size = 0
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        size += (folder / name).write_bytes(packed(shard))
-        places |= dict.fromkeys(shard, name)
-    total = sum(values.nbytes for values in stored.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    write_json(folder / "model.safetensors.index.json", index)
+    arrays = {name: np.ascontiguousarray(values) for name, values in stored.items()}
+    size = (folder / WEIGHTS).write_bytes(packed(arrays))
     shape, scaling = config.shape, config.rope_scaling
     family = config.family if config.qkv_bias or config.qk_norm else "llama"
     own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
@@ -156,13 +143,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         new.mkdir()
         yield new
-        written = sorted(new.iterdir())
-        for path in written:
+        has_weights = (new / WEIGHTS).exists()
+        for path in sorted(new.iterdir()):
             path.replace(folder / path.name)
-        if names := {path.name for path in written if path.suffix == ".safetensors"}:
-            for old in folder.glob("model-*.safetensors"):
-                if old.name not in names:
-                    old.unlink()
+        for old in folder.glob("model?*.safetensors*") if has_weights else ():
+            old.unlink()  # shards of an earlier version, and their index
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

@@ -347,43 +347,25 @@ def paired(mine: Counted, other: Counted) -> tuple[float, float]:
     return float(gain), float(np.sqrt(squares) / total)
 
 
-@dataclass(frozen=True)
-class Task:
-    """Settings of a trainer; its fields arrive as JSON.
+def train(
+    inbox: queue.SimpleQueue[Example | None], out: BinaryIO, *, device: str, local_rank: int,
+    batch: int, steps: float, publish_s: float, started_at: float, **models: Any,
+) -> None:  # fmt: skip
+    """Learns from arriving examples, until None arrives; writes versions and reports to `out`.
 
-    seed: of random weights of the draft. started_at: when its process was started, time.time.
+    publish_s: seconds between versions, at least. started_at: when this process was started,
+    time.time. models: of Student.
     """
-
-    draft: str
-    target: str
-    seed: int = 0
-    device: str = "auto"
-    local_rank: int = 0
-    rate: float = 3e-5
-    batch: int = 4
-    steps: float = 1.0
-    publish_s: float = 10.0
-    longest: int = 1024
-    threads: int = 1
-    exact: bool = False
-    started_at: float = 0.0
-
-
-def train(task: Task, inbox: queue.SimpleQueue[Example | None], out: BinaryIO) -> None:
-    """Learns from arriving examples, until None arrives; writes versions and reports to `out`."""
-    device = device_of(task)
-    student = Student(
-        task.draft, task.target, seed=task.seed, device=device, rate=task.rate,
-        longest=task.longest, exact=task.exact,
-    )  # fmt: skip
-    learner = Learner(student, task.batch, task.steps)
+    device = device_of(device, local_rank)
+    student = Student(**models, device=device)
+    learner = Learner(student, batch, steps)
     counts = learner.counts
     published_at = reported_at = time.monotonic()
     published_steps = 0
 
-    def age() -> float | None:
+    def age() -> float:
         """Returns the seconds since this process was started."""
-        return round(time.time() - task.started_at, 2) if task.started_at else None
+        return round(time.time() - started_at, 2)
 
     def report() -> None:
         nonlocal reported_at
@@ -409,7 +391,7 @@ def train(task: Task, inbox: queue.SimpleQueue[Example | None], out: BinaryIO) -
             learner.learn()
             since_start.setdefault("first_step_s", age())
         now = time.monotonic()
-        if counts.steps > published_steps and now - published_at >= task.publish_s:
+        if counts.steps > published_steps and now - published_at >= publish_s:
             published_at, published_steps = now, counts.steps
             if learner.publish():
                 send(out, (counts.published, packed(student.arrays())))
@@ -419,22 +401,22 @@ def train(task: Task, inbox: queue.SimpleQueue[Example | None], out: BinaryIO) -
     report()
 
 
-def device_of(task: Task) -> str:
+def device_of(device: str, local_rank: int) -> str:
     """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if task.device == "cpu" or not gpus:
-        if task.device == "cuda":
+    if device == "cpu" or not gpus:
+        if device == "cuda":
             raise ConfigError("learn=device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
         return "cpu"
-    return f"cuda:{min(task.local_rank, gpus - 1)}"
+    return f"cuda:{min(local_rank, gpus - 1)}"
 
 
 def main(settings: str) -> int:
     """Trains until stdin ends; returns 0."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps prints of libraries out of the messages
-    task = Task(**json.loads(settings))
-    torch.set_num_threads(task.threads)
+    given = json.loads(settings)
+    torch.set_num_threads(given.pop("threads"))
     torch.set_float32_matmul_precision("high")
     inbox: queue.SimpleQueue[Example | None] = queue.SimpleQueue()
 
@@ -444,7 +426,7 @@ def main(settings: str) -> int:
         inbox.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    train(task, inbox, out)
+    train(inbox, out, **given)
     return 0
 
 

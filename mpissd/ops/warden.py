@@ -81,8 +81,7 @@ class Peer:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the rank's exit status, or in the start the launcher's end, which may come late,
-        is needed to judge its end."""
+        """Whether its exit status, or at the start its launcher's end, may still come."""
         is_sudden = self.page[STAGE] == Stage.START and not self.ordered
         return (self.status is None or is_sudden) and not self.in_good_order
 
@@ -216,8 +215,7 @@ class Warden:
                 fields = process.stat(launcher)
                 if fields is not None and process.name(launcher).startswith("hydra_"):
                     above = fields[1]  # a proxy of MPICH's launcher has started the ranks
-                # A launcher that a user ends forwards no more output; the warden then uses its
-                # stderr, where that is permitted.
+                # A launcher that a user ends forwards nothing: the warden then uses its stderr.
                 with suppress(OSError):
                     mode = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
                     self._stderr = os.open(f"/proc/{above}/fd/2", mode)
@@ -343,10 +341,9 @@ class Warden:
         return Verdict(line + self._about.get("hint", ""), late=True)
 
     def _was_swept(self, peer: Peer) -> bool:
-        """Returns whether a launcher that ended at once killed a rank, before MPI had started.
+        """Returns whether a launcher that ended at once killed a rank before MPI had started.
 
-        Open MPI sends SIGTERM and then SIGKILL, of which a rank that is not up may see only one.
-        """
+        Of Open MPI's SIGTERM and SIGKILL a rank that is not up may see only one."""
         is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
         is_starting = peer.page[STAGE] == Stage.START
         return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S

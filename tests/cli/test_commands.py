@@ -100,7 +100,6 @@ def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
     assert told["best"] == told["judged"][0] and not told["unjudged"]
     names = {f"{mode} T={tp}" for mode in ("AR", "SD inline", "lookup") for tp in (1, 2)}
     assert all(f"{name} " in out for name in (*names, "SD T=1 D=1", "SSD T=1 D=1"))
-    assert "fastest single sequence" in out and f"{best['tok_per_s']:.1f} tok/s" in out
     assert command_line(out.split("2 such jobs: ")[1], "run")[0] == most["tp"] == 1
 
 
@@ -133,7 +132,7 @@ def test_without_an_all_reduce_nothing_is_best(capfd: pytest.CaptureFixture[str]
     Path("other.json").write_text(text)
     told, out = plan(capfd, "--profile=./other.json", "--gpus=2", "--alpha=.5")
     assert out.startswith("not judged: AR T=2, lookup T=2, SD inline T=2")
-    assert "→" not in out and told["best"] is None and told["gain"] is None
+    assert "→" not in out and told["best"] is None
     assert {(u["mode"], u["tp"]) for u in told["unjudged"]} == {
         *(("ar", 2), ("lookup", 2), ("sd", 2))
     }
@@ -145,7 +144,7 @@ def test_without_an_all_reduce_nothing_is_best(capfd: pytest.CaptureFixture[str]
         (("plan", "--profile=h10"), "did you mean 'h100'"),
         (("plan", "--profile=out/mine.json"), "no such file: allowed: what `probe` saved"),
         (("plan", "--lookahead=3"), "lookahead=3 without mode: allowed: with mode"),
-        (("plan", "--mode=ar", "--pair=70b/1b"), "needs 136.9 GB a rank"),
+        (("plan", "--mode=ar", "--pair=70b/1b"), "needs 139.0 GB a rank"),
         (("plan", "--mode=sd", "--pair=toy", "--tp=3"), "not divisible by tp=3"),
         (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
         (("plan", EIGHT, "--pair=8b/0.6b"), "doesn't cover qwen3-0.6b T=1"),

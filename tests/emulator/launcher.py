@@ -42,32 +42,24 @@ class EmulatedLauncher:
         self._folder, self.built = folder, dict[Any, Any]()
         self.launches: list[str] = []
 
-    def function(
+    def launch(
         self,
         name: str,
         files: tuple[str, ...],
-        macros: tuple[tuple[str, int], ...] = (),
-        shared_mem: int = 0,
-    ) -> Any:
-        key = name, files, macros
-        if key not in self.built:
-            self.built[key] = (name, self._compiled(name, files, macros))
-        return self.built[key]
-
-    def launch(
-        self,
-        function: Any,
         grid: tuple[int, ...],
         block: tuple[int, ...],
         args: Sequence[Any],
         shared_mem: int = 0,
+        macros: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        name, run = function
+        key = name, files, macros
+        if key not in self.built:
+            self.built[key] = self._compiled(*key)
         self.launches.append(name)
         values = [np.array(_address(arg)) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         sizes = (ctypes.c_int * 4)(*(*grid, 1)[:2], *(*block, 1)[:2])
-        taken = run(pointers, sizes, ctypes.c_uint32(shared_mem), ctypes.c_uint32(1))
+        taken = self.built[key](pointers, sizes, ctypes.c_uint32(shared_mem), ctypes.c_uint32(1))
         assert taken == len(values), f"{name}: {taken} parameters for {len(values)} arguments"
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:

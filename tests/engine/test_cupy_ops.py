@@ -90,12 +90,11 @@ def test_top_k_of_float32(gpu: Any, width: int, k: int) -> None:
     ids, tops = launcher.zeros((2, k), np.int32), launcher.zeros((2, k), np.float32)
     sizes = (np.int64(width), np.int32(width), np.int32(chunk), np.int32(k))
     files = ("types", "top_k")
-    launcher.launch(launcher.function("top_k_float32", files), (chunks, 2), (32 * warps,),
-                    (row, *sizes, merged, ids, tops), 8 * warps * k)  # fmt: skip
+    args = row, *sizes, merged, ids, tops
+    launcher.launch("top_k_float32", files, (chunks, 2), (32 * warps,), args, 8 * warps * k)
     if chunks > 1:
-        cut = (np.int32(chunks), np.int32(chunk), np.int32(k))
-        launcher.launch(launcher.function("top_k_merge_float32", files), (2,), (32,),
-                        (merged, *cut, ids, tops), 8 * chunks * k)  # fmt: skip
+        args = merged, np.int32(chunks), np.int32(chunk), np.int32(k), ids, tops
+        launcher.launch("top_k_merge_float32", files, (2,), (32,), args, 8 * chunks * k)
     oracle = NumpyBackend()
     expected_ids, expected = oracle.top_buffers(2, k)
     oracle.top_k(values, k, expected_ids, expected)

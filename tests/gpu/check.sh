@@ -30,7 +30,8 @@ check() { # check <ranks> [option…]: mpi_shard_check on that many ranks
 step tests 600 "$PYTHON" -m pytest -q -m gpu tests/gpu
 check 1 --all_reduce=oneshot,nccl
 check 2
-step transformer-2 120 "$MPIRUN" -np 2 "$PYTHON" -m mpi4py tests/gpu/mpi_transformer_check.py
+step transformer-2 300 "$MPIRUN" -np 2 "$PYTHON" -m mpi4py tests/gpu/mpi_shard_check.py \
+    --all_reduce=auto --models=five,three
 echo
 printf '%s\n' "${table[@]}" "logs: $LOGS"
 exit $failed

@@ -5,8 +5,9 @@
 
 With more ranks than GPUs the ranks share: oneshot and NCCL must then be refused in one line, and
 `auto` must fall back to staged. On one rank, both reduce over a group of one. `host` is a
-device whose memory is the host's; `numpy` checks the group for host arrays. The last lines are a
-table; exit code 1 if a row failed.
+device whose memory is the host's; `numpy` checks the group for host arrays. The models `five` and
+`three` are transformers with as many KV heads, which two ranks split unevenly. The last lines are
+a table; exit code 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
 from tests.gpu.agreement import HostDevice, relative_error, tolerance
+from tests.gpu.transformer_rig import (
+    UNEVEN,
+    Rig,
+    check_lanes,
+    check_rows_alone,
+    prompt,
+    uneven,
+)
 
 COMM = MPI.COMM_WORLD
 WAITER = Waiter(60.0, spin=False)
 TOP_K, LAUNCHES = 2, 3
 ONE_A_GPU = ("oneshot", "nccl")
+BOUND = {"numpy": 2e-2, "cupy": 8e-3}  # of transformers, with bfloat16 or float16 weights
 
 
 Row = tuple[bool, str, str, str]  # whether it passed, the choice, what was checked, a note
@@ -45,6 +55,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("cupy", "numpy", "host"), default="cupy")
     parser.add_argument("--all_reduce", default="oneshot,nccl,staged,auto")
     parser.add_argument("--models", default="toy-target,1b@2L")
+    parser.add_argument("--tokens", type=int, default=140, help="of a transformer's prompt")
     args = parser.parse_args()
     backend, shared = open_backend(args.backend)
     rows: list[Row] = []
@@ -58,6 +69,9 @@ def main() -> int:
         sound = not (shared and group.name in ONE_A_GPU)
         rows.append((sound, choice, f"opens {group.name}", "ranks share a GPU" * shared))
         for name in args.models.split(","):
+            if name in UNEVEN:
+                rows.append(check_transformer(backend, group, choice, name, args.tokens))
+                continue
             for fuse in (False, True):
                 rows.append(check(backend, group, choice, resolve_model(name), fuse))
         backend.synchronize()
@@ -129,6 +143,25 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
     note = f"error {worst:.1e} of {bound:.1e}, ranks {'agree' if agree else 'DIFFER'}"
     note += f", ids {'right' if top else 'WRONG'}"
     return worst <= bound and agree and top, choice, what, note
+
+
+def check_transformer(backend: Any, group: Group, choice: str, name: str, count: int) -> Row:
+    """Logits against the whole model's reference, and bit for bit between forwards of one row and
+    of many."""
+    rig = Rig(backend, uneven(name), max_rows=40, capacity=256, group=group)
+    tokens = prompt(rig, count)
+    parts = COMM.allgather(rig.fill(tokens, 32))
+    error = relative_error(np.concatenate(parts, axis=1), rig.reference(tokens))
+    same = "rows and lanes have the same bits"
+    try:
+        check_rows_alone(rig, min(count, 40), [2, 5, 9, 17, 32, 40])
+        check_lanes(rig, min(count, 126), 3)
+    except AssertionError as wrong:
+        same = f"rank {COMM.rank}: {wrong}"
+    told = [said for said in COMM.allgather(same) if said.startswith("rank")]
+    what = f"{name} {rig.stack.weights.kernel}, vocabulary {[part.shape[1] for part in parts]}"
+    note = f"error {error:.1e}, {(told or [same])[0]}"
+    return error <= BOUND[backend.name] and not told, choice, what, note
 
 
 def check_abort(backend: Any, group: Any, choice: str) -> Row:

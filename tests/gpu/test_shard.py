@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.needs import lack
+from tests.mpi.harness import ended, needs_mpi, start
 
-ROOT = Path(__file__).parents[2]
-PRODUCTS, TRANSFORMER = "tests/gpu/mpi_shard_check.py", "tests/gpu/mpi_transformer_check.py"
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("backend, choices", [("host", "staged,device,auto"), ("numpy", "auto")])
-def test_two_ranks_give_what_one_gives(backend: str, choices: str) -> None:
-    passes(PRODUCTS, f"--backend={backend}", f"--all_reduce={choices}", "--models=toy-draft")
+pytestmark = needs_mpi
 
 
-@pytest.mark.mpi
-def test_two_ranks_give_a_transformers_logits() -> None:
-    passes(TRANSFORMER, "--backend=numpy", "--tokens=12")
-
-
-def passes(script: str, *options: str) -> None:
-    mpirun = Path(sys.executable).with_name("mpirun")
-    launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
-    if launcher is None:
-        lack("an mpirun")
-    settings = {
-        "PYTHONPATH": str(ROOT),
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
-    done = subprocess.run(
-        [launcher, "-np", "2", sys.executable, "-m", "mpi4py", script, *options],
-        env={**os.environ, **settings},
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("passed") and "pass  " in done.stdout
+@pytest.mark.parametrize(
+    ("backend", "choices", "models"),
+    [
+        ("host", "staged,device,auto", "toy-draft"),
+        ("numpy", "auto", "toy-draft,five,three"),
+    ],
+)
+def test_two_ranks_give_what_one_gives(backend: str, choices: str, models: str) -> None:
+    flags = f"--backend={backend} --all_reduce={choices} --models={models} --tokens=12"
+    done = ended(start(2, "tests.gpu.mpi_shard_check", *flags.split()))
+    assert done.code == 0, done.out + done.err
+    assert done.out.rstrip().endswith("passed") and "pass  " in done.out

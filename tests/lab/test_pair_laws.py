@@ -83,6 +83,19 @@ def test_the_file_holds_the_rounds_of_the_definition(
     assert document["about"]["sources"][0]["file"] == "pair.npz"
 
 
+def test_a_group_of_prompts_is_left_out(recording: Recording, file: Path) -> None:
+    """40 prompts are 20 groups of two, n and n + 20."""
+    laws = load_laws(str(file))
+    assert (laws.about["prompts"], len(laws.without_each)) == (40, 20)
+    others = [part for n, part in enumerate(recording.sequences) if n % 20 != 7]
+    save(file.with_name("others.npz"), replace(recording, sequences=others))
+    measured_again = file.with_name("others.json")
+    assert main(["pair", str(file.with_name("others.npz")), f"--out={measured_again}"]) == 0
+    assert load_laws(laws.without_each[7]).at == load_laws(str(measured_again)).at
+    with pytest.raises(ConfigError, match="IndexError"):
+        load_laws(f"{file}#20")
+
+
 def job(file: Path, **flags: Any) -> Job:
     config = RunConfig(laws=str(file), pair="8b/1b", lookahead=K, **flags)
     return resolve(config, 1, backend="emulated", memory_bytes=None)

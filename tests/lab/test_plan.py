@@ -9,9 +9,11 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,8 @@ from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.spec.acceptance import named_hit_law
-from mpissd.lab.predict.advice import pays, report
+from mpissd.lab.pair.laws import Outcomes, Ranks, Source, measured
+from mpissd.lab.predict.advice import level_with, verdicts
 from mpissd.lab.predict.advisor import (
     Advice,
     Use,
@@ -34,7 +37,6 @@ from mpissd.lab.predict.advisor import (
     firsts,
     frontier,
     plan,
-    replicas,
     rivals_of,
     sizes,
 )
@@ -300,7 +302,6 @@ def test_plan_knows_pools(capsys: pytest.CaptureFixture[str]) -> None:
             assert other["gain"] == pytest.approx(gain["pool"]["tok_per_s"] / other["tok_per_s"])
         assert gain["in_time"]["token_ms"] <= gain["pool"]["token_ms"]
         assert gain["pool"]["gpus"] <= 5 >= gain["most"]["gpus"]
-    assert any("SSD T=1 G=4 D=1 over the most with tokens no later" in line for line in lines)
     (command,) = (line for line in lines if line.startswith("   run the pool "))
     ranks = int(re.findall(r"-np (\d+)", command)[0])
     words = shlex.split(command.partition(" mpissd ")[2])
@@ -313,13 +314,6 @@ def advised(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
     config = RunConfig(**{"pair": "8b/1b", "alpha": 0.8, "fuse": True, **flags})
     found = survey(config, H200, gpus)
     return config, plan(config, found.placements, gpus, found.unjudged)
-
-
-def lines_of(gpus: int, **flags: Any) -> tuple[Advice, list[str]]:
-    """An advice for H200s, and its text."""
-    config, advice = advised(gpus, **flags)
-    uses = replicas(advice.judged, gpus)
-    return advice, report(config, H200, gpus, survey(config, H200, gpus), advice, uses)[0]
 
 
 @pytest.mark.parametrize(
@@ -342,13 +336,11 @@ def test_a_choice_is_labelled_where_its_times_are_derived(
 
 
 @pytest.mark.parametrize("context", [0, 16384])
-def test_a_gain_over_or_of_what_is_derived_says_so(context: int) -> None:
-    advice, lines = lines_of(2, context=context)
-    (line,) = (line for line in lines if "over the best other use of the 2 asked for" in line)
-    assert line.endswith("(derived)") == (context > 0) == any("kv_tokens" in x for x in lines)
-    assert advice.rival is not None and bool(advice.to_probe) == (context > 0)
+def test_derived_times_are_to_be_probed_first(context: int) -> None:
+    """Also if only the best use's rival has them."""
+    _, advice = advised(2, context=context)
     half = replace(advice, judged=(replace(advice.best, derived=None), *advice.judged[1:]))
-    assert bool(half.to_probe) == (context > 0)  # by its rival
+    assert bool(advice.to_probe) == bool(half.to_probe) == (context > 0)
 
 
 def test_host_costs_that_nobody_knows_make_no_verdict(
@@ -360,7 +352,6 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     assert {Family("sd", 1, 1), Family("ssd", 1, 1)} <= set(found.unjudged)
     advice = plan(config, found.placements, 2, found.unjudged)
     assert {c.method for c in advice.judged} == {("ar", 0), ("sd", 0), ("lookup", 0)}
-    assert advice.rival is None
     file = tmp_path / "other.json"
     file.write_text(Path(PROBED).read_text().replace("NVIDIA H200", "Another GPU"))
     assert main(["plan", f"--profile={file}", "--gpus=2"]) == 0
@@ -368,17 +359,62 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     assert first.startswith("not judged: ") and "no host costs of SSD" in first
 
 
-def test_a_lookup_does_not_show_that_a_draft_pays() -> None:
-    weak, strong = (pays(advised(2, alpha=alpha)[1]) for alpha in (0.5, 0.9))
-    assert re.search(r"here\? no: S\S+ .* over lookup T=2 ", weak)
-    assert re.search(r"here\? yes: S\S+ .* over lookup T=2 ", strong)
+def pair_of(path: Path, alphas: Sequence[float]) -> str:
+    """A file of laws, of prompts with these acceptance rates and 20 rounds each."""
+    outcomes = {}
+    for k in range(1, 9):
+        shares = np.array([[*(a**n * (1 - a) for n in range(k)), a**k] for a in alphas])
+        ranks = Ranks(np.tile([70, 20, 10, 6, 3, 1], (len(alphas), 1)), True)
+        outcomes[k] = Outcomes(np.rint(20 * shares).astype(np.int64), (ranks, ranks))
+    about = {"target_sha256": "t", "draft_sha256": "d", "file": "pair.npz", "temperature": 0}
+    path.write_text(json.dumps(measured([Source(about, outcomes)], 4)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("alphas", "answer"),
+    [
+        ([0.91, 0.89] * 20, "yes: "),
+        ([0.39, 0.41] * 20, "no: "),
+        ([0.92, 0.9, 0.88], "too few: "),  # alike by chance
+        ([0.95, 0.9, 0.2, 0.9, 0.1, 0.9, 0.9, 0.3, 0.8], "too few: "),
+    ],
+)
+def test_a_verdict_has_the_sampling_error_of_its_prompts(
+    alphas: list[float], answer: str, tmp_path: Path
+) -> None:
+    """Against the strongest use without a draft, a lookup over both GPUs."""
+    laws = pair_of(tmp_path / "laws.json", alphas)
+    config, advice = advised(2, alpha=None, laws=laws, acceptance_fast="alpha:.31")
+    lines = verdicts(config, H200, survey(config, H200, 2), advice, {})
+    assert lines[0].startswith(f"does this draft pay here? {answer}")
+    assert re.search(rf"rounds of {len(alphas)} prompts.* over lookup T=2 ", lines[0])
+    gain, low, high = map(float, re.findall(r"([0-9.]+)× \(([0-9.]+)–([0-9.]+)\)", lines[0])[0])
+    assert low <= gain <= high and "the answers rest on pair.npz (" in lines[-1]
+
+
+def test_what_measured_rows_contradict_is_no_arrow() -> None:
+    _, advice = advised(2, alpha=0.9)
+    ssd, sd = advice.first("ssd"), advice.first("sd")
+    assert ssd is not None and sd is not None and ssd == advice.best
+    for rate, level in ((900.0, []), (1000.0, [ssd, sd])):
+        rates = {Family.of(ssd): 950.0, Family.of(sd): rate}
+        rows: Any = {family: SimpleNamespace(tok_per_s=r) for family, r in rates.items()}
+        assert level_with(ssd, advice, rows) == level
+
+
+def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.7"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert any(re.search(r"SSD T=1 D=1 .* measured 618\.6 \(-5%; 5 rows\)", line) for line in lines)
+    assert json.loads(last)["measured"]["SD inline T=2"] == pytest.approx(625.4, abs=0.1)
 
 
 def test_the_first_line_names_what_is_assumed(capfd: pytest.CaptureFixture[str]) -> None:
     """Imposed hits have a price."""
     default = named_hit_law("smollm2").label
-    start = "on 2 × NVIDIA H200, 8b/1b, alpha:0.8, "
-    flags = ("--profile=h200", "--pair=8b/1b", "--gpus=2", "--alpha=.8", "--p_hit=.8", "--lm_head")
+    start = "on 2 × NVIDIA H200, 8b/1b, assuming alpha:0.8, "
+    flags = ("--profile=h200", "--pair=8b/1b", "--gpus=2", "--alpha=.8", "--p_hit=.8")
     assert main(["plan", *flags, "--context=4096", "--fuse"]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"{start}fused, LM head, context 4096, hits given p_hit:0.8:\n")

@@ -7,8 +7,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -25,8 +23,6 @@ from tests.weight_files import CONFIG, values_of, write_folder
 
 module("torch", "PyTorch")
 module("safetensors", "safetensors")
-MPISSD = (sys.executable, "-m", "mpissd")
-ROOT = Path(__file__).resolve().parents[2]
 # Scale of the LM head. A sharper random target seldom ends a message: at 6 SMALL's samples have 121
 # answered tokens, at 1.5 547. Drafts are counted, trained and judged only on answers.
 SHARP = 1.5
@@ -54,19 +50,6 @@ def distill(*flags: object) -> tuple[int, str]:
     with io.StringIO() as out, redirect_stdout(out), redirect_stderr(out):
         code = main(["distill", *map(str, flags)])
         return code, out.getvalue()
-
-
-def started(*flags: object) -> tuple[int, str]:
-    """Runs `distill` in a process of its own."""
-    done = subprocess.run(
-        [*MPISSD, "distill", *map(str, flags)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +120,12 @@ def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
 def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
     shapes = "1x8x4x192,2x4x2x96"
     flags = [f"--target={target}", f"--out={tmp_path}", f"--shapes={shapes}", *SMALL]
-    code, told = started(*flags, "--processes=2", "--steps=3", "--held_out=0")
-    assert code == 0, told
+    assert distill(*flags, "--processes=2", "--steps=3", "--held_out=0")[0] == 0
+    log = (tmp_path / "log.txt").read_text()
     for shape in shapes.split(","):
         report = report_of(tmp_path / shape)
         assert report["processes"] == 2 and report["sequences"] == 2 * (128 - 4)
-        assert f"{report['sampling_tokens_per_s']} tokens/s together" in told
+        assert f"{report['sampling_tokens_per_s']} tokens/s together" in log
         assert report["steps"] == 3 and report["origin"] == "fresh layers"
         found = open_checkpoint(str(tmp_path / shape), target=str(target))
         assert str(found.config.shape.num_layers) == shape[0]

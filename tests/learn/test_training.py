@@ -1,9 +1,8 @@
-"""A whole distillation at the smallest size: samples, training, files and their reload."""
+"""A whole distillation at the smallest size: samples and training."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,9 @@ from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
 from tests.needs import module
 
-safetensors = module("safetensors.numpy", "safetensors")
+module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
-from mpissd.learn import export  # noqa: E402
 from mpissd.learn.config import DistillConfig, form_of  # noqa: E402
 from mpissd.learn.draft import (  # noqa: E402
     ModelDraft,
@@ -119,18 +117,12 @@ def test_the_kept_states_are_those_of_a_whole_forward(sampler: Sampler, samples:
     assert best[0].item() == best[2].item() == 1
 
 
-@pytest.mark.parametrize(("shape", "optimizer"), [("", "muon"), ("2x6x3x64", "adamw")])
-def test_training_raises_agreement_and_the_written_draft_reloads(
-    sampler: Sampler,
-    samples: Samples,
-    tmp_path: Path,
-    shape: str,
-    optimizer: str,
-) -> None:
+@pytest.mark.parametrize("shape", ["", "2x6x3x64"])
+def test_training_raises_agreement(sampler: Sampler, samples: Samples, shape: str) -> None:
     draft, points, copies = draft_of(sampler, shape), list[dict[str, Any]](), list[ModelDraft]()
     before = summary(*judge(draft, samples, time.monotonic() + 60))
-    settings = {"steps": 100, "batch": 16, "learning_rate": 5e-3, "optimizer": optimizer}
-    plan = unchecked(DistillConfig, **settings, save_every=1e-3)
+    settings = {"steps": 100, "batch": 16, "learning_rate": 5e-3, "save_every": 1e-3}
+    plan = unchecked(DistillConfig, **settings)
     held, parts = samples.take(slice(0, 8)), [samples.take(slice(8, 64))]
     trained = learn(draft, parts, plan, points.append, save=copies.append, held=held)
     after = summary(*judge(trained, samples, time.monotonic() + 60))
@@ -140,23 +132,6 @@ def test_training_raises_agreement_and_the_written_draft_reloads(
     assert points[-1]["tv"] < points[0]["tv"]
     assert points[-1]["held"]["tv"] < 1 - before["alpha"]
     assert len(copies) > 3 and not copies[0].weights.head.requires_grad
-    reloaded(trained, tmp_path)
-
-
-def reloaded(trained: ModelDraft, folder: Path) -> None:
-    """Writes a draft and compares its files with its weights."""
-    arrays = {name: t.numpy() for name, t in trained.named().items()}
-    stored = export.quantized(arrays, trained.head_ids.numpy())
-    export.save(folder, trained.config, stored, {})
-    files = sorted(folder.glob("*.safetensors"))
-    stored = {k: v for file in files for k, v in safetensors.load_file(file).items()}
-    assert stored["head_ids"].dtype == np.int32 and (np.diff(stored["head_ids"]) > 0).all()
-    for name, values in arrays.items():
-        if values.ndim == 1:
-            assert np.array_equal(stored[name], values)
-        else:
-            steps = np.repeat(stored[name.replace("weight", "scale")].astype(np.float32), 32, 1)
-            assert np.all(np.abs(stored[name] * steps - values) <= steps * 0.57)
 
 
 def test_a_vocabulary_keeps_stop_tokens_and_the_most_frequent() -> None:

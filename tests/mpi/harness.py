@@ -180,19 +180,22 @@ def start(np_: int, *arguments: str, env: Mapping[str, str] | None = None) -> St
     return Started(["bash", "-c", DIRECT, "mpirun", str(np_), *arguments], env)
 
 
+def ended(started: Started, folder: Path = ROOT) -> Job:
+    """The job, finished; fails if a process of it is left."""
+    with started as job:
+        found = Job(*job.finish(), folder)
+        assert job.is_gone(), "ranks outlive their job"
+    return found
+
+
 def launch(
     np_: int, *flags: str, folder: Path, direct: bool = False, env: Mapping[str, str] | None = None
 ) -> Job:
     """`mpissd run` on NP ranks, by launch/local.sh or (direct) by mpirun itself."""
     told = [*flags, f"--out={folder}"]
     if direct:
-        job = start(np_, "mpissd", "run", *told, env=env)
-    else:
-        job = Started(["launch/local.sh", str(np_), *told], env)
-    with job:
-        found = Job(*job.finish(), folder)
-        assert job.is_gone(), "ranks outlive their job"
-    return found
+        return ended(start(np_, "mpissd", "run", *told, env=env), folder)
+    return ended(Started(["launch/local.sh", str(np_), *told], env), folder)
 
 
 class Together:
@@ -217,10 +220,8 @@ class Together:
             folder.mkdir()
             flags = [*runs[name], f"--out={folder / 'out'}"]
             (folder / "flags.json").write_text(json.dumps(flags))
-        with start(np_, "tests.mpi.many_job", *map(str, folders.values())) as job:
-            code, _, err = job.finish()
-            assert code == 0, err[-2000:]
-            assert job.is_gone(), "ranks outlive their job"
+        done = ended(start(np_, "tests.mpi.many_job", *map(str, folders.values())))
+        assert done.code == 0, done.err[-2000:]
         return {
             name: Job(*json.loads((folder / "told.json").read_text()), folder / "out")
             for name, folder in folders.items()

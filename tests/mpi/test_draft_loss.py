@@ -9,7 +9,7 @@ import numpy as np
 
 from mpissd.common.row import Row
 from mpissd.lab.gates import violations
-from tests.mpi.harness import DIRECT, Job, Started, launch, needs_mpi
+from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
 from tests.needs import lack
 
 pytestmark = needs_mpi
@@ -20,17 +20,15 @@ NEEDED = "allowed: on_draft_loss=abort, or mpirun --enable-recovery of Open MPI 
 
 
 def is_open_mpi_5() -> bool:
-    done = Started(["bash", "-c", ". launch/env.sh; $MPIRUN --version"])
-    with done:
-        return "(Open MPI) 5" in done.finish()[1]
+    done = ended(Started(["bash", "-c", ". launch/env.sh; $MPIRUN --version"]))
+    return "(Open MPI) 5" in done.out
 
 
 def struck(tmp_path: Path, strike: str, *flags: str) -> Job:
     env = {"STRIKE": strike, "STRUCK": str(tmp_path / "struck"), "MPIRUN": RECOVERING}
     folder = tmp_path / "out"
     told = ["tests.mpi.struck", "run", *JOB, *flags, f"--out={folder}"]
-    with Started(["bash", "-c", DIRECT, "mpirun", "3", *told], env) as job:
-        return Job(*job.finish(), folder)
+    return ended(start(3, *told, env=env), folder)
 
 
 def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mpissd.common.config import parse_flags
 from mpissd.common.records import token_digest
 from mpissd.engine import Decoder
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, packed
-from tests.mpi.harness import DIRECT, Job, Started, needs_mpi
+from tests.mpi.harness import Job, ended, needs_mpi, start
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = needs_mpi
@@ -53,9 +53,7 @@ def launched(pair: TinyPair, tmp_path: Path, num_ranks: int, *flags: str, traine
     folder = tmp_path / "out"
     models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
     told = [*JOB.split(), f"--prompt_ids={PROMPTS}", *models, *flags]
-    command = ["mpirun", str(num_ranks), "mpissd", *told]
-    with Started(["bash", "-c", DIRECT, *command], env) as job:
-        return Job(*job.finish(), folder)
+    return ended(start(num_ranks, "mpissd", *told, env=env), folder)
 
 
 @pytest.fixture(scope="module")

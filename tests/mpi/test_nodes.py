@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.harness import DIRECT, Job, Started, launch, needs_mpi
+from tests.mpi.harness import DIRECT, Started, ended, launch, needs_mpi
 from tests.mpi.nodes import Hosts, two_hosts, why_not
 from tests.needs import needs
 
@@ -36,8 +36,7 @@ def started(hosts: Hosts, np_: int, *arguments: str) -> Started:
 
 def test_a_job_on_two_hosts_decides_what_it_does_on_one(hosts: Hosts, tmp_path: Path) -> None:
     alone = launch(3, *JOB, folder=tmp_path / "one").row
-    with started(hosts, 3, "mpissd", "run", *JOB, f"--out={tmp_path / 'two'}") as job:
-        row = Job(*job.finish(), tmp_path / "two").row
+    row = ended(started(hosts, 3, "mpissd", "run", *JOB, f"--out={tmp_path / 'two'}")).row
     assert {key: row[key] for key in SAME} == {key: alone[key] for key in SAME}
     assert row["provenance"]["hosts"] == hosts.names and len(alone["provenance"]["hosts"]) == 1
     by_rank = [device["host"] for device in row["provenance"]["ranks"]]

@@ -16,7 +16,7 @@ from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.costs import HostCosts
-from tests.mpi.harness import needs_mpi, start
+from tests.mpi.harness import Job, ended, needs_mpi, start
 
 pytestmark = needs_mpi
 
@@ -25,17 +25,14 @@ DRAFT = "gen:layers=1,hidden=64,ffn=128,heads=2,vocab=512"
 NUMPY = ("--backend=numpy", f"--target={TARGET}", f"--draft={DRAFT}")
 
 
-Found = tuple[int, str, str]  # exit code, stdout, stderr
+def probe(np_: int, *flags: str, folder: Path, program: str = "mpissd probe") -> Job:
+    return ended(start(np_, *program.split(), *flags, f"--out={folder}"), folder)
 
 
-def probe(np_: int, *flags: str, folder: Path, program: str = "mpissd probe") -> Found:
-    with start(np_, *program.split(), *flags, f"--out={folder}") as job:
-        return job.finish()
-
-
-def told(out: str) -> dict[str, Any]:
+def told(done: Job) -> dict[str, Any]:
     """The last line on stdout."""
-    found = json.loads(out.splitlines()[-1])
+    assert done.code == 0, done.err[-2000:]
+    found = json.loads(done.out.splitlines()[-1])
     assert isinstance(found, dict)
     return found
 
@@ -44,10 +41,9 @@ def told(out: str) -> dict[str, Any]:
 def numpy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """A probe of a tiny pair with T = 2 and one draft: its output, its profile's JSON."""
     folder = tmp_path_factory.mktemp("probe")
-    code, out, err = probe(3, *NUMPY, "--name=tiny", folder=folder)
-    assert code == 0, err[-2000:]
-    assert told(out)["profile"] == str(folder / "profiles" / "tiny.json")
-    return out, json.loads((folder / "profiles" / "tiny.json").read_text())
+    done = probe(3, *NUMPY, "--name=tiny", folder=folder)
+    assert told(done)["profile"] == str(folder / "profiles" / "tiny.json")
+    return done.out, json.loads((folder / "profiles" / "tiny.json").read_text())
 
 
 def test_every_table_is_measured(numpy: Any) -> None:
@@ -76,10 +72,7 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps(data))
     flags = ("--backend=emulated", f"--device={file}", *NUMPY[1:], "--lookahead=7", "--rounds=20")
-    with start(3, "mpissd", "run", *flags, f"--out={tmp_path}") as job:
-        code, out, err = job.finish()
-    assert code == 0, err[-2000:]
-    row = told(out)
+    row = told(probe(3, *flags, folder=tmp_path, program="mpissd run"))
     forward = load_profile(str(file)).forward_s(
         Shard(resolve_model(TARGET), 2).cost(8, 1, 2, ForwardOptions())
     )
@@ -89,9 +82,7 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
 def test_a_probe_of_an_emulated_machine_gives_its_profile_again(tmp_path: Path) -> None:
     machine = ("--backend=emulated", "--device=a100-80", "--pair=8b/1b")
     flags = ("--mode=ssd", "--fuse", "--lm_head", "--context=64")
-    code, out, err = probe(3, *machine, *flags, folder=tmp_path)
-    assert code == 0, err[-2000:]
-    path = Path(told(out)["profile"])
+    path = Path(told(probe(3, *machine, *flags, folder=tmp_path))["profile"])
     assert path.parent == tmp_path / "profiles"
     assert path.name.startswith("NVIDIA-A100-80GB-SXM-llama")
     tables = json.loads(path.read_text())["tables"]
@@ -119,10 +110,9 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
 
 def test_wrong_data_end_the_job_and_save_nothing(tmp_path: Path) -> None:
     flags = "--backend=emulated", "--device=null", "--pair=toy"
-    code, out, err = probe(3, *flags, folder=tmp_path, program="tests.mpi.test_probe")
-    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
-    assert code == 3 and len(lines) == 1 and "64 B arrived changed" in lines[0]
-    assert "{" not in out and not list((tmp_path / "profiles").iterdir())
+    done = probe(3, *flags, folder=tmp_path, program="tests.mpi.test_probe")
+    assert done.code == 3 and len(done.lines) == 1 and "64 B arrived changed" in done.lines[0]
+    assert "{" not in done.out and not list((tmp_path / "profiles").iterdir())
 
 
 if __name__ == "__main__":

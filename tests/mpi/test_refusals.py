@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.harness import Started, launch, needs_mpi, start
+from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
 
 pytestmark = needs_mpi
 
@@ -67,15 +67,13 @@ def test_a_launcher_that_is_not_this_mpi_s(rank: str, lines: int, tmp_path: Path
     flags = (*EMULATED, "--mode=ar", f"--out={tmp_path / 'out'}")
     program = '. launch/env.sh; exec "$PYTHON" -m mpi4py -m mpissd run "$@"'
     with Started(["bash", "-c", program, "python", *flags], env) as job:
-        code, out, err = job.finish()
-    assert (code, out) == (2, "")
-    said = [line for line in err.splitlines() if line.startswith("mpissd")]
-    assert len(said) == lines
-    assert all("it started 2 processes, but MPI sees 1" in line for line in said)
+        done = Job(*job.finish(), tmp_path)
+    assert (done.code, done.out, len(done.lines)) == (2, "", lines)
+    assert all("it started 2 processes, but MPI sees 1" in line for line in done.lines)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
-    with start(2, "mpissd", "run", *EMULATED, "--dry_run", f"--out={tmp_path / 'out'}") as job:
-        assert job.finish() == (0, "", "")
+    done = ended(start(2, "mpissd", "run", *EMULATED, "--dry_run", f"--out={tmp_path / 'out'}"))
+    assert (done.code, done.out, done.err) == (0, "", "")
     assert list(tmp_path.iterdir()) == []

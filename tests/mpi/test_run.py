@@ -23,7 +23,7 @@ from mpissd.lab.gates import violations
 from tests.loop.harness import Scenario, check_rows
 from tests.loop.markov_rig import Pair, greedy
 from tests.loop.recorded import recording_of
-from tests.mpi.harness import DIRECT, Job, Started, Together, launch, needs_mpi
+from tests.mpi.harness import DIRECT, Job, Started, Together, ended, launch, needs_mpi
 from tests.tiny_pair import tiny_pair
 
 pytestmark = needs_mpi
@@ -249,8 +249,7 @@ def test_rivals_of_ssd_use_one_rank_and_both(tmp_path: Path) -> None:
     pair = tiny_pair(tmp_path / "pair", vocab=V, heads=10, kv_heads=5, noise=0.1)
     words = [*TEXT.split(), f"--target={pair.target}", f"--draft={pair.draft}", "--beside=all"]
     words += ["--prompt_ids=5,3,8", "--num_tokens=30", f"--out={tmp_path}"]
-    with Started(["launch/local.sh", "2", *words]) as job:
-        done = Job(*job.finish(), tmp_path)
+    done = ended(Started(["launch/local.sh", "2", *words]), tmp_path)
     rivals = Job(done.code, done.out, done.err, tmp_path / "beside").saved
     assert done.row["mode"] == "ssd" and done.saved == [done.row]
     uses = [(row["mode"], row["tp"], row["world_size"]) for row in rivals]
@@ -264,8 +263,7 @@ def test_a_run_of_the_launch_script_needs_no_home_and_rows_add_up(tmp_path: Path
     out = tmp_path / "new" / "folder"
     for count in (1, 2):
         words = ["env", "-u", "HOME", "launch/local.sh", "2", "--rounds=3", f"--out={out}"]
-        with Started(words) as job:
-            done = Job(*job.finish(), out)
+        done = ended(Started(words), out)
         assert (done.row["mode"], done.row["num_rounds"]) == ("ssd", 3)
         assert done.saved[-1] == done.row and len(done.saved) == count
     first, second = done.saved
@@ -285,9 +283,8 @@ def test_a_killed_mpirun_s_folder_stops_no_later_one(tmp_path: Path) -> None:
     (tmp_path / f"ompi.{free + 1}" / "pmix.another-host.tool").touch()
     stale = 'mkdir "$TMPDIR/ompi.$$"; echo stale >"$TMPDIR/ompi.$$/pmix.$(uname -n).tool"; '
     run = ["mpirun", "1", "mpissd", "run", "--mode=ar", "--rounds=2", f"--out={tmp_path / 'out'}"]
-    with Started(["bash", "-c", stale + DIRECT, *run], {"TMPDIR": str(tmp_path)}) as job:
-        code, _, err = job.finish()
-    assert code == 0, err
+    done = ended(Started(["bash", "-c", stale + DIRECT, *run], {"TMPDIR": str(tmp_path)}))
+    assert done.code == 0, done.err
     assert {path.name for path in tmp_path.glob("ompi.*")} == kept
 
 

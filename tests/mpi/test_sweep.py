@@ -12,7 +12,7 @@ import pytest
 
 from mpissd.common.row import flat
 from mpissd.engine.spec.acceptance import named_hit_law
-from tests.mpi.harness import Job, Started, launch, needs_mpi, start
+from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
 
 pytestmark = needs_mpi
 DEFAULT = named_hit_law("smollm2").label
@@ -23,10 +23,7 @@ NULL = [*EMULATED, "--device=null", "--pair=toy", "--rounds=20", "--warmup_round
 
 def sweep(np_: int, *flags: str, folder: Path, module: str = "mpissd") -> Job:
     """`mpissd sweep` on NP ranks."""
-    with start(np_, module, "sweep", *flags, f"--out={folder}") as job:
-        found = Job(*job.finish(), folder)
-        assert job.is_gone(), "ranks outlive their job"
-    return found
+    return ended(start(np_, module, "sweep", *flags, f"--out={folder}"), folder)
 
 
 def rows_in(folder: Path, name: str = "runs") -> list[dict[str, Any]]:
@@ -42,7 +39,7 @@ def tasks(folder: Path) -> list[str]:
     return [row["provenance"]["sweep"]["task"] for row in rows]
 
 
-def end(job: Job) -> dict[str, Any]:
+def last(job: Job) -> dict[str, Any]:
     """The last line of stdout."""
     found = json.loads(job.out.splitlines()[-1])
     assert isinstance(found, dict)
@@ -67,7 +64,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_a_sweep_measures_everything_and_says_what_was_best(swept: Job) -> None:
     assert swept.code == 2, swept.err  # ssd with num_drafts=0 cannot be
-    told = end(swept)
+    told = last(swept)
     assert (told["measured"], told["failed"], told["rows"]) == (8, 2, 8)
     methods = {found["method"]: found for found in told["best"][0]["methods"]}
     assert set(methods) == {"AR", "SD", "SD inline", f"SSD fan_out=uniform:3 {DEFAULT}"}
@@ -124,7 +121,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     after = tasks(tmp_path)
     assert after[: len(before)] == before
     assert len(after) == len(set(after)) == 8
-    assert end(again)["measured"] + end(again)["failed"] == 8 - len(before)
+    assert last(again)["measured"] + last(again)["failed"] == 8 - len(before)
 
 
 def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path: Path) -> None:
@@ -140,7 +137,7 @@ def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path:
     assert kinds == [("ssd", "8")]
     assert len(set(tasks(tmp_path))) == 5
     again = sweep(2, *flags, folder=tmp_path)
-    told = end(again)
+    told = last(again)
     assert (again.code, told["measured"], told["failed"]) == (found.code, 0, 0)
     assert told["failed_before"] == 6 - len(rows_in(tmp_path))
     assert f", {told['failed_before']} before (--retry measures them again)" in again.out
@@ -149,10 +146,9 @@ def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path:
 def test_a_dry_run_lists_the_plan(tmp_path: Path) -> None:
     told = ["--grid=mode=ar,ssd; p_hit=.5; fan_out=uniform:0,uniform:2", "--dry_run"]
     command = ["launch/local.sh", "2", *told, *NULL, f"--out={tmp_path}/none"]
-    with Started(command, {"COMMAND": "sweep"}) as job:
-        code, out, err = job.finish()
-    lines = out.splitlines()
-    assert code == 0 and len(lines) == 4, err
+    done = ended(Started(command, {"COMMAND": "sweep"}))
+    lines = done.out.splitlines()
+    assert done.code == 0 and len(lines) == 4, done.err
     assert "mode=ar" in lines[0] and "FAILS: " in lines[1] and "FAILS" not in lines[2]
     assert lines[3].startswith("3 configurations x 3 repeats = 9 measurements on T=1, D=1")
     assert not (tmp_path / "none").exists()

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from tests.mpi.harness import launch, needs_mpi, start
+from tests.mpi.harness import ended, launch, needs_mpi, start
 
 pytestmark = needs_mpi
 
@@ -18,10 +18,9 @@ READING_US = 5.0  # beyond the stated error: what two readings of one clock may 
 
 def test_clocks_of_one_host_are_one_clock() -> None:
     """perf_counter is the host's: the true offset is 0, and so within the stated error."""
-    with start(3, "tests.mpi.truth_job", "clocks") as job:
-        code, out, err = job.finish()
-    assert code == 0, err[-2000:]
-    found = json.loads(out.splitlines()[-1])
+    done = ended(start(3, "tests.mpi.truth_job", "clocks"))
+    assert done.code == 0, done.err[-2000:]
+    found = json.loads(done.out.splitlines()[-1])
     assert [len(readings) for readings in found] == [3, 3, 3]
     for readings in found:
         assert readings[0] == [0, 0]
@@ -31,12 +30,10 @@ def test_clocks_of_one_host_are_one_clock() -> None:
 
 def test_a_row_that_contradicts_itself_is_no_result(tmp_path: Path) -> None:
     flags = [*NULL, "--mode=sd", f"--out={tmp_path}"]
-    with start(2, "tests.mpi.truth_job", "deaf", *flags) as job:
-        code, said, err = job.finish()
-    assert code == 3, err[-2000:]
-    lines = [line for line in err.splitlines() if line.startswith("mpissd")]
-    assert len(lines) == 1 and "ranks: rank 0 heard " in lines[0]
-    assert "schema" not in said  # no JSON line
+    done = ended(start(2, "tests.mpi.truth_job", "deaf", *flags))
+    assert done.code == 3, done.err[-2000:]
+    assert len(done.lines) == 1 and "ranks: rank 0 heard " in done.lines[0]
+    assert "schema" not in done.out  # no JSON line
     assert not (tmp_path / "runs.jsonl").exists()
     (flagged,) = (json.loads(line) for line in (tmp_path / "flagged.jsonl").open())
     assert any(line.startswith("ranks: rank 0 heard ") for line in flagged["gates"])

@@ -218,7 +218,8 @@ def student_of_shipped_kind(tmp_path: Path) -> Student:
 
 def test_a_trainer_publishes_rising_versions_and_a_killed_one_is_lost(pair: TinyPair) -> None:
     task = {"draft": str(pair.draft), "target": str(pair.target), "device": "cpu",
-            "publish_s": 0.0, "longest": 64, "rate": 1e-3}  # fmt: skip
+            "publish_s": 0.0, "longest": 64, "rate": 1e-3, "local_rank": 0, "batch": 4,
+            "steps": 1.0, "threads": 1}  # fmt: skip
     trainer, found = TrainerProcess(task), list[int]()
     until = time.monotonic() + 90
     stream = answers(pair, 12, 0)

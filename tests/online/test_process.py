@@ -41,6 +41,6 @@ def test_a_gpu_that_pytorch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     from mpissd.online import trainer
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert trainer.device_of(trainer.Task("draft", "target")) == "cpu"
+    assert trainer.device_of("auto", 0) == "cpu"
     with pytest.raises(ConfigError, match="learn=device=cuda: PyTorch finds no GPU"):
-        trainer.device_of(trainer.Task("draft", "target", device="cuda"))
+        trainer.device_of("cuda", 0)

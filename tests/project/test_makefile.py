@@ -131,3 +131,17 @@ def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
 def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:
     text = 'two\nlines, it\'s $HOME `id` #1 \\ "x"\n\n$(shell id) $$'
     assert launched(box, "MODE=ar", f"PROMPT={text}") == (1, ["--mode=ar", f"--prompt={text}"])
+
+
+def test_make_pair_is_a_chain_of_commands(box: Path) -> None:
+    """A wrong profile is refused before the recording."""
+    variables = "TARGET=a b", "DRAFT=d", "PROMPTS=p", "PYTHON=fakes/bin/python", "GPUS=3"
+    for more, chain in (
+        ("PROFILE=h200", ["plan", "pair", "pair", "plan"]),
+        ("PROFILE=bad", ["plan"]),
+        ("MPIRUN=fakes/bin/mpirun", ["pair", "pair", "probe", "probe", "plan"]),
+    ):
+        (box / "dry_runs").unlink(missing_ok=True)
+        call(box, "make", "pair", *variables, more)
+        called = [json.loads(line)[2:] for line in (box / "dry_runs").read_text().splitlines()]
+        assert [words[0] for words in called] == chain

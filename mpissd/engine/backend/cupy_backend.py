@@ -184,10 +184,8 @@ class ChainRunner:
             np.uintp(self._stop.ctypes.data),
             np.uint64(int(self.limit_s * 1e9)),
         )
-        macros, shared = geometry.macros, geometry.shared_bytes
-        kernel = self._launcher.function("chain", kernels.CHAIN, macros, shared)
-        grid = (self._launcher.multiprocessors,)
-        self._launcher.launch(kernel, grid, (THREADS,), args, shared)
+        grid, how = (self._launcher.multiprocessors,), (geometry.shared_bytes, geometry.macros)
+        self._launcher.launch("chain", kernels.CHAIN, grid, (THREADS,), args, *how)
 
     def close(self) -> None:
         """Frees the tables; call it after the graphs that read them are destroyed."""
@@ -531,8 +529,7 @@ class CupyBackend(Backend):
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
         self.flush()
-        kernel = self._launcher.function(name, kernels.BACKEND)
-        self._launcher.launch(kernel, grid, block, args, shared_mem)
+        self._launcher.launch(name, kernels.BACKEND, grid, block, args, shared_mem)
 
 
 def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:

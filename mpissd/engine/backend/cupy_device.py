@@ -94,17 +94,9 @@ class Launcher:
         """Bytes of the device that are free now."""
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
-    def function(
-        self,
-        name: str,
-        files: tuple[str, ...],
-        macros: tuple[tuple[str, int], ...] = (),
-        shared_mem: int = 0,
+    def _function(
+        self, name: str, files: tuple[str, ...], macros: tuple[tuple[str, int], ...], shared: int
     ) -> Any:
-        """Returns the kernel `name` of these sources, compiled with these macros.
-
-        shared_mem: the most dynamic shared memory of its launches, in bytes.
-        """
         key = name, files, macros
         if key not in self._functions:
             options = ("--std=c++17", *(f"-D{macro}={value}" for macro, value in macros))
@@ -113,8 +105,8 @@ class Launcher:
                 module = cupy.RawModule(code=kernels.source(files), options=options)
                 self._modules[files + options] = module
             function = module.get_function(name)
-            if shared_mem > 48 << 10:
-                function.max_dynamic_shared_size_bytes = shared_mem
+            if shared > 48 << 10:
+                function.max_dynamic_shared_size_bytes = shared
             self._functions[key] = function
         return self._functions[key]
 
@@ -148,13 +140,20 @@ class Launcher:
 
     def launch(
         self,
-        function: Any,
+        name: str,
+        files: tuple[str, ...],
         grid: tuple[int, ...],
         block: tuple[int, ...],
         args: Sequence[Any],
         shared_mem: int = 0,
+        macros: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """Launches a kernel; args are device arrays, NumPy scalars, or None for a null pointer."""
+        """Launches the kernel `name` of these sources, compiled with these macros.
+
+        args: device arrays, NumPy scalars, or None for a null pointer. shared_mem: bytes of dynamic
+        shared memory; above 48 KiB the first launch's is the most.
+        """
+        function = self._function(name, files, macros, shared_mem)
         values = [_value(arg) for arg in args]
         driver = self._driver
         if driver is None:

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,25 @@ class Profile:
         every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
         return max((most for most in every if most is not None), default=0)
 
+    def joined(self, other: Profile) -> Profile:
+        """Returns this profile with what only another one measured; raises ConfigError if that is
+        of another kind of device."""
+        if other.kind != self.kind:
+            unlike = f"profile {other.name!r} is of {other.device_name}"
+            raise ConfigError(f"{unlike}: allowed with {self.name!r}: {self.device_name}")
+        reduces = other if self.all_reduce_latency_s is None else self
+        return replace(
+            self,
+            name=f"{self.name}, {other.name}",
+            all_reduce_latency_s=reduces.all_reduce_latency_s,
+            all_reduce_bytes_per_s=reduces.all_reduce_bytes_per_s,
+            sources={**self.sources, "all_reduce": reduces.sources["all_reduce"]},
+            forwards={**other.forwards, **self.forwards},
+            shards={**other.shards, **self.shards},
+            read_outs={**other.read_outs, **self.read_outs},
+            hosts=(*other.hosts, *self.hosts),
+        )
+
     def measured(self, cost: Cost) -> Curve | None:
         """Returns the measured curve of a cost's forward with the kernel that its job would run, or
         None."""
@@ -356,10 +376,13 @@ def known_profiles() -> dict[str, Path]:
 
 
 def load_profile(text: str) -> Profile:
-    """Loads a profile by name or by path.
+    """Loads a profile by name or by path, or several of one device, separated by commas.
 
-    Raises ConfigError for an unknown name, an unreadable file, another schema or a missing number.
+    Raises ConfigError for an unknown name, an unreadable file, another schema, a missing number, or
+    profiles of unlike devices.
     """
+    if "," in text:
+        return reduce(Profile.joined, map(load_profile, text.split(",")))
     builtin = known_profiles()
     if text not in builtin and not (text.endswith(".json") or "/" in text):
         raise unknown("device", text, builtin)
@@ -395,8 +418,8 @@ def _profile(data: dict[str, Any]) -> Profile:
         values[name] = None if value is None else _number(value, is_rate=True)
     if values["memory_bytes"] is not None:
         values["memory_bytes"] = int(values["memory_bytes"])
-    reduce = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
-    latencies, rates = reduce["latency_s"], reduce["bytes_per_s"]
+    reduces = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
+    latencies, rates = reduces["latency_s"], reduces["bytes_per_s"]
     if (latencies, rates) != (None, None):
         latencies = {int(n): _number(s) for n, s in latencies.items()}
         rates = {int(n): _number(rate, is_rate=True) for n, rate in rates.items()}
@@ -407,7 +430,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         device_name=str(data["device_name"]),
         all_reduce_latency_s=latencies,
         all_reduce_bytes_per_s=rates,
-        sources={n: str(numbers[n]["from"]) for n in values} | {"all_reduce": reduce["from"]},
+        sources={n: str(numbers[n]["from"]) for n in values} | {"all_reduce": reduces["from"]},
         forwards=forwards_of(tables.get("forwards", ())),
         shards=forwards_of(tables.get("shards", ())),
         read_outs={

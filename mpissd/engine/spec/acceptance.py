@@ -50,7 +50,7 @@ DEFAULT_FAST = "alpha:0.3"  # assumed of looked-up tokens that were not measured
 NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
 SCHEMA = 1  # of a file of laws
 LAW_FILES = ("laws", *LOOKUPS)  # what reads a file of laws
-_BROKEN = (ValueError, KeyError, TypeError, RecursionError, AttributeError)
+_BROKEN = (ValueError, LookupError, TypeError, RecursionError, AttributeError)
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
 _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 
@@ -300,12 +300,16 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes."""
+    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes.
+
+    without_each: the --laws of this file without each group of its prompts; none of an older file.
+    """
 
     name: str
     sha256: str
     about: Mapping[str, Any]
     at: tuple[LawsAt, ...]
+    without_each: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -330,11 +334,12 @@ class LawFile:
 
 
 def load_laws(path: str) -> LawFile:
-    """Reads a file of measured models, once as long as it stays the same; raises ConfigError for
-    another kind of file."""
+    """Reads a file of measured models, once as long as it stays the same; FILE#n: without its n-th
+    group of prompts. Raises ConfigError for another kind of file."""
     try:
-        stat = Path(path).stat()
-        return _load(path, stat.st_mtime_ns, stat.st_size)
+        file, _, group = path.rpartition("#") if not Path(path).exists() else (path, "", "")
+        stat = Path(file or path).stat()
+        return _load(file or path, group if file else "", stat.st_mtime_ns, stat.st_size)
     except (OSError, *_BROKEN) as error:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError):
@@ -345,16 +350,19 @@ def load_laws(path: str) -> LawFile:
         ) from error
 
 
-@lru_cache(maxsize=16)
-def _load(path: str, changed: int, size: int) -> LawFile:
+@lru_cache(maxsize=32)
+def _load(path: str, group: str, changed: int, size: int) -> LawFile:
     data = Path(path).read_bytes()
     read = json.loads(data)
     if read["kind"] != "laws" or read["schema"] != SCHEMA:
         raise ValueError(f"schema {read['schema']} of {read['kind']}: allowed: {SCHEMA}")
-    at = tuple(sorted(map(_laws_at, read["laws"]), key=lambda laws: laws.lookahead))
+    laws = read["without"][int(group)] if group else read["laws"]
+    at = tuple(sorted(map(_laws_at, laws), key=lambda laws: laws.lookahead))
     if not at:
         raise ValueError("it holds no laws")
-    return LawFile(Path(path).name, hashlib.sha256(data).hexdigest(), dict(read["about"]), at)
+    without = [f"{path}#{n}" for n in range(len(read.get("without", ())))]
+    about = dict(read["about"])
+    return LawFile(Path(path).name, hashlib.sha256(data).hexdigest(), about, at, tuple(without))
 
 
 def _laws_at(read: Mapping[str, Any]) -> LawsAt:

@@ -4,8 +4,9 @@ A recording at temperature 0 determines every round of K tokens (docs/recordings
 has the outcomes of each K. A row of text has the outcomes of its own K and temperature; the ranks
 of its bonus tokens are counted in its key `learned`.
 
-Intervals are of 95%, from 200 resamples of whole sequences: rounds of one text are no independent
-draws.
+Intervals are of 95%, by a jackknife over groups of whole sequences: rounds of one text are no
+independent draws. The file keeps the models without each group, so that `plan` can carry the
+sampling error to its verdict.
 
 miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
 measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood fit to
@@ -16,16 +17,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.compare import jackknife
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import check_file, tool, whole_file
 from mpissd.common.rounds import Source as DraftSource
@@ -41,9 +45,8 @@ from mpissd.lab.tables.load import load_rows
 Array = NDArray[np.int64]
 BEYOND, OUTSIDE = 0, -1  # instead of a rank
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
-RESAMPLES = 200
+GROUPS = 20  # the most groups of sequences that are left out in turn
 _FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
-_SEED = 17  # seed of the resamples
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
 
@@ -69,11 +72,25 @@ class Outcomes(NamedTuple):
     """The rounds of one source at one K.
 
     accepted: counts of k = 0 … K by sequence, [S, K + 1]. ranks: of bonus tokens after a rejection
-    and after K accepted tokens; None if the source lacks them.
+    and after K accepted tokens; None if the source lacks them. fast: the counts by kind of lookup
+    if only that drafts; {} if the source lacks them.
     """
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
+    fast: Mapping[str, Array] = {}
+
+    def without(self, group: int, groups: int) -> Outcomes:
+        """Returns the rounds of all sequences but every `groups`-th one, from the `group`-th on."""
+
+        def kept(table: Array) -> Array:
+            return np.compress(np.arange(len(table)) % groups != group, table, axis=0)
+
+        ranks = None
+        if self.ranks is not None:
+            rejected, complete = (one._replace(counts=kept(one.counts)) for one in self.ranks)
+            ranks = rejected, complete
+        return Outcomes(kept(self.accepted), ranks, {k: kept(of) for k, of in self.fast.items()})
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,6 @@ class Source:
 
     about: dict[str, Any]
     outcomes: Mapping[int, Outcomes]
-    recording: Recording | None = None
 
 
 def new_file(out: str) -> Path:
@@ -98,12 +114,13 @@ def print_laws(config: PairConfig) -> None:
     path = None if config.out is None else new_file(config.out)
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
-    at = next(laws for laws in document["laws"] if laws["lookahead"] == config.steps)
-    print("\n".join(_text(at)))
+    every = (document["laws"], *document["without"])
+    at = [laws for of in every for laws in of if laws["lookahead"] == config.steps]
+    print("\n".join(_text(*at)))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            file.write(f"{json.dumps(document, indent=1)}\n".encode())
+            file.write(f"{json.dumps(document)}\n".encode())
         print(f"{path}: impose it with --laws={path}")
 
 
@@ -112,9 +129,12 @@ def read(name: str) -> Iterator[Source]:
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
-        file = {"file": recording.name, "sha256": recording.sha256}
+        file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
+        # Tokens before a forward, in the mean over the answers.
+        whole = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
+        file["context"] = round(whole / sum(p.end for p in recording.sequences))
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
-        yield Source({**file, **about}, by_k, recording)
+        yield Source({**file, **about}, by_k)
         return
     path = Path(name)
     folder = path if path.is_dir() else path.parent
@@ -160,7 +180,12 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             ranked[k == lookahead].append((n, rank))
     tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
     rejected, complete = (Ranks.of(of[0], of[1], num, widest, known is not None) for of in tables)
-    return Outcomes(accepted, (rejected, complete))
+    fast = {kind: np.zeros((num, lookahead + 1), np.int64) for kind in LOOKUPS}
+    for kind, counts in fast.items():
+        for n, part in enumerate(recording.sequences):
+            runs = [run for _, run in _rounds(part, copied(recording, n, lookahead, kind))]
+            np.add.at(counts[n], runs, 1)
+    return Outcomes(accepted, (rejected, complete), fast)
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
@@ -224,77 +249,50 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
     if lookahead not in known:
         had = ", ".join(map(str, known))
         raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
-    rng, laws = np.random.default_rng(_SEED), []
-    for k in known:
-        here = [source for source in sources if k in source.outcomes]
-        ranked = [ranks for source in here if (ranks := source.outcomes[k].ranks) is not None]
-        fast = {kind: np.zeros(k + 1, np.int64) for kind in LOOKUPS}
-        recordings = [source.recording for source in here if source.recording is not None]
-        for recording in recordings:
-            for n, part in enumerate(recording.sequences):
-                for kind, counts in fast.items():  # if only a lookup drafts
-                    runs = [run for _, run in _rounds(part, copied(recording, n, k, kind))]
-                    np.add.at(counts, runs, 1)
-        laws.append(
-            {
-                "lookahead": k,
-                **_acceptance(np.concatenate([s.outcomes[k].accepted for s in here]), rng),
-                "rejected": hits_of([one for one, _ in ranked], rng),
-                "complete": hits_of([one for _, one in ranked], rng),
-                "fast": {kind: of.tolist() for kind, of in fast.items() if recordings},
-            }
-        )
+    every = {k: [s.outcomes[k] for s in sources if k in s.outcomes] for k in known}
+    groups = min(GROUPS, *(len(of.accepted) for here in every.values() for of in here))
+    without = [
+        [_laws(k, [of.without(n, groups) for of in here]) for k, here in every.items()]
+        for n in range(groups if groups > 1 else 0)
+    ]
     about = {
         "sources": [source.about for source in sources],
+        "prompts": min(sum(len(of.accepted) for of in here) for here in every.values()),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "tool": tool("pair"),
     }
-    return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws}
+    laws = [_laws(k, here) for k, here in every.items()]
+    return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws, "without": without}
 
 
-def _resampled(counts: Array, rng: np.random.Generator) -> list[Array]:
-    """Returns the column sums of as many rows, drawn with replacement, RESAMPLES times."""
-    many = len(counts)
-    return [counts[rng.integers(0, many, many)].sum(axis=0) for _ in range(RESAMPLES)]
-
-
-def _interval(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
-    low, high = np.percentile(np.asarray(values, np.float64), [2.5, 97.5])
-    return [float(low), float(high)]
-
-
-def _acceptance(table: Array, rng: np.random.Generator) -> dict[str, Any]:
-    """Returns counts of k, tokens a round, and acceptance by position: marginal, conditional.
+def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
+    """Returns the models at one K: acceptance by position, hits after both ends, and lookups.
 
     alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens.
     """
-
-    def numbers(total: Array) -> list[float]:
-        accepted, rounds = float((total * np.arange(len(total))).sum()), int(total.sum())
-        judged = accepted + float(total[:-1].sum())
-        marginal = total[::-1].cumsum()[::-1][1:] / rounds
-        hazards = hazards_of_counts(total.tolist(), len(total) - 1)
-        alpha = accepted / judged if judged else 0.0
-        return [1 + accepted / rounds, alpha, *marginal.tolist(), *hazards]
-
-    total, width = table.sum(axis=0), table.shape[1] - 1
-    values = numbers(total)
-    bounds = [_interval(of) for of in np.array([numbers(t) for t in _resampled(table, rng)]).T]
+    total = np.sum([of.accepted.sum(axis=0) for of in outcomes], axis=0)
+    accepted, rounds = int(total @ np.arange(lookahead + 1)), int(total.sum())
+    judged = accepted + int(total[:-1].sum())
+    ranked = [of.ranks for of in outcomes if of.ranks is not None]
+    looked_up = [of.fast for of in outcomes if of.fast]
     return {
-        "rounds": int(total.sum()),
+        "lookahead": lookahead,
+        "rounds": rounds,
         "accepted": total.tolist(),
-        "tokens_a_round": values[0],
-        "tokens_a_round_95": bounds[0],
-        "alpha": values[1],
-        "alpha_95": bounds[1],
-        "marginal": values[2 : 2 + width],
-        "marginal_95": bounds[2 : 2 + width],
-        "conditional": values[2 + width :],
-        "conditional_95": bounds[2 + width :],
+        "tokens_a_round": 1 + accepted / rounds,
+        "alpha": accepted / judged if judged else 0.0,
+        "marginal": (total[::-1].cumsum()[::-1][1:] / rounds).tolist(),
+        "conditional": list(hazards_of_counts(total.tolist(), lookahead)),
+        "rejected": _hits([one for one, _ in ranked]),
+        "complete": _hits([one for _, one in ranked]),
+        "fast": {
+            kind: np.sum([of[kind].sum(axis=0) for of in looked_up], axis=0).tolist()
+            for kind in (LOOKUPS if looked_up else ())
+        },
     }
 
 
-def hits_of(tables: Sequence[Ranks], rng: np.random.Generator) -> dict[str, Any]:
+def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
     """Returns counts of ranks, the miss rate by fan-out, and the fit, of all sources' sequences.
 
     They have the F of the source that kept the fewest candidates.
@@ -302,39 +300,22 @@ def hits_of(tables: Sequence[Ranks], rng: np.random.Generator) -> dict[str, Any]
     if not tables:
         return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2
-    knows = all(table.knows_vocabulary for table in tables)
-    parts = []
-    for counts, _ in tables:
-        beyond = counts[:, limit:-1].sum(axis=1, keepdims=True)
-        parts.append(np.concatenate([counts[:, :limit], beyond, counts[:, -1:]], axis=1))
-    counts = np.concatenate(parts)
-    total = counts.sum(axis=0)
-    hits: dict[str, Any] = {
-        "outcomes": int(total.sum()),
+    total = np.zeros(limit + 2, np.int64)
+    for each in (table.counts.sum(axis=0) for table in tables):
+        total += [*each[:limit], each[limit:-1].sum(), each[-1]]
+    fit, outcomes = _fitted(total), int(total.sum())
+    misses = {}
+    for width in (f for f in WIDTHS if f <= limit and outcomes):
+        law = None if fit is None else power_law_miss(width, *fit)
+        misses[str(width)] = {"miss": float(total[width:].sum() / outcomes), "law": law}
+    return {
+        "outcomes": outcomes,
         "ranks": total[:-2].tolist(),
         "beyond": int(total[-2]),
-        "outside": int(total[-1]) if knows else None,
-        "misses": {},
-        "fit": None,
+        "outside": int(total[-1]) if all(table.knows_vocabulary for table in tables) else None,
+        "misses": misses,
+        "fit": None if fit is None else dict(zip(("A", "r", "floor"), fit, strict=True)),
     }
-    if not total.any():
-        return hits
-    fit, again = _fitted(total), _resampled(counts, rng)
-    for width in (f for f in WIDTHS if f <= limit):
-        miss = float(total[width:].sum() / total.sum())
-        low, high = _interval([of[width:].sum() / of.sum() for of in again if of.any()])
-        law = None if fit is None else power_law_miss(width, *fit)
-        off = law is not None and abs(law - miss) > _FAILS * miss
-        fails = law is not None and off and not low <= law <= high
-        of_width = {"miss": miss, "miss_95": [low, high], "law": law, "fails": fails}
-        hits["misses"][str(width)] = of_width
-    if fit is not None:
-        fits = np.array([one for of in again if (one := _fitted(of)) is not None])
-        names = ("A", "r", "floor")
-        intervals = {f"{n}_95": _interval(of) for n, of in zip(names, fits.T, strict=True)}
-        fails_at = [int(f) for f, miss in hits["misses"].items() if miss["fails"]]
-        hits["fit"] = {**dict(zip(names, fit, strict=True)), **intervals, "fails_at": fails_at}
-    return hits
 
 
 def _fitted(total: Array) -> tuple[float, float, float] | None:
@@ -348,19 +329,27 @@ def _fitted(total: Array) -> tuple[float, float, float] | None:
     return (1.0 - floor) * law[0], law[1], floor
 
 
-def _text(at: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the models at one K as lines of text."""
+def _text(*every: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the models at one K as lines of text; every: of all sequences, without each group."""
+    at = every[0]
 
-    def bounded(of: Mapping[str, Any], name: str) -> str:
-        low, high = of[f"{name}_95"]
-        return f"{of[name]:.3f} [{low:.3f}, {high:.3f}]"
+    def read(*keys: str) -> tuple[float, float]:
+        """Returns a number, and the half-width of its interval (nan if it is not known)."""
+        walked = (reduce(lambda of, key: of and of[key], keys, each) for each in every)
+        value, *others = cast("Iterator[Any]", walked)
+        is_known = len(others) > 1 and None not in others
+        return value, float(jackknife(np.array(others, float))) if is_known else math.nan
+
+    def bounded(*keys: str) -> str:
+        value, half = read(*keys)
+        return f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]"
 
     def cells(values: Iterable[Any]) -> str:
         return " ".join(f"{v:>6}" if isinstance(v, (int, str)) else f"{v:6.3f}" for v in values)
 
     yield (
-        f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded(at, 'tokens_a_round')} tokens a "
-        f"round, alpha {bounded(at, 'alpha')}   (in brackets: 95% intervals)"
+        f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded('tokens_a_round')} tokens a "
+        f"round, alpha {bounded('alpha')}   (in brackets: 95% intervals)"
     )
     yield f"   position        {cells(range(1, at['lookahead'] + 1))}"
     yield f"   reached         {cells(at['marginal'])}"
@@ -373,16 +362,19 @@ def _text(at: Mapping[str, Any]) -> Iterator[str]:
             continue
         floor = "not known" if ranks["outside"] is None else f"{fit['floor']:.3f}"
         yield (
-            f"{title}, {ranks['outcomes']} outcomes: A = {bounded(fit, 'A')}, "
-            f"r = {bounded(fit, 'r')}, floor of the draft's vocabulary: {floor}"
+            f"{title}, {ranks['outcomes']} outcomes: A = {bounded(end, 'fit', 'A')}, "
+            f"r = {bounded(end, 'fit', 'r')}, floor of the draft's vocabulary: {floor}"
         )
         misses = ranks["misses"]
         yield f"   F       {cells(misses)}"
         yield f"   miss    {cells(one['miss'] for one in misses.values())}"
         yield f"   law     {cells(one['law'] for one in misses.values())}"
-        if fit["fails_at"]:
-            failed = ", ".join(map(str, fit["fails_at"]))
-            yield f"   the law fails at F = {failed}: off by over 10%"
+        failed = []
+        for width, one in misses.items():
+            miss, half = read(end, "misses", width, "miss")
+            failed += [width] if abs(one["law"] - miss) > max(_FAILS * miss, half) else []
+        if failed:
+            yield f"   the law fails at F = {', '.join(failed)}: off by over 10%"
     for kind, counts in at["fast"].items():
         tokens = 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts)
         yield f"{kind} lookup alone: {tokens:.3f} tokens a round"

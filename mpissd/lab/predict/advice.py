@@ -2,30 +2,45 @@
 
 Every use that was judged is listed, and derived ones are labelled. If a use could not be judged,
 the first line names it, and nothing is called best. Gains within ERROR of 1 are shown as no
-difference.
+difference, and so are those that measured rows of the same case contradict. With a real pair's
+models (--laws) the last lines are verdicts, whose intervals hold the sampling error of its prompts.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mpissd.common.compare import jackknife
 from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
 from mpissd.common.flags import DRAFTING, said
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import Family
-from mpissd.engine.backend.profile import Profile
-from mpissd.engine.spec.acceptance import hit_law_of
-from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, rivals_of, summary
+from mpissd.common.rounds import Source
+from mpissd.common.row import Row
+from mpissd.engine.backend.profile import Profile, device_kind
+from mpissd.engine.spec.acceptance import hit_law_of, load_laws
+from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, summary
 from mpissd.lab.predict.row import imposed_hits, price_of
-from mpissd.lab.predict.search import Choice, Survey, cut_law, job_of, runnable
+from mpissd.lab.predict.search import LOOKUP, Choice, Survey, cut_law, job_of, runnable, weigh
+from mpissd.lab.tables.best import Use as Measured
+from mpissd.lab.tables.best import is_row, method_of, mode_of
+from mpissd.lab.tables.load import of_one_group
 
-# Errors of predictions for an H200: 2.8% (median), 8.4% (p95); see docs/predictions.md.
-ERROR = 0.05
+# Errors of predictions for an H200: 2.8% (median), 8.4% (p95), derived 10.8%, 19.0%; see
+# docs/predictions.md.
+ERROR, DERIVED_ERROR = 0.05, 0.2
+FEW_HITS = "smollm2"  # the hit model if a pair's file has too few outcomes for its own
+FEWEST_PROMPTS = 8  # for a verdict on a pair
 _LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
 
@@ -37,10 +52,12 @@ def report(
     placed: Survey,
     advice: Advice,
     uses: Sequence[Use],
+    rows: Sequence[Row] = (),
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines of the advice for at most `gpus` GPUs, and its JSON.
 
-    uses: the copies and pools that N GPUs can hold. `judged` of the JSON is sorted, fastest first;
+    uses: the copies and pools that N GPUs can hold. rows: measured; those of the planned case are
+    shown next to the predictions. `judged` of the JSON is sorted, fastest first;
     its best is null if a use that would fit could not be judged.
     """
     best = None if advice.missing else advice.best
@@ -50,18 +67,26 @@ def report(
         names = ", ".join(map(str, advice.missing))
         missing = f"not judged: {names}, so nothing here is called best: "
         lines = [missing + "; ".join(dict.fromkeys(placed.unjudged.values())), *lines]
+    measured = measured_uses(run, profile, advice, rows)
+    level = [] if best is None else level_with(best, advice, measured)
     for choice in advice.judged:
         rate = f"{choice.tok_per_s:8.1f} tok/s {choice.tok_per_s_per_gpu:8.1f} a GPU"
         line = f"{Family.of(choice)!s:15}{rate} {_how(choice)}{_mark(choice)}".rstrip()
-        lines.append(f" {'→' if choice == best else ' '} {line}")
-    notes = [*_notes(advice, placed, gpus, most), *_comparisons(advice, gpus)]
+        if (use := measured.get(Family.of(choice))) is not None:
+            off = use.tok_per_s / choice.tok_per_s - 1
+            count = _counted(len(use.rows), "row")
+            line += f"   measured {use.tok_per_s:.1f} ({off:+.0%}; {count})"
+        mark = "≈" if choice in level else " "
+        lines.append(f" {'→' if choice == best and not level else mark} {line}")
+    notes = _notes(advice, placed, gpus, most)
+    if level:
+        names = ", ".join(str(Family.of(choice)) for choice in level)
+        notes.insert(0, f"≈ no difference, by the predictor's error or measured rows: {names}")
     for what in ("alpha", "p_hit"):
         value = getattr(advice, f"break_even_{what}")
         if value is not None or not advice.missing:
             known = "none" if value is None else f"{value:.3f}"
             notes.append(f"break-even {what}: {known}{_mark(*advice.judged)}")
-    if run.laws is not None:
-        notes.append(pays(advice))
     ssd = advice.first("ssd")
     if ssd is not None and run.p_hit is not None:
         place = next(place for place in placed.placements if place.tp == ssd.tp)
@@ -76,23 +101,24 @@ def report(
         ] or [f"→ run it: {_command(run, advice.best)}"]
     if most is not None and most.copies * most.targets > 1 and not most.choice.derived:
         command = _command(run, most.choice, most.targets)
-        jobs = f"{most.copies} such job{'s' * (most.copies > 1)}"
+        jobs = _counted(most.copies, "such job")
         notes.append(f"most tok/s, {jobs}: {command}")
     notes += _pool_lines(uses, gpus)
     pool = best_pool(uses)
     if pool is not None and pool != most and not pool.choice.derived:
         command = _command(run, pool.choice, pool.targets)
         notes.append(f"run the pool that gains most, {pool}: {command}")
+    notes += verdicts(run, profile, placed, advice, measured)
     numbers = {
         "best": None if best is None else asdict(best),
         "judged": [asdict(choice) for choice in advice.judged],
         "unjudged": [{**asdict(f), "why": placed.unjudged[f]} for f in advice.missing],
+        "level": [asdict(Family.of(choice)) for choice in level],
+        "measured": {str(family): use.tok_per_s for family, use in measured.items()},
         "too_large": [asdict(family) for family in placed.too_large],
         "probe_first": [asdict(Family.of(choice)) for choice in advice.to_probe],
-        "gain": advice.gain,
         "break_even_alpha": advice.break_even_alpha,
         "break_even_p_hit": advice.break_even_p_hit,
-        "extra_gpu": advice.extra_gpu(),
         "most_tok_per_s": None if most is None else most.to_dict(),
         "pools": summary(uses),
     }
@@ -105,33 +131,95 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> list[str]:
     A second line marks a profile from a datasheet.
     """
     law = hit_law_of(run, 1).label
-    if any(v is not None for v in (run.p_hit, run.hit_law)):
+    if run.laws is not None and run.hit_law == FEW_HITS:
+        hits = f"as {DEFAULT_SOURCE}, for want of outcomes ({law})"
+    elif any(v is not None for v in (run.p_hit, run.hit_law)):
         hits = f"given {law}"
     else:
         hits = "of the same file" if run.laws else f"as {DEFAULT_SOURCE} ({law})"
+    accepted = run.acceptance_text
+    if accepted.startswith("laws:"):
+        counts = np.array(load_laws(str(run.laws)).at[-1].accepted)
+        right = counts @ np.arange(len(counts))
+        accepted = f"alpha {right / (right + counts[:-1].sum()):.3f} of {run.laws}"
+    elif run.acceptance is None and run.alpha is None:
+        accepted += " (not measured)"
     terms = [
-        run.pair,
-        run.acceptance_text,
+        accepted,
         *(["fused"] if run.fuse else []),
-        "LM head" if run.lm_head else "no LM head",
+        "LM head" if run.lm_head or run.is_transformer else "no LM head",
         f"context {run.context}",
         f"hits {hits}",
     ]
-    lines = [f"on {gpus} × {profile.device_name}, {', '.join(map(str, terms))}:"]
+    pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
+    lines = [f"on {gpus} × {profile.device_name}, {pair}, assuming {', '.join(terms)}:"]
     if profile.sources["read_bytes_per_s"].startswith("datasheet"):
         lines.append("   datasheet profile, never measured; no host or link cost")
     return lines
 
 
-def gain_text(gain: float) -> str:
-    """Returns a predicted gain as text, marked if it is within the predictor's error."""
-    near = abs(math.log(gain)) <= math.log1p(ERROR)
-    none = f" (no difference within the predictor's error of {ERROR:.0%})"
-    return f"{gain:.3f}×{none * near}"
+def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
+    """Returns a configuration with --laws at the context of its prompts, if it gives none, and with
+    the default hit model if the prompts do not determine theirs."""
+    laws, known = load_laws(str(run.laws)), dict[str, Any]()
+    if run.is_transformer and not has_context:
+        known["context"] = max(int(of.get("context") or 0) for of in laws.about["sources"])
+    fits = [of for of in laws.at if of.lookahead <= laws.longest_fitted]
+    if run.p_hit is None is run.hit_law and not all(of.rejected and of.complete for of in fits):
+        known["hit_law"] = FEW_HITS
+    return replace(run, **known)
 
 
-def _gpus_text(count: int) -> str:
-    return f"{count} GPU{'s' * (count > 1)}"
+def measured_uses(
+    run: RunConfig, profile: Profile, advice: Advice, rows: Sequence[Row]
+) -> dict[Family, Measured]:
+    """Returns the fastest measured configuration of each use that was judged, in the planned case:
+    on the same device, with the same models, acceptance and hits."""
+    kept = [
+        row
+        for row in of_one_group(rows)
+        if is_row(row) and row.backend != "emulated" and row.other_draft_device is None
+        if (row.forward == "transformer") == run.is_transformer
+        if device_kind(row.device_name) == profile.kind
+    ]
+    names = ("batch_size", "context", *(() if run.is_transformer else ("fuse", "lm_head")))
+    shared = {"workload": "gemm", "schedule": None, **{name: getattr(run, name) for name in names}}
+    fastest = {}
+    for choice in advice.judged:
+        job, use = job_of(run, choice), Family.of(choice)
+        case = {**shared, "target": job.target.name}
+        if choice.mode == LOOKUP:
+            case["acceptance_fast"] = job.acceptance[Source.FAST].label
+        elif job.draft is not None:
+            case |= {"draft": job.draft.name, "acceptance": job.acceptance[Source.CACHE].label}
+        case |= {"hit_law": job.hit_law.label} if choice.mode == "ssd" else {}
+        alike: dict[tuple[str, int], list[Row]] = {}
+        for row in kept:
+            family = Family(mode_of(row), int(row.tp), int(row.world_size - row.tp))
+            if family == use and all(row.get(k) == v for k, v in case.items()):
+                alike.setdefault((method_of(row), int(row.lookahead)), []).append(row)
+        if alike:
+            fastest[use] = max(map(Measured.of, alike.values()), key=lambda one: one.tok_per_s)
+    return fastest
+
+
+def level_with(best: Choice, advice: Advice, measured: Mapping[Family, Measured]) -> list[Choice]:
+    """Returns the uses that are no slower than the best one for sure, with it; none if it wins.
+
+    They are within the predictor's error, or were measured no slower.
+    """
+    own, level = measured.get(Family.of(best)), []
+    for choice in advice.judged:
+        other = measured.get(Family.of(choice))
+        contradicted = own and other and other.tok_per_s > own.tok_per_s
+        error = DERIVED_ERROR if best.derived or choice.derived else ERROR
+        if choice != best and (contradicted or best.tok_per_s <= (1 + error) * choice.tok_per_s):
+            level.append(choice)
+    return [best, *level] if level else []
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _how(choice: Choice) -> str:
@@ -147,18 +235,13 @@ def _mark(*choices: Choice) -> str:
 
 
 def _notes(advice: Advice, placed: Survey, gpus: int, most: Use | None) -> list[str]:
-    """Returns the fastest use, the use with the most tok/s, and the origin of derived times."""
-    notes, best = [], advice.best
-    if not advice.missing:
-        batch = best.batch_size
-        what = f"batch of {batch} sequences" if batch > 1 else "single sequence"
-        rate = f"{best.tok_per_s:.1f} tok/s{_mark(best)}"
-        notes.append(f"→ fastest {what}: {Family.of(best)} on {_gpus_text(best.gpus)}, {rate}")
+    """Returns the use with the most tok/s, and the origin of derived times."""
+    notes = []
     if most is not None and gpus > 1:
         targets = most.targets * most.copies
         each = f", {most.tok_per_s / targets:.1f} for each of {targets} targets" * (targets > 1)
         rate = f"{most.tok_per_s:.1f} tok/s{each}{_mark(most.choice)}"
-        notes.append(f"most tok/s of all {_gpus_text(gpus)}: {most}, {rate}")
+        notes.append(f"most tok/s of all {_counted(gpus, 'GPU')}: {most}, {rate}")
     if advice.first("ssd") is not None:
         notes.append(_LEGEND)
     sources: dict[str, list[str]] = {}
@@ -171,58 +254,81 @@ def _notes(advice: Advice, placed: Survey, gpus: int, most: Use | None) -> list[
     return notes
 
 
-def _comparisons(advice: Advice, gpus: int) -> list[str]:
-    """Returns lines that compare the best choice and the best SSD with other uses of their GPUs.
+def verdicts(
+    run: RunConfig,
+    profile: Profile,
+    placed: Survey,
+    advice: Advice,
+    measured: Mapping[Family, Measured],
+) -> list[str]:
+    """Returns whether a draft pays, whether a GPU of its own for it does, and what this rests on.
 
-    They are compared with the best other mode on the GPUs asked for; SSD also with the best other
-    uses of its own N GPUs and of N − 1.
+    The fastest use with a draft is compared with the fastest one without, such as a lookup, and SSD
+    with the fastest other use of as many GPUs.
     """
-
-    def over(choice: Choice, other: Choice, what: str) -> str:
-        name = f"{Family.of(choice)} ({_gpus_text(choice.gpus)})"
-        gain = gain_text(choice.tok_per_s / other.tok_per_s)
-        return f"{name} over {what}, {Family.of(other)}: {gain}{_mark(choice, other)}"
-
-    lines, best, ssd = [], advice.best, advice.first("ssd")
-    asked = f"the best other use of the {gpus} asked for"
-    other = next((c for c in advice.judged if c.mode != best.mode), None)
-    if other is not None and not any(family.mode != best.mode for family in advice.missing):
-        lines.append(over(best, other, asked))
-    if ssd is None:
-        return lines
-    fewer, equal = (advice.other("ssd", ssd.gpus - less) for less in (1, 0))
-    if equal is not None and (ssd.gpus < gpus or ssd != best):
-        lines.append(over(ssd, equal, f"the best other use of {ssd.gpus}"))
-    rival = next((c for c in advice.judged if c.mode != "ssd"), None)
-    if ssd.gpus < gpus and ssd != best and rival is not None and not advice.missing:
-        lines.append(over(ssd, rival, asked))
-    if fewer is not None:
-        per_gpu = gain_text(ssd.tok_per_s_per_gpu / fewer.tok_per_s_per_gpu)
-        lines.append(f"{over(ssd, fewer, 'one GPU fewer')}; in tok/s a GPU: {per_gpu}")
-    return lines
-
-
-def pays(advice: Advice) -> str:
-    """Returns a line on whether a draft pays: its fastest use over the fastest without one.
-
-    A lookup has no draft.
-    """
-    drafting = advice.first(*DRAFTING)
+    drafting, ssd = advice.first(*DRAFTING), advice.first("ssd")
     alone = next((choice for choice in advice.judged if choice.mode not in DRAFTING), None)
     if drafting is None or alone is None or advice.missing:
-        return "does this draft pay here? Not judged: a use that fits is not known"
-    gain = drafting.tok_per_s / alone.tok_per_s
-    answer = "yes" if gain > 1 + ERROR else "no" if gain < 1 - ERROR else "it makes no difference"
-    if drafting.derived or alone.derived:
-        answer = "probe first"
-    line = f"does this draft pay here? {answer}: {Family.of(drafting)} {drafting.tok_per_s:.1f}"
-    line += f" tok/s over {Family.of(alone)} {alone.tok_per_s:.1f}, {gain_text(gain)}"
-    ssd = advice.first("ssd")
-    equal = None if ssd is None else advice.other("ssd", ssd.gpus)
-    if ssd is not None and equal is not None:
-        gain = ssd.tok_per_s / equal.tok_per_s
-        line += f"; its speculation cache: {gain_text(gain)} of the best other use of {ssd.gpus}"
-    return line
+        return ["does this draft pay here? Not judged: a use that fits is not known"]
+    lines = [f"does this draft pay here? {_verdict(run, placed, measured, drafting, alone)}"]
+    if ssd is not None and (equal := advice.other("ssd", ssd.gpus)) is not None:
+        answer = _verdict(run, placed, measured, ssd, equal)
+        lines.append(f"does a GPU of its own for the draft pay? {answer}")
+    models = "on assumed acceptance and hits"
+    if run.laws is not None:
+        sources = load_laws(run.laws).about["sources"]
+        models = f"on {', '.join(str(of['file']) for of in sources)} (in brackets: 95%)"
+    read = profile.sources["read_bytes_per_s"].partition(",")[0]
+    errors = f"err by {ERROR:.0%}, derived ones by {DERIVED_ERROR:.0%}"
+    device = f"profile {profile.name} ({read}), whose predictions {errors}"
+    return [*lines, f"the answers rest {models}, and on {device}"]
+
+
+def _verdict(
+    run: RunConfig,
+    placed: Survey,
+    measured: Mapping[Family, Measured],
+    use: Choice,
+    other: Choice,
+) -> str:
+    """Returns whether a use beats another one beyond the predictor's error.
+
+    With --laws the gain's 95% interval has to, by a jackknife over the prompts. Few prompts, or an
+    interval that is wider than the predictor's error and decides nothing, give no verdict, nor does
+    a prediction that measured rows of both uses contradict.
+    """
+    gain, derived = math.log(use.tok_per_s / other.tok_per_s), use.derived or other.derived
+    error, half, sampled, prompts = math.log1p(DERIVED_ERROR if derived else ERROR), 0.0, "", None
+    if run.laws is not None:
+        laws, logs = load_laws(run.laws), list[float]()
+        with suppress(ConfigError, IndexError):  # a group is all that determines the hits
+            for part in laws.without_each:
+                rates = weigh([use, other], replace(run, laws=part), placed.placements)
+                logs.append(math.log(rates[0].tok_per_s / rates[1].tok_per_s))
+        is_whole = len(logs) == len(laws.without_each) > 1
+        half = float(jackknife(np.array(logs))) if is_whole else math.inf
+        prompts = int(laws.about.get("prompts", 0))
+        rounds = sum(laws.behind(max(use.lookahead, other.lookahead)).accepted)
+        of = _counted(prompts, "prompt") if prompts else "unknown prompts (measure them again)"
+        spread = f"; ±{math.expm1(half):.0%}" if half < 5 else ""
+        sampled = f": {_counted(rounds, 'round')} of {of}{spread}"
+    answer = "yes" if gain - half > error else "no" if gain + half < -error else "no difference"
+    gained = f"{math.exp(gain):.2f}×"
+    if 0 < half < 5:
+        gained += f" ({math.exp(gain - half):.2f}–{math.exp(gain + half):.2f})"
+    both = [measured.get(Family.of(each)) for each in (use, other)]
+    if both[0] is not None and both[1] is not None:
+        seen = both[0].tok_per_s / both[1].tok_per_s
+        gained += f", measured {seen:.2f}×"
+        if answer != "no difference" and (seen > 1) != (gain > 0):
+            answer = "measured rows contradict it"
+    is_wide = half > error and answer == "no difference"
+    if run.laws is not None and (is_wide or (prompts or 0) < FEWEST_PROMPTS):
+        answer = "too few"
+    elif derived:
+        answer = f"probe first; by derived times {answer}"
+    names = [f"{Family.of(each)} {each.tok_per_s:.1f}" for each in (use, other)]
+    return f"{answer}{sampled}: {names[0]} tok/s over {names[1]}, {gained}"
 
 
 def _pool_lines(uses: Sequence[Use], gpus: int) -> list[str]:
@@ -231,7 +337,7 @@ def _pool_lines(uses: Sequence[Use], gpus: int) -> list[str]:
         return []
     best = frontier(uses)
     batch = best[0].choice.batch_size
-    each = f"{batch} sequence{'s' * (batch > 1)}"
+    each = _counted(batch, "sequence")
     lines = [
         f"equal copies on {gpus} GPUs, {each} a target, all that no other beats in both, from the "
         "most tok/s to the earliest tokens:"
@@ -241,21 +347,8 @@ def _pool_lines(uses: Sequence[Use], gpus: int) -> list[str]:
         idle = f"  ({gpus - use.gpus} idle)" * (use.gpus < gpus)
         how = f" {_how(use.choice)}" if use.choice.lookahead else ""
         lines.append(f"  {use!s:22}{rate} {use.token_s * 1e3:7.2f} ms a token{how}{idle}")
-    pools = [use for use in best if use.is_pool]
-    for pool in pools:
-        rivals = rivals_of(pool, uses)
-        in_time, most, own = rivals["in_time"], rivals["most"], rivals["each"]
-        parts = []
-        if in_time is not None:
-            parts.append((f"the most with tokens no later, {in_time}", in_time))
-        if most is not None and most is not in_time:
-            parts.append((f"the most, {most}, {most.token_s / pool.token_s:.2f}× later", most))
-        if own is not None and own is not in_time:
-            parts.append((f"a draft each, {own}", own))
-        texts = [f"{name}: {gain_text(pool.tok_per_s / use.tok_per_s)}" for name, use in parts]
-        named = (use.choice for use in (pool, in_time, most, own) if use is not None)
-        lines.append(f"{pool} over {'; over '.join(texts)}{_mark(*named)}")
-    return lines if pools else [*lines, "no pool is among them: a shared draft does not pay here"]
+    pays = any(use.is_pool for use in best)
+    return lines if pays else [*lines, "no pool is among them: a shared draft does not pay here"]
 
 
 def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
@@ -263,7 +356,7 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
 
     groups: targets that share its draft.
     """
-    flags = {"pair": run.pair or "", **choice.flags()}
+    flags = {**_models(run), **choice.flags()}
     if groups > 1:
         flags["groups"] = str(groups)
     given = said(run)
@@ -274,7 +367,8 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
             flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
         flags |= {name: given[name] for name in ("p_hit", "hit_law", "laws") if name in given}
     flags |= {name: given[name] for name in _FORWARD if name in given}
-    if "forward" not in flags and has_weights(split_pair(flags["pair"])[0]):
+    target = run.target or split_pair(str(run.pair))[0]
+    if "forward" not in flags and has_weights(target):
         flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
     return _mpirun(groups * choice.tp + choice.num_drafts, "run", flags)
 
@@ -282,9 +376,13 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
 def _probe(run: RunConfig, choice: Choice) -> str:
     """Returns the command line that measures a choice's forwards and host costs."""
     given = said(runnable(run, choice.tp))
-    flags = {"pair": run.pair or "", "num_drafts": str(choice.num_drafts)}
+    flags = {**_models(run), "num_drafts": str(choice.num_drafts)}
     flags |= {name: given[name] for name in _FORWARD if name in given}
     return _mpirun(choice.gpus, "probe", flags)
+
+
+def _models(run: RunConfig) -> dict[str, str]:
+    return {n: v for n in ("pair", "target", "draft") if (v := getattr(run, n)) is not None}
 
 
 def _mpirun(ranks: int, command: str, flags: dict[str, str]) -> str:

@@ -111,30 +111,6 @@ class Advice:
         return None if self.missing else self.other(self.best.mode, self.best.gpus)
 
     @property
-    def gain(self) -> float | None:
-        """The ratio best / rival in tok/s; None without a rival."""
-        return None if self.rival is None else self.best.tok_per_s / self.rival.tok_per_s
-
-    def extra_gpu(self) -> dict[str, float | None] | None:
-        """Returns the gains of the best SSD over other uses of the GPU of its draft; None without
-        SSD.
-
-        gain: its tok/s over the best other use's on one GPU less. gain_per_gpu: that in tok/s a
-        GPU. gain_at_equal_gpus: over the best other use on as many GPUs (a larger T, or SD's
-        draft). Each is None without such a use, or if not all that would fit could be judged.
-        """
-        ssd = self.first("ssd")
-        if ssd is None:
-            return None
-        fewer, equal = (self.other("ssd", ssd.gpus - less) for less in (1, 0))
-        per_gpu = None if fewer is None else ssd.tok_per_s_per_gpu / fewer.tok_per_s_per_gpu
-        return {
-            "gain": None if fewer is None else ssd.tok_per_s / fewer.tok_per_s,
-            "gain_per_gpu": per_gpu,
-            "gain_at_equal_gpus": None if equal is None else ssd.tok_per_s / equal.tok_per_s,
-        }
-
-    @property
     def to_probe(self) -> tuple[Choice, ...]:
         """The uses with derived times among the two fastest uses and best's rival.
 

@@ -94,9 +94,9 @@ class CupyDraws:
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
         options = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
-        kernel = self._launcher.function("draw", kernels.DRAW, (("DRAW_THREADS", _THREADS),))
         args = (self._logits, width, asks, tells, *options)
-        self._launcher.launch(kernel, (count,), (_THREADS,), args, _SHARED_BYTES)
+        how = args, _SHARED_BYTES, (("DRAW_THREADS", _THREADS),)
+        self._launcher.launch("draw", kernels.DRAW, (count,), (_THREADS,), *how)
         self._backend.synchronize()
         answers = self._tells[:count]
         if (answers["verdict"] == _NOT_FINITE).any():

@@ -219,8 +219,8 @@ class MegakernelOps(CupyOps):
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)
         kind = "float32" if delta is None else str(delta.dtype)
-        kernel = self.launcher.function(f"late_norm_{kind}", kernels.LATE)
-        self.launcher.launch(kernel, (rows,), (_NORM_THREADS,), args, _NORM_BYTES)
+        how = (rows,), (_NORM_THREADS,), args, _NORM_BYTES
+        self.launcher.launch(f"late_norm_{kind}", kernels.LATE, *how)
 
     def _geometry(self, rows: int) -> Geometry:
         head, room = self._config.shape.head_dim, self.launcher.shared_bytes
@@ -242,10 +242,10 @@ class MegakernelOps(CupyOps):
         operations, model = cache.tables[rows]
         geometry, count = self._geometry(rows), OPERATIONS * len(weights.layers) + 1
         shared, stop = geometry.shared_bytes, np.uintp(self.backend.stop.ctypes.data)
-        kernel = self.launcher.function("whole", kernels.WHOLE, geometry.macros, shared)
         args = (operations, np.int32(count), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
         grid = (self.launcher.multiprocessors,)
-        self.launcher.launch(kernel, grid, (THREADS,), args, shared)
+        how = (THREADS,), args, shared, geometry.macros
+        self.launcher.launch("whole", kernels.WHOLE, grid, *how)
         return True
 
     def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> tuple[Any, Any]:

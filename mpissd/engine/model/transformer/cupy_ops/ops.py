@@ -191,8 +191,8 @@ class CupyOps(Ops):
             self._pack("pack_lanes", int(around[0]), (to, *around, *sources, *columns))
 
     def _pack(self, name: str, threads: int, args: tuple[Any, ...]) -> None:
-        kernel = self.launcher.function(name, kernels.PACK)
-        self.launcher.launch(kernel, (min(ceil_div(threads, 256), 1 << 16),), (256,), args)
+        grid = (min(ceil_div(threads, 256), 1 << 16),)
+        self.launcher.launch(name, kernels.PACK, grid, (256,), args)
 
     def _check_widths(self, depth: int, inner_widths: list[int]) -> None:
         """Raises ConfigError for a depth, or widths of joined parts, that do not fit tiles."""
@@ -367,8 +367,7 @@ class CupyOps(Ops):
         return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
 
     def _attention(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self.launcher.function(name, kernels.ATTENTION, self.macros, shared)
-        self.launcher.launch(kernel, grid, block, args, shared)
+        self.launcher.launch(name, kernels.ATTENTION, grid, block, args, shared, self.macros)
 
     def product(self, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
         multiply(self.launcher, x, weight, out, rows)
@@ -420,9 +419,8 @@ class CupyOps(Ops):
         )
         best = stage.ids, draft.best.ids, np.int32(1)
         tops = target.best.ids, target.best.values, np.int32(1)
-        kernel = self.launcher.function("chained", kernels.CHAINED)
         args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
-        self.launcher.launch(kernel, (1,), (_CHAINED_THREADS,), args)
+        self.launcher.launch("chained", kernels.CHAINED, (1,), (_CHAINED_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
         return CupyDraws(self.backend, self.launcher, logits)
@@ -431,8 +429,7 @@ class CupyOps(Ops):
         return np.stack([self.backend.to_host(logits[row]) for row in rows])
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
-        kernel = self.launcher.function(name, kernels.ROWS)
-        self.launcher.launch(kernel, grid, block, args, _SHARED_BYTES)
+        self.launcher.launch(name, kernels.ROWS, grid, block, args, _SHARED_BYTES)
 
 
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:

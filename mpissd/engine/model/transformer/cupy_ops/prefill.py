@@ -102,8 +102,8 @@ class CupyChunks:
     def _norm(self, weight: Any, delta: Any) -> None:
         width = np.int32(self._hidden.shape[1])
         args = self._hidden, delta, weight, self._x, width, np.float32(self._eps)
-        kernel, shared = self._launcher.function("norm_float32", kernels.ROWS), _NORM_THREADS // 8
-        self._launcher.launch(kernel, (self.rows,), (_NORM_THREADS,), args, shared)
+        how = (self.rows,), (_NORM_THREADS,), args, _NORM_THREADS // 8
+        self._launcher.launch("norm_float32", kernels.ROWS, *how)
 
     def _multiply(self, x: Any, weight: PackedWeight, out: Any) -> None:
         rows = self._kept.get(id(weight))
@@ -139,8 +139,8 @@ class CupyChunks:
         self._launch("unpack_rows", grid, (256,), (*args, *map(np.int32, columns), step))
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any, shared: int = 0) -> None:
-        kernel = self._launcher.function(name, kernels.PREFILL, self._ops.macros, shared)
-        self._launcher.launch(kernel, grid, block, args, shared)
+        how = grid, block, args, shared, self._ops.macros
+        self._launcher.launch(name, kernels.PREFILL, *how)
 
 
 def _size(weight: PackedWeight) -> int:

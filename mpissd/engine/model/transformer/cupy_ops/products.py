@@ -100,12 +100,12 @@ def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: i
     macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
     shared = _shared_bytes(tiles, row_tiles, stages)
     name = f"skinny_{'gated' if weight.gated else out.dtype}"
-    kernel = launcher.function(name, kernels.SKINNY, macros, shared)
     blocks = every // tiles * ceil_div(rows, ROW_TILE * row_tiles)
     source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
     to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
     assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
-    launcher.launch(kernel, (blocks,), (_THREADS,), (*source, *to), shared)
+    grid, args = (blocks,), (*source, *to)
+    launcher.launch(name, kernels.SKINNY, grid, (_THREADS,), args, shared, macros)
 
 
 def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
