@@ -1,12 +1,18 @@
-"""A learner's data from the target: distributions, sequences joined of rounds, and the buffer."""
+"""A learner's data from the target: distributions, sequences, the buffer, and its messages."""
 
 from __future__ import annotations
 
-import numpy as np
+import importlib.util
+import io
 
+import numpy as np
+import pytest
+
+from mpissd.common.errors import ConfigError
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Lesson
 from mpissd.online.examples import HELD, Collector, Example, Memory, compressed
+from mpissd.online.process import check_trainer, receive, send
 
 V = 20
 
@@ -104,3 +110,34 @@ def test_the_buffer_holds_some_sequences_out_and_forgets_the_oldest() -> None:
     assert [len(one.tokens) for one in batch[:2]] == [38, 39] and len(batch) == 4
     assert len({len(one.tokens) for one in batch}) == 4
     assert len(Memory(3).batch(4)) == 0
+
+
+def test_messages_come_back_and_a_cut_one_is_the_end() -> None:
+    one, pipe = example(7, rows=3), io.BytesIO()
+    for message in (one, (4, b"weights"), {"state": "learning"}):
+        send(pipe, message)
+    whole = pipe.getvalue()
+    pipe = io.BytesIO(whole + whole[:50])
+    found = receive(pipe)
+    for name in ("tokens", "at", "ids", "logs"):
+        assert np.array_equal(getattr(found, name), getattr(one, name)), name
+    assert receive(pipe) == (4, b"weights") and receive(pipe) == {"state": "learning"}
+    assert receive(pipe) is None
+
+
+def test_an_interpreter_that_cannot_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    lacks = ("torch", "safetensors")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in lacks else find(n))
+    with pytest.raises(ConfigError, match=r"^learners=1: .* has no safetensors, torch: pip"):
+        check_trainer()
+
+
+def test_a_gpu_that_pytorch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from mpissd.online import trainer
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert trainer.device_of("auto", 0) == "cpu"
+    with pytest.raises(ConfigError, match="learn=device=cuda: PyTorch finds no GPU"):
+        trainer.device_of("cuda", 0)
