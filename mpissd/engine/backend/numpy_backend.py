@@ -17,7 +17,6 @@ from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
 
 Floats = NDArray[np.float32]
-_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class HostProgram(Program):
@@ -171,8 +170,6 @@ def last_level_cache_bytes() -> int | None:
     them."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with suppress(OSError):
-            text = path.read_text().strip()
-            if text[:-1].isdigit() and text[-1] in _BINARY:
-                sizes.append(int(text[:-1]) * _BINARY[text[-1]])
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # always in KiB
     return max(sizes, default=None)

@@ -83,16 +83,6 @@ def different(computed: Any, wanted: Any, tolerance: float, what: str) -> list[s
     return [f"{what}: {int(wrong.sum())} of {wrong.size} values are wrong, {where}"]
 
 
-def addend(rank: int, rows: int, width: int) -> NDArray[np.float32]:
-    """Returns a rank's test values [rows, width] for an all-reduce.
-
-    They are multiples of 1/64 within ±1/4: sums over up to 32 ranks are exact in float16, in any
-    order. Their order differs from rank to rank.
-    """
-    place = np.arange(rows * width).reshape(rows, width)
-    return np.asarray(((place * 7 + rank * 13) % 33 - 16) / 64, np.float32)
-
-
 class GroupProbe:
     """Measures on all ranks of `comm`; every method is collective.
 
@@ -313,7 +303,10 @@ class GroupProbe:
         size = rows * width * backend.itemsize
         cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
         program = backend.program(body, cost, capturable=group.capturable)
-        parts = [addend(rank, rows, width) for rank in range(self._comm.size)]
+        # Multiples of 1/64 within ±1/4, in another order on each rank: sums over up to 32 ranks are
+        # exact in float16, in any order of summation.
+        place, ranks = np.arange(rows * width).reshape(rows, width), range(self._comm.size)
+        parts = [((place * 7 + r * 13) % 33 - 16).astype(np.float32) / 64 for r in ranks]
         mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)
         timed = self._launched(program.launch, program)
 
