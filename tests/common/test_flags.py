@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpissd.__main__ import main
-from mpissd.cli.arguments import SPECS
+from mpissd.cli.arguments import SPECS, PlanConfig
 from mpissd.common import config
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
@@ -166,7 +166,7 @@ def test_a_command_hands_its_flags_to_the_run_that_it_contains() -> None:
         grid = {"grid": "seed=0,1"} if kind is SweepConfig else {}
         config: Any = parse_into(kind, {**grid, "alpha": "0.5", "seed": "7", "deadline_s": "9"})
         run = config if kind is RunConfig else config.run
-        assert run == RunConfig(alpha=0.5, seed=7, deadline_s=9.0)
+        assert run == RunConfig(alpha=0.5, seed=7, deadline_s=9.0, lm_head=kind is PlanConfig)
         if kind is not SweepConfig:  # whose grid may resolve it
             assert "vocab=16 with workload" in refusal(kind, {"vocab": "16"})
 
