@@ -87,8 +87,8 @@ def _run_files(folder: Path) -> list[Path]:
     """Returns the files of rows in a folder and its subfolders that have rounds."""
     if folder.is_file():
         return [folder]
-    files = (path for path in sorted(folder.glob("**/*.jsonl")) if path.name != "flagged.jsonl")
-    return [path for path in files if b'"num_rounds"' in path.open("rb").readline()]
+    kept = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
+    return [p for p in sorted(kept) if b'"num_rounds"' in p.open("rb").readline()]
 
 
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
