@@ -405,7 +405,7 @@ class OutputFlags(Checked):
         choice("auto", "all", "ar", "off"),
         "measure AR and SD inline on the same prompts as well (auto: all, after --show of one "
         "answer in a terminal)",
-        needs={"all": "groups=1 learners=0", "ar": "groups=1 learners=0"},
+        needs=dict.fromkeys(("all", "ar"), "groups=1 learners=0 on_draft_loss=abort"),
     )
     json: bool = flag(False, switch, "print the row also in a terminal, as in a pipe")
     dry_run: bool | int = flag(

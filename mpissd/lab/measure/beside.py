@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ Measure = Callable[[Session, dict[str, Any]], Row | None]
 
 _AR_TOKENS = 64  # the speed of AR hardly depends on the text
 _CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
+_FEWEST_ROUNDS = 8  # for a verdict: the first rounds of a run are its slowest
 _OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c")
 
 
@@ -34,21 +36,22 @@ def measured_beside(
     """Measures the rivals of a run whose machine is closed; returns their rows on rank 0, else [].
 
     own: the run's row on rank 0. tp, num_drafts: of the run. measure: measures a session.
-    Collective over all ranks. A rival that this machine refuses is left out, for example if its
-    memory does not hold both models.
+    Collective. A rival that is refused is left out, as if memory does not hold both models.
     """
     measured = partial(_measured, run=run, own=own, measure=measure)
     is_drafted = run.beside != "ar" and bool(run.pair or run.draft)
     uses = [Family(mode, tp, 0) for mode in ("ar", "sd")[: 1 + is_drafted]]
     uses = [use for use in uses if use != Family(run.mode, tp, num_drafts)]
-    with opened_machine(rival(run, "ar"), num_drafts) as machine:
-        machine.divide([0])
-        rows = [row for use in uses if (row := measured(machine, use)) is not None]
-        faster = machine.topology.world.bcast(max(rows, key=speed).mode if rows else "sd")
-    if num_drafts and is_drafted:
-        with opened_machine(rival(run, faster), 0) as machine:
-            wide = measured(machine, Family(faster, tp + num_drafts, 0))
-            rows += [] if wide is None else [wide]
+    rows: list[Row] = []
+    with suppress(Refused):  # raised on all ranks
+        with opened_machine(rival(run, "ar"), num_drafts) as machine:
+            machine.divide([0])
+            rows += [row for use in uses if (row := measured(machine, use)) is not None]
+            faster = machine.topology.world.bcast(max(rows, key=speed).mode if rows else "sd")
+        if num_drafts and is_drafted:
+            with opened_machine(rival(run, faster), 0) as machine:
+                wide = measured(machine, Family(faster, tp + num_drafts, 0))
+                rows += [] if wide is None else [wide]
     return rows
 
 
@@ -60,26 +63,22 @@ def _measured(
     known = None if own is None else _known(config, use, own)
     if world.bcast(known is not None):
         return known
-    row = None
-    try:
+    row = session = None
+    with suppress(Refused):
         with agreed(world):
             job = machine.resolve(config)
         machine.models.expect([job])
         session = machine.session(job)
-        if session is not None:
-            row = measure(session, {"beside": str(use)})
-            session.resources.close()
-    except Refused:
-        pass
+        row = None if session is None else measure(session, {"beside": str(use)})
+    if session is not None:
+        session.resources.close()
     rest(machine.topology)
     return row
 
 
 def rival(run: RunConfig, mode: str) -> RunConfig:
-    """Returns the configuration of `mode` that answers a run's prompts without a draft rank.
-
-    The flags of the run's method take their defaults, so that K is the rival's own.
-    """
+    """Returns the configuration of `mode` that answers a run's prompts without a draft rank, with
+    defaults of the flags of the run's method, so that K is the rival's own."""
     fields = flags_of(RunConfig)
     reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
     limit = run.token_limit or _AR_TOKENS
@@ -108,9 +107,13 @@ def _known(config: RunConfig, use: Family, own: Row) -> Row | None:
 
 
 def speed(row: Row) -> float:
-    """Returns the tokens a second after the first round, which waits for the prompt."""
+    """Returns the tokens a second after the first round, without the prefill of later prompts."""
+    prompts = row.num_prompts or 1
+    first = min(row.batch_size or 1, prompts)
     later_s = row.wall_s - (row.time_to_first_token_s or 0.0)
-    return (row.num_tokens - row.acceptance_length) / later_s if later_s > 0 else row.tok_per_s
+    later_s -= (1 - first / prompts) * (row.t_prefill_s or 0.0)
+    tokens = row.num_tokens - first * row.acceptance_length
+    return tokens / later_s if later_s > 0 else row.tok_per_s
 
 
 def verdict(own: Row, rivals: Sequence[Row]) -> str:
@@ -122,23 +125,20 @@ def verdict(own: Row, rivals: Sequence[Row]) -> str:
         return f"{Family.of(row).name} on {count} {unit}{'s' * (count > 1)}"
 
     def judged(what: str, ratio: float, other: str) -> str:
-        if ratio >= _CLEAR:
-            return f"{what} pays: {ratio:.2f} times {other}"
-        if ratio <= 1 / _CLEAR:
-            return f"{what} does not pay: {ratio:.2f} times {other}"
-        return f"{what} makes no clear difference: {ratio:.2f} times {other}"
+        word = "pays" if ratio >= _CLEAR else "makes no clear difference"
+        word = word if ratio > 1 / _CLEAR else "does not pay"
+        return f"{what} {word}: {ratio:.2f} times {other}"
 
     runs = [own, *rivals]
     speeds = "; ".join(f"{name(row)} {speed(row):.1f}" for row in runs)
-    lines = [f"tok/s of one answer each: {speeds}"]
+    if min(row.num_tokens / row.acceptance_length for row in runs) < _FEWEST_ROUNDS:
+        return f"tok/s: {speeds}\n→ no verdict: an answer of fewer than {_FEWEST_ROUNDS} rounds"
     narrow = [row for row in runs if row.tp == own.tp and not row.num_drafts]
     ar, sd = (next((r for r in narrow if r.mode == mode), None) for mode in ("ar", "sd"))
     parts = []
-    if ar is not None:
-        drafted = sd or own
-        if drafted is not ar:
-            parts.append(judged("speculation", speed(drafted) / speed(ar), name(ar)))
+    if ar is not None and (drafted := sd or own) is not ar:
+        parts.append(judged("speculation", speed(drafted) / speed(ar), name(ar)))
     if own.num_drafts and any(row.tp > own.tp for row in rivals):
         best = max(rivals, key=speed)
         parts.append(judged(f"a {unit} for the draft", speed(own) / speed(best), name(best)))
-    return "\n".join([*lines, *(["→ " + "; ".join(parts)] if parts else [])])
+    return f"tok/s: {speeds}" + f"\n→ {'; '.join(parts)}" * bool(parts)

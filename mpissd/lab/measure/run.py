@@ -68,8 +68,8 @@ def execute(config: RunConfig) -> int:
         if row is not None:
             print("AR and SD inline answer the same prompt (not with --beside=off) …", flush=True)
         rows = measured_beside(config, row, topology.tp, topology.num_drafts, measure)
-        if row is not None and rows:
-            print(f"{verdict(row, rows)}\n", flush=True)
+        if row is not None:
+            print(f"{verdict(row, rows) if rows else 'neither can run here'}\n", flush=True)
     if row is not None:
         where = f"row {row.run_id}: the last line of {config.out}/runs.jsonl"
         print(where if is_watched and not config.json else json_line(row.to_dict()), flush=True)
