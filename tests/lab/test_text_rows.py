@@ -117,9 +117,15 @@ def test_rivals_answer_the_same_prompt_once_for_each_machine_and_pair(
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
-        ((60, 40, 56, 30), "pays: 1.40 times AR on 1 core; a core for the draft makes no clear"),
-        ((60, 40, 30, 38), "does not pay: 0.75 times AR on 1 core; a core for the draft pays: 1.5"),
-        ((60, 40, 41, 90), "makes no clear difference: 1.02 times AR on 1 core; a core for the"),
+        (
+            (60, 40, 56, 30),
+            "speculation pays: SD inline on 1 core is 1.40 times AR on 1 core; a core",
+        ),
+        (
+            (60, 40, 30, 38),
+            "AR on 1 core; a core for the draft pays: SSD on 2 cores is 1.50 times AR",
+        ),
+        ((60, 40, 41, 90), "makes no clear difference: SD inline on 1 core is 1.02 times AR on 1"),
     ],
 )
 def test_a_verdict_names_the_strongest_rival(speeds: tuple[int, ...], expected: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ Measure = Callable[[Session, dict[str, Any]], Row | None]
 
 _AR_TOKENS = 64  # the speed of AR hardly depends on the text
 _CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
+_FRESH = timedelta(hours=1)  # age of a row that is used again
 _FEWEST_ROUNDS = 8  # for a verdict: the first rounds of a run are its slowest
 _OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c")
 
@@ -63,6 +65,8 @@ def _measured(
     known = None if own is None else _known(config, use, own)
     if world.bcast(known is not None):
         return known
+    if own is not None:
+        print(f"{use} answers the same prompt, for comparison (--beside=off: not) …", flush=True)
     row = session = None
     with suppress(Refused):
         with agreed(world):
@@ -90,19 +94,19 @@ def rival(run: RunConfig, mode: str) -> RunConfig:
 
 
 def _known(config: RunConfig, use: Family, own: Row) -> Row | None:
-    """Returns the newest row of this rival that is of the run's machine, commit and weights."""
+    """Returns a rival's newest row of the run's machine, commit, weights and last hour."""
 
     def origin(row: Row) -> tuple[Any, ...]:
         weights = dict(row.weights or {})
         draft = weights.pop("draft", None)
         machine = row.backend, row.device_name, row.provenance["hosts"], row.provenance["commit"]
-        return *machine, weights, use.mode == "sd" and draft
+        return *machine, weights, draft if use.mode == "sd" and own.draft else None
 
     for line in reversed(read_rows(Path(config.out, "runs.jsonl"))):
         row = Row.from_dict(line)
-        is_wanted = row.config_digest == config.digest and Family.of(row) == use
-        if is_wanted and origin(row) == origin(own):
-            return row
+        if row.config_digest == config.digest and Family.of(row) == use:
+            age = datetime.now(timezone.utc) - datetime.fromisoformat(row.provenance["started_at"])
+            return row if age < _FRESH and origin(row) == origin(own) else None
     return None
 
 
@@ -124,10 +128,12 @@ def verdict(own: Row, rivals: Sequence[Row]) -> str:
         count = row.tp + row.num_drafts
         return f"{Family.of(row).name} on {count} {unit}{'s' * (count > 1)}"
 
-    def judged(what: str, ratio: float, other: str) -> str:
-        word = "pays" if ratio >= _CLEAR else "makes no clear difference"
-        word = word if ratio > 1 / _CLEAR else "does not pay"
-        return f"{what} {word}: {ratio:.2f} times {other}"
+    def judged(what: str, row: Row, other: Row) -> str:
+        ratio = speed(row) / speed(other)
+        pays = "makes no clear difference"
+        if not 1 / _CLEAR < ratio < _CLEAR:
+            pays = "pays" if ratio > 1 else "does not pay"
+        return f"{what} {pays}: {name(row)} is {ratio:.2f} times {name(other)}"
 
     runs = [own, *rivals]
     speeds = "; ".join(f"{name(row)} {speed(row):.1f}" for row in runs)
@@ -137,8 +143,8 @@ def verdict(own: Row, rivals: Sequence[Row]) -> str:
     ar, sd = (next((r for r in narrow if r.mode == mode), None) for mode in ("ar", "sd"))
     parts = []
     if ar is not None and (drafted := sd or own) is not ar:
-        parts.append(judged("speculation", speed(drafted) / speed(ar), name(ar)))
+        parts.append(judged("speculation", drafted, ar))
     if own.num_drafts and any(row.tp > own.tp for row in rivals):
         best = max(rivals, key=speed)
-        parts.append(judged(f"a {unit} for the draft", speed(own) / speed(best), name(best)))
+        parts.append(judged(f"a {unit} for the draft", own, best))
     return f"tok/s: {speeds}" + f"\n→ {'; '.join(parts)}" * bool(parts)

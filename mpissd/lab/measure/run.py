@@ -54,7 +54,7 @@ def execute(config: RunConfig) -> int:
         with opened(config, comms) as session, open_terminal() as terminal:
             topology, is_watched = session.topology, terminal is not None
             is_shown = is_watched and config.show
-            if topology.is_lead and not is_shown:
+            if topology.is_lead:
                 print_card(session)
             row = measure(session)
             if row is not None and not is_shown:
@@ -65,8 +65,6 @@ def execute(config: RunConfig) -> int:
                 beside = topology.world.bcast(is_one and config.groups == 1 and comms is None)
             guard.stage(Stage.TEARDOWN)
     if beside:
-        if row is not None:
-            print("AR and SD inline answer the same prompt (not with --beside=off) …", flush=True)
         rows = measured_beside(config, row, topology.tp, topology.num_drafts, measure)
         if row is not None:
             print(f"{verdict(row, rows) if rows else 'neither can run here'}\n", flush=True)
