@@ -16,7 +16,7 @@ for word; do
         --target=* | --draft=* | --pair=*) models+=("$word") ;;
         --backend=*) backend+=("$word") ;;
     esac
-    [ ! -e "${word#*=}" ] || files+=$(ls -lLR "${word#*=}")
+    [ ! -e "${word#*=}" ] || files+=$(ls -lLR --time-style=full-iso "${word#*=}")
 done
 here=$out/pair-$(printf '%s\n' "$@" "$files" "$(uname -n)" | cksum | cut -d ' ' -f 1)
 plan() { mpissd plan --profile="$profile" --gpus="$gpus" "${models[@]}" "$@"; }

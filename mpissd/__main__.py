@@ -13,7 +13,7 @@ import sys
 
 # Ctrl-C during the imports below ends the process without a traceback. launch/local.sh has it
 # ignored until here, because one during Python's own start would print a traceback.
-_is_ignored = os.environ.pop("MPISSD_STARTS", None) is not None
+_is_ignored = os.environ.pop("MPISSD_CHECKS", None) is not None
 if __name__ == "__main__" and (_is_ignored or signal.getsignal(2) is signal.default_int_handler):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

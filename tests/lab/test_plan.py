@@ -417,7 +417,9 @@ def test_the_first_line_names_what_is_assumed(capfd: pytest.CaptureFixture[str])
     flags = ("--profile=h200", "--pair=8b/1b", "--gpus=2", "--alpha=.8", "--p_hit=.8")
     assert main(["plan", *flags, "--context=4096", "--fuse"]) == 0
     out = capfd.readouterr().out
-    assert out.startswith(f"{start}fused, LM head, context 4096, hits given p_hit:0.8:\n")
+    assert out.startswith(
+        f"{start}fused, LM head, context 4096, hits given p_hit:0.8, lookups alpha:0.3, "
+    )
     assert "hits imposed: with the " in out and f" branches that {default} needs" in out
 
 

@@ -106,7 +106,9 @@ def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
 
 def test_ctrl_c_while_python_starts_leaves_no_traceback(box: Path) -> None:
     tools = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun"}
-    done = call(box, "setsid", "--wait", "launch/local.sh", "2", "--out=ctrl-c", **tools)
+    # A shell that runs this in the background has SIGINT ignored, which no trap changes.
+    started = "setsid", "--wait", "env", "--default-signal=INT", "launch/local.sh"
+    done = call(box, *started, "2", "--out=ctrl-c", **tools)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

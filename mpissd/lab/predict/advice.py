@@ -150,6 +150,8 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> list[str]:
         "LM head" if run.lm_head or run.is_transformer else "no LM head",
         f"context {run.context}",
         f"hits {hits}",
+        f"lookups {run.acceptance_fast_text}",
+        "whole transformers" if run.is_transformer else "matrix products only",
     ]
     pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
     lines = [f"on {gpus} × {profile.device_name}, {pair}, assuming {', '.join(terms)}:"]
