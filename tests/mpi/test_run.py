@@ -255,7 +255,7 @@ def test_rivals_of_ssd_use_one_rank_and_both(tmp_path: Path) -> None:
     uses = [(row["mode"], row["tp"], row["world_size"]) for row in rivals]
     assert uses[:2] == [("ar", 1, 1), ("sd", 1, 1)] and uses[2][1:] == (2, 2)
     assert {row["token_digest"] for row in (done.row, *rivals)} == {done.row["token_digest"]}
-    assert "SSD on 2 cores" in done.out.splitlines()[-4]
+    assert "SSD on 2 cores" in done.out.splitlines()[-5]
 
 
 def test_a_run_of_the_launch_script_needs_no_home_and_rows_add_up(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def speed(row: Row) -> float:
 
 
 def verdict(own: Row, rivals: Sequence[Row]) -> str:
-    """Returns two lines: the speeds of a run and its rivals, and whether its method pays here."""
+    """Returns the speeds of a run and its rivals, and a line on each thing that may pay here."""
     unit = {"cupy": "GPU", "numpy": "core"}.get(own.backend, "emulated GPU")
 
     def name(row: Row) -> str:
@@ -147,4 +147,4 @@ def verdict(own: Row, rivals: Sequence[Row]) -> str:
     if own.num_drafts and any(row.tp > own.tp for row in rivals):
         best = max(rivals, key=speed)
         parts.append(judged(f"a {unit} for the draft", own, best))
-    return f"tok/s: {speeds}" + f"\n→ {'; '.join(parts)}" * bool(parts)
+    return "\n→ ".join([f"tok/s: {speeds}", *parts])
