@@ -138,9 +138,10 @@ probe:
 pair_of := TARGET:target DRAFT:draft PAIR:pair PROMPTS:prompts BACKEND:backend
 pair_names := $(foreach f,$(pair_of),$(word 1,$(subst :, ,$f))) GPUS PROFILE OUT ARGS MPIRUN
 pair_flags = $(foreach f,$(pair_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
-gpus = $(call whole,GPUS,$(or $(call given,GPUS),2),[1-9][0-9]*,1 or more)
+gpus = $(call whole,GPUS,$(if $(call is_given,GPUS),$(call given,GPUS),2),[1-9][0-9]*,1 or more)
+refuse_empty = $(foreach v,$1,$(if $(call is_given,$v),$(if $(value $v),,$(error $v is empty))))
 pair:
-	$(call check_only,pair,$(pair_names))$(setup) $(pair_flags) $(call given,ARGS)
+	$(call refuse_empty,PROFILE OUT)$(call check_only,pair,$(pair_names))$(setup) $(pair_flags) $(call given,ARGS)
 	@PYTHON=$(python) PROFILE=$(call quote,$(call given,PROFILE)) OUT=$(call quote,$(or $(call given,OUT),out)) \
 	    launch/pair.sh $(gpus) $(pair_flags) $(call given,ARGS)
 

@@ -40,10 +40,10 @@ if [ -z "$profile" ]; then
         tp=${way% *} drafts=${way#* } name=T${way% *}D${way#* }
         if [ ! -s "$here/profiles/$name.json" ]; then
             echo "probing T=$tp D=$drafts … (its table: $here/$name.txt)"
-            # A target that cannot be divided among all GPUs is planned without.
+            # A target that cannot be divided among so many GPUs is planned without.
             COMMAND=probe "${0%/*}/local.sh" "$((tp + drafts))" --forward=transformer --mode=sd \
                 --deadline_s=1800 --num_drafts="$drafts" "${models[@]}" ${backend[@]+"${backend[@]}"} --out="$here" \
-                --name="$name" >"$here/$name.txt" || [ -n "$profile" ]
+                --name="$name" >"$here/$name.txt" || echo "T=$tp D=$drafts is planned without" >&2
         fi
         [ ! -s "$here/profiles/$name.json" ] || profile+=${profile:+,}$here/profiles/$name.json
     done

@@ -242,7 +242,13 @@ def _generated(text: str) -> ModelShape:
     if given["gated"] not in (0, 1):
         raise ConfigError(f"{text!r}: gated={given['gated']}: allowed: 0, 1")
     return ModelShape(
-        "gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS),
-        given["layers"], hidden, given["heads"], given["kv_heads"], given["head_dim"],
-        given["ffn"], bool(given["gated"]), given["vocab"],
-    )  # fmt: skip
+        name="gen:" + ",".join(f"{key}={given[key]}" for key in _GEN_KEYS),
+        num_layers=given["layers"],
+        hidden=hidden,
+        num_heads=given["heads"],
+        num_kv_heads=given["kv_heads"],
+        head_dim=given["head_dim"],
+        ffn=given["ffn"],
+        gated=bool(given["gated"]),
+        vocab_size=given["vocab"],
+    )

@@ -151,7 +151,7 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
     job = resolve_unopened(config, comms.world_size - config.learners - config.drafts, None)
     workload, learning = job.workload, config.learning
     stops = workload.stop_ids if isinstance(workload, TextWorkload) else frozenset[int]()
-    task = {  # of trainer.train and Student
+    task = {  # of trainer.main and Student
         "target": job.target_where,
         "draft": job.draft_where,
         "seed": 2 * config.seed + 1,

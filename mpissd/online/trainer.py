@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -347,17 +347,39 @@ def paired(mine: Counted, other: Counted) -> tuple[float, float]:
     return float(gain), float(np.sqrt(squares) / total)
 
 
-def train(
-    inbox: queue.SimpleQueue[Example | None], out: BinaryIO, *, device: str, local_rank: int,
-    batch: int, steps: float, publish_s: float, started_at: float, **models: Any,
-) -> None:  # fmt: skip
-    """Learns from arriving examples, until None arrives; writes versions and reports to `out`.
+def device_of(device: str, local_rank: int) -> str:
+    """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or not gpus:
+        if device == "cuda":
+            raise ConfigError("learn=device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
+        return "cpu"
+    return f"cuda:{min(local_rank, gpus - 1)}"
 
-    publish_s: seconds between versions, at least. started_at: when this process was started,
-    time.time. models: of Student.
+
+def main(settings: str) -> int:
+    """Learns from the examples on stdin until it ends; writes versions and reports to stdout.
+
+    settings: JSON of publish_s (seconds between versions, at least), started_at (of this process,
+    time.time), device, local_rank, threads, batch, steps, and what Student takes. Returns 0.
     """
-    device = device_of(device, local_rank)
-    student = Student(**models, device=device)
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps prints of libraries out of the messages
+    given = json.loads(settings)
+    torch.set_num_threads(given.pop("threads"))
+    torch.set_float32_matmul_precision("high")
+    inbox: queue.SimpleQueue[Example | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        while (example := receive(sys.stdin.buffer)) is not None:
+            inbox.put(example)
+        inbox.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    device = device_of(given.pop("device"), given.pop("local_rank"))
+    batch, steps = given.pop("batch"), given.pop("steps")
+    publish_s, started_at = given.pop("publish_s"), float(given.pop("started_at"))
+    student = Student(**given, device=device)
     learner = Learner(student, batch, steps)
     counts = learner.counts
     published_at = reported_at = time.monotonic()
@@ -399,34 +421,6 @@ def train(
         if time.monotonic() - reported_at > _REPORT_S:
             report()
     report()
-
-
-def device_of(device: str, local_rank: int) -> str:
-    """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or not gpus:
-        if device == "cuda":
-            raise ConfigError("learn=device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
-        return "cpu"
-    return f"cuda:{min(local_rank, gpus - 1)}"
-
-
-def main(settings: str) -> int:
-    """Trains until stdin ends; returns 0."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps prints of libraries out of the messages
-    given = json.loads(settings)
-    torch.set_num_threads(given.pop("threads"))
-    torch.set_float32_matmul_precision("high")
-    inbox: queue.SimpleQueue[Example | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        while (example := receive(sys.stdin.buffer)) is not None:
-            inbox.put(example)
-        inbox.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    train(inbox, out, **given)
     return 0
 
 

@@ -46,9 +46,8 @@ def test_a_choice_is_a_group_or_a_refusal(choice: str, seats: list[GpuPlace], to
 
 
 def test_auto_does_without_oneshot_where_it_failed() -> None:
-    assert [choose("auto", seats, oneshot=False) for seats in (APART, NO_NCCL)] == [
-        "nccl", "staged"
-    ]  # fmt: skip
+    chosen = [choose("auto", seats, oneshot=False) for seats in (APART, NO_NCCL)]
+    assert chosen == ["nccl", "staged"]
 
 
 def test_cray_says_it_in_the_environment() -> None:

@@ -183,6 +183,5 @@ def test_prompts_that_cannot_be_answered_are_refused_before_mpi_starts(tmp_path:
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         check_sweep(SweepConfig(run=run, grid="mode=ar,sd"), frozenset(), 2)
     plan = check_sweep(SweepConfig(run=run, grid="mode=ar; prompt_ids=1,999"), frozenset(), 1)
-    assert [why_not(point, 1) for point in plan.points] == [
-        None, "prompt_ids: prompt 1: token 999: allowed: 0..96"
-    ]  # fmt: skip
+    refused = "prompt_ids: prompt 1: token 999: allowed: 0..96"
+    assert [why_not(point, 1) for point in plan.points] == [None, refused]

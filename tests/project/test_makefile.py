@@ -147,3 +147,5 @@ def test_make_pair_is_a_chain_of_commands(box: Path) -> None:
         call(box, "make", "pair", *variables, more)
         called = [json.loads(line)[2:] for line in (box / "dry_runs").read_text().splitlines()]
         assert [words[0] for words in called] == chain
+    for empty in ("PROFILE=", "OUT=", "GPUS="):
+        assert call(box, "make", "pair", *variables, empty).returncode == 2

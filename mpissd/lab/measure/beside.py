@@ -1,8 +1,8 @@
 """Measures what an answer's method has to beat on the same machine, and gives one verdict.
 
 The rivals are AR and SD inline on the run's target ranks, and the faster of the two on all its
-ranks. Their rows are kept in OUT/beside: one of the same configuration, machine and commit is used
-again.
+ranks. Their rows are kept in OUT/beside: for an hour, one of the same configuration, machine and
+commit is used again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from mpissd.engine.comm.topology import Refused, agreed
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
-
 _AR_TOKENS = 64  # the speed of AR hardly depends on the text
 _CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
 _FRESH = timedelta(hours=1)  # age of a row that is used again
