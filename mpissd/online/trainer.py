@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import (
     HEAD,
+    INT8_BITS,
     Checkpoint,
     new_version,
     packed,
@@ -83,7 +84,8 @@ class Student:
         self.source: Checkpoint = open_checkpoint(draft, seed, target)
         config = self.source.config
         self.device, self.rate, self.longest = device, rate, longest
-        self._int8 = config.int8 and not exact
+        is_int8 = self.source.by_name["model.layers.0.mlp.down_proj.weight"].bits == INT8_BITS
+        self._int8 = is_int8 and not exact
         # Layers in bfloat16 if the device has such products: on a CPU that has them they take a
         # fifth of the time (AMD EPYC, one core: 121 instead of 26 GFLOP/s).
         has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)

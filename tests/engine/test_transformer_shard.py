@@ -79,7 +79,7 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
         assert costs[0].weight_bytes == max(cost.weight_bytes for cost in costs)
         assert told.weight_bytes == 2 * whole.num_params(OPTIONS)
         kv = (3 * 70 + 3 * 4) * layers * 2 * config.shape.kv_width * itemsize
-        memory = 2 * (whole.num_params(OPTIONS) + embedding) + kv
+        memory = 2 * whole.num_params(OPTIONS) + itemsize * embedding + kv
         weights = whole.weight_bytes(OPTIONS, itemsize)
         assert weights + whole.cache_bytes(1, 3, OPTIONS, itemsize) == memory
 

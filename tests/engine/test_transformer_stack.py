@@ -42,7 +42,9 @@ def test_it_computes_what_plain_numpy_does(family: str) -> None:
     want = reference.logits(rig.checkpoint, tokens.tolist())
     found = rig.trunk(0, 0, tokens)
     assert np.abs(want).max() > 0.5 and np.std(want, axis=0).max() > 0.1
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=2e-5)
+    # Products with int8 round their inputs to 16 bits; test_packed.py has their exact values.
+    allowed = 5e-4 if family == "int8" else 2e-5
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=allowed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

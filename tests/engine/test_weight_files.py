@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -137,18 +138,20 @@ def test_a_part_of_a_file_is_cut_from_the_whole(
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
-def test_int8_alone_comes_as_it_is_stored(
+def test_blocks_come_as_they_are_stored(
     sources: dict[str, tuple[Checkpoint, Values]], kind: str
 ) -> None:
     checkpoint, name = sources[kind][0], "model.layers.0.mlp.up_proj.weight"
     rows, columns = slice(3, 40), slice(32, 64)
-    part = checkpoint.part(name, rows, columns).int8()
-    assert (part is not None) == (kind == "int8-32")
+    part = checkpoint.part(name, rows, columns).blocks()
+    bits = {"int8-32": 8.5, "gguf Q8_0": 8.5, "gguf Q4_1": 5}.get(kind)
+    assert (part is None) == (bits is None) and checkpoint.config.bits == (bits or 16)
     if part is not None:
-        values, scales = part
-        assert (values.dtype, scales.dtype, scales.shape) == (np.int8, np.float32, (37, 1))
-        assert np.array_equal(values * scales, checkpoint.read(name, rows, columns))
-        assert checkpoint.part(name, rows, slice(8, 40)).int8() is None  # no whole group
+        ggml_type, blocks = part
+        assert blocks.shape[:2] == (37, 1)
+        values = gguf.quants.dequantize(blocks[:, 0], gguf.GGMLQuantizationType(ggml_type))
+        assert np.array_equal(values, checkpoint.read(name, rows, columns))
+        assert checkpoint.part(name, rows, slice(8, 40)).blocks() is None  # no whole block
 
 
 def test_the_llama_3_scaling_of_a_gguf_is_found_in_its_factors(tmp_path: Path) -> None:

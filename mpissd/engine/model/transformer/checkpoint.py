@@ -2,7 +2,8 @@
 
 Files, random weights, a draft that borrows tensors of its target, and a newer version of a draft
 all give such a table, each with its own kind of Tensor. A Part of a tensor is the share that one
-rank packs (Ops). Matrices may be stored as int8 in blocks of 32 inputs, each with a float16 scale.
+rank packs (Ops). Matrices may be stored in ggml's blocks; int8 with a float16 scale for each 32
+inputs is its Q8_0.
 
 A row of results names weights by a digest: files up to 512 MiB are read whole. Reading 140 GB would
 take minutes at every start, so the digest of a larger file covers its size, its first 16 MiB (with
@@ -32,7 +33,9 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 
 BLOCK = 32  # inputs that share a scale
 Floats = NDArray[np.float32]
-Int8 = tuple[NDArray[np.int8], Floats]  # weights, and the scale of each 32 inputs of an output
+Blocks = tuple[int, NDArray[np.uint8]]  # ggml's type, and bytes [outputs, blocks, bytes of a block]
+PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml's types that a CPU reads as they are
+INT8_BITS = 8.5  # of an int8 weight, with its share of a scale
 Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -120,6 +123,7 @@ class Tensor:
     """
 
     shape: tuple[int, ...]
+    bits = 16.0  # of a weight in a CPU's memory
 
     def part(self, rows: slice = ALL, columns: slice = ALL) -> Part:
         """Returns these rows and columns; nothing is read yet."""
@@ -130,10 +134,10 @@ class Tensor:
         """Returns the part's values, float32."""
         raise NotImplementedError
 
-    def int8(self, rows: slice, columns: slice) -> Int8 | None:
-        """Returns a matrix's part as it is stored, int8 and the scale of each 32 inputs.
+    def blocks(self, rows: slice, columns: slice) -> Blocks | None:
+        """Returns a matrix's part in ggml's blocks, as it is stored.
 
-        None if it is stored otherwise, or if the part has no whole groups of 32 inputs.
+        None if it is stored otherwise, or if the part's columns are no whole blocks.
         """
         return None
 
@@ -167,9 +171,9 @@ class Part:
         """Returns the values, float32."""
         return self.tensor.read(self.rows, self.columns)
 
-    def int8(self) -> Int8 | None:
-        """Returns int8 values and scales if they are stored so; see Tensor.int8."""
-        return self.tensor.int8(self.rows, self.columns)
+    def blocks(self) -> Blocks | None:
+        """Returns ggml's blocks if they are stored so; see Tensor.blocks."""
+        return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
         """Describes random weights; see Tensor.recipe."""
@@ -186,6 +190,7 @@ class ArrayTensor(Tensor):
         """
         self.shape = values.shape
         self._values, self._scales = values, scales
+        self.bits = Tensor.bits if scales is None else INT8_BITS
 
     def read(self, rows: slice, columns: slice) -> Floats:
         part = self._values[rows] if len(self.shape) == 1 else self._values[rows, columns]
@@ -198,39 +203,54 @@ class ArrayTensor(Tensor):
         scales = np.repeat(blocks.astype(np.float32), BLOCK, axis=1)
         return floats * scales[:, columns.start % BLOCK :][:, : floats.shape[1]]
 
-    def int8(self, rows: slice, columns: slice) -> Int8 | None:
+    def blocks(self, rows: slice, columns: slice) -> Blocks | None:
         start, stop = columns.start, columns.stop
         if self._scales is None or start % BLOCK or stop % BLOCK:
             return None
-        scales = self._scales[rows, start // BLOCK : stop // BLOCK]
-        return self._values[rows, columns], scales.astype(np.float32)
+        scales = np.asarray(self._scales[rows, start // BLOCK : stop // BLOCK, None], np.float16)
+        values = np.ascontiguousarray(self._values[rows, columns])
+        groups = values.reshape(*scales.shape[:2], BLOCK)
+        return Q8_0, np.concatenate([scales.view(np.uint8), groups.view(np.uint8)], axis=-1)
 
 
 class LentRows(Tensor):
-    """Rows of a target's LM head that its draft shares, quantised like a stored int8 head."""
+    """Rows of a target's LM head that its draft shares, in its blocks or else as an int8 head."""
 
     def __init__(self, head: Tensor, ids: Ints) -> None:
         """Takes the target's head, and the rising tokens of the draft's rows."""
         self.shape = len(ids), head.shape[1]
+        self.bits = head.bits if head.bits < Tensor.bits else INT8_BITS
         self._head, self._ids = head, ids
 
-    def _rows(self, rows: slice) -> ArrayTensor:
+    def _whole(self, rows: slice) -> tuple[Part, Ints]:
+        """Returns the span of the target's head that holds these rows, and their places in it."""
         ids = self._ids[rows]
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
-        return ArrayTensor(*quantize(self._head.part(slice(first, last + 1)).read()[ids - first]))
+        return self._head.part(slice(first, last + 1)), ids - first
+
+    def _quantized(self, rows: slice) -> ArrayTensor:
+        whole, places = self._whole(rows)
+        return ArrayTensor(*quantize(whole.read()[places]))
 
     def read(self, rows: slice, columns: slice) -> Floats:
-        return self._rows(rows).part(columns=columns).read()
+        whole, places = self._whole(rows)
+        if whole.blocks() is None:
+            return self._quantized(rows).part(columns=columns).read()
+        return replace(whole, columns=columns).read()[places]
 
-    def int8(self, rows: slice, columns: slice) -> Int8 | None:
-        return self._rows(rows).part(columns=columns).int8()
+    def blocks(self, rows: slice, columns: slice) -> Blocks | None:
+        whole, places = self._whole(rows)
+        if whole.blocks() is None:
+            return self._quantized(rows).part(columns=columns).blocks()
+        stored = replace(whole, columns=columns).blocks()
+        return None if stored is None else (stored[0], stored[1][places])
 
 
 class Resized(Tensor):
     """A matrix cut to its first rows, or continued by rows of zeros."""
 
     def __init__(self, whole: Tensor, count: int) -> None:
-        self.shape = count, whole.shape[1]
+        self.shape, self.bits = (count, whole.shape[1]), whole.bits
         self._whole = whole
 
     def read(self, rows: slice, columns: slice) -> Floats:
@@ -239,8 +259,8 @@ class Resized(Tensor):
         lacking = np.zeros((rows.stop - rows.start - len(part), part.shape[1]), np.float32)
         return np.concatenate([part, lacking]) if len(lacking) else part
 
-    def int8(self, rows: slice, columns: slice) -> Int8 | None:
-        return self._whole.int8(rows, columns) if rows.stop <= self._whole.shape[0] else None
+    def blocks(self, rows: slice, columns: slice) -> Blocks | None:
+        return self._whole.blocks(rows, columns) if rows.stop <= self._whole.shape[0] else None
 
 
 class RandomTensor(Tensor):

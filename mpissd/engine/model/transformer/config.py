@@ -47,8 +47,8 @@ class TransformerConfig:
 
     qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
     tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
-    rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. int8:
-    the layers' matrices and the head are stored as int8 with a scale for each 32 inputs. kind: of a
+    rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. bits: of
+    a weight of the matrices that a forward reads, as CPUs keep them; the mean. kind: of a
     draft that reads its target's hidden state, one of shapes.STATE_KINDS; "" for a model that reads
     only tokens. The layers of "medusa" are its heads. Raises ConfigError for positions that cannot
     be rotated (an odd head_dim).
@@ -64,7 +64,7 @@ class TransformerConfig:
     tied: bool = False
     max_positions: int = 2048
     head_vocab: int = 0
-    int8: bool = False
+    bits: float = 16.0
     kind: str = ""
 
     def __post_init__(self) -> None:

@@ -17,9 +17,8 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 _BLOCKS = (64, 32, 16, 8, 4, 2)  # columns that kernels like to have together
 _BALANCED = 16  # blocks a rank, from which on one more is no burden
 _SPLIT = 128  # positions of a split of the attention on a GPU
-WEIGHT_BYTES = 2  # weights have 16 bits on every backend, unless they are stored as int8
+WEIGHT_BYTES = 2  # weights have 16 bits on GPUs
 CPU_ITEMSIZE = 4
-SCALE_BYTES, SCALED = 4, 32  # a scale, and the weights that share it
 
 
 @dataclass(frozen=True)
@@ -150,19 +149,18 @@ class TransformerShard:
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
         """Returns the bytes of weights and embedding that this rank keeps.
 
-        Every rank keeps the whole embedding.
+        Every rank keeps the whole embedding: a CPU in float32, of the tokens that it has read.
         """
-        embedding = self.shape.vocab_size * self.shape.hidden * WEIGHT_BYTES
+        embedding = self.shape.vocab_size * self.shape.hidden * itemsize
         return self._read_bytes(self.num_params(options), itemsize) + embedding
 
     def _read_bytes(self, params: int, itemsize: int) -> int:
         """Returns the bytes of the weights that a forward reads.
 
-        itemsize: of activations; 4 on CPUs, which keep int8 weights stay as they are stored.
+        itemsize: of activations; 4 on CPUs, which keep ggml's blocks as they are stored.
         """
-        if self.config.int8 and itemsize == CPU_ITEMSIZE:
-            return params + params * SCALE_BYTES // SCALED
-        return params * WEIGHT_BYTES
+        is_cpu = itemsize == CPU_ITEMSIZE
+        return int(params * self.config.bits) // 8 if is_cpu else params * WEIGHT_BYTES
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
         """Returns the bytes of the KV cache that this rank keeps, with the scratch of lanes.

@@ -42,7 +42,9 @@ from mpissd.engine.model.transformer.checkpoint import (
     HEAD,
     HEAD_IDS,
     LAST_NORM,
+    PACKED,
     ArrayTensor,
+    Blocks,
     Checkpoint,
     Floats,
     LentRows,
@@ -150,9 +152,10 @@ def open_files(
         by_name[name] = tensor
     if config.tied:
         by_name[HEAD] = by_name[EMBEDDING]
-    read = ["model.layers.0.mlp.down_proj.weight", *([] if shares_head else [HEAD])]
-    is_int8 = all(by_name[name].part().int8() is not None for name in read)
-    return Checkpoint(replace(config, int8=is_int8), by_name, files.paths, ids, shares_head)
+    read = [each for name, each in by_name.items() if len(each.shape) == 2 and name != EMBEDDING]
+    sizes = [math.prod(each.shape) for each in read]
+    bits = sum(each.bits * size for each, size in zip(read, sizes, strict=True)) / sum(sizes)
+    return Checkpoint(replace(config, bits=bits), by_name, files.paths, ids, shares_head)
 
 
 def _weight_paths(folder: Path) -> list[Path]:
@@ -262,19 +265,32 @@ class GgufTensor(Tensor):
         """
         self.shape = shape
         self._data, self._kind, self._head_dim = data, kind, head_dim
+        self._block = _block(kind) or (1, 4)
+        self.bits = 8 * self._block[1] / self._block[0] if kind in PACKED else Tensor.bits
 
     def read(self, rows: slice, columns: slice) -> Floats:
         if len(self.shape) == 1:
             return np.asarray(_values(self._data[None], self._kind)[0, rows], np.float32)
-        block, size = _block(self._kind) or (1, 4)
+        first = columns.start // self._block[0] * self._block[0]
+        values = _values(self._bytes(rows, columns), self._kind)
+        return values[:, columns.start - first : columns.stop - first]
+
+    def blocks(self, rows: slice, columns: slice) -> Blocks | None:
+        block, size = self._block
+        if self._kind not in PACKED or columns.start % block or columns.stop % block:
+            return None
+        data = self._bytes(rows, columns)
+        return self._kind, data.reshape(len(data), -1, size)
+
+    def _bytes(self, rows: slice, columns: slice) -> NDArray[np.uint8]:
+        """Returns the bytes of the blocks that hold this part, a row for each of its rows."""
         stored: slice | NDArray[np.int64] = rows
         if width := self._head_dim:
             wanted = np.arange(rows.start, rows.stop)
             pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
             stored = wanted - wanted % width + 2 * pair + half
-        first, last = columns.start // block, -(-columns.stop // block)
-        values = _values(self._data[stored, first * size : last * size], self._kind)
-        return values[:, columns.start - first * block : columns.stop - first * block]
+        block, size = self._block
+        return self._data[stored, columns.start // block * size : -(-columns.stop // block) * size]
 
 
 class GgufFiles:

@@ -1,22 +1,17 @@
-"""The CPU's kernels: packed weights and products with them, rows, and attention over the cache.
+"""The CPU's kernels: products with bfloat16 weights, rows, and attention over the cache.
 
-Weights are bfloat16 or int8. int8 weights are read as they lie in the file: half the bytes of
-bfloat16, and none of its rounding. Keys lie transposed, [head_dim, positions], so that scores and
-sums are both small products whose sums add in order (tiles.tile). A page's part of the softmax is
-merged into the sum of the pages before it, in rising order of absolute positions.
+Keys lie transposed, [head_dim, positions], so that scores and sums are both small products whose
+sums add in order (tiles.tile). A page's part of the softmax is merged into the sum of the pages
+before it, in rising order of absolute positions.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from mpissd.engine.model.transformer.checkpoint import Floats
 from mpissd.engine.model.transformer.numba_ops.tiles import (
     AHEAD,
-    GROUP,
-    INT8_WIDTH,
     MOST_ROWS,
     WIDTH,
     as_bits,
@@ -30,7 +25,7 @@ JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": Tru
 BLOCK = 64  # columns to which activations are padded: a multiple of every block's
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it rounds to a whole number
+ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it rounds to a whole number
 _LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
 _C2, _C3 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1)
 _C4, _C5 = np.float32(4.1665795894e-2), np.float32(8.3334519073e-3)
@@ -64,23 +59,6 @@ def pack(matrix, first, packed):
             packed[block, inputs // 2, column] = rounded(matrix[output, inputs - 1])
 
 
-def pack_int8(weights: NDArray[np.int8], scales: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """Returns packed values, int8 [blocks, inputs, INT8_WIDTH], and scales, float32 [blocks,
-    inputs / 32, INT8_WIDTH].
-
-    weights: [outputs, inputs], inputs a multiple of 32. scales: [outputs, inputs / 32].
-    """
-    outputs, inputs = weights.shape
-    blocks = -(-outputs // INT8_WIDTH)
-    rest = ((0, blocks * INT8_WIDTH - outputs), (0, 0))
-    values = np.pad(weights, rest).reshape(blocks, INT8_WIDTH, inputs)
-    factors = np.pad(scales, rest).reshape(blocks, INT8_WIDTH, inputs // GROUP)
-    return (
-        np.ascontiguousarray(values.transpose(0, 2, 1)),
-        np.ascontiguousarray(factors.transpose(0, 2, 1), np.float32),
-    )
-
-
 @njit(**JIT)
 def clear(array, rows):
     """Sets the first rows of a matrix to 0."""
@@ -90,23 +68,21 @@ def clear(array, rows):
 
 
 @njit(**JIT)
-def product(x, packed, scales, out, rows):
-    """Sets out[:rows] = x[:rows] · weightᵀ; packed: as `pack` or `pack_int8` writes it.
+def product(x, packed, out, first, rows):
+    """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it.
 
-    scales: of int8; bfloat16 reads none. If the number of inputs is odd, x has one more column, of
-    zeros. out has at least a column for each of the blocks'. Rows are computed in even groups of at
-    most MOST_ROWS. A block of the weight is read from memory once for all groups; while the last
-    one is computed, the next block is fetched.
+    If the number of inputs is odd, x has one more column, of zeros. out has at least a column for
+    each of the blocks'. Rows are computed in even groups of at most MOST_ROWS. A block of the
+    weight is read from memory once for all groups; while the last one is computed, the next block
+    is fetched.
     """
     blocks, steps, width = packed.shape
-    size, scale_size, ahead = steps * width * packed.itemsize, 0, steps * width
-    if packed.itemsize == 1:
-        steps //= GROUP
-        scale_size = steps * width * 4
     groups, depth, columns = (rows + MOST_ROWS - 1) // MOST_ROWS, x.shape[1], out.shape[1]
-    clear(out, rows)
-    base, factors = np.int64(packed.ctypes.data), np.int64(scales.ctypes.data)
-    source, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+    for row in range(rows):
+        for column in range(first, first + blocks * width):
+            out[row, column] = 0
+    base = np.int64(packed.ctypes.data)
+    source, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data) + first * 4
     for block in range(blocks):
         for group in range(groups):
             start, stop = group * rows // groups, (group + 1) * rows // groups
@@ -114,15 +90,14 @@ def product(x, packed, scales, out, rows):
                 packed,
                 width,
                 stop - start,
-                base + block * size,
-                factors + block * scale_size,
+                base + block * steps * width * 4,
                 source + start * depth * 4,
                 to + (start * columns + block * width) * 4,
                 steps,
                 width,
                 depth,
                 columns,
-                AHEAD if groups == 1 or group < groups - 1 else ahead,
+                AHEAD if groups == 1 or group < groups - 1 else steps * width,
             )
 
 
@@ -141,10 +116,10 @@ def float_product(x, first, count, depth, weights, stride, out, width):
         while column < width:
             at, end = weights + column * 4, to + column * 4
             if column + 64 <= width:
-                tile(x, 64, rows, at, at, source, end, depth, stride, columns, width, 0)
+                tile(x, 64, rows, at, source, end, depth, stride, columns, width, 0)
                 column += 64
             else:
-                tile(x, 16, rows, at, at, source, end, depth, stride, columns, width, 0)
+                tile(x, 16, rows, at, source, end, depth, stride, columns, width, 0)
                 column += 16
 
 
@@ -155,30 +130,13 @@ def exp(x):
     Source of the polynomial: Cephes, expf.
     """
     bounded = min(max(x, _LEAST), _MOST)
-    whole = fma(bounded, _LOG2_E, _ROUNDER)
+    whole = fma(bounded, _LOG2_E, ROUNDER)
     power = as_bits(whole) << np.uint32(23)
-    whole -= _ROUNDER
+    whole -= ROUNDER
     r = fma(whole, -_LN2_LOW, fma(whole, -_LN2_HIGH, bounded))
     p = fma(fma(fma(fma(fma(_C7, r, _C6), r, _C5), r, _C4), r, _C3), r, _C2)
     p = fma(p, r * r, r) + _ONE
     return as_float(as_bits(p) + power) if x >= _LEAST else np.float32(0)
-
-
-@njit(**JIT)
-def round_table(matrix, table):
-    """Sets table (uint16) = matrix (float32) rounded to bfloat16."""
-    for row in range(matrix.shape[0]):
-        for column in range(matrix.shape[1]):
-            table[row, column] = rounded(matrix[row, column])
-
-
-@njit(**JIT)
-def embed(table, tokens, hidden, rows):
-    """Sets hidden[m] = the bfloat16 row tokens[m] of the table, modulo its entries."""
-    for row in range(rows):
-        token = tokens[row] % table.shape[0]
-        for column in range(table.shape[1]):
-            hidden[row, column] = as_float(np.uint32(table[token, column]) << np.uint32(16))
 
 
 @njit(**JIT)

@@ -1,9 +1,14 @@
-"""A transformer's operations on the CPU: bfloat16 weights, float32 arithmetic (see ops.Ops)."""
+"""A transformer's operations on the CPU (see ops.Ops).
+
+ggml's blocks stay as they are stored (packed); other matrices are rounded to bfloat16, and their
+products computed in float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,8 +20,8 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.numba_ops import kernels
-from mpissd.engine.model.transformer.numba_ops.tiles import WIDTH
+from mpissd.engine.model.transformer.numba_ops import kernels, packed
+from mpissd.engine.model.transformer.numba_ops.tiles import HOST, WIDTH
 from mpissd.engine.model.transformer.ops import Layer, Ops
 
 _NOTHING = np.zeros(0, np.float32)
@@ -24,12 +29,22 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight in bfloat16, two inputs in a word: uint32 [blocks, ⌈inputs / 2⌉, columns]; or in
-    int8 [blocks, inputs, columns] with scales [blocks, inputs / 32, columns] (products)."""
+    """A weight: (its first output, type and words) of each piece, whose outputs have one type.
 
-    words: NDArray[Any]
-    scales: Floats  # empty for bfloat16
+    A piece's type is ggml's (packed.pack), or 0 for bfloat16 (kernels.pack).
+    """
+
+    pieces: list[tuple[int, int, NDArray[np.uint32]]]
     outputs: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding, float32 [entries, hidden], of which the rows that `known` marks were read."""
+
+    part: Part
+    values: Floats
+    known: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -77,37 +92,44 @@ class NumbaOps(Ops):
         self._products: dict[int, Floats] = {}
 
     def matrix(self, parts: Sequence[Part]) -> Packed:
-        """Packs the parts side by side: int8 if all of them are stored so, bfloat16 if not."""
-        stored = [pair for part in parts if (pair := part.int8()) is not None]
-        if len(stored) == len(parts):
-            values, scales = (np.concatenate(each) for each in zip(*stored, strict=True))
-            return Packed(*kernels.pack_int8(values, scales), len(values))
-        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
-        first = 0
-        for part in parts:
-            kernels.pack(np.ascontiguousarray(part.read()), first, words)
-            first += part.shape[0]
-        return Packed(words, _NOTHING, outputs)
+        """Packs the parts side by side, each as it is stored or in bfloat16.
+
+        A piece ends with whole blocks of columns. Parts of several types whose outputs are no
+        multiples of them are all bfloat16.
+        """
+        nothing = 0, np.zeros(0, np.uint8)
+        stored = [(HOST != "sse" and part.blocks()) or nothing for part in parts]
+        kinds = [kind for kind, _ in stored]
+        if len(set(kinds)) > 1 and any(part.shape[0] % kernels.BLOCK for part in parts):
+            kinds = [0] * len(parts)
+        pieces, first = list[tuple[int, int, NDArray[np.uint32]]](), 0
+        for kind, numbers in groupby(range(len(parts)), kinds.__getitem__):
+            some = list(numbers)
+            if kind:
+                words = packed.pack(kind, np.concatenate([stored[n][1] for n in some]))
+            else:
+                words = _bfloat16([parts[n] for n in some])
+            pieces.append((first, kind, words))
+            first += sum(parts[n].shape[0] for n in some)
+        return Packed(pieces, first)
 
     def gate_up(self, gate: Part, up: Part) -> Packed:
         return self.matrix([gate, up])
 
-    def table(self, embedding: Part) -> NDArray[np.uint16]:
-        values = np.ascontiguousarray(embedding.read())
-        table = np.empty(values.shape, np.uint16)
-        kernels.round_table(values, table)
-        return table
+    def table(self, embedding: Part) -> Table:
+        """Returns an empty table: a row is read when its token is first used."""
+        return Table(
+            embedding, np.zeros(embedding.shape, np.float32), np.zeros(embedding.shape[0], bool)
+        )
 
     def vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
 
-    def overwrite(self, old: Packed | Floats, new: Packed | Floats) -> None:
-        pairs: Any = [(old, new)]
-        if isinstance(old, Packed) and isinstance(new, Packed):
-            pairs = (old.words, new.words), (old.scales, new.scales)
-        for to, source in pairs:
-            np.copyto(to, source)
+    def overwrite(self, old: Any, new: Any) -> None:
+        if isinstance(old, Packed):
+            old.pieces[:] = new.pieces
+        else:
+            np.copyto(old, new)
 
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, ⌈width⌉], whole blocks of columns."""
@@ -155,8 +177,12 @@ class NumbaOps(Ops):
     def begin(self, cache: Cache, rows: int) -> None:
         """Does nothing: the places are read where they were written."""
 
-    def embed(self, table: NDArray[np.uint16], tokens: Ints, hidden: Floats, count: int) -> None:
-        kernels.embed(table, tokens, hidden, count)
+    def embed(self, table: Table, tokens: Ints, hidden: Floats, count: int) -> None:
+        wanted = tokens[:count] % len(table.known)
+        for token in wanted[~table.known[wanted]].tolist():
+            table.values[token] = table.part.outputs(token, token + 1).read()[0]
+            table.known[token] = True
+        hidden[:count, : table.values.shape[1]] = table.values[wanted]
 
     def norm(
         self, hidden: Floats, delta: Floats | None, weight: Floats, x: Floats, count: int
@@ -179,7 +205,9 @@ class NumbaOps(Ops):
 
     def product(self, x: Floats, weight: Packed, out: Floats | Logits, count: int) -> None:
         to = out.scores if isinstance(out, Logits) else out
-        kernels.product(x, weight.words, weight.scales, to, count)
+        for first, kind, words in weight.pieces:
+            product = packed.PRODUCTS[kind] if kind else kernels.product
+            product(x, words, to, first, count)
 
     def gated(self, x: Floats, gate_up: Packed, inner: Floats, count: int) -> None:
         both = self._scratch(gate_up, count)
@@ -206,6 +234,17 @@ class NumbaOps(Ops):
 
     def read(self, logits: Logits, chosen: Sequence[int]) -> Floats:
         return logits.scores[list(chosen), : logits.width]
+
+
+def _bfloat16(parts: Sequence[Part]) -> NDArray[np.uint32]:
+    """Returns the parts' outputs side by side, uint32 [blocks, ⌈inputs / 2⌉, WIDTH]."""
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    words = np.zeros((-(-outputs // WIDTH), -(-inputs // 2), WIDTH), np.uint32)
+    first = 0
+    for part in parts:
+        kernels.pack(np.ascontiguousarray(part.read()), first, words)
+        first += part.shape[0]
+    return words
 
 
 def _to_16(count: int) -> int:

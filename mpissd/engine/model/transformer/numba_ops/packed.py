@@ -1,0 +1,390 @@
+"""Products with weights that stay in ggml's blocks and are unpacked in registers.
+
+A weight is s · q or s · q + m: q is an integer of 4, 6 or 8 bits, and s and m hold for a group of
+32 inputs (16 in Q6_K). A product rounds each input to a · n: n has 16 bits, and a, a float32, holds
+for a group of 32 inputs, whose largest n is ±32767. A group's sum of q · n is an exact integer;
+float32 begins with its product by a and s. A row's numbers therefore depend neither on the other
+rows nor on a tile's shape.
+
+Blocks lie transposed: a vector holds the same 32-bit word of LANES outputs, so that the integers of
+a pair of inputs are a shift and a mask away. Source of the blocks: ggml-common.h of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from mpissd.engine.model.transformer.checkpoint import Q4_0, Q4_1, Q4_K, Q6_K, Q8_0
+from mpissd.engine.model.transformer.numba_ops.kernels import JIT, ROUNDER
+from mpissd.engine.model.transformer.numba_ops.tiles import (
+    F32,
+    HAS_VNNI,
+    HOST,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    as_bits,
+    as_float,
+    at,
+    fma,
+    load,
+    multiply_add,
+    prefetch,
+    splat,
+    store,
+)
+
+GROUP = 32  # inputs that share a factor of the rounded inputs
+RECORD = GROUP // 2 + 2  # words of a row's group: pairs of integers, a, and a · (sum of integers)
+MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of one tile: their sums fit registers
+AHEAD = 2048  # words by which prefetches run ahead of reads
+WORDS, SHORTS = ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
+
+
+class Layout(NamedTuple):
+    """A type's blocks here: a word of scales, then chunks.
+
+    joined: blocks of the file in one. inputs: of one. chunks: their number. words: of a chunk.
+    """
+
+    joined: int
+    inputs: int
+    chunks: int
+    words: int
+
+
+# Two blocks of Q4_0 and Q8_0 are joined: one has 18 or 34 bytes, which are no whole words.
+LAYOUTS = {
+    Q4_0: Layout(2, 64, 2, 4),
+    Q4_1: Layout(1, 32, 1, 4),
+    Q8_0: Layout(2, 64, 2, 8),
+    Q4_K: Layout(1, 256, 4, 9),
+    Q6_K: Layout(1, 256, 2, 26),
+}
+
+
+def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Returns packed weights, uint32 [⌈outputs / LANES⌉, blocks of inputs, words, LANES].
+
+    blocks: a .gguf's, [outputs, blocks, bytes of a block], as ggml's type `kind` stores them.
+    """
+    (outputs, count, size), layout = blocks.shape, LAYOUTS[kind]
+    rest = -outputs % LANES, -count % layout.joined
+    blocks = np.pad(blocks, ((0, rest[0]), (0, rest[1]), (0, 0)))
+    blocks = blocks.reshape(outputs + rest[0], -1, layout.joined, size)
+    # The bytes of the scales' word, then of each chunk, [outputs, blocks, chunks or 1, bytes].
+    if kind == Q4_K:
+        low, middle, high = (blocks[..., 0, first : first + 4] for first in (4, 8, 12))
+        scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
+        minima = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
+        head, parts = blocks[..., :4], [scales, minima, blocks[..., 0, 16:]]
+    elif kind == Q6_K:
+        head = np.pad(blocks[..., 208:], ((0, 0), (0, 0), (0, 0), (0, 2)))
+        parts = [blocks[..., 0, 192:208], blocks[..., 0, :128], blocks[..., 0, 128:192]]
+    else:
+        half = 4 // layout.joined
+        head, parts = blocks[..., :half], [blocks[..., half:]]
+    chunks = [part.reshape(*blocks.shape[:2], layout.chunks, -1) for part in parts]
+    joint = [part.reshape(*blocks.shape[:2], -1) for part in (head, np.concatenate(chunks, -1))]
+    words = np.concatenate(joint, axis=-1).view(np.uint32)
+    return np.ascontiguousarray(words.reshape(-1, LANES, *words.shape[1:]).transpose(0, 2, 3, 1))
+
+
+class Group(NamedTuple):
+    """The weights of inputs that share a scale, in registers: scale · integer + minimum.
+
+    pairs: (number among the chunk's pairs of inputs, function that emits their integers, the 16-bit
+    halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2 of the chunk.
+    """
+
+    scale: Any
+    minimum: Any | None
+    pairs: list[tuple[int, Callable[[], Any]]]
+
+
+class Chunk:
+    """Emits the code that unpacks a chunk of LANES outputs; its words count from 0."""
+
+    def __init__(self, builder: ir.IRBuilder, scales: Any, address: Any, number: Any) -> None:
+        """scales: the address of the block's word of scales. number: the chunk's in its block."""
+        self._build, self._scales, self._address = builder, scales, address
+        self._number = builder.trunc(number, I32)
+
+    def groups(self, kind: int) -> Iterator[Group]:
+        """Yields the groups of a chunk of this type, in the order of its inputs."""
+        types_ = {Q4_0: self._q4_0, Q4_1: self._q4_1, Q8_0: self._q8_0, Q4_K: self._q4_k}
+        return types_.get(kind, self._q6_k)()
+
+    def _q4_0(self) -> Iterator[Group]:
+        pairs = self._nibbles(range(4), (0, 8, 4, 12), 0, minus=8)
+        yield Group(self._half(self._number), None, pairs)
+
+    def _q4_1(self) -> Iterator[Group]:
+        pairs = self._nibbles(range(4), (0, 8, 4, 12), 0)
+        yield Group(self._half(I32(0)), self._half(I32(1)), pairs)
+
+    def _q8_0(self) -> Iterator[Group]:
+        places = [(w, odd) for w in range(8) for odd in (False, True)]
+        pairs = [partial(self._bytes, w, odd) for w, odd in places]
+        yield Group(self._half(self._number), None, list(enumerate(pairs)))
+
+    def _q4_k(self) -> Iterator[Group]:
+        for g in range(2):
+            scale = self._build.fmul(self._half(I32(0)), self._byte(0, g))
+            minimum = self._build.fmul(self._half(I32(1)), self._byte(0, 2 + g))
+            pairs = self._nibbles(range(1, 9), (4 * g, 4 * g + 8), 16 * g)
+            yield Group(scale, self._build.fneg(minimum), pairs)
+
+    def _q6_k(self) -> Iterator[Group]:
+        for g in range(8):
+            quarter, part = g // 2, g % 2  # of 128 inputs, of 32 inputs
+            low, high = 2 + 8 * (quarter % 2) + 4 * part, 18 + 4 * part
+            shifts = 4 * (quarter // 2), 2 * quarter - 4
+            places = [(w, 8 * odd) for w in range(4) for odd in range(2)]
+            pairs = [
+                partial(self._six, low + w, high + w, [shift + odd for shift in shifts])
+                for w, odd in places
+            ]
+            scale = self._build.fmul(self._half(I32(0)), self._byte(g // 4, g % 4))
+            yield Group(scale, None, list(enumerate(pairs, 8 * g)))
+
+    def _nibbles(
+        self, words: Sequence[int], shifts: Sequence[int], first: int, minus: int = 0
+    ) -> list[tuple[int, Callable[[], Any]]]:
+        """Returns pairs from number `first`: a word's at two shifts; at two more those that follow
+        the first ones of all words."""
+        places = [(w, n) for w in range(len(words)) for n in range(len(shifts))]
+        numbers = [first + 2 * w + n % 2 + n // 2 * 2 * len(words) for w, n in places]
+        pairs = [partial(self._four, words[w], shifts[n], minus) for w, n in places]
+        return list(zip(numbers, pairs, strict=True))
+
+    def _four(self, word: int, shift: int, minus: int) -> Any:
+        value = self._bits(word, shift, 0x000F000F)
+        return self._halves(self._build.sub, value, minus) if minus else value
+
+    def _six(self, low: int, high: int, shifts: Sequence[int]) -> Any:
+        four, two = self._bits(low, shifts[0], 0x000F000F), self._bits(high, shifts[1], 0x00300030)
+        return self._halves(self._build.sub, self._build.or_(four, two), 32)
+
+    def _bytes(self, word: int, high: bool) -> Any:
+        value = self._word(word)
+        raised = value if high else self._halves(self._build.shl, value, 8)
+        return self._halves(self._build.ashr, raised, 8)
+
+    def _word(self, word: int) -> Any:
+        return load(self._build, at(self._build, self._address, I64(word * LANES)), WORDS)
+
+    def _bits(self, word: int, shift: int, mask: int) -> Any:
+        """Returns word >> shift & mask; a negative shift is to the left."""
+        move = self._build.lshr if shift > 0 else self._build.shl
+        value = self._word(word)
+        moved = move(value, _all(WORDS, abs(shift))) if shift else value
+        return self._build.and_(moved, _all(WORDS, mask))
+
+    def _halves(self, operation: Callable[..., Any], value: Any, by: int) -> Any:
+        """Returns a builder's operation on the 16-bit halves of words and a constant."""
+        halves = operation(self._build.bitcast(value, SHORTS), _all(SHORTS, by))
+        return self._build.bitcast(halves, WORDS)
+
+    def _half(self, number: Any) -> Any:
+        """Returns the float32 of float16 0 or 1 in the word of scales."""
+        shift = splat(self._build, self._build.mul(number, I32(16)))
+        bits = self._build.lshr(load(self._build, self._scales, WORDS), shift)
+        shorts = self._build.trunc(bits, ir.VectorType(I16, LANES))
+        halves = self._build.bitcast(shorts, ir.VectorType(ir.HalfType(), LANES))
+        return self._build.fpext(halves, VECTOR)
+
+    def _byte(self, word: int, index: int) -> Any:
+        """Returns the float32 of a signed byte of a word."""
+        top = self._build.shl(self._word(word), _all(WORDS, 24 - 8 * index))
+        return self._build.sitofp(self._build.ashr(top, _all(WORDS, 24)), VECTOR)
+
+
+def _all(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) -> Any:
+    """Returns total + the products of two vectors' 16-bit halves, added up in 32-bit words."""
+    if HOST == "neon":
+        both = [
+            (builder.ashr(builder.shl(each, sixteen), sixteen), builder.ashr(each, sixteen))
+            for each in (weights, inputs)
+            for sixteen in [_all(WORDS, 16)]
+        ]
+        products = [builder.mul(*each) for each in zip(*both, strict=True)]
+        return builder.add(total, builder.add(*products))
+    if HAS_VNNI:
+        kind = ir.FunctionType(WORDS, [WORDS] * 3)
+        name = f"llvm.x86.avx512.vpdpwssd.{32 * LANES}"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, [total, weights, inputs])
+    kind = ir.FunctionType(WORDS, [SHORTS, SHORTS])
+    name = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[HOST]
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    halves = [builder.bitcast(each, SHORTS) for each in (weights, inputs)]
+    return builder.add(total, builder.call(function, halves))
+
+
+def kernel(module: ir.Module, kind: int, rows: int) -> Any:
+    """Returns the function (weights, records, y, blocks, stride of y) of one tile, which sets y
+    [rows, LANES] to the product of rounded rows with a column of `blocks` blocks."""
+    name = f"packed_{kind}_{rows}"
+    if name in module.globals:
+        return module.globals[name]
+    words, floats = ir.PointerType(I32), ir.PointerType(F32)
+    types_ = ir.FunctionType(ir.VoidType(), [words, words, floats, I64, I64])
+    function = ir.Function(module, types_, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    weights, records, y, blocks, stride = function.args
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    sums = [builder.alloca(VECTOR) for _ in range(rows)]
+    for place in sums:
+        builder.store(_all(VECTOR, 0.0), place)
+    fused = multiply_add(module, VECTOR, f"v{LANES}f32")
+    layout = LAYOUTS[kind]
+    chains = max(1, 4 // rows)  # sums of integers side by side, which hide an addition's latency
+    size, step = 1 + layout.chunks * layout.words, layout.inputs // layout.chunks // GROUP
+    with (
+        cgutils.for_range_slice(builder, I64(0), blocks, I64(1)) as (block, _),
+        cgutils.for_range_slice(builder, I64(0), I64(layout.chunks), I64(1)) as (chunk, _),
+    ):
+        scales = at(builder, weights, builder.mul(block, I64(size * LANES)))
+        here = at(builder, scales, builder.mul(chunk, I64(layout.words * LANES)))
+        here = at(builder, here, I64(LANES))
+        prefetch(builder, at(builder, here, I64(AHEAD)), layout.words * LANES)
+        number = builder.add(builder.mul(block, I64(layout.chunks)), chunk)
+        record = at(builder, records, builder.mul(number, I64(step * rows * RECORD)))
+        for group in Chunk(builder, scales, here, chunk).groups(kind):
+            first = group.pairs[0][0] // (GROUP // 2) * rows
+            inputs = [at(builder, record, I64((first + m) * RECORD)) for m in range(rows)]
+            totals = [[_all(WORDS, 0)] * chains for _ in range(rows)]
+            for n, (pair, integers) in enumerate(group.pairs):
+                values = integers()
+                for m, total in enumerate(totals):
+                    x = splat(
+                        builder, builder.load(at(builder, inputs[m], I64(pair % (GROUP // 2))))
+                    )
+                    total[n % chains] = _add_products(builder, values, x, total[n % chains])
+            for m, (total, place) in enumerate(zip(totals, sums, strict=True)):
+                whole = builder.sitofp(reduce(builder.add, total), VECTOR)
+                factor, offset = (
+                    builder.bitcast(
+                        splat(builder, builder.load(at(builder, inputs[m], I64(n)))), VECTOR
+                    )
+                    for n in (RECORD - 2, RECORD - 1)
+                )
+                value = builder.fmul(whole, factor)
+                value = builder.call(fused, [value, group.scale, builder.load(place)])
+                if group.minimum is not None:
+                    value = builder.call(fused, [offset, group.minimum, value])
+                builder.store(value, place)
+    for m, place in enumerate(sums):
+        store(builder, builder.load(place), at(builder, y, builder.mul(I64(m), stride)))
+    builder.ret_void()
+    return function
+
+
+@intrinsic(prefer_literal=True)
+def packed_tile(typing, kind, rows, weights, records, y, blocks, stride):
+    """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs.
+
+    kind: a literal, ggml's type. weights, records, y: addresses. blocks: of inputs. stride: of y's
+    rows, in elements.
+    """
+    number = kind.literal_value
+
+    def code(context, builder, signature, args):
+        _, rows, weights, records, y, *counts = args
+        words = [builder.inttoptr(each, ir.PointerType(I32)) for each in (weights, records)]
+        y = builder.inttoptr(y, ir.PointerType(F32))
+        done = builder.append_basic_block("done")
+        switch = builder.switch(rows, done)
+        for m in range(1, MOST_ROWS + 1):
+            block = builder.append_basic_block(f"rows{m}")
+            switch.add_case(I64(m), block)
+            with builder.goto_block(block):
+                builder.call(kernel(builder.module, number, m), [*words, y, *counts])
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * 6), code
+
+
+_LARGEST, _ZERO = np.float32(32767), np.float32(0)
+
+
+@njit(**JIT)
+def round_inputs(x, first, last, groups, records):
+    """Rounds rows first … last − 1 of x, float32, to records, uint32 [groups, rows, RECORD]."""
+    rows, values = last - first, np.empty(GROUP, np.int32)
+    for m in range(rows):
+        row = x[first + m]
+        for group in range(groups):
+            part = row[group * GROUP : (group + 1) * GROUP]
+            top = np.uint32(0)
+            for k in range(GROUP):
+                top = max(top, as_bits(part[k]) & np.uint32(0x7FFFFFFF))
+            largest, total = as_float(top), np.int32(0)
+            inverse = _LARGEST / largest if largest > _ZERO else _ZERO
+            for k in range(GROUP):
+                value = np.int32(fma(part[k], inverse, ROUNDER) - ROUNDER)
+                values[k] = value
+                total += value
+            record = records[(group * rows + m) * RECORD : (group * rows + m + 1) * RECORD]
+            for w in range(GROUP // 4):
+                for i in range(2):
+                    low, high = np.uint32(values[4 * w + i]), np.uint32(values[4 * w + i + 2])
+                    record[2 * w + i] = (low & np.uint32(0xFFFF)) | (high << np.uint32(16))
+            factor = largest / _LARGEST
+            record[RECORD - 2] = as_bits(factor)
+            record[RECORD - 1] = as_bits(factor * np.float32(total))
+
+
+def _product(kind: int) -> Any:
+    inputs = LAYOUTS[kind].inputs
+
+    @njit(**JIT)
+    def product(x, packed, out, first, rows):
+        """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it.
+
+        out has a column for each of the blocks' outputs, x one for each of their inputs.
+        """
+        columns, blocks, words, lanes = packed.shape
+        groups, tiles = blocks * inputs // GROUP, (rows + MOST_ROWS - 1) // MOST_ROWS
+        records = np.empty(rows * groups * RECORD, np.uint32)
+        for tile in range(tiles):
+            start, stop = tile * rows // tiles, (tile + 1) * rows // tiles
+            round_inputs(x, start, stop, groups, records[start * groups * RECORD :])
+        base, to = np.int64(packed.ctypes.data), np.int64(out.ctypes.data) + first * 4
+        source = np.int64(records.ctypes.data)
+        for column in range(columns):
+            for tile in range(tiles):
+                start, stop = tile * rows // tiles, (tile + 1) * rows // tiles
+                packed_tile(
+                    kind,
+                    stop - start,
+                    base + column * blocks * words * lanes * 4,
+                    source + start * groups * RECORD * 4,
+                    to + (start * out.shape[1] + column * lanes) * 4,
+                    blocks,
+                    out.shape[1],
+                )
+
+    return product
+
+
+PRODUCTS = {kind: _product(kind) for kind in LAYOUTS}
