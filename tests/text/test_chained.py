@@ -125,7 +125,7 @@ def test_a_logit_that_is_not_finite_is_a_fault(
     launch = ChainedTarget.launch
 
     def spoilt(self: ChainedTarget) -> None:
-        memory = self._forwards._target.weights.head.words
+        memory = self._forwards._target.weights.head.pieces[0][2]
         memory[...] = 0x7F807F80  # infinity in bfloat16
         launch(self)
 

@@ -127,8 +127,9 @@ class Chunk:
         return types_.get(kind, self._q6_k)()
 
     def _q4_0(self) -> Iterator[Group]:
-        pairs = self._nibbles(range(4), (0, 8, 4, 12), 0, minus=8)
-        yield Group(self._half(self._number), None, pairs)
+        scale = self._half(self._number)
+        pairs = self._nibbles(range(4), (0, 8, 4, 12), 0)
+        yield Group(scale, self._build.fmul(scale, _all(VECTOR, -8.0)), pairs)
 
     def _q4_1(self) -> Iterator[Group]:
         pairs = self._nibbles(range(4), (0, 8, 4, 12), 0)
@@ -160,18 +161,14 @@ class Chunk:
             yield Group(scale, None, list(enumerate(pairs, 8 * g)))
 
     def _nibbles(
-        self, words: Sequence[int], shifts: Sequence[int], first: int, minus: int = 0
+        self, words: Sequence[int], shifts: Sequence[int], first: int
     ) -> list[tuple[int, Callable[[], Any]]]:
         """Returns pairs from number `first`: a word's at two shifts; at two more those that follow
         the first ones of all words."""
         places = [(w, n) for w in range(len(words)) for n in range(len(shifts))]
         numbers = [first + 2 * w + n % 2 + n // 2 * 2 * len(words) for w, n in places]
-        pairs = [partial(self._four, words[w], shifts[n], minus) for w, n in places]
+        pairs = [partial(self._bits, words[w], shifts[n], 0x000F000F) for w, n in places]
         return list(zip(numbers, pairs, strict=True))
-
-    def _four(self, word: int, shift: int, minus: int) -> Any:
-        value = self._bits(word, shift, 0x000F000F)
-        return self._halves(self._build.sub, value, minus) if minus else value
 
     def _six(self, low: int, high: int, shifts: Sequence[int]) -> Any:
         four, two = self._bits(low, shifts[0], 0x000F000F), self._bits(high, shifts[1], 0x00300030)
