@@ -106,10 +106,9 @@ class CompareConfig(Checked):
     b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
     show: str | None = flag(
         None,
-        choice("pair", "best", "claims", "why"),
+        choice("pair", "best", "claims"),
         "pair: B over A; best: the fastest method; claims: SSD over the strongest other use of its "
-        "GPUs; why: the gaps between a row and its floor (default: pair where there are two "
-        "configurations, else best)",
+        "GPUs (default: pair where there are two configurations, else best)",
     )
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
@@ -142,7 +141,7 @@ SPECS = {
     "plan": Spec(PlanConfig, "Advises how to run on given GPUs; with mode, predicts a run."),
     "compare": Spec(
         CompareConfig,
-        "Compares results: a pair, the best methods, claims, gaps.",
+        "Compares results: a pair, the best methods, claims.",
         ("a", "b"),
     ),
     "pair": Spec(
@@ -157,7 +156,8 @@ SPECS = {
 _RETIRED = {  # the replacement of each retired command
     "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
     **dict.fromkeys(("record", "laws"), "pair"),
-    **{name: f"compare --show={name}" for name in ("best", "claims", "why")},
+    **{name: f"compare --show={name}" for name in ("best", "claims")},
+    "why": "the row's phases_us, device_us and floor_us",
     "bench-gpu": "make bench-gpu",
 }
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")

@@ -66,7 +66,7 @@ def test_values_that_look_like_python_stay_text() -> None:
         (["predict", "--pair=8b/1b"], "predict is retired: instead: plan --mode="),
         (["pair", "--to=x"], "--to is retired: instead: --out=FILE"),
         (["serve", "--drafts=0"], "--drafts is retired: instead: --num_drafts"),
-        (["why", "out"], "why is retired: instead: compare --show=why"),
+        (["why", "out"], "why is retired: instead: the row's phases_us"),
         (["run", "--lookahead"], "lookahead=True"),
         (["run", "--nolookahead"], "lookahead=False"),
         (["run", "--mode="], "unknown mode ''"),

@@ -1,4 +1,4 @@
-"""Predicts a job's measurement, advises which job to run, and explains why a result is not faster.
+"""Predicts a job's measurement, and advises which job to run.
 
 costs       seconds of a round's pieces: host work by phase, forwards by row count
 grid        the durations of many jobs' rounds, and the draws of their tokens and hits
@@ -9,7 +9,6 @@ search      a pair's places on a machine, and the configurations that `plan` wei
 advisor     which mode, T, K, fan-out and backup to run on given GPUs; copies and pools
 advice      plan's text
 accuracy    the errors of predictions over rows, and the regret of their choices
-why         the largest gaps between a result row and its floor
 
 Pure NumPy: needs neither MPI nor a GPU.
 """
