@@ -30,7 +30,6 @@ from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.spec.acceptance import hit_law_of, load_laws
 from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, summary
-from mpissd.lab.predict.row import imposed_hits, price_of
 from mpissd.lab.predict.search import LOOKUP, Choice, Survey, cut_law, job_of, runnable, weigh
 from mpissd.lab.tables.best import Use as Measured
 from mpissd.lab.tables.best import is_row, method_of, mode_of
@@ -87,13 +86,6 @@ def report(
         if value is not None or not advice.missing:
             known = "none" if value is None else f"{value:.3f}"
             notes.append(f"break-even {what}: {known}{_mark(*advice.judged)}")
-    ssd = advice.first("ssd")
-    if ssd is not None and run.p_hit is not None:
-        place = next(place for place in placed.placements if place.tp == ssd.tp)
-        host = place.host(ssd.method)
-        assert host is not None, "judged without host costs"
-        price = imposed_hits(job_of(run, ssd), place.device, host)
-        notes += [f"hits {text}"] if (text := price_of(price, ssd.tok_per_s)) else []
     if not advice.missing:
         notes += [
             f"→ probe first, {Family.of(use)} is derived: {_probe(run, use)}"
