@@ -34,7 +34,15 @@ def compare(config: CompareConfig) -> int:
         places_of = config.a or ("results" if show == "claims" else config.out)
         rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
         if show == "claims":
-            print(claims.render(claims.claims(rows)))
+            for group in claims.tables_of(claims.claims(rows)).values():
+                known = group[0].setting
+                print(
+                    f"{known['target']}/{known['draft']}, {known['device_name']}, hits by "
+                    f"{group[0].hit_law}:"
+                )
+                for claim in group:
+                    head = ", LM head" * bool(claim.setting["lm_head"])
+                    print(f"  {claim.setting['acceptance']}{head}: {claim}")
             return 0
         comparisons = best.compare_methods(rows)
         if not comparisons:
