@@ -103,7 +103,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         **{**dict.fromkeys(ROW_FIELDS), **session.workload.row_fields()},
         t_prefill_s=round(lead.prefill_s, 9) if config.is_text else None,
         time_to_first_token_s=(
-            round(float(lead.records.round_s.read()[0]), 9) if config.is_text else None
+            round(float(lead.records.round_s[0]), 9) if config.is_text else None
         ),
         **decoded,
         tok_per_s_per_gpu=round(decoded["num_tokens"] / lead.wall_s / num_gpus, 3),
