@@ -144,22 +144,17 @@ class LogitsTarget(SampledTarget):
             start += len(one.served) + 1
         return logprobs
 
-    def lessons(
-        self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
-    ) -> list[Lesson]:
+    def lessons(self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent) -> list[Lesson]:
         lessons, start = [], 0
         for row, one in enumerate(batch.sequences):
-            k, count = int(accepted[row]), len(one.served)
-            first = 0 if everywhere else k
-            rows = range(start + first, start + k + 1) if everywhere or k < count else range(0)
-            last = len(one.tokens) - 1  # the position of the row's own token
+            k, last = int(accepted[row]), len(one.tokens) - 1  # the position of the row's own token
             name = one.request.request_id, one.request.epoch
             had = sent.get(name, 0)
             tokens = np.array([*one.tokens[had:], *one.served[:k], bonus[row]], np.int32)
-            at = np.arange(last + first, last + first + len(rows), dtype=np.int32)
-            prompt = len(one.request.prompt)
+            at = np.arange(last, last + k + 1, dtype=np.int32)
+            rows, prompt = range(start, start + k + 1), len(one.request.prompt)
             lessons.append(Lesson(*name, had, tokens, prompt, at, rows))
-            start += count + 1
+            start += len(one.served) + 1
         return lessons
 
     def logits_of(self, row: int) -> Logits:

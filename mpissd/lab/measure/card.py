@@ -50,7 +50,7 @@ def print_card(session: Session) -> None:
     lines += rank_lines(topology, session.infos)
     if config.learners:
         learning = config.learning
-        how = f"from {learning.positions}, rate {learning.rate:g}, batch {learning.batch}"
+        how = f"rate {learning.rate:g}, batch {learning.batch}"
         text = f"learner  trains the draft {how}; a version every {learning.publish_s:g} s at most"
         lines.append((f"rank {job.world_size - 1}", text))
     if backend.info.kind == "emulated" and (rate := backend.read_bandwidth(0)):

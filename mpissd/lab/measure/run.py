@@ -182,9 +182,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     if learning is not None and learning.outlet is not None:
         assert rank.target is not None, "a lead without a target"
         loop.tell()  # drops the warm-up's last round: no receiver yet
-        everywhere = config.learning.positions == "all"
-        teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
-        loop.teach = teaching
+        loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet)
     first, before, reduced = loop.round, rank.messages, group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     records, limit = RoundRecords(session.job.lookahead), config.max_rounds
