@@ -27,7 +27,7 @@ from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, joined, merged
+from mpissd.engine.model.forwards import Forwards, Places, Results, joined, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
@@ -124,7 +124,7 @@ class Stepper(Forwards):
             assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
             self.stack.read_states(source.stack)
         self.pages: PageTable | None = self.stack.pages
-        self.draws: Draws | None = self.stack.draws
+        self.draws = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
