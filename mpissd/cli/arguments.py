@@ -68,6 +68,7 @@ class PlanConfig(Checked):
     )
     run: RunConfig = contained(
         RunConfig,
+        only=_ONE_GROUP,
         mode=flag("ssd", choice("ar", "sd", "ssd"), "predict the configuration of these flags"),
         lm_head=flag(True, switch, "with the LM head; run needs --lm_head for the same"),
     )
@@ -88,12 +89,6 @@ class PlanConfig(Checked):
     def device(self) -> str:
         """The profile of an advice or a prediction."""
         return self.profile or "h100"
-
-    def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
-        super().check()
-        if self.run.groups > 1 and self.rows is not None:
-            raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,16 @@ from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.records import outcome_digest, percentiles_us
+from mpissd.common.records import outcome_digest
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
-from mpissd.lab.predict import pool as pools
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
 from mpissd.lab.predict.simulation import expected, replay, sampled
 
 _CHAINS = 64
 _LAW_ROUNDS = 32
-_POOL_ROUNDS = 8000  # simulated rounds of all targets together
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
@@ -98,31 +96,6 @@ def predict_row(
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
         "sampling_sd": None if rate is None else law.tok_per_s_noise(rounds) / mean,
-    }
-
-
-def predict_pool(job: Job, targets: int, profile: Profile, host: HostCosts) -> dict[str, Any]:
-    """Predicts a run of G groups that share a draft under the keys of its row, by its own draws.
-
-    job: of one group. expected_tok_per_s is the long-run mean under the imposed models. Raises
-    ConfigError for a job whose rounds cannot be replayed: text, a limit of tokens, or no draft.
-    """
-    rounds = job.config.max_rounds
-    if not is_predictable(job) or job.config.drafts != 1 or rounds is None:
-        raise ConfigError(f"groups={targets}: allowed: imposed laws, a draft rank, and rounds")
-    pool = pools.Pool.of(job, targets, profile, host)
-    replayed = pools.replay(pool, rounds)
-    mean = pools.simulate(pool, max(100, _POOL_ROUNDS // targets), job.config.seed)
-    waits = replayed.waits
-    return {
-        "groups": targets,
-        "tok_per_s": replayed.tok_per_s,
-        "tok_per_s_per_gpu": replayed.tok_per_s / (targets * job.tp + 1),
-        "round_us": percentiles_us([s for each in replayed.rounds_s for s in each]),
-        "draft_wait_us": {"mean": replayed.wait_s * 1e6, "p90": waits[int(0.9 * len(waits))] * 1e6},
-        "hit_rate": replayed.hit_rate if job.fan_outs.branches else None,
-        "pool": {"rows": replayed.rows, "seats": replayed.seats, "busy": replayed.busy},
-        "expected_tok_per_s": mean.tok_per_s,
     }
 
 
