@@ -52,11 +52,10 @@ def predict_row(
     device: DeviceCosts,
     host: HostCosts,
     num_rounds: int | None = None,
-    seed: int | None = None,
 ) -> dict[str, Any]:
     """Predicts the row of a run of this job, from costs and draws.
 
-    num_rounds and seed default to the job's own. Keys that a result row has mean the same here and
+    num_rounds defaults to the job's own. Keys that a result row has mean the same here and
     come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
     expected_tok_per_s (the long-run mean under the imposed models), sampling_error (tok_per_s /
     expected_tok_per_s − 1: how lucky these draws are) and sampling_sd (the standard deviation of
@@ -70,7 +69,7 @@ def predict_row(
             "no prediction for what is sampled (markov), recorded (replay), "
             "or drafts several tokens a forward: allowed: gemm"
         )
-    replayed = replay(job, device, host, num_rounds, seed)
+    replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
     law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
     target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
