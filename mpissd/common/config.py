@@ -211,7 +211,7 @@ class WorkloadFlags(Checked):
     hit_law: str | None = imposed_hits(
         None,
         words,
-        "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
+        "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2",
     )
     laws: str | None = flag(
         None,

@@ -106,7 +106,7 @@ def test_help_is_shown_and_nothing_runs(capfd: pytest.CaptureFixture[str]) -> No
         (("--fan_out=list:1,1,1,1,-1",), "allowed: whole numbers from 0"),
         (("--fan_out=triangle:3",), "unknown fan_out 'triangle'"),
         (("--fan_out=list:0,1,1,1,1", "--p_hit=0.5"), "every F_k from 1"),
-        (("--hit_law=smollm2-on",), "unknown hit_law 'smollm2-on': did you mean 'smollm2-own'?"),
+        (("--hit_law=smolm2",), "unknown hit_law 'smolm2': did you mean 'smollm2'?"),
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--acceptance=beta:3",), "unknown acceptance 'beta'"),
         (("--acceptance=histogram:none",), "cannot read 'none'"),

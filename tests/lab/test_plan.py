@@ -196,7 +196,8 @@ def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
 
 
 @pytest.mark.parametrize(
-    "law", [{"hit_law": "power:A=.9,r=.7"}, {"p_hit": 0.6}, {}, {"hit_law": "smollm2-chat"}]
+    "law",
+    [{"hit_law": "power:A=.9,r=.7"}, {"p_hit": 0.6}, {}, {"hit_law": "power:A=.8/.3,r=.2/.3"}],
 )
 @pytest.mark.parametrize("way", [("jit", 6), ("fast", 1)])
 @pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])

@@ -352,7 +352,7 @@ CASES: dict[str, dict[str, Any]] = {
         "backup_lookahead": 2, "fan_out": "uniform:6",
     },
     "ssd, hits of a real pair": {
-        "mode": "ssd", "lookahead": 5, "hit_law": "smollm2-chat", "batch_size": 3,
+        "mode": "ssd", "lookahead": 5, "hit_law": "power:A=0.78/0.32,r=0.2/0.3", "batch_size": 3,
         "fan_out": "geometric:30", "backup_lookahead": 3,
     },
     "ssd, hits of two ends": {
