@@ -68,6 +68,7 @@ class PlanConfig(Checked):
     )
     run: RunConfig = contained(
         RunConfig,
+        only=_ONE_GROUP,
         mode=flag("ssd", choice("ar", "sd", "ssd"), "predict the configuration of these flags"),
         lm_head=flag(True, switch, "with the LM head; run needs --lm_head for the same"),
     )
@@ -89,12 +90,6 @@ class PlanConfig(Checked):
         """The profile of an advice or a prediction."""
         return self.profile or "h100"
 
-    def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
-        super().check()
-        if self.run.groups > 1 and self.rows is not None:
-            raise ConfigError(f"groups={self.run.groups} with rows: allowed: without rows")
-
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
@@ -106,10 +101,9 @@ class CompareConfig(Checked):
     b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
     show: str | None = flag(
         None,
-        choice("pair", "best", "claims", "why"),
+        choice("pair", "best", "claims"),
         "pair: B over A; best: the fastest method; claims: SSD over the strongest other use of its "
-        "GPUs; why: the gaps between a row and its floor (default: pair where there are two "
-        "configurations, else best)",
+        "GPUs (default: pair where there are two configurations, else best)",
     )
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
 
@@ -142,7 +136,7 @@ SPECS = {
     "plan": Spec(PlanConfig, "Advises how to run on given GPUs; with mode, predicts a run."),
     "compare": Spec(
         CompareConfig,
-        "Compares results: a pair, the best methods, claims, gaps.",
+        "Compares results: a pair, the best methods, claims.",
         ("a", "b"),
     ),
     "pair": Spec(
@@ -157,7 +151,8 @@ SPECS = {
 _RETIRED = {  # the replacement of each retired command
     "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
     **dict.fromkeys(("record", "laws"), "pair"),
-    **{name: f"compare --show={name}" for name in ("best", "claims", "why")},
+    **{name: f"compare --show={name}" for name in ("best", "claims")},
+    "why": "the row's phases_us, device_us and floor_us",
     "bench-gpu": "make bench-gpu",
 }
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")

@@ -16,10 +16,9 @@ from mpissd.engine.job import resolve
 from mpissd.lab.predict.accuracy import judge, profile_of_another_job
 from mpissd.lab.predict.advice import heading, report, with_laws
 from mpissd.lab.predict.advisor import plan as advice_of
-from mpissd.lab.predict.advisor import pools, replicas
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
-from mpissd.lab.predict.row import predict_pool, predict_row
+from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import survey
 from mpissd.lab.tables.load import load_rows, read_lines
 
@@ -49,9 +48,9 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
 def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     """Prints the predicted row of a run with these flags."""
     profile, drafts = role_profiles(config.device, config.run.draft_device)
-    run, groups = _planned(config, profile, given), config.run.groups
+    run = _planned(config, profile, given)
     job = resolve(
-        dataclasses.replace(run, groups=1),
+        run,
         config.tp or 1,
         backend="emulated",
         memory_bytes=profile.memory_bytes,
@@ -60,12 +59,11 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
     check_device(profile, job, drafts)
     device, host = DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job)
-    shared = predict_pool(job, groups, profile, host) if groups > 1 else None
-    row = shared or predict_row(job, device, host)
+    row = predict_row(job, device, host)
     rate, rounds = row["tok_per_s"], row["round_us"]
     mean = row.get("expected_tok_per_s")
     known = "" if mean is None else f"   (long-run mean: {mean:.1f})"
-    print(heading(run, profile, groups * job.tp + job.config.drafts)[0])
+    print(heading(run, profile, job.world_size)[0])
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}{known}")
     print(f"   round  p50 {rounds['p50']:.1f} µs   p99 {rounds['p99']:.1f} µs")
     print_json(row)
@@ -96,11 +94,10 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     run = _planned(config, profile, given)
     placed = survey(run, profile, gpus)
     advice = advice_of(run, placed.placements, gpus, placed.unjudged)
-    uses = [*pools(run, profile, placed.placements, gpus), *replicas(advice.judged, gpus)]
     files = [path for folder in config.measured.split(",") for path in _run_files(Path(folder))]
     read = (line for path in files for _, line in read_lines(path))
     rows = {str(row.get("run_id")): Row.from_dict(row) for row in read if isinstance(row, dict)}
-    lines, numbers = report(run, profile, gpus, placed, advice, uses, [*rows.values()])
+    lines, numbers = report(run, profile, gpus, placed, advice, [*rows.values()])
     print("\n".join(lines))
     print_json(numbers)
     return 0

@@ -5,15 +5,8 @@ from __future__ import annotations
 from mpissd.cli.arguments import CompareConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
-from mpissd.lab.predict.why import gaps
 from mpissd.lab.tables import best, claims
-from mpissd.lab.tables.load import (
-    find_pair,
-    find_rows,
-    load_rounds,
-    load_rows,
-    of_one_group,
-)
+from mpissd.lab.tables.load import find_pair, load_rounds, load_rows, of_one_group
 from mpissd.lab.tables.pair import Pair
 
 
@@ -37,17 +30,19 @@ def compare(config: CompareConfig) -> int:
         pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
         print(pair)
         print_json(pair.to_dict())
-    elif show == "why":
-        row = find_rows(config.a, config.out)[0][-1]
-        largest, floor = gaps(row), "unknown" if row.floor_us is None else f"{row.floor_us:.1f} µs"
-        print(f"{row.run_id}: round {row.round_us['mean']:.1f} µs, floor {floor}")
-        for gap in largest:
-            print(f"{gap.us:10.1f} µs  {gap.share:6.1%}  {gap.name}\n{'':23}{gap.advice}")
     else:
         places_of = config.a or ("results" if show == "claims" else config.out)
         rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
         if show == "claims":
-            print(claims.render(claims.claims(rows)))
+            for group in claims.tables_of(claims.claims(rows)).values():
+                known = group[0].setting
+                print(
+                    f"{known['target']}/{known['draft']}, {known['device_name']}, hits by "
+                    f"{group[0].hit_law}:"
+                )
+                for claim in group:
+                    head = ", LM head" * bool(claim.setting["lm_head"])
+                    print(f"  {claim.setting['acceptance']}{head}: {claim}")
             return 0
         comparisons = best.compare_methods(rows)
         if not comparisons:

@@ -211,7 +211,7 @@ class WorkloadFlags(Checked):
     hit_law: str | None = imposed_hits(
         None,
         words,
-        "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2-chat",
+        "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2",
     )
     laws: str | None = flag(
         None,
@@ -376,13 +376,11 @@ class MachineFlags(Checked):
 class Learning(Checked):
     """The values of --learn.
 
-    positions: of a verification that are learned from: all, or where a draft was rejected. rate:
-    the learning rate. batch: sequences of a step. steps: for each finished sequence, which is seen
-    batch · steps times. publish_s: shortest time between two versions of the draft. device: where
-    it computes; cuda: the GPU of its place on the host, or the last one.
+    rate: the learning rate. batch: sequences of a step. steps: for each finished sequence, which is
+    seen batch · steps times. publish_s: shortest time between two versions of the draft. device:
+    where it computes; cuda: the GPU of its place on the host, or the last one.
     """
 
-    positions: str = flag("all", choice("rejected", "all"), "positions that are learned from")
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     batch: int = flag(4, integer(1), "sequences of a step")
     steps: float = flag(1.0, number(0.01), "steps for each finished sequence")
@@ -444,8 +442,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     learn: str | None = drafting(
         None,
         words,
-        "how a learner trains: positions=all|rejected,rate=3e-5,batch=4,steps=1,publish_s=10,"
-        "device=auto|cuda|cpu",
+        "how a learner trains: rate=3e-5,batch=4,steps=1,publish_s=10,device=auto|cuda|cpu",
     )
 
     @classmethod

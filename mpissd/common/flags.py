@@ -29,7 +29,6 @@ RETIRED = {
     **dict.fromkeys(("hit_a", "hit_r"), "--hit_law=power:A=.75,r=1"),
     "cuda_aware_mpi": "--all_reduce=mpi",
     "schedule": "--mode=sd --num_drafts=0, with --backup=fast for lookups",
-    "learn_from": "--learn=positions=rejected|all",
     **{f"learn_{name}": f"--learn={name}=…" for name in ("rate", "batch", "steps", "device")},
     "publish_s": "--learn=publish_s=…",
     "world_size": "--dry_run=N",
@@ -37,7 +36,9 @@ RETIRED = {
     "drafts": "--num_drafts",
     "host": "plan's --profile=FILE, whose host costs are used",
     "arrivals": "--requests=N or --duration=S, with --rate",
-    **dict.fromkeys(("on_late", "draft_lookup", "draft_tasks", "ledger_ab"), "nothing"),
+    **dict.fromkeys(
+        ("on_late", "draft_lookup", "draft_tasks", "ledger_ab", "learn_from"), "nothing"
+    ),
 }
 
 

@@ -2,10 +2,9 @@
 
 miss(F) = min(1, floor + A·F^−r), with one (A, r, floor) after a rejection and one after a trunk
 (all served tokens) that was accepted whole. DEFAULT, the hit model without a flag, is measured on
-the shipped draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd pair`). REAL_PAIRS
-are of an earlier draft: A is the miss rate measured at F = 1, and r the least-squares slope of log
-miss through it, for F = 2..16. ASSUMED is the earlier default, which committed rows of GPUs have.
-Figures add the shipped draft's to such rows.
+the shipped draft (results/recordings/smollm2.laws.json at K = 4, made by `mpissd pair`). ASSUMED is
+the earlier default, which committed rows of GPUs have. Figures add the shipped draft's to such
+rows.
 
 under_real_pair computes the rate of an SSD row with a pair's hits, from its own waits. A round is
 its duration without waiting for the draft, plus the wait: short if all b sequences hit, and K draft
@@ -30,9 +29,8 @@ DEFAULT_SOURCE = f"measured on {_TARGET} with the shipped draft"
 
 @dataclass(frozen=True)
 class PairHits:
-    """One pair's hit models on one kind of prompt: (after a rejection, after all were accepted)."""
+    """One pair's hit models: (after a rejection, after all were accepted)."""
 
-    prompts: str
     hit_a: tuple[float, float]
     hit_r: tuple[float, float]
     floor: tuple[float, float] = (0.0, 0.0)
@@ -46,16 +44,10 @@ class PairHits:
 
 # With F = 3 this model hits .75: a table-model pair at temperature 1 hits .68 after a rejection and
 # .80 after all were accepted. The paper's A = 1 would make a fan-out of 1 worthless.
-ASSUMED = PairHits("assumed", (0.75, 0.75), (1.0, 1.0))
-REAL_PAIRS = {
-    "smollm2-own": PairHits("its own greedy answers", (0.644, 0.232), (0.37, 0.54)),
-    "smollm2-chat": PairHits("12 chat prompts", (0.777, 0.316), (0.21, 0.32)),
-}
+ASSUMED = PairHits((0.75, 0.75), (1.0, 1.0))
 ASSUMED_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
-DEFAULT = PairHits(
-    "HumanEval and chat prompts", (0.5068, 0.1737), (0.6233, 0.9954), floor=(0.0968, 0.0215)
-)
-NAMED = {**REAL_PAIRS, "smollm2": DEFAULT}
+DEFAULT = PairHits((0.5068, 0.1737), (0.6233, 0.9954), floor=(0.0968, 0.0215))
+NAMED = {"smollm2": DEFAULT}
 
 
 def under_real_pair(row: Row, pair: PairHits) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints, Outcome, Source, Speculation
-from mpissd.common.tape import SPILL_ROUNDS, Tape
+
+_PACKED_ROUNDS = 512  # rounds whose rows are packed at once
 
 
 class RoundRecords:
@@ -21,38 +23,32 @@ class RoundRecords:
         self.lookahead = lookahead
         # {request id: tokens that count} of the sequences that ended at a stop.
         self.ends: dict[int, int] = {}
-        self.round_s = Tape("d")  # wall seconds of each round, appended by the loop that times it
-        self.t_target_s = Tape("d")
-        self._versions = Tape("i")  # version of the draft's weights, by round
-        self._new_outcomes: list[Any] = []  # the rows of each new round, not yet on a tape
+        # Wall seconds of each round, appended by the loop that times it; and of its forward.
+        self.round_s, self.t_target_s = array("d"), array("d")
+        self._versions = array("i")  # version of the draft's weights, by round
+        self._new_outcomes: list[Any] = []  # the rows of each new round, not packed yet
         self._new_speculations: list[Any] = []
-        self._counts, self._outcomes, self._speculations = Tape("i"), Tape("i"), Tape("i")
+        self._counts, self._outcomes, self._speculations = array("i"), array("i"), array("i")
         self._width = Speculation.HEAD  # columns of _speculations
-        self._tapes = (
-            *(self.round_s, self.t_target_s, self._versions),
-            *(self._counts, self._outcomes, self._speculations),
-        )
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
         """Adds a round. The arrays are kept, not copied, until 512 rounds are packed at once."""
-        self.t_target_s.tail.append(t_target_s)
-        self._versions.tail.append(speculation.version)
+        self.t_target_s.append(t_target_s)
+        self._versions.append(speculation.version)
         self._new_speculations.append(speculation.rows)
         self._new_outcomes.append(outcome.rows)
-        if len(self._new_outcomes) == SPILL_ROUNDS:
+        if len(self._new_outcomes) == _PACKED_ROUNDS:
             self._pack()
-            for tape in self._tapes:
-                tape.spill()
 
     def _pack(self) -> None:
-        """Moves the rows of the new rounds to the tapes."""
+        """Moves the rows of the new rounds to the arrays."""
         outcomes, speculations = self._new_outcomes, self._new_speculations
         if not outcomes:
             return
         self._width = speculations[0].shape[1]
-        self._counts.extend(np.array([len(rows) for rows in speculations], np.int32).tobytes())
-        self._outcomes.extend(b"".join(outcomes))
-        self._speculations.extend(b"".join(speculations))
+        self._counts.extend(map(len, speculations))
+        self._outcomes.frombytes(b"".join(outcomes))
+        self._speculations.frombytes(b"".join(speculations))
         self._new_outcomes, self._new_speculations = [], []
 
     @classmethod
@@ -62,8 +58,9 @@ class RoundRecords:
         for part in parts:
             part._pack()
             whole._width = max(whole._width, part._width)
-            for mine, other in zip(whole._tapes, part._tapes, strict=True):
-                mine.extend(other.read().tobytes())
+            for name, values in vars(part).items():
+                if isinstance(values, array):
+                    getattr(whole, name).extend(values)
             whole.ends |= part.ends
         return whole
 
@@ -73,9 +70,9 @@ class RoundRecords:
     def _read(self) -> tuple[Ints, Ints, Ints]:
         """Returns the round of each row [n], outcome rows [n, 5], speculation rows [n, width]."""
         self._pack()
-        rounds = np.repeat(np.arange(len(self), dtype=np.int32), self._counts.read())
-        outcomes = self._outcomes.read().reshape(-1, Outcome.WIDTH)
-        return rounds, outcomes, self._speculations.read().reshape(-1, self._width)
+        rounds = np.repeat(np.arange(len(self), dtype=np.int32), np.array(self._counts))
+        outcomes = np.array(self._outcomes).reshape(-1, Outcome.WIDTH)
+        return rounds, outcomes, np.array(self._speculations).reshape(-1, self._width)
 
     def sequences(self) -> NDArray[np.int64]:
         """Returns [n, 8]: round, id, epoch, num_accepted, bonus, source, hit, num_draft."""
@@ -89,7 +86,7 @@ class RoundRecords:
         Rounds and tokens are summed over all sequences.
         """
         rounds, outcomes, speculations = self._read()
-        known, place = np.unique(self._versions.read()[rounds], return_inverse=True)
+        known, place = np.unique(np.array(self._versions)[rounds], return_inverse=True)
         sums = np.zeros((len(known), 3), np.int64)
         each = np.column_stack([np.ones_like(rounds), speculations[:, 2], outcomes[:, 3]])
         np.add.at(sums, place.reshape(-1), each)
@@ -187,7 +184,7 @@ def median(values: NDArray[Any] | Sequence[float]) -> float | None:
     return float(np.median(array)) if len(array) else None
 
 
-def is_stable(seconds: Sequence[float] | Tape, tolerance: float, blocks: int = 5) -> bool | None:
+def is_stable(seconds: Sequence[float], tolerance: float, blocks: int = 5) -> bool | None:
     """Returns whether the medians of interleaved blocks differ by at most `tolerance`, relatively.
 
     Rounds are dealt to the blocks in turn, and each deal begins one block later. Every block then

@@ -100,11 +100,9 @@ class Outcome:
         self.bonus: Ints = rows[:, 4]
 
     @classmethod
-    def admission(
-        cls, round_: int, requests: Sequence[Request], event: Event = Event.ADMIT
-    ) -> Outcome:
-        """Returns an outcome that admits (or opens, or joins) only these requests."""
-        rows = [(r.request_id, r.epoch, event, 0, r.first_token) for r in requests]
+    def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
+        """Returns an outcome that only admits these requests."""
+        rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
         prompts = {(r.request_id, r.epoch): r for r in requests if r.prompt}
         return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH), prompts or _NONE)
 

@@ -249,10 +249,6 @@ class Row(Mapping[str, Any]):
     sampling_sd: float | None = key(
         "standard deviation of `sampling_error` over runs of as many rounds"
     )
-    imposed_hits: Mapping[str, Any] | None = key(
-        "of an imposed p_hit: the default `hit_law`, the `branch_budget` of the least uniform "
-        "fan-out that hits as often under it, and `expected_tok_per_s` of that run"
-    )
     outcome_digest: str = key(
         "SHA-256 of all (round, id, k, t*); runs that decided alike have equal digests"
     )

@@ -7,19 +7,16 @@ The sum of each phase in each round, and the slices for --trace, are computed af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
 from enum import IntEnum
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.stage import DOING, OWN, Doing
-from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
 
 Int64s = NDArray[np.int64]
-_PART = 1 << 15  # rounds whose stamps are read into memory at a time
 
 
 class LeadPhase(IntEnum):
@@ -77,23 +74,20 @@ _NEXT = bytes(
 class Ledger:
     """The stamps of one rank's phases.
 
-    A mark takes two appends to flat tapes, 9 bytes together. Nothing is added up while a round
-    runs.
+    A mark takes two appends, 9 bytes together. Nothing is added up while a round runs.
     """
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
         # Each mark stores two numbers: the end of its phase in ns, and the phase. Each round stores
         # three: its number, its beginning in ns, and the number of marks up to its end.
-        self._tapes = Tape("q"), Tape("b"), Tape("q")
-        self._ends, self._phases, self._rounds = (tape.tail for tape in self._tapes)
-        self._spilled = self._closed = 0  # how many marks are in the file, and in closed rounds
+        self._ends, self._phases, self._rounds = array("q"), array("b"), array("q")
         self._start = perf_counter_ns()
 
     def restart(self) -> None:
         """Begins a round now; drops the marks since the last closed round."""
-        for tape in self._tapes[:2]:
-            del tape.tail[self._closed - tape.saved :]
+        closed = self._rounds[-1] if self._rounds else 0
+        del self._ends[closed:], self._phases[closed:]
         self._start = perf_counter_ns()
 
     def mark(self, phase: int) -> None:
@@ -106,28 +100,21 @@ class Ledger:
         self.mark(phase)
         self._rounds.append(round_)
         self._rounds.append(self._start)
-        self._closed = self._spilled + len(self._ends)
-        self._rounds.append(self._closed)
+        self._rounds.append(len(self._ends))
         self._start = self._ends[-1]
-        if round_ % SPILL_ROUNDS == LAST:
-            for tape in self._tapes:
-                tape.spill()
-            self._spilled = self._tapes[0].saved
 
     def table(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each of the rounds first_round … last_round-1.
 
         int64 [n, 2 + phases]: the round, its wall time in ns, the ns of each phase.
         """
-        tables = [np.zeros((0, 2 + len(self.names)), np.int64)]
-        for rounds, counts, slices in self._parts(first_round, last_round):
-            table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
-            row = np.repeat(np.arange(len(rounds)), counts)
-            # Adds up a phase that occurs twice.
-            np.add.at(table, (row, 2 + slices[:, 1]), slices[:, 3] - slices[:, 2])
-            table[:, 0], table[:, 1] = rounds, table[:, 2:].sum(axis=1)
-            tables.append(table)
-        return np.concatenate(tables)
+        slices = self.slices(first_round, last_round)
+        rounds, row = np.unique(slices[:, 0], return_inverse=True)
+        table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
+        # Adds up a phase that occurs twice.
+        np.add.at(table, (row.reshape(-1), 2 + slices[:, 1]), slices[:, 3] - slices[:, 2])
+        table[:, 0], table[:, 1] = rounds, table[:, 2:].sum(axis=1)
+        return table
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each mark of the rounds first_round … last_round-1, in order of time.
@@ -135,30 +122,14 @@ class Ledger:
         int64 [n, 4]: the round, the phase, its start and its end in ns of this process's
         perf_counter.
         """
-        parts = self._parts(first_round, last_round)
-        return np.concatenate([np.zeros((0, 4), np.int64), *(slices for _, _, slices in parts)])
-
-    def _parts(self, first_round: int, last_round: int) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-        """Yields the rounds first_round … last_round-1, up to 32768 at a time.
-
-        (rounds [r], marks in each [r], slices [n, 4] as in `slices`).
-        """
-        index: Int64s = self._tapes[2].read().reshape(-1, 3)
-        wanted = np.flatnonzero((index[:, 0] >= first_round) & (index[:, 0] < last_round))
-        for at in range(0, len(wanted), _PART):
-            chosen = wanted[at : at + _PART]
-            low, high = int(chosen[0]), int(chosen[-1]) + 1
-            before = int(index[low - 1, 2]) if low else 0
-            rounds, starts, stops = index[low:high].T
-            counts = np.diff(stops, prepend=before)
-            ends, phases = (tape.read(before, int(stops[-1])) for tape in self._tapes[:2])
-            begins = np.concatenate([ends[-1:], ends[:-1]])  # where the last phase ended
-            begins[stops - counts - before] = starts
-            table = np.column_stack([np.repeat(rounds, counts), phases, begins, ends])
-            is_chosen = np.zeros(high - low, np.bool_)
-            is_chosen[chosen - low] = True
-            slices = table[np.repeat(is_chosen, counts)].astype(np.int64)
-            yield rounds[is_chosen], counts[is_chosen], slices
+        rounds, starts, stops = np.array(self._rounds).reshape(-1, 3).T
+        counts = np.diff(stops, prepend=0)
+        closed = int(counts.sum())
+        ends, phases = np.array(self._ends)[:closed], np.array(self._phases)[:closed]
+        begins = np.roll(ends, 1)
+        begins[stops - counts] = starts
+        table = np.column_stack([np.repeat(rounds, counts), phases, begins, ends])
+        return table[(table[:, 0] >= first_round) & (table[:, 0] < last_round)]
 
 
 class DraftLedger(Ledger):
@@ -189,14 +160,3 @@ class NullLedger(Ledger):
 
     def close_round(self, round_: int, phase: int) -> None:
         return None
-
-
-def select(
-    rows: Sequence[Sequence[Any]] | NDArray[Any], width: int, first_round: int, last_round: int
-) -> NDArray[Any]:
-    """Returns the rows whose first column, a round, is in first_round … last_round-1.
-
-    width: columns of a row. Returns an array [n, width].
-    """
-    table = np.array(rows).reshape(-1, width)
-    return table[(table[:, 0] >= first_round) & (table[:, 0] < last_round)]

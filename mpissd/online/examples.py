@@ -34,21 +34,6 @@ class Example:
     ids: Ints
     logs: NDArray[np.float16]
 
-    def whole(self) -> Example:
-        """Returns an example of all positions after the first one, with the tokens that followed.
-
-        Returns the example itself if it has all positions. If only rejected positions were kept,
-        any other version would look better on them than the rejected one, the first position
-        included. The positions after it were not selected by a rejection.
-        """
-        if len(self.at) == len(self.tokens) - 1 - self.at[0]:
-            return self
-        at = np.arange(self.at[0] + 1, len(self.tokens) - 1, dtype=np.int32)
-        kept = self.ids.shape[1]
-        logs = np.full((len(at), kept), -np.inf, np.float16)
-        logs[:, 0] = 0
-        return Example(self.tokens, at, np.repeat(self.tokens[at + 1, None], kept, 1), logs)
-
 
 def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float16]]:
     """Returns the likeliest tokens of each row and their log-probabilities, both [m, k].
@@ -85,9 +70,8 @@ class Memory:
             self.trained.append(example)
             del self.trained[: -self._capacity]
             return True
-        if len((whole := example.whole()).at):
-            self.held.append(whole)
-            del self.held[: -self._most_held]
+        self.held.append(example)
+        del self.held[: -self._most_held]
         return False
 
     def batch(self, size: int, newest: int = 1) -> list[Example]:

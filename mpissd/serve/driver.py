@@ -7,7 +7,6 @@ from time import monotonic
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control
-from mpissd.common.trace import LeadPhase, NullLedger
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
@@ -67,7 +66,6 @@ class Driver:
 
     def drive(self, loop: TargetLoop) -> None:
         """Decodes until nothing is left, or the front has left."""
-        loop.ledger = NullLedger(LeadPhase)
         self._loop = loop
         loop.meanwhile = self._meanwhile
         while True:

@@ -15,7 +15,6 @@ from mpissd.common import guard
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
-from mpissd.common.trace import DraftPhase, LeadPhase, NullLedger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widths_of
 from mpissd.engine.decode.round import TargetLoop
@@ -61,11 +60,8 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
-    """Takes part in a pass, without a record of the draft's rounds."""
-    drafter = None
-    if rank.draft is not None:
-        drafter = rank.drafter(rank.draft)
-        drafter.ledger = NullLedger(DraftPhase)
+    """Takes part in a pass."""
+    drafter = None if rank.draft is None else rank.drafter(rank.draft)
     rank.run_pass(rank.target, drafter, drive)
 
 
@@ -115,7 +111,6 @@ def warm(loop: TargetLoop, job: Job, times: ForwardTimes, room: Room) -> None:
     So no request waits for compilers or cold caches. A batch has at most as many sequences as there
     are pages for.
     """
-    loop.ledger = NullLedger(LeadPhase)
     sampled = job.serving is not None and job.serving.samples
     pages = room.pages_of(len(_WARM_PROMPT) + _WARM_ROUNDS * (job.lookahead + 1))
     most = max(1, room.pages // pages)

@@ -25,17 +25,14 @@ def rows(name: str) -> list[Row]:
 
 
 def laws() -> Iterator[str]:
-    """Yields a line for each recording: acceptance, the laws of misses, and correlations."""
+    """Yields a line for each recording: acceptance, and the laws of misses."""
     names = [name for end in ENDS for name in (f"A after {end}", "r", "floor")]
-    last = ("accepted: lag 1, between sequences", "misses: lag 1, between")
-    yield from head("prompts", "tokens a round", "alpha", *names, *last)
+    yield from head("prompts", "tokens a round", "alpha", *names)
     for row in rows("laws.jsonl"):
         cells = [between(row["tokens_a_round"], row["tokens_a_round_95"]), f"{row['alpha']:.3f}"]
         for fit in (row["fit_rejected"], row["fit_complete"]):
             cells += [between(fit[key], fit[f"{key}_95"]) for key in ("A", "r")]
             cells.append(f"{fit['floor']:.3f}")
-        for of in (row["correlation"]["accepted"], row["correlation"]["missed"]):
-            cells.append(f"{of['lag1']:.2f}, {of['between']:.2f}")
         yield line([prompts(row), *cells])
 
 

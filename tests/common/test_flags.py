@@ -223,8 +223,8 @@ def test_what_flags_imply() -> None:
     assert RunConfig().max_rounds == 200 and RunConfig(rounds=7).max_rounds == 7
     assert RunConfig(num_tokens=5).max_rounds is None
     assert RunConfig(num_tokens=5, rounds=9).max_rounds == 9
-    learning = RunConfig(learn="rate=.1,positions=rejected").learning
-    assert (learning.rate, learning.positions, learning.batch) == (0.1, "rejected", 4)
+    learning = RunConfig(learn="rate=.1,device=cpu").learning
+    assert (learning.rate, learning.device, learning.batch) == (0.1, "cpu", 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         RunConfig().seed = 1  # type: ignore[misc]
 

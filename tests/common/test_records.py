@@ -24,10 +24,10 @@ def add(records: RoundRecords, round_: int, *rows: tuple[int, int, int, int, lis
     )
 
 
-@pytest.fixture(params=[1, 2, 512], ids=lambda count: f"{count} in memory")
+@pytest.fixture(params=[1, 2, 512], ids=lambda count: f"packed by {count}")
 def shrinking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RoundRecords:
-    """Two sequences, then one; the rounds of the run begin at 10. Of them some lie on disk."""
-    monkeypatch.setattr("mpissd.common.records.SPILL_ROUNDS", request.param)
+    """Two sequences, then one; the rounds of the run begin at 10."""
+    monkeypatch.setattr("mpissd.common.records._PACKED_ROUNDS", request.param)
     records = RoundRecords(K)
     add(records, 10, (7, 2, 90, 0, [1, 2]), (3, 0, 91, 0, [3, 4]))
     add(records, 11, (7, 1, 92, 1, [5, 6]), (3, 1, 93, 0, [8]))

@@ -155,7 +155,7 @@ def test_candidates(fan_out: list[int], spare: int, seed: int, data: st.DataObje
         pair.commit(ks)
 
 
-@pytest.mark.parametrize("text", ["p_hit:0.35", "power:A=1.2,r=0.5", "smollm2-own"])
+@pytest.mark.parametrize("text", ["p_hit:0.35", "power:A=1.2,r=0.5", "power:A=0.64/0.23,r=0.4/0.5"])
 def test_hits_follow_the_hit_law(text: str) -> None:
     """Seed 11, 8 sequences, 500 rounds; 5 standard deviations: a false alarm in 1.7e6 a check."""
     fan_out = (4, 1, 3)

@@ -109,7 +109,7 @@ def test_a_stop_token_or_the_limit_ends_a_request_within_a_round() -> None:
     first, second = scheduler.take(RoundResult(served, Outcome(0, rows), 0.0))
     assert (first.tokens, first.ended) == ([7, 8], "stop")
     assert (second.tokens, second.ended) == ([7, 8, 9], "length")
-    assert scheduler.turn(0.0).leave == [0, 1] and scheduler.is_idle
+    assert scheduler.turn(0.0).leave == [0, 1] and not scheduler.running
 
 
 def test_what_was_cached_of_a_prompt_is_counted_at_its_first_admission_alone() -> None:
@@ -130,7 +130,7 @@ def test_random_arrivals_all_end_and_no_page_is_lost_or_lent_twice(seed: int) ->
     scheduler, ranks = Scheduler(room), Ranks(dice)
     left, ended, emitted, waited = 120, dict[int, str](), dict[int, int](), 0
     wanted: dict[int, int] = {}
-    while left or not scheduler.is_idle:
+    while left or scheduler.num_waiting or scheduler.running or scheduler._ended:
         while left and dice.random() < 0.4:
             left -= 1
             made = task(left, dice.randint(1, 60), dice.randint(1, 60))

@@ -45,7 +45,7 @@ LAWS: Choices = {
 }
 HITS: Choices = {
     "p_hit": (0.3, ["0", "0.5", "1"]),
-    "hit_law": (0.3, ["smollm2-chat", "power:A=0.9/0.2,r=1/0.4"]),
+    "hit_law": (0.3, ["power:A=0.78/0.32,r=0.2/0.3", "power:A=0.9/0.2,r=1/0.4"]),
 }
 MARKOV: Choices = {
     "vocab": (1, ["2", "5", "17", "64"]),

@@ -10,10 +10,11 @@ import pytest
 from mpissd.common.compare import DRIFT
 from mpissd.common.row import Row
 from mpissd.lab.tables.best import setting_of
-from mpissd.lab.tables.claims import Claim, claims, judged, render
+from mpissd.lab.tables.claims import Claim, claims, judged
 from tests.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = load("docs/tables.py")
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
 FLAT = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
 Uses = dict[tuple[str, int, int], dict[int, float]]
@@ -72,7 +73,7 @@ def one(found: list[Row]) -> Claim:
 
 
 def lines(found: list[Row]) -> list[str]:
-    return [line for line in render(claims(found)).splitlines() if line.startswith("| 0")]
+    return [line for line in TABLES.rendered(claims(found)).splitlines() if line.startswith("| 0")]
 
 
 def test_ssd_stands_beside_the_strongest_other_use_and_independent_copies() -> None:
@@ -80,7 +81,7 @@ def test_ssd_stands_beside_the_strongest_other_use_and_independent_copies() -> N
         "| 0.8 | yes | T=1 D=1 K=4 | 770 (385) | SD inline T=2 K=3 | 700 (350) | 1.10× (1.10–1.10) "
         "| 2 × SD inline T=1 K=4 | 800 (400) |"
     ]
-    head = render(claims(rows())).splitlines()[0]
+    head = TABLES.rendered(claims(rows())).splitlines()[0]
     assert "2 × H200 (float16, fused, context 0, batch 1)" in head
     assert "hits by power:A=0.75,r=1.0, assumed. 5 seeds × 400 rounds" in head
 
@@ -183,4 +184,4 @@ def test_a_table_of_a_page_is_that_of_its_rows(page: str) -> None:
     """Every number is recomputed."""
     text = (ROOT / page).read_text()
     assert "<!-- claims" in text
-    assert load("docs/tables.py").with_claims(text) == text, f"docs/tables.py {page}"
+    assert TABLES.with_claims(text) == text, f"docs/tables.py {page}"

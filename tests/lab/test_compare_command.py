@@ -10,12 +10,6 @@ import pytest
 
 from mpissd.__main__ import main
 from tests.common.tables_model import sd, write
-from tests.lab.test_why import SD
-
-
-def result(run_id: str, **changed: Any) -> dict[str, Any]:
-    """A row that can be compared and whose gaps are known."""
-    return {**SD, **sd(run_id), **changed}
 
 
 def at(second: int) -> dict[str, Any]:
@@ -29,16 +23,15 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     return err
 
 
-def test_why_takes_the_row_that_was_measured_last_or_a_run_id(
+def test_a_name_is_the_row_that_was_measured_last_or_a_run_id(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "a" / "runs_2.jsonl", result("old", **at(1)), result("late", **at(9)))
-    write(tmp_path / "a" / "below" / "runs_3.jsonl", result("between", **at(5)))
+    write(tmp_path / "a" / "runs_2.jsonl", sd("old", **at(1)), sd("late", **at(9)))
+    write(tmp_path / "a" / "below" / "runs_3.jsonl", sd("between", **at(5)))
     folder = str(tmp_path / "a")
-    for words, run_id in (((folder,), "late"), ((f"--out={folder}",), "late"),
-                          (("between", f"--out={folder}"), "between")):  # fmt: skip
-        assert main(["compare", "--show=why", *words]) == 0
-        assert capfd.readouterr().out.startswith(f"{run_id}: ")
+    for words, run_id in (((folder, folder), "late"), (("between", folder), "between")):
+        assert main(["compare", *words, f"--out={folder}"]) == 0
+        assert capfd.readouterr().out.startswith(f"   a = {run_id}: ")
 
 
 def test_a_pair_is_the_latest_rows_of_one_seed(
@@ -51,7 +44,7 @@ def test_a_pair_is_the_latest_rows_of_one_seed(
         return json.loads(capfd.readouterr().out.splitlines()[-1])
 
     rows = [
-        result(f"{name}{seed}", seed=seed, token_digest=f"{seed}", fuse=name == "b")
+        sd(f"{name}{seed}", seed=seed, token_digest=f"{seed}", fuse=name == "b")
         for seed, name in [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
     ]
     both, a, b = (tmp_path / name / "runs.jsonl" for name in ("both", "a", "b"))
@@ -61,7 +54,7 @@ def test_a_pair_is_the_latest_rows_of_one_seed(
     for words, pair in (((both.parent,), ("a2", "b2")), ((a.parent, b), ("a1", "b1"))):
         found = told(*words)
         assert (found["a"], found["b"]) == pair
-    write(both, *rows, result("c", lookahead=5, seed=2, token_digest="2"))
+    write(both, *rows, sd("c", lookahead=5, seed=2, token_digest="2"))
     assert list(told(both.parent)[0]["methods"][0]["by_lookahead"]) == ["4", "5"]
 
 
@@ -72,7 +65,6 @@ def test_a_pair_is_the_latest_rows_of_one_seed(
         (("one", "one", "--show=best"), "b=one with show=best: allowed: with show=pair"),
         (("empty",), "result 'empty': no such row in 'empty'"),
         (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
-        (("--show=why",), "result 'out': no such row in 'out'"),
         (("one", "--show=claims"), "claims: no SSD with another use of its GPUs"),
     ],
 )
@@ -84,6 +76,6 @@ def test_what_it_refuses_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Path("one/runs.jsonl"), result("a"), result("b", seed=1))
+    write(Path("one/runs.jsonl"), sd("a"), sd("b", seed=1))
     Path("empty").mkdir()
     assert message in refused(capfd, "compare", *arguments)

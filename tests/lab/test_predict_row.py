@@ -5,7 +5,6 @@ On committed rows; sampling is kept apart from the model.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
-from mpissd.common.real_pairs import DEFAULT, hit_rate, least_uniform
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.engine.job import resolve
-from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.lab.measure.card import print_summary
 from mpissd.lab.predict.accuracy import (
     MEAN_BAR,
@@ -62,45 +59,18 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
     assert null["tok_per_s"] is null["expected_tok_per_s"] is null["T_SD"] is None
 
 
-def test_imposed_hits_have_a_price() -> None:
-    """p_hit = .8 is imposed on 15 branches; the default hit model needs more, which have a cost."""
-    row = predict(mode="ssd", rounds=20, p_hit=0.8)
-    hazards, width = [0.8] * 4, 5  # K = 4
-    least = next(f for f in range(1, 99) if hit_rate(hazards, [f] * width, DEFAULT) >= 0.8)
-    assert least == least_uniform(0.8, hazards, DEFAULT, 99) > 3
-    honest = predict(mode="ssd", rounds=20, fan_out=f"uniform:{least}")
-    assert row["imposed_hits"] == {
-        "hit_law": named_hit_law("smollm2").label,
-        "branch_budget": least * width,
-        "expected_tok_per_s": honest["expected_tok_per_s"],
-    }
-    # Imposed on fewer branches, the hit model's own rate costs less if a branch costs anything.
-    costly = dataclasses.replace(HOST, keys_lane=2e-6)
-    own = hit_rate(hazards, [least] * width, DEFAULT)
-    alike = predict(host=costly, mode="ssd", rounds=20, p_hit=own)
-    assert alike["imposed_hits"]["expected_tok_per_s"] < alike["expected_tok_per_s"]
-    never = predict(mode="ssd", rounds=20, p_hit=1.0)["imposed_hits"]
-    assert never["branch_budget"] is never["expected_tok_per_s"] is None
-    for flags in ({"mode": "ssd", "p_hit": 0.0}, {"mode": "ssd"}, {"mode": "sd"}, {"mode": "ar"}):
-        assert predict(rounds=20, **flags)["imposed_hits"] is None
-
-
-def test_a_card_prints_the_price_of_imposed_hits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_prints_the_floor_and_the_file_of_answers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     row = json.loads((RESULTS / "h200-sweep/runs_8b.jsonl").read_text().splitlines()[0])
-    price = {"hit_law": "power:A=0.75,r=1.0", "branch_budget": 40, "expected_tok_per_s": 827.1}
-    shown = {**row, "hit_rate": 0.9, "expected_tok_per_s": 906.0, "num_prompts": 3}
-    print_summary(Row.from_dict({**shown, "imposed_hits": price}), "out")
+    print_summary(Row.from_dict({**row, "num_prompts": 3}), "out")
     text = capsys.readouterr().out
-    assert "imposed: with the 40 branches" in text
-    assert "827.1 tok/s predicted, 906.0 as run" in text
     assert f"answers  out/text/{row['run_id']}.jsonl: of 3 prompts\n" in text
     whole, floor = row["t_target_s"] * 1e3, row["floor_us"] / 1e3
     share = f"its floor is {floor:.2f} ms, {floor / whole:.0%} of that"
     assert f"  target  {whole:.2f} ms a forward; {share}\n" in text
-    print_summary(Row.from_dict(row), "out")  # a row from before there was this key
-    assert "imposed:" not in (text := capsys.readouterr().out) and "answers" not in text
-    print_summary(Row.from_dict({**shown, "imposed_hits": {**price, "branch_budget": None}}))
-    assert "imposed: no fan-out of power:A=0.75,r=1.0 hits as often" in capsys.readouterr().out
+    print_summary(Row.from_dict(row), "out")
+    assert "answers" not in capsys.readouterr().out
 
 
 def test_sampling_is_kept_apart() -> None:

@@ -59,7 +59,7 @@ def test_lessons_carry_the_logits_that_decided_each_token(
     outlet = Recorded(lambda asked: asked % every == 0)
     with Decoder(config) as decoder:
         read = Read(decoder.worker.oracle)
-        teaching = Teaching(read, outlet, everywhere=True)  # type: ignore[arg-type]
+        teaching = Teaching(read, outlet)  # type: ignore[arg-type]
         decoder.loop.teach = teaching
         while not decoder.is_over:
             decoder.step()

@@ -72,7 +72,7 @@ def alone(pair: TinyPair) -> str:
 def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
     pair: TinyPair, alone: str, tmp_path: Path
 ) -> None:
-    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn=publish_s=0,positions=rejected"]
+    flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn=publish_s=0"]
     done = launched(pair, tmp_path, 4, *LEARNING, *flags, trainer="versions")
     row = done.row
     assert row["token_digest"] == alone

@@ -86,20 +86,6 @@ def test_a_sequence_of_which_a_round_is_missing_is_dropped() -> None:
     assert all(not len(one.at) for one in collector.rest())
 
 
-def test_rejected_positions_are_judged_with_the_accepted_ones_between_them() -> None:
-    """The version that was rejected is right at none of the kept positions, and often between.
-
-    Nor at the first one, for which the sequence was chosen: that is left out.
-    """
-    tokens = np.arange(10, 18, dtype=np.int32)
-    kept = Example(tokens, np.array([3, 5], np.int32), np.ones((2, 4), np.int32),
-                   np.full((2, 4), -1.5, np.float16))  # fmt: skip
-    whole = kept.whole()
-    assert whole.at.tolist() == [4, 5, 6] and whole.ids[:, 0].tolist() == [15, 16, 17]
-    assert np.exp(whole.logs.astype(float)).tolist() == [[1, 0, 0, 0]] * 3
-    assert whole.whole() is whole
-
-
 def test_the_buffer_holds_some_sequences_out_and_forgets_the_oldest() -> None:
     memory = Memory(10, held=2)
     kept = [memory.add(example(n)) for n in range(1, 41)]

@@ -12,7 +12,6 @@ from mpissd.common.flags import parse_into
 from mpissd.common.row import Row
 from mpissd.lab.gates import violations
 from mpissd.lab.predict.costs import HostCosts
-from mpissd.lab.predict.why import gaps
 from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.scripts import ROOT
 
@@ -51,7 +50,7 @@ def test_rows_of_runs_pass_the_gates(path: Path) -> None:
     for row in (Row.from_dict(json.loads(line)) for line in path.read_text().splitlines()):
         arrays = path.parent / "rounds" / f"{row.run_id}.npz"
         rounds = dict(np.load(arrays)) if arrays.exists() else {}
-        assert violations(row, rounds) == [] and gaps(row), row.run_id
+        assert violations(row, rounds) == [], row.run_id
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=label)

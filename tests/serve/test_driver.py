@@ -86,7 +86,7 @@ def served(
 ) -> Driver:
     scheduler, lookahead = Scheduler(room_of(loops)), loops.job.lookahead
     driver = Driver(scheduler, mail, "", lookahead, times=times, goodput=goodput, clock=clock)
-    while not mail.is_over or not driver.scheduler.is_idle:
+    while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
         driver.wait(1.0)
         driver.drive(loops.loop)
     return driver

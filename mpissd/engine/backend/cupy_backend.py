@@ -204,8 +204,8 @@ class CupyBackend(Backend):
     itemsize = 2
     dtype_name = "float16"
 
-    def __init__(self, local_rank: int, *, graph: bool = True, chain: bool = True) -> None:
-        """With chain=False all products use cuBLAS."""
+    def __init__(self, local_rank: int, *, graph: bool = True) -> None:
+        """graph: whether programs are captured."""
         try:
             count = int(runtime.getDeviceCount())
         except runtime.CUDARuntimeError as error:
@@ -230,7 +230,7 @@ class CupyBackend(Backend):
         self.stop = self.host_ints(1)  # Not 0 makes waiting kernels give up.
         self._chain: ChainRunner | None = None
         self._packs = False
-        self.no_chain_reason = why_not(local_rank) if chain else "not wanted"
+        self.no_chain_reason = why_not(local_rank)
         if self.no_chain_reason is None:
             self._chain = ChainRunner(self._launcher, self.stop)
             self.few_rows = MAX_ROWS

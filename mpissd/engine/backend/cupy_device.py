@@ -211,11 +211,6 @@ class CupyProgram(Program):
                     self._graph = stream.end_capture()
             self._graph.upload(stream)
 
-    @property
-    def captured(self) -> bool:
-        """Whether launches replay a graph."""
-        return self._graph is not None
-
     def launch(self) -> None:
         self._start.record(self._stream)
         if self._graph is None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from struct import Struct
-from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -51,23 +50,6 @@ class Lesson:
     def name(self) -> tuple[int, int]:
         """The sequence: (request id, epoch)."""
         return self.request_id, self.epoch
-
-
-class Outlet(Protocol):
-    """Sends lessons to a learner without ever blocking."""
-
-    def has_room(self) -> bool:
-        """Returns whether another message may be sent."""
-
-    def send(self, message: Bytes) -> None:
-        """Starts to send a message, which the caller must not change; for it there is room."""
-
-
-class VersionInbox(Protocol):
-    """Receives pieces for a draft."""
-
-    def take(self) -> Bytes | None:
-        """Returns the next message, valid until the next call; None if none has arrived."""
 
 
 def write_lessons(lessons: Sequence[Lesson], logits: Sequence[Logits]) -> Bytes:

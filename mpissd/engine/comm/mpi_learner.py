@@ -93,7 +93,7 @@ class LearnerComms:
 
 
 class LessonOutlet:
-    """The lead's sends to the learner; a few may be in flight (learner_messages.Outlet)."""
+    """The lead's sends to the learner, which never block; a few may be in flight."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._comm, self._learner = comm, learner
@@ -113,7 +113,7 @@ class LessonOutlet:
 
 
 class PieceInbox:
-    """Receives the pieces of new weights for a draft (learner_messages.VersionInbox)."""
+    """Receives the pieces of new weights for a draft."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._buffer = np.empty(HEADER + PIECE, np.uint8)

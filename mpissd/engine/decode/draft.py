@@ -6,6 +6,7 @@ order of these steps is in round.py (draft_rounds).
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import LIVE, Control, Event, Outcome, Source, Speculation
-from mpissd.common.tape import LAST, SPILL_ROUNDS, Tape
-from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, select
+from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.job import Job
@@ -184,7 +184,7 @@ class Drafter:
         self.caught_up_s = 0.0
         self.version = 0
         self.divergence: str | None = None
-        self._tape = Tape("d")
+        self._rounds: array[float] | None = array("d")  # rows of COLUMNS; None: not kept
         self.draft_s = self._growth_s = _UNKNOWN
         self._num_jit = self._steps_ready = 0
 
@@ -374,22 +374,24 @@ class Drafter:
 
     def close_round(self, speculation: Speculation) -> None:
         """Records the round that `speculation` opened."""
-        round_, add = speculation.round, self._tape.tail.append
-        # Five calls of append take less time than one extend().
-        add(round_)
-        add(self.draft_s)
-        add(self._growth_s)
-        add(self._num_jit)
-        add(self._steps_ready)
+        if self._rounds is not None:
+            add = self._rounds.append  # five calls take less time than one extend()
+            add(speculation.round)
+            add(self.draft_s)
+            add(self._growth_s)
+            add(self._num_jit)
+            add(self._steps_ready)
         self._growth_s, self._steps_ready = _UNKNOWN, 0
-        if round_ % SPILL_ROUNDS == LAST:
-            self._tape.spill()
-        self.ledger.close_round(round_, DraftPhase.RECORD)
+        self.ledger.close_round(speculation.round, DraftPhase.RECORD)
+
+    def keep_no_rounds(self) -> None:
+        """Keeps no record from now on: a server decodes for days."""
+        self.ledger, self._rounds = NullLedger(DraftPhase), None
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
         """Returns the rows of COLUMNS for rounds first … last-1, [rounds, columns]."""
-        table: NDArray[Any] = select(self._tape.read(), len(self.COLUMNS), first_round, last_round)
-        return table
+        table: NDArray[Any] = np.array(self._rounds or ()).reshape(-1, len(self.COLUMNS))
+        return table[(table[:, 0] >= first_round) & (table[:, 0] < last_round)]
 
 
 def link_shape(job: Job, group: int = 0) -> LinkShape:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm import learner_messages
-from mpissd.engine.comm.learner_messages import Assembly, Outlet, VersionInbox
+from mpissd.engine.comm.learner_messages import Assembly
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.checkpoint import unpacked
 from mpissd.engine.workload.oracle import TargetOracle
 from mpissd.engine.workload.sequence import Batch
+
+if TYPE_CHECKING:
+    from mpissd.engine.comm.mpi_learner import LessonOutlet, PieceInbox  # importing it starts MPI
 
 _DONE = object()
 _PATIENCE = 3  # diverged versions after which a draft takes no more
@@ -35,7 +38,7 @@ class Updates:
     and the longest time that it held up a round, in µs. refused_versions: why others were refused.
     """
 
-    def __init__(self, inbox: VersionInbox, drafter: Drafter) -> None:
+    def __init__(self, inbox: PieceInbox, drafter: Drafter) -> None:
         stepper = drafter.worker.stepper
         assert isinstance(stepper, Stepper), "new weights of a model that computes nothing"
         self._inbox, self._drafter, self._stepper = inbox, drafter, stepper
@@ -106,14 +109,14 @@ class Updates:
 
 
 class Teaching:
-    """Sends the target's logits at rejected tokens, or at all verified ones.
+    """Sends the target's logits that decided a round's tokens.
 
     Decoding never waits for the learner: if it does not keep up, a round's rows are dropped, and
     the next message brings its tokens.
     """
 
-    def __init__(self, oracle: TargetOracle, outlet: Outlet, *, everywhere: bool) -> None:
-        self._oracle, self._outlet, self._everywhere = oracle, outlet, everywhere
+    def __init__(self, oracle: TargetOracle, outlet: LessonOutlet) -> None:
+        self._oracle, self._outlet = oracle, outlet
         self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
@@ -128,8 +131,7 @@ class Teaching:
         if not self._outlet.has_room():
             self.dropped += 1
         else:
-            sent, everywhere = self._sent, self._everywhere
-            lessons = oracle.lessons(batch, accepted, bonus, sent, everywhere=everywhere)
+            lessons = oracle.lessons(batch, accepted, bonus, self._sent)
             logits = [oracle.logits_of(row) for one in lessons for row in one.rows]
             message = learner_messages.write_lessons(lessons, logits)
             self._outlet.send(message)

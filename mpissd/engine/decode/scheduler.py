@@ -120,11 +120,6 @@ class Scheduler:
         self.num_preempted = self.num_rounds = 0
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left to decode, to release or to report."""
-        return not (self._waiting or self._running or self._ended)
-
-    @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
-from mpissd.engine.spec.sampling import Row
 
 
 @dataclass(frozen=True)
@@ -186,21 +185,3 @@ class Verdict:
     token: int
     is_replaced: bool = False
     needs_row: bool = False
-
-
-class Draws(Protocol):
-    """Draws from the logits of a model's last finished forward, which the next one overwrites.
-
-    Both methods raise DivergedError for a row with a logit that is not finite.
-    """
-
-    most_damped: int  # the largest `top`
-
-    def propose(self, asked: Sequence[Drafting], scale: float) -> list[Proposed]:
-        """Draws drafted tokens; scale: what damped weights are multiplied by, 0 … 1."""
-
-    def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Verdict]:
-        """Judges drafted tokens; ids: the token of each entry of kept rows (None: entry t is t)."""
-
-    def keep(self, row: Row, total: float) -> Any:
-        """Returns a row of the host, whose entries' sum is `total`, as `Judging.kept` takes it."""

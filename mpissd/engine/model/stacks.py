@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,13 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend, WeightPart
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.model.forwards import Draws, Places
+from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.model.transformer.shard import TransformerShard
+
+if TYPE_CHECKING:
+    from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 AnyShard = Shard | TransformerShard
 Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes this rank's k best of each row
@@ -49,7 +52,7 @@ class Stack(ABC):
 
     chunk_rows = 0  # rows of the chunks in which long prompts are computed; 0: there are none
     pages: PageTable | None = None
-    draws: Draws | None = None
+    draws: CupyDraws | None = None
     weights: Any
     buffers: Any
     candidates: ReadOut

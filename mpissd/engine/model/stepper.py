@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
@@ -23,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.common.tape import SPILL_ROUNDS, Tape
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws, Forwards, Places, Results, joined, merged
+from mpissd.engine.model.forwards import Forwards, Places, Results, joined, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
@@ -124,7 +124,7 @@ class Stepper(Forwards):
             assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
             self.stack.read_states(source.stack)
         self.pages: PageTable | None = self.stack.pages
-        self.draws: Draws | None = self.stack.draws
+        self.draws = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
@@ -270,7 +270,7 @@ class SharedForwards:
         self.most_rows = stepper.most_rows // seats
         self.seats = [GroupView(self, n * slots, n * lanes) for n in range(seats)]
         self.launched: list[GroupView] = []
-        self._log = Tape("q")  # the values of COLUMNS, forward after forward
+        self._log = array("q")  # the values of COLUMNS, forward after forward
 
     def wait(self, waiter: Waiter) -> None:
         """Runs the launched rows, then waits for them; chunks of prompts run separately."""
@@ -302,15 +302,11 @@ class SharedForwards:
         begin = perf_counter_ns()
         self.stepper.launch()
         self.stepper.wait(waiter)
-        add = self._log.tail.append
-        for value in (begin, round(self.stepper.elapsed_s() * 1e9), rows, seats):
-            add(value)
-        if len(self._log.tail) >= len(self.COLUMNS) * SPILL_ROUNDS:
-            self._log.spill()
+        self._log.extend((begin, round(self.stepper.elapsed_s() * 1e9), rows, seats))
 
     def log(self) -> NDArray[np.int64]:
         """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
-        return self._log.read().reshape(-1, len(self.COLUMNS))
+        return np.array(self._log).reshape(-1, len(self.COLUMNS))
 
 
 class GroupView(Forwards):

@@ -15,7 +15,7 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from mpissd.common import guard
-from mpissd.common.trace import FollowPhase, Ledger
+from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
 from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
@@ -132,8 +132,11 @@ class Rank:
         """
         session = self.session
         batch, waiter = session.job.config.batch_size, session.waiter
-        # A pass of a server may last for days, and has to collect its garbage.
-        with undisturbed() if session.job.serving is None else nullcontext():
+        # A pass of a server may last for days: it has to collect its garbage, and keeps no record.
+        is_kept = session.job.serving is None
+        if drafter is not None and not is_kept:
+            drafter.keep_no_rounds()
+        with undisturbed() if is_kept else nullcontext():
             if self.draft_links:
                 assert drafter is not None, "a draft rank without a drafter"
                 inbox = session.learning and session.learning.inbox
@@ -145,7 +148,7 @@ class Rank:
                 return None
             assert target is not None, "a target rank without a worker"
             if self.receiver is not None:
-                self.ledger = Ledger(FollowPhase)
+                self.ledger = (Ledger if is_kept else NullLedger)(FollowPhase)
                 plan = self.receiver.plan
                 self.digest = follow(target, plan, batch, waiter, self.ledger)
                 return None
@@ -156,6 +159,8 @@ class Rank:
                 target = ChainedTarget(target, drafter, self.chained, limit, waiter)
             publish = self.sender.publish if self.sender.num_followers else None
             loop = TargetLoop(target, speculator, publish, batch, waiter)
+            if not is_kept:
+                loop.ledger = NullLedger(LeadPhase)
             result = drive(loop)
             loop.stop()
             if loop.draft_lost_round is not None:

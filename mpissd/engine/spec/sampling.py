@@ -78,23 +78,18 @@ def weigh(
     return Weights(weights, float(weights.sum()))
 
 
-def largest(
-    logits: NDArray[np.floating], count: int, without: int | None = None
-) -> NDArray[np.int64]:
+def largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
     """Returns the ids of the `count` largest logits, largest first; of equal logits the smaller id
     first.
 
-    without: an id to leave out. The result is shorter if the vocabulary has fewer ids.
+    The result is shorter if the vocabulary has fewer ids.
     """
-    wanted = min(count + (without is not None), len(logits))
+    wanted = min(count, len(logits))
     if wanted == 0:
         return np.zeros(0, np.int64)
     least = np.partition(logits, len(logits) - wanted)[len(logits) - wanted]
     ids = np.flatnonzero(logits >= least)
-    ids = ids[np.argsort(-logits[ids], kind="stable")]
-    if without is not None:
-        ids = ids[ids != without]
-    return ids[:count]
+    return ids[np.argsort(-logits[ids], kind="stable")][:count]
 
 
 def record(probs: Floats) -> Row:

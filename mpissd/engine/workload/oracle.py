@@ -227,13 +227,10 @@ class TargetOracle(Oracle, ABC):
         """
         return _NO_LOGPROBS
 
-    def lessons(
-        self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
-    ) -> list[Lesson]:
-        """Returns a judged round's lessons for a learner, by sequence.
+    def lessons(self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent) -> list[Lesson]:
+        """Returns a judged round's lessons for a learner, by sequence: of all rows up to the bonus.
 
-        sent: how many tokens of a sequence the learner has. everywhere: of all rows up to the
-        bonus, or only of rows that rejected a drafted token.
+        sent: how many tokens of a sequence the learner has.
         """
         raise NotImplementedError("lessons of a workload without logits")
 

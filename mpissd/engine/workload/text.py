@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
-from mpissd.engine.model.forwards import Draws as DeviceDraws
 from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.spec import sampling
@@ -50,6 +49,9 @@ from mpissd.engine.workload.tokenizer import (
     load_tokenizer,
     read_prompts,
 )
+
+if TYPE_CHECKING:
+    from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 
 class LogitsTarget(SampledTarget):
@@ -119,7 +121,7 @@ class LogitsTarget(SampledTarget):
         return k, best[start + k]
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
-        draws: DeviceDraws | None = getattr(self._stepper, "draws", None)
+        draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is None or self.gather_logits is not None:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
@@ -144,22 +146,17 @@ class LogitsTarget(SampledTarget):
             start += len(one.served) + 1
         return logprobs
 
-    def lessons(
-        self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent, *, everywhere: bool
-    ) -> list[Lesson]:
+    def lessons(self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent) -> list[Lesson]:
         lessons, start = [], 0
         for row, one in enumerate(batch.sequences):
-            k, count = int(accepted[row]), len(one.served)
-            first = 0 if everywhere else k
-            rows = range(start + first, start + k + 1) if everywhere or k < count else range(0)
-            last = len(one.tokens) - 1  # the position of the row's own token
+            k, last = int(accepted[row]), len(one.tokens) - 1  # the position of the row's own token
             name = one.request.request_id, one.request.epoch
             had = sent.get(name, 0)
             tokens = np.array([*one.tokens[had:], *one.served[:k], bonus[row]], np.int32)
-            at = np.arange(last + first, last + first + len(rows), dtype=np.int32)
-            prompt = len(one.request.prompt)
+            at = np.arange(last, last + k + 1, dtype=np.int32)
+            rows, prompt = range(start, start + k + 1), len(one.request.prompt)
             lessons.append(Lesson(*name, had, tokens, prompt, at, rows))
-            start += count + 1
+            start += len(one.served) + 1
         return lessons
 
     def logits_of(self, row: int) -> Logits:
@@ -179,7 +176,7 @@ class LogitsTarget(SampledTarget):
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
 
 
-def judged(draws: DeviceDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
+def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
     """Returns (k, t*) of each sequence, as sampling.judge; raises as it does.
 
     One launch judges all rows of all sequences; one more for a rejected token whose row must be
@@ -285,7 +282,7 @@ class LogitsDraft(SampledDraft):
         shared = Draws()
         u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
         tops = [self._damped(*lanes[n]) for n in chosen]
-        draws: DeviceDraws | None = getattr(self._stepper, "draws", None)
+        draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is not None and max(tops) <= draws.most_damped:
             asked = [
                 Drafting(first + n, lanes[n][0].temperature, draw, top)

@@ -9,6 +9,7 @@ method.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,7 +30,6 @@ from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, forwards
 from mpissd.lab.predict.derive import host_of
 from mpissd.lab.predict.grid import Outcomes
-from mpissd.lab.predict.pool import bucket
 from mpissd.serve.config import AUTO
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import End, Line, Message, Submit, Tokens
@@ -37,6 +37,12 @@ from mpissd.serve.protocol import End, Line, Message, Submit, Tokens
 _PAGE = 64
 _MOST_ROWS = 512  # rows of a forward over only a prompt
 _POSITIONS = 4096  # after which the draws of a sequence begin again
+
+
+def bucket(held: Sequence[int], rows: int) -> int:
+    """Returns the smallest of these row counts that holds `rows`, or `rows` beyond the last."""
+    at = bisect_left(held, rows)
+    return held[at] if at < len(held) else rows
 
 
 def about(config: LoadConfig) -> Mapping[str, Any]:

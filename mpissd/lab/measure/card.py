@@ -10,12 +10,14 @@ from typing import Any
 from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
+from mpissd.common.real_pairs import DEFAULT, least_uniform
+from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.topology import Topology
 from mpissd.engine.session.session import Session
+from mpissd.engine.spec.fanout import MAX_BRANCHES
 from mpissd.lab.measure.row import answers_file
-from mpissd.lab.predict.row import price_of, under_default_law
 
 
 def print_card(session: Session) -> None:
@@ -48,7 +50,7 @@ def print_card(session: Session) -> None:
     lines += rank_lines(topology, session.infos)
     if config.learners:
         learning = config.learning
-        how = f"from {learning.positions}, rate {learning.rate:g}, batch {learning.batch}"
+        how = f"rate {learning.rate:g}, batch {learning.batch}"
         text = f"learner  trains the draft {how}; a version every {learning.publish_s:g} s at most"
         lines.append((f"rank {job.world_size - 1}", text))
     if backend.info.kind == "emulated" and (rate := backend.read_bandwidth(0)):
@@ -62,8 +64,9 @@ def print_card(session: Session) -> None:
         law = session.workload.law
     if job.draft is not None and job.fan_out and job.hit_law.p_hit:
         # The branches that the default hit model would need for the imposed hit rate.
-        honest = under_default_law(job)
-        needed = "no number of branches" if honest is None else f"{sum(honest.fan_out)} branches"
+        hazards, rows = job.acceptance[Source.CACHE].hazards, len(job.fan_out)
+        least = least_uniform(job.hit_law.p_hit, hazards, DEFAULT, MAX_BRANCHES // rows)
+        needed = "no number of branches" if least is None else f"{least * rows} branches"
         law += f" (imposed on {sum(job.fan_out)} branches; the default law needs {needed})"
     lines.append(("law", law))
     each = " in each group" if topology.groups > 1 else ""
@@ -172,9 +175,7 @@ def print_summary(row: Row, out: str = "") -> None:
         text = f"the draft is busy {pool['busy']:.0%}, {pool['seats']:.2f} groups a forward"
         lines.append(("pool", f"{text}; waits for it p50 {us(wait['p50'])}, p90 {us(wait['p90'])}"))
     if row.hit_rate is not None:
-        price = price_of(row.imposed_hits, row.expected_tok_per_s or 0.0)
-        hits = [f"{row.hit_rate:.3f} of the lookups", price]
-        lines.append(("hits", ", ".join(filter(None, hits))))
+        lines.append(("hits", f"{row.hit_rate:.3f} of the lookups"))
     if (row.num_prompts or 0) > 1 and out:
         lines.append(("answers", f"{answers_file(out, row.run_id)}: of {row.num_prompts} prompts"))
     if row.stable is False:

@@ -103,7 +103,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         **{**dict.fromkeys(ROW_FIELDS), **session.workload.row_fields()},
         t_prefill_s=round(lead.prefill_s, 9) if config.is_text else None,
         time_to_first_token_s=(
-            round(float(lead.records.round_s.read()[0]), 9) if config.is_text else None
+            round(float(lead.records.round_s[0]), 9) if config.is_text else None
         ),
         **decoded,
         tok_per_s_per_gpu=round(decoded["num_tokens"] / lead.wall_s / num_gpus, 3),
@@ -205,7 +205,7 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
     elif is_predictable(job):
         predicted = predict_row(job, profile.device, profile.host, len(lead.records))
         round_us, rate = predicted["round_us"], predicted["tok_per_s"]
-        means = ("expected_tok_per_s", "sampling_error", "sampling_sd", "imposed_hits")
+        means = ("expected_tok_per_s", "sampling_error", "sampling_sd")
         keys = {name: predicted[name] for name in means}
     else:
         return {}

@@ -13,6 +13,8 @@ from itertools import chain
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import FaultError, GateError
@@ -141,7 +143,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
             error = loss
     agree(world, error)
     if config.trace is not None:
-        took = None if lead is None else lead.records.t_target_s.read()
+        took = None if lead is None else np.array(lead.records.t_target_s)
         write_trace(rank, drafter, spans[0], took, clocks)
     return row
 
@@ -180,9 +182,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     if learning is not None and learning.outlet is not None:
         assert rank.target is not None, "a lead without a target"
         loop.tell()  # drops the warm-up's last round: no receiver yet
-        everywhere = config.learning.positions == "all"
-        teaching = Teaching(rank.target.oracle, learning.outlet, everywhere=everywhere)
-        loop.teach = teaching
+        loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet)
     first, before, reduced = loop.round, rank.messages, group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     records, limit = RoundRecords(session.job.lookahead), config.max_rounds

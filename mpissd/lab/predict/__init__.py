@@ -1,15 +1,14 @@
-"""Predicts a job's measurement, advises which job to run, and explains why a result is not faster.
+"""Predicts a job's measurement, and advises which job to run.
 
 costs       seconds of a round's pieces: host work by phase, forwards by row count
 grid        the durations of many jobs' rounds, and the draws of their tokens and hits
 derive      a job's measured and derived forwards and host costs, from a profile
-simulation  the model of a round: simulates many configurations; pool: targets that share a draft
+simulation  the model of a round: simulates many configurations
 row         a prediction with the keys of a result row; a row's rate from another job's profile
 search      a pair's places on a machine, and the configurations that `plan` weighs there
-advisor     which mode, T, K, fan-out and backup to run on given GPUs; copies and pools
+advisor     which mode, T, K, fan-out and backup to run on given GPUs
 advice      plan's text
 accuracy    the errors of predictions over rows, and the regret of their choices
-why         the largest gaps between a result row and its floor
 
 Pure NumPy: needs neither MPI nor a GPU.
 """

@@ -29,8 +29,7 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.spec.acceptance import hit_law_of, load_laws
-from mpissd.lab.predict.advisor import Advice, Use, best_pool, frontier, summary
-from mpissd.lab.predict.row import imposed_hits, price_of
+from mpissd.lab.predict.advisor import Advice, Copies
 from mpissd.lab.predict.search import LOOKUP, Choice, Survey, cut_law, job_of, runnable, weigh
 from mpissd.lab.tables.best import Use as Measured
 from mpissd.lab.tables.best import is_row, method_of, mode_of
@@ -51,17 +50,15 @@ def report(
     gpus: int,
     placed: Survey,
     advice: Advice,
-    uses: Sequence[Use],
     rows: Sequence[Row] = (),
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns the lines of the advice for at most `gpus` GPUs, and its JSON.
 
-    uses: the copies and pools that N GPUs can hold. rows: measured; those of the planned case are
-    shown next to the predictions. `judged` of the JSON is sorted, fastest first;
-    its best is null if a use that would fit could not be judged.
+    rows: measured; those of the planned case are shown next to the predictions. `judged` of the
+    JSON is sorted, fastest first; its best is null if a use that would fit could not be judged.
     """
     best = None if advice.missing else advice.best
-    most = None if advice.missing else next(iter(frontier(uses)), None)
+    most = None if advice.missing else Copies.most(advice.judged, gpus)
     lines = heading(run, profile, gpus)
     if advice.missing:
         names = ", ".join(map(str, advice.missing))
@@ -87,27 +84,14 @@ def report(
         if value is not None or not advice.missing:
             known = "none" if value is None else f"{value:.3f}"
             notes.append(f"break-even {what}: {known}{_mark(*advice.judged)}")
-    ssd = advice.first("ssd")
-    if ssd is not None and run.p_hit is not None:
-        place = next(place for place in placed.placements if place.tp == ssd.tp)
-        host = place.host(ssd.method)
-        assert host is not None, "judged without host costs"
-        price = imposed_hits(job_of(run, ssd), place.device, host)
-        notes += [f"hits {text}"] if (text := price_of(price, ssd.tok_per_s)) else []
     if not advice.missing:
         notes += [
             f"→ probe first, {Family.of(use)} is derived: {_probe(run, use)}"
             for use in advice.to_probe
         ] or [f"→ run it: {_command(run, advice.best)}"]
-    if most is not None and most.copies * most.targets > 1 and not most.choice.derived:
-        command = _command(run, most.choice, most.targets)
+    if most is not None and most.copies > 1 and not most.choice.derived:
         jobs = _counted(most.copies, "such job")
-        notes.append(f"most tok/s, {jobs}: {command}")
-    notes += _pool_lines(uses, gpus)
-    pool = best_pool(uses)
-    if pool is not None and pool != most and not pool.choice.derived:
-        command = _command(run, pool.choice, pool.targets)
-        notes.append(f"run the pool that gains most, {pool}: {command}")
+        notes.append(f"most tok/s, {jobs}: {_command(run, most.choice)}")
     notes += verdicts(run, profile, placed, advice, measured)
     numbers = {
         "best": None if best is None else asdict(best),
@@ -120,7 +104,6 @@ def report(
         "break_even_alpha": advice.break_even_alpha,
         "break_even_p_hit": advice.break_even_p_hit,
         "most_tok_per_s": None if most is None else most.to_dict(),
-        "pools": summary(uses),
     }
     return [*lines, *(f"   {note}" for note in notes)], numbers
 
@@ -236,12 +219,11 @@ def _mark(*choices: Choice) -> str:
     return " (derived)" * any(choice.derived for choice in choices)
 
 
-def _notes(advice: Advice, placed: Survey, gpus: int, most: Use | None) -> list[str]:
+def _notes(advice: Advice, placed: Survey, gpus: int, most: Copies | None) -> list[str]:
     """Returns the use with the most tok/s, and the origin of derived times."""
     notes = []
     if most is not None and gpus > 1:
-        targets = most.targets * most.copies
-        each = f", {most.tok_per_s / targets:.1f} for each of {targets} targets" * (targets > 1)
+        each = f", {most.choice.tok_per_s:.1f} for each of {most.copies} copies" * (most.copies > 1)
         rate = f"{most.tok_per_s:.1f} tok/s{each}{_mark(most.choice)}"
         notes.append(f"most tok/s of all {_counted(gpus, 'GPU')}: {most}, {rate}")
     if advice.first("ssd") is not None:
@@ -333,34 +315,9 @@ def _verdict(
     return f"{answer}{sampled}: {names[0]} tok/s over {names[1]}, {gained}"
 
 
-def _pool_lines(uses: Sequence[Use], gpus: int) -> list[str]:
-    """Returns the lines of a plan on equal copies and pools; none without a pool."""
-    if not any(use.is_pool for use in uses):
-        return []
-    best = frontier(uses)
-    batch = best[0].choice.batch_size
-    each = _counted(batch, "sequence")
-    lines = [
-        f"equal copies on {gpus} GPUs, {each} a target, all that no other beats in both, from the "
-        "most tok/s to the earliest tokens:"
-    ]
-    for use in best:
-        rate = f"{use.tok_per_s:9.1f} tok/s {use.tok_per_s / gpus:8.1f} a GPU"
-        idle = f"  ({gpus - use.gpus} idle)" * (use.gpus < gpus)
-        how = f" {_how(use.choice)}" if use.choice.lookahead else ""
-        lines.append(f"  {use!s:22}{rate} {use.token_s * 1e3:7.2f} ms a token{how}{idle}")
-    pays = any(use.is_pool for use in best)
-    return lines if pays else [*lines, "no pool is among them: a shared draft does not pay here"]
-
-
-def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
-    """Returns the command line that runs a choice under the planned token models and options.
-
-    groups: targets that share its draft.
-    """
+def _command(run: RunConfig, choice: Choice) -> str:
+    """Returns the command line that runs a choice under the planned token models and options."""
     flags = {**_models(run), **choice.flags()}
-    if groups > 1:
-        flags["groups"] = str(groups)
     given = said(run)
     if choice.mode != "ar":
         if run.laws is None or run.acceptance is not None or run.alpha is not None:
@@ -372,7 +329,7 @@ def _command(run: RunConfig, choice: Choice, groups: int = 1) -> str:
     target = run.target or split_pair(str(run.pair))[0]
     if "forward" not in flags and has_weights(target):
         flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
-    return _mpirun(groups * choice.tp + choice.num_drafts, "run", flags)
+    return _mpirun(choice.gpus, "run", flags)
 
 
 def _probe(run: RunConfig, choice: Choice) -> str:

@@ -225,23 +225,19 @@ class DeviceCosts:
         profile: Profile,
         job: Job,
         draft_profile: Profile | None = None,
-        *,
-        draft_rows: Sequence[int] | None = None,
-        targets: int = 1,
     ) -> DeviceCosts:
         """Returns the emulated backend's durations for every bucket of a job, bit-identical.
 
-        draft_profile: the profile of the draft ranks' devices, if they differ. draft_rows: the row
-        counts of a draft that `targets` target groups share (None: the job's).
+        draft_profile: the profile of the draft ranks' devices, if they differ.
         """
         batch, drafts = job.config.batch_size, draft_profile or profile
         verify = forwards(profile, job.target_shard, job.target_buckets(), batch, job.options)
         draft, options = job.draft_shard, job.draft_options
         if draft is None:
             return cls(verify)
-        rows = draft_rows or job.draft_buckets()
+        rows = job.draft_buckets()
         tables = {
-            k: forwards(drafts, draft, rows, targets * batch, replace(options, top_k=k))
+            k: forwards(drafts, draft, rows, batch, replace(options, top_k=k))
             for k in {1, options.top_k}
         }
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))

@@ -1,36 +1,27 @@
 """Predicts a run's row under the same keys, and a row's rate from the profile of another job.
 
-`predict_row` uses only costs and draws. With an imposed p_hit, one candidate a row hits as often as
-ten, so such a run grows fewer branches than a measured hit model would need. imposed_hits gives the
-rate with those branches. `forecast_row` gives the mean under the imposed models, as `plan` gives it
-to a user: it uses neither the row's draws nor its own job's profile.
+`predict_row` uses only costs and draws. `forecast_row` gives the mean under the imposed models, as
+`plan` gives it to a user: it uses neither the row's draws nor its own job's profile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import DEFAULT, least_uniform
-from mpissd.common.records import outcome_digest, percentiles_us
-from mpissd.common.rounds import Source
+from mpissd.common.records import outcome_digest
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.acceptance import named_hit_law
-from mpissd.engine.spec.fanout import MAX_BRANCHES
-from mpissd.lab.predict import pool as pools
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
 from mpissd.lab.predict.simulation import expected, replay, sampled
 
 _CHAINS = 64
 _LAW_ROUNDS = 32
-_POOL_ROUNDS = 8000  # simulated rounds of all targets together
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
@@ -61,15 +52,14 @@ def predict_row(
     device: DeviceCosts,
     host: HostCosts,
     num_rounds: int | None = None,
-    seed: int | None = None,
 ) -> dict[str, Any]:
     """Predicts the row of a run of this job, from costs and draws.
 
-    num_rounds and seed default to the job's own. Keys that a result row has mean the same here and
+    num_rounds defaults to the job's own. Keys that a result row has mean the same here and
     come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
     expected_tok_per_s (the long-run mean under the imposed models), sampling_error (tok_per_s /
-    expected_tok_per_s − 1: how lucky these draws are), sampling_sd (the standard deviation of that
-    error over runs of as many rounds) and imposed_hits.
+    expected_tok_per_s − 1: how lucky these draws are) and sampling_sd (the standard deviation of
+    that error over runs of as many rounds).
 
     Measured / tok_per_s − 1 is the error of the replay; predict/accuracy gives the error of a
     prediction without these draws. Raises ConfigError for a job that cannot be predicted.
@@ -79,7 +69,7 @@ def predict_row(
             "no prediction for what is sampled (markov), recorded (replay), "
             "or drafts several tokens a forward: allowed: gemm"
         )
-    replayed = replay(job, device, host, num_rounds, seed)
+    replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
     law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
     target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
@@ -105,78 +95,7 @@ def predict_row(
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
         "sampling_sd": None if rate is None else law.tok_per_s_noise(rounds) / mean,
-        "imposed_hits": None if rate is None else imposed_hits(job, device, host),
     }
-
-
-def predict_pool(job: Job, targets: int, profile: Profile, host: HostCosts) -> dict[str, Any]:
-    """Predicts a run of G groups that share a draft under the keys of its row, by its own draws.
-
-    job: of one group. expected_tok_per_s is the long-run mean under the imposed models. Raises
-    ConfigError for a job whose rounds cannot be replayed: text, a limit of tokens, or no draft.
-    """
-    rounds = job.config.max_rounds
-    if not is_predictable(job) or job.config.drafts != 1 or rounds is None:
-        raise ConfigError(f"groups={targets}: allowed: imposed laws, a draft rank, and rounds")
-    pool = pools.Pool.of(job, targets, profile, host)
-    replayed = pools.replay(pool, rounds)
-    mean = pools.simulate(pool, max(100, _POOL_ROUNDS // targets), job.config.seed)
-    waits = replayed.waits
-    return {
-        "groups": targets,
-        "tok_per_s": replayed.tok_per_s,
-        "tok_per_s_per_gpu": replayed.tok_per_s / (targets * job.tp + 1),
-        "round_us": percentiles_us([s for each in replayed.rounds_s for s in each]),
-        "draft_wait_us": {"mean": replayed.wait_s * 1e6, "p90": waits[int(0.9 * len(waits))] * 1e6},
-        "hit_rate": replayed.hit_rate if job.fan_outs.branches else None,
-        "pool": {"rows": replayed.rows, "seats": replayed.seats, "busy": replayed.busy},
-        "expected_tok_per_s": mean.tok_per_s,
-    }
-
-
-def under_default_law(job: Job) -> Job | None:
-    """Returns the job under the default hit model, with the least uniform fan-out hitting as often.
-
-    Returns None if the job imposes no hits, or no fan-out reaches their rate.
-    """
-    if not job.fan_out or not job.hit_law.p_hit:
-        return None
-    law, hazards = named_hit_law("smollm2"), job.acceptance[Source.CACHE].hazards
-    most = MAX_BRANCHES // len(job.fan_out)
-    least = least_uniform(job.hit_law.p_hit, hazards, DEFAULT, most)
-    if least is None:
-        return None
-    config = replace(job.config, p_hit=None, hit_law=None, fan_out=f"uniform:{least}")
-    lists = (least,) * len(job.fan_out)
-    return replace(job, config=config, hit_law=law, fan_out=lists, fan_out_miss=lists)
-
-
-def imposed_hits(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any] | None:
-    """Returns {hit_law, branch_budget, expected_tok_per_s} of that job; None without imposed hits.
-
-    The last two are None if no fan-out hits as often. Forwards with more rows than were measured
-    are extrapolated.
-    """
-    if not job.fan_out or not job.hit_law.p_hit:
-        return None
-    label, honest = named_hit_law("smollm2").label, under_default_law(job)
-    if honest is None:
-        return {"hit_law": label, "branch_budget": None, "expected_tok_per_s": None}
-    rate = float(expected(honest, device, host).tok_per_s[0])
-    budget = sum(honest.fan_out)
-    return {"hit_law": label, "branch_budget": budget, "expected_tok_per_s": rate}
-
-
-def price_of(price: Mapping[str, Any] | None, imposed_tok_per_s: float) -> str:
-    """Formats the result of imposed_hits next to the measured rate; "" without imposed hits."""
-    if price is None:
-        return ""
-    if price["branch_budget"] is None:
-        return f"imposed: no fan-out of {price['hit_law']} hits as often"
-    return (
-        f"imposed: with the {price['branch_budget']} branches that {price['hit_law']} needs, "
-        f"{price['expected_tok_per_s']:.1f} tok/s predicted, {imposed_tok_per_s:.1f} as run"
-    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, HostArray
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Draws
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -167,7 +166,7 @@ class Ops(Protocol):
     def chained(self, stage: Any) -> None:
         """Computes a chained.Stage between two forwards that the device chains."""
 
-    def draws(self, logits: Array) -> Draws | None:
+    def draws(self, logits: Array) -> Any:
         """Returns what draws tokens from these logits on the device; None: the host does."""
         return None
 

@@ -38,7 +38,11 @@ class KeptRow:
 
 
 class CupyDraws:
-    """Draws from a buffer of logits, float32 [rows, columns] (see model.draws.Draws)."""
+    """Draws from the logits of a model's last finished forward, which the next one overwrites.
+
+    logits: a buffer, float32 [rows, columns]. most_damped: the largest `top` of a Drafting. Raises
+    DivergedError for a row with a logit that is not finite.
+    """
 
     def __init__(self, backend: Any, launcher: Launcher, logits: Any) -> None:
         self._backend, self._launcher, self._logits = backend, launcher, logits
@@ -51,7 +55,7 @@ class CupyDraws:
         self._places: Any = None
 
     def propose(self, asked: Sequence[Drafting], scale: float) -> list[Proposed]:
-        """Draws drafted tokens and keeps their rows; see Draws."""
+        """Draws drafted tokens and keeps their rows; scale: of damped weights, 0 … 1."""
         kept = [self._new(self._logits.shape[1]) for _ in asked]
         most = max((one.top for one in asked), default=0)
         for ask, one, row in zip(self._asks, asked, kept, strict=False):
@@ -65,7 +69,7 @@ class CupyDraws:
         return drawn
 
     def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Verdict]:
-        """Judges drafted tokens; see Draws."""
+        """Judges drafted tokens; ids: the token of each entry of kept rows (None: entry t is t)."""
         for ask, one in zip(self._asks, asked, strict=False):
             for name in ("temperature", "u", "coin", "q", "row", "token"):
                 ask[name] = getattr(one, name)
@@ -81,7 +85,7 @@ class CupyDraws:
         ]
 
     def keep(self, row: Row, total: float) -> KeptRow:
-        """Uploads a row; see Draws."""
+        """Returns a row of the host, whose sum is `total`, as `Judging.kept` takes it."""
         kept = self._new(len(row))
         self._launcher.upload(row, kept.values)
         kept.total = total
