@@ -1,7 +1,8 @@
 """Greedy tokens of Hugging Face transformers: library.py OUT [--gguf=FILE --count=64 --tokens=128]
 
-Needs PyTorch and transformers, and nothing of mpissd. Arithmetic is float32, eager attention;
-matrices are rounded to bfloat16 first, as mpissd stores them. OUT gets one .json a model: prompts,
+Needs PyTorch and transformers, and nothing of mpissd. Arithmetic is float32, eager attention.
+Matrices of the tiny models are rounded to bfloat16 first, as mpissd stores them; those of a .gguf
+are its dequantised ones. OUT gets one .json a model: prompts,
 the tokens after them, and each prompt's smallest relative margin between the best two logits.
 Without --gguf the models are tiny random ones of each family, whose folders lie in OUT too; with
 it, the model is the file's, and the prompts come from tests/data/prompts/chat.jsonl.
@@ -92,8 +93,7 @@ def decode(
         for n, text, margin in zip(chosen, *found, strict=True):
             tokens[n], margins[n] = text, margin
     versions = f"transformers {transformers.__version__}, PyTorch {torch.__version__}"
-    source = f"{versions}, float32, eager attention, matrices rounded to bfloat16"
-    return {"source": source, **said, "prompts": prompts, "tokens": tokens, "margins": margins}
+    return {"source": f"{versions}, float32, eager attention", **said, "prompts": prompts, "tokens": tokens, "margins": margins}
 
 
 def family(name: str, out: Path, count: int) -> None:
@@ -117,7 +117,7 @@ def from_gguf(file: Path, out: Path, prompts: int, count: int) -> None:
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
     kinds = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = rounded(AutoModelForCausalLM.from_pretrained(**place, **kinds))
+    model = AutoModelForCausalLM.from_pretrained(**place, **kinds).eval()
     ids = []
     for line in PROMPTS.read_text().splitlines()[:prompts]:
         chat = [{"role": "user", "content": json.loads(line)["prompt"]}]
