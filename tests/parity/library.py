@@ -93,7 +93,13 @@ def decode(
         for n, text, margin in zip(chosen, *found, strict=True):
             tokens[n], margins[n] = text, margin
     versions = f"transformers {transformers.__version__}, PyTorch {torch.__version__}"
-    return {"source": f"{versions}, float32, eager attention", **said, "prompts": prompts, "tokens": tokens, "margins": margins}
+    return {
+        "source": f"{versions}, float32, eager attention",
+        **said,
+        "prompts": prompts,
+        "tokens": tokens,
+        "margins": margins,
+    }
 
 
 def family(name: str, out: Path, count: int) -> None:
