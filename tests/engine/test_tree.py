@@ -53,5 +53,5 @@ def test_places_of_every_small_tree() -> None:
 
 def test_a_chain_needs_no_lanes() -> None:
     assert CHAIN.num_lanes == 0 and CHAIN.ends == list(range(257)) and CHAIN.width == 1
-    assert CHAIN.walk([5, 6, 7], [5, 6, 8, 9], range(4)) == 2
-    assert Tree((0, 0, 2)).walk([4, 5, 6], [5, 0, 6, 1], range(4)) == 3
+    assert CHAIN.walk([5, 6, 7], [5, 6, 8, 9], range(4), 3) == 2
+    assert Tree((0, 0, 2)).walk([4, 5, 6], [5, 0, 6, 1], range(4), 3) == 3

@@ -24,7 +24,8 @@ class Places:
     scratch. trunks: the tokens in the cache before the lane, read for lane rows only. K and V of
     all rows of a forward are stored before any row attends.
     reads: whether candidates or logits of this forward are read; without, the LM head may be left
-    out (chunks of a prompt).
+    out (chunks of a prompt). spans: how many lanes, from its own on, store a row's K and V (None:
+    one for each row).
     """
 
     slots: Ints
@@ -32,6 +33,7 @@ class Places:
     lanes: Ints
     trunks: Ints
     reads: bool = True
+    spans: Ints | None = None
 
     def part(self, rows: slice) -> Places:
         """Returns the places of some rows of a prompt, whose candidates are not read."""
@@ -48,6 +50,9 @@ def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
         return parts[0]
     names = "slots", "positions", "lanes", "trunks"
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    if any(part.spans is not None for part in parts):
+        spans = [np.ones_like(p.slots) if p.spans is None else p.spans for p in parts]
+        columns["spans"] = np.concatenate(spans)
     return Places(**columns, reads=reads and any(part.reads for part in parts))
 
 
@@ -112,6 +117,9 @@ class Forwards(Protocol):
         float32 [len(rows), columns]: this rank's share of the LM head. Must be called before the
         next upload. Raises NotImplementedError where nothing is computed.
         """
+
+    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
+        """Copies the first K and V of a lane to positions start … stop − 1 of a slot."""
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots, whose sequences have ended."""

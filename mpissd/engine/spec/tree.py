@@ -13,25 +13,28 @@ several lanes is stored in each of them; their numbers follow one another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.rounds import Outcome, Speculation
 from mpissd.engine.spec.acceptance import HitLaw
 
 Index = NDArray[np.int64]
-MOST_NODES = 256
+MOST_NODES, MOST_CHILDREN = 256, 16
 
 
 class Tree:
     """A shape; parents: of nodes 1 … N.
 
     By node, from 0 on: children, the likeliest one first; paths, the columns (node − 1) of the
-    drafted tokens on the way to it, its own included; depths; ranks among its parent's children;
-    lanes, its first lane (−1 on the principal path); spans, how many lanes hold it; forks, the
-    levels of its path up to the first one in a lane. By level d: ends, the drafted tokens of levels
-    1 … d; inner, the nodes that have children, which a draft step computes; lines, for each node of
-    level d + 1 the place of its parent in inner[d].
+    drafted tokens on the way to it, its own included; depths, and levels, the same as a list;
+    ranks among its parent's children; lanes, its first lane (−1 on the principal path); spans, how
+    many lanes hold it; forks, the levels of its path up to the first one in a lane. By level d:
+    ends, the drafted tokens of levels 1 … d; inner, the nodes that have children, which a draft
+    step computes; reads, their columns, an int if there is one; lines, for each node of level d + 1
+    the place of its parent in inner[d].
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
@@ -45,10 +48,13 @@ class Tree:
         self.depths: Index = np.array([len(path) for path in self.paths])
         self.ranks: Index = np.arange(count) - [min(children[of], default=0) for of in every]
         self.ranks[0] = 0
+        self.levels: list[int] = self.depths.tolist()
         self.depth, self.width = int(self.depths[-1]), max(map(len, children))
         levels = [np.flatnonzero(self.depths == d) for d in range(self.depth + 1)]
         self.ends = [int(level[-1]) for level in levels]
         self.inner: list[Index] = [np.unique(every[level]) for level in levels[1:]]
+        each = (nodes - 1 for nodes in self.inner)
+        self.reads = [int(of[0]) if len(of) == 1 else of for of in each]
         pairs = zip(self.inner, levels[1:], strict=True)
         self.lines: list[Index] = [np.searchsorted(inner, every[level]) for inner, level in pairs]
         self.lanes, self.forks, self.spans = self._places()
@@ -74,20 +80,36 @@ class Tree:
         """Returns N, the number of drafted tokens."""
         return len(self.parents)
 
-    def walk(self, served: Sequence[int], best: Sequence[int], at: Sequence[int]) -> int:
+    def walk(
+        self, drafts: Sequence[int], best: Sequence[int], at: Sequence[int], count: int
+    ) -> int:
         """Returns the node that a greedy target stops at; best[at[n]]: its token after node n.
 
-        served: the drafted tokens, those of the first nodes.
+        The first `count` nodes have drafted tokens.
         """
-        node, children, count = 0, self.children, len(served)
+        node, children = 0, self.children
         while True:
             token = best[at[node]]
             for child in children[node]:
-                if child <= count and served[child - 1] == token:
+                if child <= count and drafts[child - 1] == token:
                     node = child
                     break
             else:
                 return node
+
+    def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
+        """Returns a judged round as one of chains: the levels that were drafted, and the accepted
+        paths."""
+        rows, nodes = outcome.rows.copy(), outcome.num_accepted.tolist()
+        rows[:, 3] = self.depths[nodes]
+        chains = Speculation.empty(speculation.round, len(rows), self.depth)
+        chains.version = speculation.version
+        chains.rows[:, : Speculation.HEAD] = speculation.rows[:, : Speculation.HEAD]
+        chains.num_draft[...] = self.depths[speculation.num_draft]
+        for n, node in enumerate(nodes):
+            path = list(self.paths[node])
+            chains.tokens[n, : len(path)] = speculation.tokens[n, path]
+        return chains, Outcome(outcome.round, rows)
 
     def mean_accepted(self, law: NDArray[np.float64]) -> float:
         """Returns the mean length of the accepted path, of a law as `optimal` takes it."""
@@ -98,7 +120,7 @@ class Tree:
         return sum(chances) - 1
 
 
-CHAIN = Tree(tuple(range(MOST_NODES)))
+CHAIN = Tree(range(MOST_NODES))
 
 
 def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray[np.float64]:
@@ -109,6 +131,12 @@ def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray
     """
     later = np.diff(hit_law.hit_probabilities(width - 1)[0])
     return np.array([[rate, *(1 - rate) * later] for rate in hazards])
+
+
+@lru_cache(maxsize=256)
+def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw) -> Tree:
+    """Returns the optimal tree of these acceptance rates and hit model."""
+    return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN)))
 
 
 def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
@@ -143,4 +171,4 @@ def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
                 following.append((first + len(following), size - 1))
                 left -= size
         level = following
-    return Tree(tuple(parents))
+    return Tree(parents)

@@ -7,14 +7,16 @@ Places. A sequence's committed tokens have positions 0, 1, …; of the last one 
 known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
 stored and valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those
 that are served) write the cache; branches that a draft grows write scratch, so a hit copies
-nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits.
+nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits. Of a
+served tree only the principal path is in the trunk (spec.tree). If another path is accepted, it
+moves from its lane to the cache.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from zlib import crc32
 
@@ -26,6 +28,7 @@ from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
+from mpissd.engine.spec.tree import CHAIN, Tree
 
 Index = NDArray[np.int64]
 Prompt = abc.Callable[[Request], abc.Sequence[int]]
@@ -103,9 +106,10 @@ class Sequence:
     rounds: int = 0
     lookups: dict[str, Lookup] = field(default_factory=dict)
 
-    def commit(self, accepted: int, bonus: int) -> None:
-        """Appends the served tokens that were accepted, and the bonus token."""
-        self.tokens += [*self.served[:accepted], bonus]
+    def commit(self, path: abc.Sequence[int], bonus: int) -> None:
+        """Appends the served tokens at these places, which were accepted, and the bonus token."""
+        self.tokens += [self.served[column] for column in path]
+        self.tokens.append(bonus)
         self.served = []
         self.rounds += 1
 
@@ -132,16 +136,27 @@ class Sequence:
         return lookup.padded(count, filler)
 
 
+class Move(NamedTuple):
+    """Accepted tokens that are in a lane, from its first step on: positions start … stop − 1."""
+
+    slot: int
+    lane: int
+    start: int
+    stop: int
+
+
 class Change(NamedTuple):
     """What an outcome changed.
 
     left: of each sequence that left, its slot and the tokens that its cache stores. placed: the
-    sequences that have taken a slot. started: those whose first round comes next.
+    sequences that have taken a slot. started: those whose first round comes next. moves: from lanes
+    to the cache.
     """
 
     left: abc.Sequence[tuple[int, list[int]]] = ()
     placed: abc.Sequence[Sequence] = ()
     started: abc.Sequence[Sequence] = ()
+    moves: abc.Sequence[Move] = ()
 
 
 _UNCHANGED = Change()
@@ -158,11 +173,16 @@ class Batch:
     """
 
     def __init__(
-        self, capacity: int, placement: Placement | None = None, prompt: Prompt | None = None
+        self,
+        capacity: int,
+        placement: Placement | None = None,
+        prompt: Prompt | None = None,
+        tree: Tree = CHAIN,
     ) -> None:
         """Starts empty. placement: None without a KV cache. prompt: returns a request's tokens up
-        to its first_token (None: tokens are not kept)."""
+        to its first_token (None: tokens are not kept). tree: the shape of the drafts."""
         self.capacity, self.placement, self._prompt = capacity, placement, prompt
+        self.tree, self._has_leaves = tree, True  # whether the last round stored nodes without any
         self.sequences: list[Sequence] = []
         self._by_slot: dict[int, Sequence] = {}  # the last one in each slot
         self.opened: dict[int, Sequence] = {}
@@ -192,18 +212,37 @@ class Batch:
         """
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
+        moves = self._moves(outcome) if self.tree.num_lanes and self.placement else ()
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
-            self.lengths += outcome.num_accepted
+            self.lengths += self._depths(outcome.num_accepted)
             self.lengths += 1
             self.last_tokens = outcome.bonus
             if self._prompt is not None:
+                paths = self.tree.paths
                 for sequence, row in zip(self.sequences, outcome.rows.tolist(), strict=True):
-                    sequence.commit(row[3], row[4])
+                    sequence.commit(paths[row[3]], row[4])
         if self.placement is not None:  # positions after the last committed token become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
-        return change
+        return change._replace(moves=moves) if moves else change
+
+    def _depths(self, nodes: Ints) -> Ints | Index:
+        """Returns the number of tokens on the way to each of these nodes."""
+        return self.tree.depths[nodes] if self.tree.num_lanes else nodes
+
+    def _moves(self, outcome: Outcome) -> list[Move]:
+        """Returns the moves of an outcome, and notes what the cache holds after them."""
+        tree, moves = self.tree, list[Move]()
+        last = self.last().tolist()
+        for row, one in enumerate(outcome.rows[: len(last)].tolist()):
+            node, slot = one[3], int(self.slots[row])
+            if one[2] == Event.COMMIT and (lane := int(tree.lanes[node])) >= 0:
+                start = last[row] + int(tree.forks[node])
+                stop = last[row] + int(tree.depths[node]) + self._has_leaves
+                moves.append(Move(slot, slot * tree.num_lanes + lane, start, stop))
+                self.filled[slot] = stop
+        return moves
 
     def _apply_changes(self, outcome: Outcome) -> Change:
         known = len(self.ids)
@@ -245,9 +284,9 @@ class Batch:
         rows = old[stays]
         if self._prompt is not None:
             for sequence, row in zip(kept, rows.tolist(), strict=True):
-                sequence.commit(row[3], row[4])
+                sequence.commit(self.tree.paths[row[3]], row[4])
         new = Outcome.admission(0, [one.request for one in started]).rows
-        lengths = self.lengths[stays] + rows[:, 3] + 1
+        lengths = self.lengths[stays] + self._depths(rows[:, 3]) + 1
         self.lengths = np.concatenate([lengths, np.ones(len(new), np.int64)])
         rows = np.concatenate([rows, new])
         self.sequences = [*kept, *started]
@@ -351,14 +390,26 @@ class Batch:
 
     def trunk(self, num_draft: Ints) -> Places:
         """Returns the places of each sequence's last token and its num_draft served tokens."""
-        if len(num_draft) == 1:
+        if len(num_draft) == 1 and not self.tree.num_lanes:
             return self._trunk_of_one(int(num_draft[0]) + 1)
         counts, last = num_draft + 1, self.last()
         rows = np.repeat(np.arange(len(counts)), counts)
         ahead = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         assert (self.filled[self.slots] >= last).all(), "a trunk after tokens that are missing"
+        if self.tree.num_lanes:
+            self._has_leaves = True
+            return self._nodes(self.slots[rows], last[rows], ahead)
         self.filled[self.slots] = last + counts
         return _trunk(self.slots[rows], last[rows] + ahead)
+
+    def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
+        """Returns the places of nodes of trees after the positions `last`; all are [n]."""
+        tree, lanes = self.tree, self.tree.lanes[nodes]
+        in_trunk, positions = lanes < 0, last + tree.depths[nodes]
+        np.maximum.at(self.filled, slots[in_trunk], positions[in_trunk] + 1)
+        ids = np.where(in_trunk, TRUNK, slots * tree.num_lanes + lanes)
+        places = _places(slots, positions, ids, last + tree.forks[nodes])
+        return replace(places, spans=tree.spans[nodes].astype(np.int32))
 
     def _trunk_of_one(self, count: int) -> Places:
         """Returns `trunk` of a batch of one sequence in a third of its time, for which every round
@@ -404,7 +455,12 @@ class Batch:
         return LanePlaces(self.slots[rows], self.last()[rows], np.full(len(rows), TRUNK))
 
     def step(self, lanes: LanePlaces, steps: int) -> Places:
-        """Returns the places of the next step of these lanes, which have grown `steps` tokens."""
+        """Returns the places of the next step of these lanes, which have grown `steps` levels."""
+        if self.tree.num_lanes:
+            self._has_leaves, nodes = False, self.tree.inner[steps]
+            every = np.tile(nodes, len(lanes.slots))
+            slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
+            return self._nodes(slots, last, every)
         positions = lanes.first + steps
         in_trunk = lanes.ids == TRUNK
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1

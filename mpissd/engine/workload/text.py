@@ -115,10 +115,10 @@ class LogitsTarget(SampledTarget):
         the sequence is sampled."""
         if sequence.request.temperature > 0 and self._draws_any:
             return None
-        served, best, k = sequence.served, self._best, 0
-        while k < len(served) and served[k] == best[start + k]:
-            k += 1
-        return k, best[start + k]
+        served, best = sequence.served, self._best
+        count = len(served)
+        node = self.tree.walk(served, best, range(start, start + count + 1), count)
+        return node, best[start + node]
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
@@ -136,10 +136,11 @@ class LogitsTarget(SampledTarget):
         logprobs, start = dict[int, list[float]](), 0
         for row, one in enumerate(batch.sequences):
             if one.request.logprobs:
-                tokens = [*one.served[: accepted[row]], int(bonus[row])]
+                path = self.tree.paths[accepted[row]]
+                tokens = [*(one.served[column] for column in path), int(bonus[row])]
                 logprobs[row] = []
-                for i, token in enumerate(tokens, start):
-                    logits = self.logits_of(i).astype(np.float64)
+                for node, token in zip((0, *(n + 1 for n in path)), tokens, strict=True):
+                    logits = self.logits_of(start + node).astype(np.float64)
                     most = logits.max()
                     total = np.log(np.exp(logits - most).sum())
                     logprobs[row].append(float(logits[token] - most - total))
@@ -248,38 +249,41 @@ class LogitsDraft(SampledDraft):
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         results = self._stepper.results()
-        rows = slice(first_row, first_row + sum(map(len, rollouts)))
+        rows = slice(first_row, first_row + sum(rollout.num_rows for rollout in rollouts))
         for head in range(self._heads):
-            best = results.ids[head, rows, 0]
+            best = results.ids[head, rows]
             if self._is_replaced and results.values is not None:
                 self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
-            drawn = self._drawn(rollouts, best, head * results.ids.shape[1] + first_row)
+            drawn = Draws()
+            row = head * results.ids.shape[1] + first_row
+            firsts = self._drawn(rollouts, best[:, 0], row, drawn)
             start = 0
             for rollout in rollouts:
-                part = slice(start, start + len(rollout))
-                if drawn is not None:
-                    for n, proposal in enumerate(drawn[part]):
-                        rollout.record(n, proposal)
+                part = slice(start, start + rollout.num_rows)
+                if firsts is not None:
+                    self._grow(rollout, firsts[part], best[part].tolist(), drawn)
                 else:
-                    rollout.tokens[:, rollout.steps] = best[part]
-                    for row in rollout.recorded:
-                        row.append(None)  # a token with q = 1 has no distribution
-                rollout.steps += 1
+                    rollout.take(best[part])
                 start = part.stop
 
-    def _drawn(self, rollouts: Sequence[Rollout], best: Ints, first: int) -> list[Proposal] | None:
-        """Returns the next token of every lane, or None if the likeliest are taken.
+    def _drawn(
+        self, rollouts: Sequence[Rollout], best: Ints, first: int, shared: Draws
+    ) -> list[Proposal] | None:
+        """Returns the first child of every row of a step, or None if the likeliest are taken.
 
-        best: the likeliest tokens, by lane. first: the first lane's row of logits.
+        best: the likeliest token of each row. first: the first one's row of logits.
         """
         if not self.samples:
             return None
-        lanes = [(lane, rollout.steps) for rollout in rollouts for lane in rollout.lanes or ()]
+        lanes = [
+            pair
+            for rollout in rollouts
+            for pair in zip(rollout.lanes or (), self._columns(rollout), strict=True)
+        ]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         if not chosen:
             return None
         tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
-        shared = Draws()
         u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
         tops = [self._damped(*lanes[n]) for n in chosen]
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
@@ -309,9 +313,6 @@ class LogitsDraft(SampledDraft):
     def _damped(self, lane: Lane, place: int) -> int:
         """Returns how many of the largest logits Saguaro's sampling damps."""
         return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
-
-    def _named(self, entry: int) -> int:
-        return entry if self._ids is None else int(self._ids[entry])
 
 
 class TextEndings(Endings):

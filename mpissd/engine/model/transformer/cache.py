@@ -63,7 +63,8 @@ class RowPlaces:
 
     rows: [4, max_rows], each row's slot (PADDING: none), position, lane (the branch that it belongs
     to) and trunk (tokens before the lane), as in forwards.Places. pages: [slots, pages_per_slot],
-    the pages of each slot in rising order of positions.
+    the pages of each slot in rising order of positions. spans: [max_rows], not in that buffer, how
+    many lanes store a row.
     """
 
     def __init__(self, ints: HostArray, max_rows: int, sizes: CacheSizes) -> None:
@@ -73,6 +74,7 @@ class RowPlaces:
         self.pages = ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
         self.rows[...] = PADDING
         self.pages[...] = 0
+        self.spans = np.ones(max_rows, np.int32)
 
     @staticmethod
     def size(max_rows: int, sizes: CacheSizes) -> int:
@@ -182,6 +184,7 @@ class PageTable:
         parts = places.slots, places.positions, places.lanes, places.trunks
         for to, part in zip(rows, parts, strict=True):
             to[:count] = part
+        self.seats.spans[:count] = 1 if places.spans is None else places.spans
         for slot, position, lane, trunk in zip(*(part.tolist() for part in parts), strict=True):
             if lane < 0:
                 if position >= held[slot] * sizes.page:

@@ -265,13 +265,13 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
     """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out.
 
     qkv: the product. sizes: (heads, kv_heads, head_dim). norms: (bias, q's, k's), empty where there
-    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows and .pages. caches:
-    (keys, values, lanes' keys, lanes' values).
+    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows, .pages and .spans.
+    caches: (keys, values, lanes' keys, lanes' values).
     """
     heads, kv_heads, width = sizes
     bias, q_norm, k_norm = norms
     cosines, sines = turns
-    seats, pages = places
+    seats, pages, spans = places
     first = heads * width
     for m in range(rows):
         for column in range(len(bias)):
@@ -291,11 +291,12 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
             holder, at = lane, position - seats[_TRUNK, m]
         else:
             holder, at = pages[slot, position // size], position % size
-        for head in range(kv_heads):
-            for k in range(width):
-                column = first + head * width + k
-                keys[layer, holder, head, k, at] = qkv[m, column]
-                values[layer, holder, head, at, k] = qkv[m, column + kv_heads * width]
+        for to in range(holder, holder + spans[m]):
+            for head in range(kv_heads):
+                for k in range(width):
+                    column = first + head * width + k
+                    keys[layer, to, head, k, at] = qkv[m, column]
+                    values[layer, to, head, at, k] = qkv[m, column + kv_heads * width]
 
 
 @njit(**JIT)
@@ -358,7 +359,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
     and are moved to `own` for their product with the lane's values.
     """
     queries, scores, own, parts, state = work
-    seats, pages = places
+    seats, pages = places[0], places[1]
     (count, page), width, padded, steps = (
         scores.shape,
         queries.shape[1],

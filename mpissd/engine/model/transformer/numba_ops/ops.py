@@ -58,7 +58,7 @@ class Cache:
 
     arrays: tuple[Floats, Floats, Floats, Floats]
     turns: tuple[Floats, Floats]
-    places: tuple[Ints, Ints]
+    places: tuple[Ints, Ints, Ints]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,16 @@ class NumbaOps(Ops):
         positions = np.arange(sizes.num_positions, dtype=np.float32)[:, None]
         angles = (positions * self._config.frequencies().astype(np.float32)).astype(np.float64)
         turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
+        places = seats.rows, seats.pages, seats.spans
+        return Cache((keys, values, lane_keys, lane_values), turns, places)
+
+    def move(self, cache: Cache, lane: int, slot: int, start: int, stop: int) -> None:
+        keys, values, lane_keys, lane_values = cache.arrays
+        for step, position in enumerate(range(start, stop)):
+            number, at = divmod(position, self.page)
+            page = cache.places[1][slot, number]
+            keys[:, page, ..., at] = lane_keys[:, lane, ..., step]
+            values[:, page, :, at] = lane_values[:, lane, :, step]
 
     def clear(self, cache: Cache) -> None:
         for array in cache.arrays:

@@ -1,0 +1,100 @@
+"""Trees decode the target's own tokens: whatever their shape, from texts, laws and recordings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import job as jobs
+from mpissd.engine.spec.tree import Tree, positional
+from tests.tiny_pair import TinyPair, tiny_pair
+
+NULL = {"pair": "toy", "backend": "emulated", "device": "null", "num_drafts": 0}
+REPLAY = {"workload": "replay", "recording": "results/recordings/smollm2-chat.npz"}
+NARROW = {**REPLAY, "recording": "results/recordings/smollm2-chat-350.npz"}  # 4 candidates
+COUNT = 90  # tokens of a sequence: a page has 64
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), hidden=32, heads=2, kv_heads=1, vocab=19)
+
+
+def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], NDArray[Any], int]:
+    """The tokens, the keys of slot 0, and how many rounds it took."""
+    folders = {"target": str(pair.target), "draft": str(pair.draft), "workload": "text"}
+    config = RunConfig(**{**folders, "backend": "numpy", "num_tokens": COUNT, **flags})
+    with Decoder(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        stack: Any = decoder.target_stepper.stack
+        held = stack.pages.seats.pages[0, : stack.pages.held[0]]
+        keys = stack.cache.arrays[0][:, held].swapaxes(1, 3).swapaxes(1, 2)
+        tokens = {n: of[:COUNT] for n, of in decoder.tokens.items()}
+        return tokens, keys.reshape(*keys.shape[:3], -1)[..., :COUNT], len(decoder.records)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    parents = [0]
+    for _ in range(draw(st.integers(0, 14))):
+        parents.append(draw(st.integers(parents[-1], len(parents))))
+    return Tree(parents)
+
+
+@settings(max_examples=8)
+@given(tree=trees(), batch=st.integers(1, 3), drafts=st.integers(0, 1))
+def test_any_tree_decodes_as_the_target_alone(
+    pair: TinyPair, tree: Tree, batch: int, drafts: int
+) -> None:
+    """The keys that it leaves in the cache have the same bits: a path that moved equals a chain."""
+    told: dict[str, Any] = {"prompt_ids": "1,2,3;4,5;6,7,8;9", "batch_size": batch}
+    tokens, keys, rounds = decode(pair, mode="ar", **told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "shape", lambda *_: tree)
+        flags = {"mode": "sd", "num_drafts": drafts, "lookahead": tree.depth, "tree": len(tree)}
+        found = decode(pair, **flags, **told)
+    assert found[0] == tokens and found[2] < rounds
+    assert batch > 1 or np.array_equal(found[1][..., : COUNT - 1], keys[..., : COUNT - 1])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("flags", [{"alpha": 0.5}, {"forward": "transformer"}, REPLAY])
+def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch: int) -> None:
+    told = {**NULL, "batch_size": batch, **flags}
+    found = []
+    for more in ({"mode": "ar"}, {"mode": "sd"}, {"mode": "sd", "tree": 12}):
+        with Decoder(RunConfig(**{**told, **more, "rounds": 2000})) as decoder:
+            for _ in range(300):
+                decoder.step()
+            found.append(decoder)
+    ar, chain, tree = (decoder.tokens[0] for decoder in found)
+    assert ar == chain[: len(ar)] == tree[: len(ar)]
+    accepted = [float(of.records.sequences()[:, 3].mean()) for of in found]
+    assert accepted[2] > 1.1 * accepted[1]
+    job = found[2].job
+    law = positional(job.acceptance[2].hazards, job.hit_law, job.tree.width)  # type: ignore[index]
+    assert "recording" in flags or abs(job.tree.mean_accepted(law) - accepted[2]) < 0.25
+
+
+def test_what_cannot_be_a_tree_is_refused(pair: TinyPair) -> None:
+    for flags, message in (
+        ({"mode": "ssd"}, "tree=8 with mode=ssd: allowed: mode=sd"),
+        ({"mode": "sd", "backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
+        ({"mode": "sd", "draft": "eagle:8b", "target": "8b"}, "tree=8 with draft="),
+        ({"mode": "sd", **NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            jobs.resolve(
+                RunConfig(**{"tree": 8, **flags}), 1, backend="emulated", memory_bytes=None
+            )
+    config = RunConfig(mode="sd", tree=8, pair="toy")
+    with pytest.raises(ConfigError, match="tree=8 with backend=cupy: allowed: numpy, emulated"):
+        jobs.resolve(config, 1, backend="cupy", memory_bytes=None)
