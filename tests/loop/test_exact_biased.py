@@ -163,10 +163,8 @@ def wary(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
 class FirstQ(Watched):
     """Siblings without replacement, sent with the probabilities of the first one's draw."""
 
-    def _other(
-        self, proposal: oracle.Proposal, ranked: Any, taken: Any, u: float
-    ) -> oracle.Proposal:
-        token, _, _ = super()._other(proposal, ranked, taken, u)
+    def _other(self, proposal: oracle.Proposal, u: float) -> oracle.Proposal:
+        token, _, _ = super()._other(proposal, u)
         assert proposal[2] is not None
         return token, float(sampling.recorded(proposal[2])[token]), proposal[2]
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
+SPAN = 1 << 16  # lanes that a cache may have
+
 
 @dataclass(frozen=True)
 class Places:
@@ -21,11 +23,11 @@ class Places:
     in its sequence, from 0. lanes: −1 for a *trunk row*, whose K and V are stored in the slot's
     cache, and which attends cache positions 0 … position. A *lane row* stores K and V in
     scratch[lane][position − trunk] and attends cache positions 0 … trunk − 1 and its lane's
-    scratch. trunks: the tokens in the cache before the lane, read for lane rows only. K and V of
-    all rows of a forward are stored before any row attends.
+    scratch. A lane plus n · SPAN stores K and V in the n lanes after it as well. trunks: the tokens
+    in the cache before the lane, read for lane rows only. K and V of all rows of a forward are
+    stored before any row attends.
     reads: whether candidates or logits of this forward are read; without, the LM head may be left
-    out (chunks of a prompt). spans: how many lanes, from its own on, store a row's K and V (None:
-    one for each row).
+    out (chunks of a prompt).
     """
 
     slots: Ints
@@ -33,7 +35,6 @@ class Places:
     lanes: Ints
     trunks: Ints
     reads: bool = True
-    spans: Ints | None = None
 
     def part(self, rows: slice) -> Places:
         """Returns the places of some rows of a prompt, whose candidates are not read."""
@@ -50,9 +51,6 @@ def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
         return parts[0]
     names = "slots", "positions", "lanes", "trunks"
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    if any(part.spans is not None for part in parts):
-        spans = [np.ones_like(p.slots) if p.spans is None else p.spans for p in parts]
-        columns["spans"] = np.concatenate(spans)
     return Places(**columns, reads=reads and any(part.reads for part in parts))
 
 

@@ -164,10 +164,10 @@ class MarkovDraft(SampledDraft):
         probs = sampling.probabilities(logits, laws.temperature, top, laws.saguaro_c)
         return sampling.propose(probs, u)
 
-    def _ranked(self, lane: Lane) -> Sequence[int]:
-        width = self.tree.width
-        ranked = sampling.largest(self._laws.draft.logits(lane.context), width) if width > 1 else ()
-        return list(ranked)
+    def _ranked(self, lanes: Sequence[Lane], n: int) -> Sequence[int]:
+        logits = self._laws.draft.logits(lanes[n].context)
+        ranked: list[int] = sampling.largest(logits, self.tree.width).tolist()
+        return ranked
 
     def _follow(self, lane: Lane, token: int) -> None:
         lane.context = self._laws.draft.context((*lane.context, token))

@@ -413,63 +413,59 @@ class SampledDraft(DraftOracle):
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         drawn: Draws = {}
         for rollout in rollouts:
-            lanes, columns = rollout.lanes or [], self._columns(rollout)
-            pairs = zip(lanes, columns, strict=True)
+            lanes, pairs = rollout.lanes or [], self._pairs(rollout)
             firsts = [self._propose(lane, at, lane.u(at, drawn)) for lane, at in pairs]
-            self._grow(rollout, firsts, [self._ranked(lane) for lane in lanes], drawn)
+            self._grow(rollout, firsts, drawn, partial(self._ranked, lanes))
 
-    def _columns(self, rollout: Rollout) -> list[int]:
-        """Returns the column of the first child of each row of a step."""
+    def _pairs(self, rollout: Rollout) -> list[tuple[Lane, int]]:
+        """Returns the lane of each row of a step, and the column of its first child."""
         tree = rollout.tree
         columns = [tree.children[node][0] - 1 for node in tree.inner[rollout.steps].tolist()]
-        return columns * len(rollout)
+        return list(zip(rollout.lanes or (), columns * len(rollout), strict=True))
 
     def _grow(
         self,
         rollout: Rollout,
         firsts: Sequence[Proposal],
-        ranked: Sequence[Sequence[int]],
         drawn: Draws,
+        ranked: Callable[[int], Sequence[int]],
     ) -> None:
         """Stores the next level: each row's first child, and others without replacement.
 
-        ranked: by row, its likeliest tokens, which take the place of those that cannot be drawn.
+        ranked: returns a row's likeliest tokens, of which the first free ones are children where
+        nothing is left to draw.
         """
-        lanes, tree, following = rollout.lanes or [], rollout.tree, list[Lane]()
-        nodes = tree.inner[rollout.steps].tolist()
+        tree, lanes = rollout.tree, rollout.lanes or []
+        nodes, rollout.lanes = tree.inner[rollout.steps].tolist(), []
         for n, (lane, proposal) in enumerate(zip(lanes, firsts, strict=True)):
-            number, node = n // len(nodes), nodes[n % len(nodes)]
-            children, taken = tree.children[node], list[int]()
+            children, taken = tree.children[nodes[n % len(nodes)]], list[int]()
             for child in children:
-                if taken:
-                    proposal = self._other(proposal, ranked[n], taken, lane.u(child - 1, drawn))
-                rollout.record(number, child - 1, proposal)
+                if taken and proposal[2] is not None and proposal[1] < 1:
+                    proposal = self._other(proposal, lane.u(child - 1, drawn))
+                elif taken:
+                    proposal = next(t for t in ranked(n) if t not in taken), 1.0, None
+                rollout.record(n // len(nodes), child - 1, proposal)
                 taken.append(proposal[0])
                 if tree.children[child]:
-                    following.append(lane if len(children) == 1 else copy(lane))
-                    self._follow(following[-1], proposal[0])
-        rollout.lanes = following
+                    rollout.lanes.append(lane if len(children) == 1 else copy(lane))
+                    self._follow(rollout.lanes[-1], proposal[0])
         rollout.steps += 1
 
-    def _other(
-        self, proposal: Proposal, ranked: Sequence[int], taken: Sequence[int], u: float
-    ) -> Proposal:
-        """Draws the next sibling of a proposal."""
-        token, q, row = proposal
-        if row is not None and q < 1:
-            entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
-            entry, q, row = sampling.propose_other(row, entry, u)
-            return self._named(entry), q, row
-        return next(token for token in ranked if token not in taken), 1.0, None
+    def _other(self, proposal: Proposal, u: float) -> Proposal:
+        """Draws the next sibling of an uncertain proposal with u."""
+        token, _, row = proposal
+        assert row is not None, "a sibling of a certain token"
+        entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
+        entry, q, row = sampling.propose_other(row, entry, u)
+        return self._named(entry), q, row
 
     @abstractmethod
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         """Draws token `place` of a lane's draft with u."""
 
-    def _ranked(self, lane: Lane) -> Sequence[int]:
-        """Returns the likeliest tokens of a lane, as many as a node has children, if it has more
-        than one."""
-        return ()
+    def _ranked(self, lanes: Sequence[Lane], n: int) -> Sequence[int]:
+        """Returns as many of lane n's likeliest tokens as a node may have children."""
+        raise NotImplementedError("a tree of a draft that ranks no tokens")
 
     def _follow(self, lane: Lane, token: int) -> None:
         """Moves a lane's context to a token. The default has none."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import abc
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
-from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.forwards import SPAN, Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
 from mpissd.engine.spec.tree import CHAIN, Tree
@@ -216,7 +216,8 @@ class Batch:
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
-            self.lengths += self._depths(outcome.num_accepted)
+            nodes, depths = outcome.num_accepted, self.tree.depths
+            self.lengths += depths[nodes] if self.tree.num_lanes else nodes
             self.lengths += 1
             self.last_tokens = outcome.bonus
             if self._prompt is not None:
@@ -226,10 +227,6 @@ class Batch:
         if self.placement is not None:  # positions after the last committed token become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
         return change._replace(moves=moves) if moves else change
-
-    def _depths(self, nodes: Ints) -> Ints | Index:
-        """Returns the number of tokens on the way to each of these nodes."""
-        return self.tree.depths[nodes] if self.tree.num_lanes else nodes
 
     def _moves(self, outcome: Outcome) -> list[Move]:
         """Returns the moves of an outcome, and notes what the cache holds after them."""
@@ -286,7 +283,7 @@ class Batch:
             for sequence, row in zip(kept, rows.tolist(), strict=True):
                 sequence.commit(self.tree.paths[row[3]], row[4])
         new = Outcome.admission(0, [one.request for one in started]).rows
-        lengths = self.lengths[stays] + self._depths(rows[:, 3]) + 1
+        lengths = self.lengths[stays] + self.tree.depths[rows[:, 3]] + 1
         self.lengths = np.concatenate([lengths, np.ones(len(new), np.int64)])
         rows = np.concatenate([rows, new])
         self.sequences = [*kept, *started]
@@ -407,9 +404,8 @@ class Batch:
         tree, lanes = self.tree, self.tree.lanes[nodes]
         in_trunk, positions = lanes < 0, last + tree.depths[nodes]
         np.maximum.at(self.filled, slots[in_trunk], positions[in_trunk] + 1)
-        ids = np.where(in_trunk, TRUNK, slots * tree.num_lanes + lanes)
-        places = _places(slots, positions, ids, last + tree.forks[nodes])
-        return replace(places, spans=tree.spans[nodes].astype(np.int32))
+        ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
+        return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
 
     def _trunk_of_one(self, count: int) -> Places:
         """Returns `trunk` of a batch of one sequence in a third of its time, for which every round

@@ -261,7 +261,7 @@ class LogitsDraft(SampledDraft):
             for rollout in rollouts:
                 part = slice(start, start + rollout.num_rows)
                 if firsts is not None:
-                    self._grow(rollout, firsts[part], best[part].tolist(), drawn)
+                    self._grow(rollout, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
                     rollout.take(best[part])
                 start = part.stop
@@ -275,11 +275,7 @@ class LogitsDraft(SampledDraft):
         """
         if not self.samples:
             return None
-        lanes = [
-            pair
-            for rollout in rollouts
-            for pair in zip(rollout.lanes or (), self._columns(rollout), strict=True)
-        ]
+        lanes = [pair for rollout in rollouts for pair in self._pairs(rollout)]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         if not chosen:
             return None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import HostArray
-from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.forwards import SPAN, Places
 
 _FIRST = 0  # the name before a sequence's first page
 _Key = tuple[int, bytes]  # the name of the page before, and the page's tokens
@@ -63,8 +63,7 @@ class RowPlaces:
 
     rows: [4, max_rows], each row's slot (PADDING: none), position, lane (the branch that it belongs
     to) and trunk (tokens before the lane), as in forwards.Places. pages: [slots, pages_per_slot],
-    the pages of each slot in rising order of positions. spans: [max_rows], not in that buffer, how
-    many lanes store a row.
+    the pages of each slot in rising order of positions.
     """
 
     def __init__(self, ints: HostArray, max_rows: int, sizes: CacheSizes) -> None:
@@ -74,7 +73,6 @@ class RowPlaces:
         self.pages = ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
         self.rows[...] = PADDING
         self.pages[...] = 0
-        self.spans = np.ones(max_rows, np.int32)
 
     @staticmethod
     def size(max_rows: int, sizes: CacheSizes) -> int:
@@ -184,14 +182,13 @@ class PageTable:
         parts = places.slots, places.positions, places.lanes, places.trunks
         for to, part in zip(rows, parts, strict=True):
             to[:count] = part
-        self.seats.spans[:count] = 1 if places.spans is None else places.spans
         for slot, position, lane, trunk in zip(*(part.tolist() for part in parts), strict=True):
             if lane < 0:
                 if position >= held[slot] * sizes.page:
                     self._grow(slot, position)
                 continue
             step, stored = position - trunk, held[slot] * sizes.page
-            fits = lane < sizes.lanes and 0 <= step < sizes.steps and trunk <= stored
+            fits = lane % SPAN < sizes.lanes and 0 <= step < sizes.steps and trunk <= stored
             assert fits, f"lane {lane}, step {step}, trunk {trunk}: no such place in {sizes}"
         return count
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from mpissd.engine.model.forwards import SPAN
 from mpissd.engine.model.transformer.numba_ops.tiles import (
     AHEAD,
     MOST_ROWS,
@@ -265,13 +266,13 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
     """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out.
 
     qkv: the product. sizes: (heads, kv_heads, head_dim). norms: (bias, q's, k's), empty where there
-    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows, .pages and .spans.
-    caches: (keys, values, lanes' keys, lanes' values).
+    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows and .pages. caches:
+    (keys, values, lanes' keys, lanes' values).
     """
     heads, kv_heads, width = sizes
     bias, q_norm, k_norm = norms
     cosines, sines = turns
-    seats, pages, spans = places
+    seats, pages = places
     first = heads * width
     for m in range(rows):
         for column in range(len(bias)):
@@ -288,10 +289,10 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
         size = keys.shape[4]
         if lane >= 0:
             keys, values = lane_keys, lane_values
-            holder, at = lane, position - seats[_TRUNK, m]
+            holder, at = lane % SPAN, position - seats[_TRUNK, m]
         else:
             holder, at = pages[slot, position // size], position % size
-        for to in range(holder, holder + spans[m]):
+        for to in range(holder, holder + 1 + max(lane, 0) // SPAN):
             for head in range(kv_heads):
                 for k in range(width):
                     column = first + head * width + k
@@ -359,7 +360,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
     and are moved to `own` for their product with the lane's values.
     """
     queries, scores, own, parts, state = work
-    seats, pages = places[0], places[1]
+    seats, pages = places
     (count, page), width, padded, steps = (
         scores.shape,
         queries.shape[1],
@@ -384,7 +385,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
         if begin < end:
             n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
             clear(own[n : n + group], group)
-            k_at = np.int64(caches[2][layer, seats[_LANE, m], head].ctypes.data)
+            k_at = np.int64(caches[2][layer, seats[_LANE, m] % SPAN, head].ctypes.data)
             to = np.int64(own.ctypes.data) + n * steps * 4
             float_product(queries, n, group, width, k_at, steps, to, steps)
             for query in range(n, n + group):
@@ -407,7 +408,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
         begin, end = lane_span(seats, m, first, page)
         if begin < end:
             n = (m - span[0]) * group
-            v_at = np.int64(caches[3][layer, seats[_LANE, m], head, begin].ctypes.data)
+            v_at = np.int64(caches[3][layer, seats[_LANE, m] % SPAN, head, begin].ctypes.data)
             float_product(own, n, group, end - begin, v_at, padded, to + n * padded * 4, padded)
 
 

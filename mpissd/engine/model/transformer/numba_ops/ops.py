@@ -58,7 +58,7 @@ class Cache:
 
     arrays: tuple[Floats, Floats, Floats, Floats]
     turns: tuple[Floats, Floats]
-    places: tuple[Ints, Ints, Ints]
+    places: tuple[Ints, Ints]
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,7 @@ class NumbaOps(Ops):
         positions = np.arange(sizes.num_positions, dtype=np.float32)[:, None]
         angles = (positions * self._config.frequencies().astype(np.float32)).astype(np.float64)
         turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        places = seats.rows, seats.pages, seats.spans
-        return Cache((keys, values, lane_keys, lane_values), turns, places)
+        return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
     def move(self, cache: Cache, lane: int, slot: int, start: int, stop: int) -> None:
         keys, values, lane_keys, lane_values = cache.arrays
