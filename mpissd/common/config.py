@@ -122,8 +122,7 @@ class MethodFlags(Checked):
     tree: int | None = drafting(
         None,
         integer(1, 256),
-        "number of tokens drafted in a round, as the best tree of at most K levels (sd; default: a "
-        "chain of K tokens)",
+        "number of tokens drafted in a round, as the best tree of K levels (sd; default: a chain)",
         needs="mode=sd backup=jit learners=0",
     )
     fan_out: str = growing(

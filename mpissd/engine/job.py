@@ -309,11 +309,6 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     primary = resolve_acceptance(config.acceptance_text, lookahead)
     fast = resolve_acceptance(config.acceptance_fast_text, lookahead)
     hit_law, tree = hit_law_of(config, lookahead), CHAIN
-    if config.tree is not None:
-        _check_tree(config, draft, backend)
-        tree = shape(config.tree, primary.hazards, hit_law)
-        lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
-        primary = replace(primary, hazards=primary.hazards[:lookahead])
 
     def fan_out(text: str, served: int, hazards: Sequence[float]) -> tuple[int, ...]:
         """Returns F_0 … F_K after `served` drafted tokens, with K acceptance rates by place."""
@@ -336,6 +331,10 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
                 f"fan_out {config.fan_out} with lm_head: {fan_outs.widest} a row: allowed: at most "
                 f"{most}"
             )
+    if config.tree is not None:
+        tree = shape(config.tree, primary.hazards, hit_law)
+        lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
+        primary = replace(primary, hazards=primary.hazards[:lookahead])
     job = Job(
         config=config,
         tp=tp,
@@ -352,6 +351,9 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         tree=tree,
         prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
+    if tree is not CHAIN and (backend == "cupy" or job.reads_states or (draft and draft.head)):
+        what = f"tree={config.tree} with backend={backend}, draft={draft_where}"
+        raise ConfigError(f"{what}: allowed: numpy or emulated, a draft model of its own")
     job.workload.check()
     return job
 
@@ -402,15 +404,6 @@ def _check_heads(config: RunConfig, draft: ModelShape) -> None:
         raise ConfigError(f"{asked}: allowed: {config.lookahead}, which one forward drafts")
 
 
-def _check_tree(config: RunConfig, draft: ModelShape | None, backend: str) -> None:
-    """Refuses a tree that the backend cannot verify, or the draft cannot grow."""
-    if backend == "cupy":
-        raise ConfigError(f"tree={config.tree} with backend=cupy: allowed: numpy, emulated")
-    if draft is not None and draft.head is not None:
-        asked = f"tree={config.tree} with draft={draft.name}"
-        raise ConfigError(f"{asked}: allowed: a draft model of its own")
-
-
 def _check_states(
     config: RunConfig, tp: int, draft: ModelShape, draft_where: str, where: str
 ) -> None:
@@ -420,8 +413,6 @@ def _check_states(
     if not kind:
         return
     asked = f"draft={draft.name} ({kind})"
-    if config.tree is not None:
-        raise ConfigError(f"{asked} with tree={config.tree}: allowed: a draft model of its own")
     if config.mode == "ssd" or config.drafts:
         given = f"mode={config.mode}, num_drafts={config.drafts}"
         why = "it reads the hidden state of the bonus token, known only after the verification"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.engine.spec.tree import CHAIN, Tree, optimal, positional
@@ -25,14 +26,23 @@ def shapes(nodes: int, width: int) -> Iterator[Tree]:
     return map(Tree, more(()))
 
 
+def mean_accepted(tree: Tree, law: NDArray[np.float64]) -> float:
+    """The sum of the nodes' chances."""
+    chances = [1.0]
+    for node, parent in enumerate(tree.parents, 1):
+        chances.append(chances[parent] * float(law[tree.depths[node] - 1, tree.ranks[node]]))
+    assert np.cumprod(tree.rates(law)).sum() == pytest.approx(sum(chances) - 1)
+    return sum(chances) - 1
+
+
 @pytest.mark.parametrize("rates", [(0.7, 0.7, 0.7), (0.3, 0.9, 0.1), (0.05, 0.5, 0.2)])
 @pytest.mark.parametrize("law", ["power:A=.5,r=.6", "power:A=.1,r=2,floor=.05"])
 def test_the_optimal_tree_is_the_best_of_all(rates: tuple[float, ...], law: str) -> None:
     chances = positional(rates, named_hit_law(law), 3)
     assert np.allclose(positional(rates, named_hit_law(law), 64).sum(axis=1), 1, atol=0.15)
     for nodes in range(1, 7):
-        each = [t.mean_accepted(chances) for t in shapes(nodes, 3) if t.depth <= len(rates)]
-        assert optimal(nodes, chances).mean_accepted(chances) == pytest.approx(max(each))
+        each = [mean_accepted(t, chances) for t in shapes(nodes, 3) if t.depth <= len(rates)]
+        assert mean_accepted(optimal(nodes, chances), chances) == pytest.approx(max(each))
 
 
 def test_places_of_every_small_tree() -> None:

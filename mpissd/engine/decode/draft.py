@@ -280,16 +280,15 @@ class Drafter:
         for rollout in rollouts:
             is_hit = rollout is self.cache.growth
             source = Source.CACHE if is_hit else self.policy.backup
-            drafted = rollout.tree.ends[min(rollout.steps, self._most)]
+            nodes = rollout.tree.ends[min(rollout.steps, self._most)]
             # A slice if the rollout covers all rows in order.
             rows = slice(None) if len(rollout) == count else rollout.rows
-            speculation.rows[rows, :head] = source, int(is_hit), drafted
-            speculation.rows[rows, head : head + drafted] = rollout.tokens[:, :drafted]
+            speculation.rows[rows, :head] = source, int(is_hit), nodes
+            speculation.rows[rows, head : head + nodes] = rollout.tokens[:, :nodes]
             if sampled:
-                q = 1.0 if rollout.q is None else rollout.q[:, :drafted]
-                speculation.q[rows, :drafted] = q
+                speculation.q[rows, :nodes] = 1.0 if rollout.q is None else rollout.q[:, :nodes]
                 for lane, row in enumerate(rollout.rows.tolist()):
-                    self.rows[row] = rollout.proposals(lane, drafted)
+                    self.rows[row] = rollout.proposals(lane, nodes)
         return speculation
 
     def proposals(self) -> list[NDArray[np.float32]]:

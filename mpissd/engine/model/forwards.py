@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
-SPAN = 1 << 16  # lanes that a cache may have
+SPAN = 1 << 20  # more lanes than 4,096 sequences may have, at most 255 each
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from mpissd.common.rounds import Outcome, Speculation
 from mpissd.engine.spec.acceptance import HitLaw
 
 Index = NDArray[np.int64]
+Nodes = Sequence[int]
 MOST_NODES, MOST_CHILDREN = 256, 16
 
 
@@ -62,7 +64,7 @@ class Tree:
 
     def _places(self) -> tuple[Index, Index, Index]:
         leaves = [int(not each) for each in self.children]
-        for node in range(len(self), 0, -1):
+        for node in range(len(self.parents), 0, -1):
             leaves[self.parents[node - 1]] += leaves[node]
         free = [0] * len(leaves)  # the first lane of a node's next child; [0]: of the next fork
         lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
@@ -76,13 +78,7 @@ class Tree:
                 free[of] += leaves[node]
         return lanes, forks, spans
 
-    def __len__(self) -> int:
-        """Returns N, the number of drafted tokens."""
-        return len(self.parents)
-
-    def walk(
-        self, drafts: Sequence[int], best: Sequence[int], at: Sequence[int], count: int
-    ) -> int:
+    def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
         """Returns the node that a greedy target stops at; best[at[n]]: its token after node n.
 
         The first `count` nodes have drafted tokens.
@@ -111,13 +107,14 @@ class Tree:
             chains.tokens[n, : len(path)] = speculation.tokens[n, path]
         return chains, Outcome(outcome.round, rows)
 
-    def mean_accepted(self, law: NDArray[np.float64]) -> float:
-        """Returns the mean length of the accepted path, of a law as `optimal` takes it."""
-        chances = [1.0]
+    def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
+        """Returns the acceptance rates by level, as a chain has them, of a law as in `optimal`."""
+        chances, reached = [1.0], [1.0] + [0.0] * self.depth
         for node, parent in enumerate(self.parents, 1):
-            rate = law[self.depths[node] - 1, self.ranks[node]]
-            chances.append(chances[parent] * float(rate))
-        return sum(chances) - 1
+            level = self.levels[node]
+            chances.append(chances[parent] * float(law[level - 1, self.ranks[node]]))
+            reached[level] += chances[-1]
+        return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
 
 
 CHAIN = Tree(range(MOST_NODES))

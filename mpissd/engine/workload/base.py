@@ -23,7 +23,7 @@ from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.tree import CHAIN, Tree
+from mpissd.engine.spec.tree import CHAIN, Tree, positional
 from mpissd.engine.workload.oracle import DraftOracle, OpenGather, TargetOracle
 from mpissd.engine.workload.sequence import Placement
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -172,6 +172,13 @@ class Resolved:
     def num_nodes(self) -> int:
         """Number N of tokens that are drafted for a sequence: K in a chain."""
         return self.tree.ends[self.lookahead]
+
+    def rates(self, source: Source) -> tuple[float, ...]:
+        """Returns the rates at which the levels of a source's drafts are accepted, K or fewer."""
+        hazards = self.acceptance[source].hazards[: self.lookahead]
+        if not self.tree.num_lanes or not hazards:
+            return hazards
+        return self.tree.rates(positional(hazards, self.hit_law, self.tree.width))
 
     @property
     def tree_lanes(self) -> int:

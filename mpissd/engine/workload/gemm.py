@@ -81,11 +81,8 @@ class Stream:
         raise NotImplementedError
 
     def nodes(self, tree: Tree, rows: Index) -> Ints:
-        """Returns the tokens of trees [n, N] after batch rows `rows` [n]; of a draft's stream.
-
-        Those of a level are the draft's candidates after the true tokens before it, so they are
-        right on the accepted path; beyond it none is accepted.
-        """
+        """Returns the tokens of trees [n, N] after batch rows `rows` [n], of a draft's stream: its
+        candidates for each level after true tokens. Beyond the accepted path none is right."""
         raise NotImplementedError
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
@@ -386,7 +383,7 @@ class ImposedDraft(Imposed, DraftOracle):
         chosen = np.asarray(rows, np.int64)
         is_tree, stream = self.tree.num_lanes, self._stream
         drafts = stream.nodes(self.tree, chosen) if is_tree else stream.restarts(source, chosen)
-        return Rollout(chosen, batch.last_tokens[chosen], drafts, None, self.tree)
+        return Rollout(chosen, batch.last_tokens[chosen], drafts)
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         for rollout in rollouts:
@@ -457,6 +454,6 @@ class GemmWorkload(Workload):
         return {
             "acceptance": self._labels[0],
             "acceptance_fast": self._labels[1] if config.backup == "fast" else None,
-            "hit_law": job.hit_law.label if job.fan_out else None,
+            "hit_law": job.hit_law.label if job.fan_out or config.tree else None,
             "laws": laws_label(config),
         }

@@ -188,11 +188,8 @@ class MarkovTarget(SampledTarget):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         model = self._laws.target
-        self._contexts = [
-            context
-            for one in batch.sequences
-            for context in trunk(model, one.tokens, one.served, self.tree)
-        ]
+        every = (trunk(model, one.tokens, one.served, self.tree) for one in batch.sequences)
+        self._contexts = [context for contexts in every for context in contexts]
         return super().judge(batch, speculation, proposals)
 
     def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:

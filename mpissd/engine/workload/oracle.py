@@ -79,8 +79,8 @@ class Lane:
 class Rollout:
     """Drafts (lanes) that grow together, by one level of their tree in each step: a chain's token.
 
-    tokens: int32 [lanes, N]; the first `count` columns are grown, of `steps` levels. rows: the
-    batch row of each lane; empty while a sequence has several lanes and the outcome has not yet
+    tokens: int32 [lanes, N]; the columns of the first `steps` levels are grown. rows: the batch row
+    of each lane; empty while a sequence has several lanes and the outcome has not yet
     chosen one. first: the token from which each lane starts, [lanes]. places: the lanes' places in
     the KV cache of a model that keeps one. Of sampled tokens (else None or empty) lanes: what draws
     them, one for each row of the next step; q: float64 [lanes, N], the probability with which each
@@ -89,27 +89,18 @@ class Rollout:
     """
 
     places: LanePlaces | None = None
+    tree: Tree = CHAIN
 
     def __init__(
-        self,
-        rows: Index,
-        first: Ints,
-        tokens: Ints,
-        lanes: list[Lane] | None = None,
-        tree: Tree = CHAIN,
+        self, rows: Index, first: Ints, tokens: Ints, lanes: list[Lane] | None = None
     ) -> None:
         self.rows, self.first, self.tokens, self.lanes = rows, first, tokens, lanes
-        self.steps, self.tree = 0, tree
+        self.steps = 0
         self.q = None if lanes is None else np.ones(tokens.shape)
         self.recorded: list[list[sampling.Row | None]] = [[] for _ in lanes or ()]
 
     def __len__(self) -> int:
         return len(self.first)
-
-    @property
-    def count(self) -> int:
-        """The number of tokens that each lane has."""
-        return self.tree.ends[self.steps]
 
     @property
     def inputs(self) -> Ints:
@@ -119,11 +110,6 @@ class Rollout:
             return self.first
         column = self.tree.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
-
-    @property
-    def num_rows(self) -> int:
-        """The rows of the next step."""
-        return len(self.first) * len(self.tree.inner[self.steps])
 
     def take(self, best: Ints) -> None:
         """Takes the likeliest tokens as the next level; best: [rows, ≥ width], of the step."""
@@ -158,7 +144,7 @@ class Rollout:
         """Gives every lane `count` levels, without a forward: the tokens that it lacks repeat its
         first one, and are certain."""
         if self.steps < count:
-            start, end = self.count, self.tree.ends[count]
+            start, end = self.tree.ends[self.steps], self.tree.ends[count]
             if self.q is not None:
                 self.q[:, start:end] = 1.0
             for row in self.recorded:
@@ -395,7 +381,7 @@ class SampledDraft(DraftOracle):
         first = first.astype(np.int32)
         tokens = np.zeros((len(first), self.tree.ends[self.lookahead]), np.int32)
         if not self.samples:
-            return Rollout(chosen, first, tokens, None, self.tree)
+            return Rollout(chosen, first, tokens)
         fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
         lanes = []
         for n, row in enumerate(rows.tolist()):
@@ -404,7 +390,7 @@ class SampledDraft(DraftOracle):
             draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
             seed, name = one.stream(self._seed)
             lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))
-        return Rollout(chosen, first, tokens, lanes, self.tree)
+        return Rollout(chosen, first, tokens, lanes)
 
     def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
         """Returns the context of a lane after committed tokens and the tokens `ahead` of it."""

@@ -136,27 +136,18 @@ class Sequence:
         return lookup.padded(count, filler)
 
 
-class Move(NamedTuple):
-    """Accepted tokens that are in a lane, from its first step on: positions start … stop − 1."""
-
-    slot: int
-    lane: int
-    start: int
-    stop: int
-
-
 class Change(NamedTuple):
     """What an outcome changed.
 
     left: of each sequence that left, its slot and the tokens that its cache stores. placed: the
-    sequences that have taken a slot. started: those whose first round comes next. moves: from lanes
-    to the cache.
+    sequences that have taken a slot. started: those whose first round comes next. moves: lanes that
+    begin with accepted tokens, and the gaps that these fill.
     """
 
     left: abc.Sequence[tuple[int, list[int]]] = ()
     placed: abc.Sequence[Sequence] = ()
     started: abc.Sequence[Sequence] = ()
-    moves: abc.Sequence[Move] = ()
+    moves: abc.Sequence[tuple[int, Gap]] = ()
 
 
 _UNCHANGED = Change()
@@ -172,17 +163,15 @@ class Batch:
     compare between ranks.
     """
 
+    tree: Tree = CHAIN
+    _has_leaves = False  # whether the last round stored nodes without children
+
     def __init__(
-        self,
-        capacity: int,
-        placement: Placement | None = None,
-        prompt: Prompt | None = None,
-        tree: Tree = CHAIN,
+        self, capacity: int, placement: Placement | None = None, prompt: Prompt | None = None
     ) -> None:
         """Starts empty. placement: None without a KV cache. prompt: returns a request's tokens up
-        to its first_token (None: tokens are not kept). tree: the shape of the drafts."""
+        to its first_token (None: tokens are not kept)."""
         self.capacity, self.placement, self._prompt = capacity, placement, prompt
-        self.tree, self._has_leaves = tree, True  # whether the last round stored nodes without any
         self.sequences: list[Sequence] = []
         self._by_slot: dict[int, Sequence] = {}  # the last one in each slot
         self.opened: dict[int, Sequence] = {}
@@ -228,16 +217,15 @@ class Batch:
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
         return change._replace(moves=moves) if moves else change
 
-    def _moves(self, outcome: Outcome) -> list[Move]:
+    def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
         """Returns the moves of an outcome, and notes what the cache holds after them."""
-        tree, moves = self.tree, list[Move]()
-        last = self.last().tolist()
-        for row, one in enumerate(outcome.rows[: len(last)].tolist()):
-            node, slot = one[3], int(self.slots[row])
-            if one[2] == Event.COMMIT and (lane := int(tree.lanes[node])) >= 0:
-                start = last[row] + int(tree.forks[node])
-                stop = last[row] + int(tree.depths[node]) + self._has_leaves
-                moves.append(Move(slot, slot * tree.num_lanes + lane, start, stop))
+        tree, moves = self.tree, list[tuple[int, Gap]]()
+        places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
+        for slot, last, (_, _, event, node, _) in places:
+            if event == Event.COMMIT and tree.lanes[node] >= 0:
+                stop = last + tree.levels[node] + self._has_leaves
+                gap = Gap(slot, last + int(tree.forks[node]), stop)
+                moves.append((slot * tree.num_lanes + int(tree.lanes[node]), gap))
                 self.filled[slot] = stop
         return moves
 
@@ -400,7 +388,8 @@ class Batch:
         return _trunk(self.slots[rows], last[rows] + ahead)
 
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of nodes of trees after the positions `last`; all are [n]."""
+        """Returns the places of nodes of trees after the positions `last`, in shapes that fit."""
+        slots, last, nodes = map(np.ravel, np.broadcast_arrays(slots, last, nodes))
         tree, lanes = self.tree, self.tree.lanes[nodes]
         in_trunk, positions = lanes < 0, last + tree.depths[nodes]
         np.maximum.at(self.filled, slots[in_trunk], positions[in_trunk] + 1)
@@ -453,10 +442,8 @@ class Batch:
     def step(self, lanes: LanePlaces, steps: int) -> Places:
         """Returns the places of the next step of these lanes, which have grown `steps` levels."""
         if self.tree.num_lanes:
-            self._has_leaves, nodes = False, self.tree.inner[steps]
-            every = np.tile(nodes, len(lanes.slots))
-            slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
-            return self._nodes(slots, last, every)
+            self._has_leaves = False
+            return self._nodes(lanes.slots[:, None], lanes.first[:, None], self.tree.inner[steps])
         positions = lanes.first + steps
         in_trunk = lanes.ids == TRUNK
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1

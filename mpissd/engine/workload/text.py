@@ -136,11 +136,10 @@ class LogitsTarget(SampledTarget):
         logprobs, start = dict[int, list[float]](), 0
         for row, one in enumerate(batch.sequences):
             if one.request.logprobs:
-                path = self.tree.paths[accepted[row]]
-                tokens = [*(one.served[column] for column in path), int(bonus[row])]
+                tokens = [*one.served[: accepted[row]], int(bonus[row])]
                 logprobs[row] = []
-                for node, token in zip((0, *(n + 1 for n in path)), tokens, strict=True):
-                    logits = self.logits_of(start + node).astype(np.float64)
+                for i, token in enumerate(tokens, start):
+                    logits = self.logits_of(i).astype(np.float64)
                     most = logits.max()
                     total = np.log(np.exp(logits - most).sum())
                     logprobs[row].append(float(logits[token] - most - total))
@@ -249,17 +248,17 @@ class LogitsDraft(SampledDraft):
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         results = self._stepper.results()
-        rows = slice(first_row, first_row + sum(rollout.num_rows for rollout in rollouts))
+        counts = [len(rollout.inputs) for rollout in rollouts]
+        rows = slice(first_row, first_row + sum(counts))
         for head in range(self._heads):
             best = results.ids[head, rows]
             if self._is_replaced and results.values is not None:
                 self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
-            drawn = Draws()
-            row = head * results.ids.shape[1] + first_row
+            drawn, row = Draws(), head * results.ids.shape[1] + first_row
             firsts = self._drawn(rollouts, best[:, 0], row, drawn)
             start = 0
-            for rollout in rollouts:
-                part = slice(start, start + rollout.num_rows)
+            for rollout, count in zip(rollouts, counts, strict=True):
+                part = slice(start, start + count)
                 if firsts is not None:
                     self._grow(rollout, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:

@@ -64,7 +64,9 @@ class Worker(Generic[AnyOracle]):
     def open_batch(self, capacity: int) -> Batch:
         """Returns an empty batch, for one pass of the loop."""
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
-        return Batch(capacity, self.placement, prompt, self.oracle.tree)
+        batch = Batch(capacity, self.placement, prompt)
+        batch.tree = self.oracle.tree
+        return batch
 
     def wait(self, waiter: Waiter) -> None:
         """Waits until the launched forward is over."""
@@ -78,8 +80,8 @@ class Worker(Generic[AnyOracle]):
         """Begins a round: frees the caches of sequences that left, and places new ones."""
         if self.adopted:
             self.adopted = {}
-        for slot, lane, start, stop in change.moves:
-            self.stepper.move(lane, slot, start, stop)
+        for lane, gap in change.moves:
+            self.stepper.move(lane, *gap)
         if self.placement is not None and any(change):
             pages = self._kept_pages
             self._free(change.left)
@@ -241,6 +243,7 @@ class DraftWorker(Worker[DraftOracle]):
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         """Returns new lanes that continue batch rows `rows`, with their places in the cache."""
         rollout = self.oracle.restart(batch, rows, source)
+        rollout.tree = self.oracle.tree
         if self.placement is not None:
             rollout.places = batch.restart(np.asarray(rows, np.int64))
         return rollout

@@ -299,13 +299,6 @@ class CupyOps(Ops):
             splits=splits,
         )
 
-    def move(self, cache: Cache, lane: int, slot: int, start: int, stop: int) -> None:
-        pairs = (cache.keys, cache.lane_keys), (cache.values, cache.lane_values)
-        for step, position in enumerate(range(start, stop)):
-            page = int(cache.seats.pages[slot, position // self.page])
-            for to, source in pairs:
-                to[:, page, :, position % self.page] = source[:, lane, :, step]
-
     def begin(self, cache: Cache, rows: int) -> None:
         """Brings the seats to the device and lists the tasks of a forward."""
         table = int(cache.seats.pages.size)
