@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from mpissd.engine.spec.acceptance import named_hit_law
 from mpissd.engine.spec.tree import CHAIN, Tree, optimal, positional
 
 
-def shapes(nodes: int, width: int) -> Iterator[Tree]:
+def shapes(nodes: int, width: int) -> list[Tree]:
     """Every tree of `nodes` nodes whose nodes have at most `width` children."""
-
-    def more(parents: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(parents) == nodes:
-            yield parents
-            return
-        for parent in range(parents[-1] if parents else 0, len(parents) + 1):
-            if parents.count(parent) < width:
-                yield from more((*parents, parent))
-
-    return map(Tree, more(()))
-
-
-def mean_accepted(tree: Tree, law: NDArray[np.float64]) -> float:
-    """The sum of the nodes' chances."""
-    chances = [1.0]
-    for node, parent in enumerate(tree.parents, 1):
-        chances.append(chances[parent] * float(law[tree.depths[node] - 1, tree.ranks[node]]))
-    assert np.cumprod(tree.rates(law)).sum() == pytest.approx(sum(chances) - 1)
-    return sum(chances) - 1
+    every = product(*(range(n) for n in range(1, nodes + 1)))
+    rising = (of for of in every if [*of] == sorted(of))
+    return [Tree(of) for of in rising if max(Counter(of).values()) <= width]
 
 
 @pytest.mark.parametrize("rates", [(0.7, 0.7, 0.7), (0.3, 0.9, 0.1), (0.05, 0.5, 0.2)])
@@ -41,8 +25,9 @@ def test_the_optimal_tree_is_the_best_of_all(rates: tuple[float, ...], law: str)
     chances = positional(rates, named_hit_law(law), 3)
     assert np.allclose(positional(rates, named_hit_law(law), 64).sum(axis=1), 1, atol=0.15)
     for nodes in range(1, 7):
-        each = [mean_accepted(t, chances) for t in shapes(nodes, 3) if t.depth <= len(rates)]
-        assert mean_accepted(optimal(nodes, chances), chances) == pytest.approx(max(each))
+        trees = [optimal(nodes, chances), *(t for t in shapes(nodes, 3) if t.depth <= 3)]
+        mean, *others = (np.cumprod(tree.rates(chances)).sum() for tree in trees)
+        assert mean == pytest.approx(max(others))
 
 
 def test_places_of_every_small_tree() -> None:

@@ -174,13 +174,6 @@ def siblings_alike(purpose: Purpose) -> Callable[[Name], Name]:
     return lambda name: (*name[:2], name[2] & ~1) if name[0] == purpose else name
 
 
-def likelier_sibling_first(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
-    if answer.q[0, 0] < answer.q[0, 1]:
-        for array in (answer.tokens, answer.q):
-            array[0, :2] = array[0, 1::-1]
-        rows[0] = rows[0][::-1]
-
-
 TREE = replace(SD, tree=Tree((0, 0, 1, 1)))
 WARY = Case(SD, tamper=wary, remembers=lambda decoding: decoding.last_q)
 
@@ -201,9 +194,6 @@ BIASED: dict[str, Case] = {
     "tree: the first draw's q": Case(TREE, worker=FirstQ),
     "tree: siblings share a draw": Case(TREE, rename=siblings_alike(Purpose.DRAFT)),
     "tree: siblings share a coin": Case(TREE, rename=siblings_alike(Purpose.ACCEPT)),
-    "tree: the likelier sibling first": Case(
-        replace(TREE, lookahead=1, tree=Tree((0, 0))), tamper=likelier_sibling_first
-    ),
 }
 
 

@@ -151,10 +151,7 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
 
 
 def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
-    """Draws a sibling of an uncertain proposal from its recorded row without entry `taken`.
-
-    Returns what `propose` does. So siblings are drawn without replacement.
-    """
+    """Draws a sibling of an uncertain proposal: from its recorded row without entry `taken`."""
     left = row.astype(np.float64)
     left[taken] = 0.0
     return propose(left, u)

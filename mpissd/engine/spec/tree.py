@@ -55,8 +55,7 @@ class Tree:
         levels = [np.flatnonzero(self.depths == d) for d in range(self.depth + 1)]
         self.ends = [int(level[-1]) for level in levels]
         self.inner: list[Index] = [np.unique(every[level]) for level in levels[1:]]
-        each = (nodes - 1 for nodes in self.inner)
-        self.reads = [int(of[0]) if len(of) == 1 else of for of in each]
+        self.reads = [int(of[0]) - 1 if len(of) == 1 else of - 1 for of in self.inner]
         pairs = zip(self.inner, levels[1:], strict=True)
         self.lines: list[Index] = [np.searchsorted(inner, every[level]) for inner, level in pairs]
         self.lanes, self.forks, self.spans = self._places()
@@ -94,8 +93,7 @@ class Tree:
                 return node
 
     def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
-        """Returns a judged round as one of chains: the levels that were drafted, and the accepted
-        paths."""
+        """Returns a judged round as one of chains: its levels, and the accepted paths."""
         rows, nodes = outcome.rows.copy(), outcome.num_accepted.tolist()
         rows[:, 3] = self.depths[nodes]
         chains = Speculation.empty(speculation.round, len(rows), self.depth)

@@ -8,8 +8,7 @@ known, and its K and V are stored by the forward that reads it. `filled` positio
 stored and valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those
 that are served) write the cache; branches that a draft grows write scratch, so a hit copies
 nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits. Of a
-served tree only the principal path is in the trunk (spec.tree). If another path is accepted, it
-moves from its lane to the cache.
+tree only the principal path is in the trunk; another accepted path is copied from its lane.
 """
 
 from __future__ import annotations

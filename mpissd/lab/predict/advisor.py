@@ -105,7 +105,6 @@ def plan(
     places: Sequence[Placement],
     gpus: int,
     unjudged: Collection[Family] = (),
-    *,
     trees: bool = False,
 ) -> Advice:
     """Returns the advice for one batch of config.batch_size on at most `gpus` GPUs.
