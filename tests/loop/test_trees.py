@@ -15,6 +15,7 @@ from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine import job as jobs
 from mpissd.engine.spec.tree import Tree
+from mpissd.lab.measure.beside import rival
 from mpissd.lab.predict.grid import Outcomes
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -43,11 +44,9 @@ def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], NDArray[
         return tokens, keys.reshape(*keys.shape[:3], -1)[..., :COUNT], len(decoder.records)
 
 
-def tree_of(numbers: list[int]) -> Tree:
-    return Tree([min(number, n) for n, number in enumerate(sorted(numbers))])
-
-
-TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(tree_of)
+TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
+    lambda of: Tree([min(number, n) for n, number in enumerate(sorted(of))])
+)
 
 
 @settings(max_examples=8)
@@ -81,6 +80,7 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     accepted = [float(of.records.sequences()[:, 3].mean()) for of in found]
     assert accepted[2] > 1.1 * accepted[1]
     job, position = found[2].job, 1
+    assert {rival(job.config, mode).tree for mode in ("ar", "sd")} == {None}
     assert "recording" in flags or abs(np.cumprod(job.rates(Source.JIT)).sum() - accepted[2]) < 0.25
     known = Outcomes(job, 0, 2000, 0)  # what `plan` and the row's prediction say about this run
     for k in [] if "recording" in flags else found[2].records.sequences()[::batch, 3].tolist():
