@@ -387,11 +387,10 @@ class Batch:
         return _trunk(self.slots[rows], last[rows] + ahead)
 
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of nodes of trees after the positions `last`, in shapes that fit."""
-        slots, last, nodes = map(np.ravel, np.broadcast_arrays(slots, last, nodes))
+        """Returns the places of nodes of trees after the positions `last`; all are [n]."""
         tree, lanes = self.tree, self.tree.lanes[nodes]
         in_trunk, positions = lanes < 0, last + tree.depths[nodes]
-        np.maximum.at(self.filled, slots[in_trunk], positions[in_trunk] + 1)
+        self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
         ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
         return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
 
@@ -441,8 +440,9 @@ class Batch:
     def step(self, lanes: LanePlaces, steps: int) -> Places:
         """Returns the places of the next step of these lanes, which have grown `steps` levels."""
         if self.tree.num_lanes:
-            self._has_leaves = False
-            return self._nodes(lanes.slots[:, None], lanes.first[:, None], self.tree.inner[steps])
+            self._has_leaves, nodes = False, self.tree.inner[steps]
+            slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
+            return self._nodes(slots, last, np.tile(nodes, len(lanes.slots)))
         positions = lanes.first + steps
         in_trunk = lanes.ids == TRUNK
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1
