@@ -170,7 +170,6 @@ class Decoding(RemoteSpeculator):
             yield Way(weight, path, [emitted[n] for n in self.case.watched], key)
 
     def _emit(self, emitted: list[list[int]], accepted: Ints, bonus: Ints) -> None:
-        assert self._previous is not None, "before the first round"
         paths, drafts = self.case.pair.tree.paths, self._previous.tokens.tolist()
         for row, tokens in enumerate(emitted):
             tokens += [*(drafts[row][n] for n in paths[accepted[row]]), int(bonus[row])]

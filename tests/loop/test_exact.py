@@ -69,7 +69,6 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
     ),
     "a tree": (Case(replace(SD, tree=FORKED)), {(JIT, 4)}),
     "a bush": (Case(replace(SD, vocab=3, tree=Tree((0, 0, 0, 1, 1, 2)))), {(JIT, 6)}),
-    "a cold tree": (Case(replace(SD, tree=FORKED, temperature=0.05)), {(JIT, 4)}),
     "a tree, every distribution lost": (
         Case(replace(SD, vocab=3, tree=FORKED), confirms=lambda decoding: False),
         {(JIT, 4)},
