@@ -29,21 +29,5 @@ def test_the_optimal_tree_is_the_best_of_all(rates: tuple[float, ...], law: str)
         assert mean == pytest.approx(max(others))
 
 
-def test_places_of_every_small_tree() -> None:
-    """A path is in the trunk, or in it up to a fork and then in lanes; no nodes share an entry."""
-    for tree in shapes(6, 3):
-        held = dict[tuple[int, int], int]()  # {(lane, or −1 for the trunk; depth): node}
-        for node in range(7):
-            for lane in range(tree.lanes[node], tree.lanes[node] + tree.spans[node]):
-                assert lane < tree.num_lanes
-                assert held.setdefault((lane, int(tree.depths[node])), node) == node
-        for node, path in enumerate(tree.paths):
-            nodes = [column + 1 for column in path]
-            lane, fork = int(tree.lanes[node]), int(tree.forks[node])
-            entries = [(lane if d >= fork else -1, d) for d in range(1, len(path) + 1)]
-            assert [held[at] for at in entries] == nodes
-            assert tree.ends[len(path)] >= node and tree.depths[node] == len(path)
-
-
 def test_a_chain_needs_no_lanes() -> None:
     assert CHAIN.num_lanes == 0 and CHAIN.ends == list(range(257)) and CHAIN.width == 1

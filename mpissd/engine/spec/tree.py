@@ -121,8 +121,7 @@ CHAIN = Tree(range(MOST_NODES))
 def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray[np.float64]:
     """Returns P(the target's token is the draft's r-th at depth d | its path is accepted), [K, R].
 
-    The first one is accepted by the acceptance rates, the others by the hit model after a
-    rejection: they are the bonus candidates that a speculation cache would keep.
+    The others than the first are the bonus candidates that a cache would keep after a rejection.
     """
     later = np.diff(hit_law.hit_probabilities(width - 1)[0])
     return np.array([[rate, *(1 - rate) * later] for rate in hazards])
@@ -137,10 +136,9 @@ def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw) -> Tree:
 def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
     """Returns the tree of at most `nodes` drafted tokens whose accepted path is longest on average.
 
-    law: [K, R] as `positional` returns it; K bounds the depth and R the children of a node. Dynamic
-    programme over the sizes of subtrees [Chen et al. 2024, Sequoia, section 3.1]: `best[d][r][n]`
-    is the most that n nodes give as children of rank r and beyond, and what is below them, of an
-    accepted node at depth d; `sizes` how many of them are the r-th child's subtree.
+    law: [K, R] of `positional`; K bounds the depth and R the children of a node. A dynamic
+    programme [Chen et al. 2024, Sequoia, section 3.1]: `best[n]` is the most that n nodes give in
+    the subtrees of an accepted node's children from rank r on, `sizes` the share of the r-th one.
     """
     depth, width = law.shape
     below = np.zeros(nodes + 1)

@@ -39,6 +39,7 @@ Logits = NDArray[np.float32]
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
 # A token, its probability, and the row that it is drawn from (None if it was certain).
 Proposal = tuple[int, float, sampling.Row | None]
+Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a step's row
 _NOBODY: Index = np.zeros(0, np.int64)
 _NO_LOGPROBS: Mapping[int, list[float]] = {}
 # (batch row, i) → float32 [V]: the distribution from which uncertain token i was drawn.
@@ -410,17 +411,10 @@ class SampledDraft(DraftOracle):
         return list(zip(rollout.lanes or (), columns * len(rollout), strict=True))
 
     def _grow(
-        self,
-        rollout: Rollout,
-        firsts: Sequence[Proposal],
-        drawn: Draws,
-        ranked: Callable[[int], Sequence[int]],
+        self, rollout: Rollout, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
-        """Stores the next level: each row's first child, and others without replacement.
-
-        ranked: returns a row's likeliest tokens, of which the first free ones are children where
-        nothing is left to draw.
-        """
+        """Stores the next level: each row's first child, and others without replacement, or the
+        likeliest of the others where nothing is left to draw."""
         tree, lanes = rollout.tree, rollout.lanes or []
         nodes, rollout.lanes = tree.inner[rollout.steps].tolist(), []
         for n, (lane, proposal) in enumerate(zip(lanes, firsts, strict=True)):

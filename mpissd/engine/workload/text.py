@@ -256,14 +256,12 @@ class LogitsDraft(SampledDraft):
                 self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
             drawn, row = Draws(), head * results.ids.shape[1] + first_row
             firsts = self._drawn(rollouts, best[:, 0], row, drawn)
-            start = 0
-            for rollout, count in zip(rollouts, counts, strict=True):
-                part = slice(start, start + count)
+            for rollout, count, end in zip(rollouts, counts, np.cumsum(counts), strict=True):
+                part = slice(end - count, end)
                 if firsts is not None:
                     self._grow(rollout, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
                     rollout.take(best[part])
-                start = part.stop
 
     def _drawn(
         self, rollouts: Sequence[Rollout], best: Ints, first: int, shared: Draws

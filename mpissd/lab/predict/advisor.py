@@ -190,14 +190,12 @@ def _over_alpha(choice: Choice, config: RunConfig, places: Sequence[Placement]) 
     if choice.mode == "sd":
         tokens = np.array([expected_tokens(rate, choice.lookahead) for rate in _RATES])
         return np.asarray(choice.batch_size * tokens / (choice.round_us * 1e-6))
-    if choice.mode == TREE:
-        job = job_of(config, choice)
-        tree, law, width = job.tree, job.hit_law, job.tree.width
-        each = (tree.rates(positional((rate,) * tree.depth, law, width)) for rate in _RATES)
-        tokens = np.array([expected_tokens_from_rates(rates) for rates in each])
-        return np.asarray(choice.batch_size * tokens / (choice.round_us * 1e-6))
     grid = _repeated(choice, config, next(place for place in places if place.tp == choice.tp))
     hazards = np.tile(_RATES[:, None], (1, choice.lookahead))
+    if choice.mode == TREE:
+        job = job_of(config, choice)
+        laws = (positional((rate,) * job.lookahead, job.hit_law, job.tree.width) for rate in _RATES)
+        hazards = np.array([job.tree.rates(law) for law in laws])
     return expect(replace(grid, hazards=hazards)).tok_per_s
 
 
