@@ -125,7 +125,7 @@ class Job(Resolved):
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
             lanes = self.config.groups * self.group_lanes if self.fan_out else 0
-            kept = batch, (self.draft_sequences + lanes) * self.lookahead
+            kept = batch, (self.draft_sequences + lanes) * self.num_nodes
         needed = [
             shard.weight_bytes(options, itemsize)
             + shard.cache_bytes(rows[-1], sequences, options, itemsize)
@@ -351,9 +351,9 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         tree=tree,
         prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
-    if tree is not CHAIN and (backend == "cupy" or job.reads_states or (draft and draft.head)):
-        what = f"tree={config.tree} with backend={backend}, draft={draft_where}"
-        raise ConfigError(f"{what}: allowed: numpy or emulated, a draft model of its own")
+    if tree is not CHAIN and (job.reads_states or (draft and draft.head)):
+        what = f"tree={config.tree} with draft={draft_where}"
+        raise ConfigError(f"{what}: allowed: a draft model of its own")
     job.workload.check()
     return job
 

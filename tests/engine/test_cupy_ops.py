@@ -76,8 +76,9 @@ def test_a_lane_is_a_trunk(gpu: Any) -> None:
     check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), 126, 4)
 
 
-def test_a_tree_is_its_paths() -> None:
-    check_tree(Rig(NumpyBackend(), tiny("llama", layers=1), num_lanes=5), 126)
+def test_a_tree_is_its_paths(gpu: Any) -> None:
+    for backend in (gpu, NumpyBackend()):
+        check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=5), 126)
 
 
 @pytest.mark.parametrize("width, k", [(101, 1), (5000, 5)])

@@ -436,7 +436,7 @@ class SampledDraft(DraftOracle):
         token, _, row = proposal
         assert row is not None, "a sibling of a certain token"
         entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
-        entry, q, row = sampling.propose_other(row, entry, u)
+        entry, q, row = sampling.propose_other(np.asarray(row), entry, u)
         return self._named(entry), q, row
 
     @abstractmethod

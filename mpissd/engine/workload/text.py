@@ -122,7 +122,7 @@ class LogitsTarget(SampledTarget):
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self.gather_logits is not None:
+        if draws is None or self.gather_logits is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
