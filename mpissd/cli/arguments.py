@@ -66,6 +66,7 @@ class PlanConfig(Checked):
     gpus: int = flag(
         2, integer(1), "most GPUs to use; above break-even a draft, or SSD, is their fastest use"
     )
+    trees: bool = flag(False, switch, "weigh trees of up to 16 drafted tokens as well (sd)")
     run: RunConfig = contained(
         RunConfig,
         only=_ONE_GROUP,

@@ -39,7 +39,7 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
         return _judge(config, config.rows)
     if "mode" in given:
         return _predict(config, given)
-    if extra := sorted(given - set(PLANNED) - {"profile", "gpus", "measured"}):
+    if extra := sorted(given - set(PLANNED) - {"profile", "gpus", "measured", "trees"}):
         value = getattr(config, extra[0], None) or getattr(config.run, extra[0])
         raise ConfigError(f"{extra[0]}={value} without mode: allowed: with mode, for a prediction")
     return _advise(config, given)
@@ -93,7 +93,7 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     profile, gpus = load_profile(config.device), config.gpus
     run = _planned(config, profile, given)
     placed = survey(run, profile, gpus)
-    advice = advice_of(run, placed.placements, gpus, placed.unjudged)
+    advice = advice_of(run, placed.placements, gpus, placed.unjudged, trees=config.trees)
     files = [path for folder in config.measured.split(",") for path in _run_files(Path(folder))]
     read = (line for path in files for _, line in read_lines(path))
     rows = {str(row.get("run_id")): Row.from_dict(row) for row in read if isinstance(row, dict)}

@@ -119,6 +119,12 @@ class MethodFlags(Checked):
         "number D of draft ranks, 0 or 1; T = world size - D (default 0 for ar, else 1)",
     )
     lookahead: int = drafting(4, integer(0, 256), "number K of tokens drafted in a round")
+    tree: int | None = drafting(
+        None,
+        integer(1, 256),
+        "number of tokens drafted in a round, as the best tree of K levels (sd; default: a chain)",
+        needs="mode=sd backup=jit learners=0",
+    )
     fan_out: str = growing(
         "uniform:3",
         words,

@@ -25,6 +25,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 
 LOOKUPS = ("lookup", "suffix")
+TREE = "tree"  # SD whose drafts are trees: a use if it is measured, or if `plan` weighs it
 
 
 @dataclass(frozen=True, order=True)

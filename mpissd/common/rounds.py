@@ -80,9 +80,9 @@ _FREE = Control()
 class Outcome:
     """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
 
-    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft), bonus (t*). The
-    speculation of round + 1 answers the rows that are not releases, in their order. prompts: the
-    requests of those new sequences that have a prompt. control: further decisions on round + 1.
+    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft; in a tree the node), bonus
+    (t*). The speculation of round + 1 answers the rows that are not releases, in their order.
+    prompts: the requests of those new sequences that have a prompt. control: on round + 1.
     """
 
     WIDTH = 5
@@ -120,7 +120,7 @@ class Outcome:
 
 
 class Speculation:
-    """The draft tokens of round `round`; row i holds num_draft[i] <= K of them.
+    """The draft tokens of round `round`; row i holds num_draft[i] <= K of them (of a tree: N).
 
     rows: int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens.
     With sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was

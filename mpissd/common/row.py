@@ -69,6 +69,8 @@ class Row(Mapping[str, Any]):
     draft: str | None = key('the draft\'s shape; "lookup" if only a lookup drafts')
     dtype: str = setting("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
+    tree_nodes: int | None = setting("drafted tokens of a tree, a round")
+    tree_depth: int | None = setting("levels of a tree: K")
     fan_out: list[int] | None = setting("F_0 … F_K after a hit")
     branch_budget: int | None = setting("the sum of `fan_out`")
     fan_out_miss: list[int] | None = setting("F_0 … F_K after a miss")

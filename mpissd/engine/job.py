@@ -27,6 +27,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
+from mpissd.engine.spec.tree import CHAIN, shape
 from mpissd.engine.workload.base import Resolved, Serving, Workload
 
 __all__ = ["Job", "Serving", "buckets", "fine_buckets", "resolve", "resolve_unopened"]
@@ -74,6 +75,8 @@ class Job(Resolved):
             capacity=self.capacity,
             pool=0 if self.serving is None else self.serving.kv_tokens,
             states=self.reads_states,
+            lanes=self.tree_lanes,
+            steps=self.lookahead if self.tree_lanes else 0,
         )
 
     @property
@@ -85,11 +88,11 @@ class Job(Resolved):
         """
         config = self.config
         has_head = config.lm_head or self.drafts_by_transformer
-        top_k = self.widest + 1 if has_head and self.fan_out else 1
+        top_k = self.widest + 1 if has_head and (self.fan_out or self.tree_lanes) else 1
         own = self.lookahead // 2 + 1 if self.options.context else 1
         if not self.drafts_by_transformer:
             return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
-        lanes = config.groups * self.group_lanes if self.fan_out else 0
+        lanes = config.groups * (self.group_lanes if self.fan_out else self.tree_lanes)
         steps = self.lookahead if lanes else 0
         return replace(self.options, top_k=top_k, own_tokens=own, lanes=lanes, steps=steps)
 
@@ -122,7 +125,7 @@ class Job(Resolved):
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
             lanes = self.config.groups * self.group_lanes if self.fan_out else 0
-            kept = batch, (self.draft_sequences + lanes) * self.lookahead
+            kept = batch, (self.draft_sequences + lanes) * self.num_nodes
         needed = [
             shard.weight_bytes(options, itemsize)
             + shard.cache_bytes(rows[-1], sequences, options, itemsize)
@@ -305,7 +308,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     backup_lookahead = lookahead if config.backup_lookahead is None else config.backup_lookahead
     primary = resolve_acceptance(config.acceptance_text, lookahead)
     fast = resolve_acceptance(config.acceptance_fast_text, lookahead)
-    hit_law = hit_law_of(config, lookahead)
+    hit_law, tree = hit_law_of(config, lookahead), CHAIN
 
     def fan_out(text: str, served: int, hazards: Sequence[float]) -> tuple[int, ...]:
         """Returns F_0 … F_K after `served` drafted tokens, with K acceptance rates by place."""
@@ -328,6 +331,10 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
                 f"fan_out {config.fan_out} with lm_head: {fan_outs.widest} a row: allowed: at most "
                 f"{most}"
             )
+    if config.tree is not None:
+        tree = shape(config.tree, primary.hazards, hit_law)
+        lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
+        primary = replace(primary, hazards=primary.hazards[:lookahead])
     job = Job(
         config=config,
         tp=tp,
@@ -341,8 +348,12 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         backup_lookahead=backup_lookahead,
         target_where=where,
         draft_where=draft_where or "",
+        tree=tree,
         prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
+    if tree is not CHAIN and (job.reads_states or (draft and draft.head)):
+        what = f"tree={config.tree} with draft={draft_where}"
+        raise ConfigError(f"{what}: allowed: a draft model of its own")
     job.workload.check()
     return job
 

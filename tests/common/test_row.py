@@ -18,6 +18,8 @@ LINES = [
 NEWEST = max((line for line in LINES if "round_us" in line), key=lambda line: len(json.loads(line)))
 UNSEEN = {
     "laws",
+    "tree_nodes",
+    "tree_depth",
     "lookup",
     "top_p",
     "stop",

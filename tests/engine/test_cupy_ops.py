@@ -19,6 +19,7 @@ from tests.gpu.transformer_rig import (
     Rig,
     check_lanes,
     check_rows_alone,
+    check_tree,
     prompt,
     tiny,
     uneven,
@@ -73,6 +74,11 @@ def test_a_row_is_the_same_in_large_blocks(
 def test_a_lane_is_a_trunk(gpu: Any) -> None:
     """From 126 on the lanes grow into the next split, and page."""
     check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), 126, 4)
+
+
+def test_a_tree_is_its_paths(gpu: Any) -> None:
+    for backend in (gpu, NumpyBackend()):
+        check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=5), 126)
 
 
 @pytest.mark.parametrize("width, k", [(101, 1), (5000, 5)])

@@ -29,7 +29,7 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu
-from tests.gpu.transformer_rig import HEADS, Rig, prompt, tiny, use_megakernel
+from tests.gpu.transformer_rig import HEADS, Rig, check_tree, prompt, tiny, use_megakernel
 from tests.transformer_reference import stored
 
 ROOM, SMALL = 227 << 10, 99 << 10  # bytes of shared memory that a block may have
@@ -62,6 +62,7 @@ def test_one_kernel_has_the_bits_of_many(gpu: Any, monkeypatch: pytest.MonkeyPat
         found.append(rig.fill(prompt(rig, 130), most))
     assert np.array_equal(*found)
     assert num_whole(gpu) - before == -(-130 // most)
+    check_tree(Rig(gpu, tiny("smollm2", layers=1), num_lanes=5), 3)
 
 
 def in_memory(name: str, matrix: Any) -> ArrayTensor:

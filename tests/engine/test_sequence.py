@@ -15,6 +15,7 @@ from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Event, Outcome, Request, Source, Speculation
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.tree import CHAIN
 from mpissd.engine.workload.markov import (
     MarkovDraft,
     MarkovLaws,
@@ -106,6 +107,8 @@ def test_the_short_cut_of_a_steady_round_changes_nothing(data: st.DataObject, si
         batches[1]._steady = b"never"  # uses the general code
         states = []
         for batch in batches:
+            for one in batch.sequences:
+                one.served = [*range(7)]
             assert not any(batch.apply(outcome(round_, *rows)))
             columns = batch.slots, batch.lengths, batch.last_tokens, batch.filled
             states.append([*(c.tolist() for c in columns), [s.tokens for s in batch.sequences]])
@@ -152,7 +155,7 @@ def test_a_trunk_s_contexts_are_those_of_its_prefixes() -> None:
     for order in (1, 2, 3):
         for known in range(5):
             model, tokens, served = MarkovModel(9, order, 0), [4, 1, 7, 3][:known], [8, 2, 5]
-            found = trunk(model, tokens, served)
+            found = trunk(model, tokens, served, CHAIN)
             assert found == [model.context([*tokens, *served[:n]]) for n in range(4)]
 
 

@@ -23,6 +23,7 @@ from tests.gpu.transformer_rig import (
     check_lanes,
     check_rollback,
     check_rows_alone,
+    check_tree,
     prompt,
     tiny,
     use_megakernel,
@@ -111,6 +112,7 @@ def test_the_megakernel_has_the_bits_of_separate_kernels(
 def test_a_lane_is_a_trunk(backend: Any, trunk: int, way: str) -> None:
     rig = Rig(backend, tiny("llama"), max_rows=32, num_lanes=24, capacity=512, page=256)
     check_lanes(rig, trunk, 7)
+    check_tree(rig, trunk)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

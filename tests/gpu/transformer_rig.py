@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.presets import ModelShape
+from mpissd.common.rounds import Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
@@ -20,6 +21,8 @@ from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerCon
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
+from mpissd.engine.spec.tree import Tree
+from mpissd.engine.workload.sequence import Batch, Placement
 from tests import transformer_reference
 from tests.transformer_rig import joined as joined
 
@@ -164,6 +167,27 @@ def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
         for lane in range(count):
             assert np.array_equal(found[lane], expected[lane][step]), f"lane {lane}, step {step}"
         assert np.array_equal(found[count], beside)
+
+
+def check_tree(rig: Rig, trunk: int) -> None:
+    """Rows of a tree have the logits that their paths have in the trunk, bit for bit, and so has
+    the row after a path that moved there."""
+    tree = Tree((0, 0, 0, 2, 2, 4, 4))
+    common, tokens = prompt(rig, trunk + 1), prompt(rig, 7, seed=9)
+    tails = [[tokens[column] for column in path] for path in tree.paths]
+    expected = [rig.fill([*common, *tail, 7], 8, slot=1)[-2:] for tail in tails]
+    rig.fill(common[:-1], 8)
+    batch = Batch(1, Placement())
+    batch.tree = tree
+    batch.apply(Outcome.admission(-1, [Request(0, common[-1], prompt=tuple(common))]))
+    batch.filled[0] = trunk
+    found = rig.forward([common[-1], *tokens], batch.trunk(np.array([7], np.int32)))
+    for node, (own, _) in enumerate(expected):
+        assert np.array_equal(found[node], own), f"node {node}"
+    ((lane, gap),) = batch.apply(Outcome(0, np.array([[0, 0, 0, 7, 7]], np.int32))).moves
+    rig.stack.move(lane, *gap)
+    after = rig.forward([7], batch.trunk(np.array([0], np.int32)))
+    assert np.array_equal(after[0], expected[7][1])
 
 
 def check_rollback(rig: Rig, count: int) -> None:

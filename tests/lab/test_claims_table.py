@@ -86,6 +86,12 @@ def test_ssd_stands_beside_the_strongest_other_use_and_independent_copies() -> N
     assert "hits by power:A=0.75,r=1.0, assumed. 5 seeds × 400 rounds" in head
 
 
+def test_a_tree_is_a_use_of_its_own() -> None:
+    tree = rows({("sd", 2, 0): {3: 750.0}}, tree_nodes=12)
+    assert str(one(rows() + tree).other) == "tree T=2 K=3"
+    assert str(one(rows(without(("sd", 2, 0))) + tree).unknown[0].family) == "SD inline T=2"
+
+
 def test_rivals_of_another_visit_give_no_verdict() -> None:
     """Rows of SSD's own visit are needed unless the rival is slower by over 4%, the usual drift."""
     own = rows(without(("sd", 2, 0), ("ar", 2, 0)))

@@ -109,9 +109,9 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     """The flags of every choice, run through a job of its own, give the same rate."""
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
     profile = load_profile("h100")
-    advice = plan(config, placements(config, profile, 4), 4)
+    advice = plan(config, placements(config, profile, 4), 4, trees=True)
     assert {c.method for c in advice.judged} == {
-        *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1))
+        *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1), ("tree", 0), ("tree", 1))
     }
     for choice in firsts(advice.judged, lambda c: c.method):
         laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}

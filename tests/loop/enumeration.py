@@ -157,23 +157,22 @@ class Decoding(RemoteSpeculator):
         self.loop.admit(self.case.pair.requests())
         for _ in range(self._last):
             self.loop.control = self.case.control(self)
-            result = self.loop.step()
-            outcome = result.outcome
-            self._emit(self.emitted, result.speculation, outcome.num_accepted, outcome.bonus)
-            self.accepted.append(int(outcome.num_accepted[self.case.watched[0]]))
+            self.loop.step()
+            accepted, bonus = self.loop._decided[:, 3], self.loop._decided[:, 4]
+            self._emit(self.emitted, accepted, bonus)
+            self.accepted.append(int(accepted[self.case.watched[0]]))
         self.loop.control = self.case.control(self)
-        speculation = self.loop.step().speculation
+        self.loop.step()
         for weight, path, (accepted, bonus) in self.ways:
             emitted = [list(tokens) for tokens in self.emitted]
-            self._emit(emitted, speculation, accepted, bonus)
+            self._emit(emitted, accepted, bonus)
             key = self._key(emitted, accepted, bonus) if self.case.merged else path
             yield Way(weight, path, [emitted[n] for n in self.case.watched], key)
 
-    def _emit(
-        self, emitted: list[list[int]], speculation: Speculation, accepted: Ints, bonus: Ints
-    ) -> None:
+    def _emit(self, emitted: list[list[int]], accepted: Ints, bonus: Ints) -> None:
+        paths, drafts = self.case.pair.tree.paths, self._previous.tokens.tolist()
         for row, tokens in enumerate(emitted):
-            tokens += [*speculation.tokens[row, : accepted[row]].tolist(), int(bonus[row])]
+            tokens += [*(drafts[row][n] for n in paths[accepted[row]]), int(bonus[row])]
 
     def _key(self, emitted: list[list[int]], accepted: Ints, bonus: Ints) -> Hashable:
         lanes = []
@@ -228,8 +227,9 @@ class Decoding(RemoteSpeculator):
 
 def _markov(case: Case) -> tuple[DraftWorker, TargetWorker]:
     pair = case.pair
-    draft = DraftWorker(CountingForwards(), case.worker(pair.laws, pair.K, pair.fans))
-    return draft, TargetWorker(CountingForwards(), case.judge(pair.laws))
+    draft, target = case.worker(pair.laws, pair.K, pair.fans), case.judge(pair.laws)
+    draft.tree = target.tree = pair.tree
+    return DraftWorker(CountingForwards(), draft), TargetWorker(CountingForwards(), target)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.tree import CHAIN, Tree
 from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.harness import WAITER, CountingForwards, Hook, drive, joined
@@ -49,6 +50,7 @@ class Pair:
     backup: str = "jit"
     backup_lookahead: int | None = None
     is_inline: bool = False
+    tree: Tree = CHAIN
 
     @property
     def K(self) -> int:
@@ -74,7 +76,8 @@ class Pair:
 
     @property
     def shape(self) -> LinkShape:
-        return LinkShape(3, self.batch, self.K, vocab=self.vocab if self.K else 0)
+        nodes = self.tree.ends[self.K]
+        return LinkShape(3, self.batch, nodes, vocab=self.vocab if self.K else 0)
 
     @property
     def policy(self) -> DraftPolicy:

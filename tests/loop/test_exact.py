@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 
 from mpissd.common.rounds import Control, Source
+from mpissd.engine.spec.tree import Tree
 from tests.loop.enumeration import EXACT, Case, Decoding, enumerate_
 from tests.loop.markov_rig import Pair
 
 SD, SSD = Pair("sd"), Pair("ssd")
 SMALL = Pair("ssd", vocab=3)
+FORKED = Tree((0, 0, 1, 1))
 
 
 def by_past(decoding: Decoding) -> Control:
@@ -64,6 +66,12 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
     "distributions lost at random": (
         Case(SMALL, confirms=lambda decoding: bool(decoding.choices.among(2))),
         {(CACHE, 2), (JIT, 2)},
+    ),
+    "a tree": (Case(replace(SD, tree=FORKED)), {(JIT, 4)}),
+    "a bush": (Case(replace(SD, vocab=3, tree=Tree((0, 0, 0, 1, 1, 2)))), {(JIT, 6)}),
+    "a tree, every distribution lost": (
+        Case(replace(SD, vocab=3, tree=FORKED), confirms=lambda decoding: False),
+        {(JIT, 4)},
     ),
     "every distribution lost": (
         Case(SMALL, confirms=lambda decoding: False),

@@ -16,6 +16,7 @@ import pytest
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Speculation
 from mpissd.engine.spec import sampling
+from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload import oracle
 from tests.loop.choices import Name
 from tests.loop.enumeration import EXACT, Case, Decoding, Judged, Rows, Watched, enumerate_
@@ -159,6 +160,21 @@ def wary(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
         serve_no_more_than(0, answer, rows)
 
 
+class FirstQ(Watched):
+    """Siblings without replacement, sent with the probabilities of the first one's draw."""
+
+    def _other(self, proposal: oracle.Proposal, u: float) -> oracle.Proposal:
+        token, _, _ = super()._other(proposal, u)
+        assert proposal[2] is not None
+        return token, float(sampling.recorded(proposal[2])[token]), proposal[2]
+
+
+def siblings_alike(purpose: Purpose) -> Callable[[Name], Name]:
+    """Both children of a node share a draw."""
+    return lambda name: (*name[:2], name[2] & ~1) if name[0] == purpose else name
+
+
+TREE = replace(SD, tree=Tree((0, 0, 1, 1)))
 WARY = Case(SD, tamper=wary, remembers=lambda decoding: decoding.last_q)
 
 BIASED: dict[str, Case] = {
@@ -175,6 +191,9 @@ BIASED: dict[str, Case] = {
     "4: what decided nothing is used again": replace(WARY, worker=ByPosition, fresh=False),
     "3: a rejected round is drawn again, its q being lost": Case(SD, judge=Forgiving),
     "7: stopped by rounds": Case(SD, rounds=2),
+    "tree: the first draw's q": Case(TREE, worker=FirstQ),
+    "tree: siblings share a draw": Case(TREE, rename=siblings_alike(Purpose.DRAFT)),
+    "tree: siblings share a coin": Case(TREE, rename=siblings_alike(Purpose.ACCEPT)),
 }
 
 

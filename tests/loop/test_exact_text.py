@@ -11,6 +11,7 @@ import pytest
 
 from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.spec.tree import Tree
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, text_workers
@@ -53,6 +54,7 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
         ({"temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
         ({"top_p": 0.7}, {CACHE, JIT}),
         ({"backup": "fast"}, {CACHE, FAST}),
+        ({"mode": "sd", "tree": Tree((0, 0, 1, 1)), "top_p": 0.8}, {JIT}),
     ],
 )
 def test_the_law_of_the_text_is_the_target_s(
@@ -65,8 +67,9 @@ def test_the_law_of_the_text_is_the_target_s(
 
 def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
     """q = 0 for tokens that the draft lacks, which only the target emits."""
-    found = enumerated(narrow)
-    assert any(1 in text for text in found.law) and found.bias <= EXACT
+    for pair in (narrow, replace(narrow, mode="sd", tree=Tree((0, 0, 1, 1)))):
+        found = enumerated(pair)
+        assert any(1 in text for text in found.law) and found.bias <= EXACT
 
 
 def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:

@@ -109,7 +109,8 @@ class TextPair(Pair):
     def shape(self) -> LinkShape:
         width = self.vocab if self.ids is None else len(self.ids)
         vocab = width if self.K else 0
-        return LinkShape(3, self.batch, self.K, vocab=vocab, prompt_tokens=9)
+        nodes = self.tree.ends[self.K]
+        return LinkShape(3, self.batch, nodes, vocab=vocab, prompt_tokens=9)
 
 
 class WatchedText(Watching, LogitsDraft):
@@ -143,6 +144,6 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
-    judge.wrong_top_p = pair.wrong_top_p
+    judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
     places = Placement()
     return DraftWorker(draft, drafter, places), TargetWorker(target, judge, places)

@@ -72,9 +72,9 @@ HEADER = _HEADER.size // 4  # int32 of a header
 class LinkShape:
     """The limits of all messages between some ranks, the same on each of them.
 
-    group: the target group's number. batch: the largest b. vocab: entries of a distribution if
-    tokens are sampled, or 0. prompt_tokens: tokens of the longest prompt that is sent; 0: sequences
-    have no prompts.
+    group: the target group's number. batch: the largest b. lookahead: drafted tokens of a sequence.
+    vocab: entries of a distribution if tokens are sampled, or 0. prompt_tokens: tokens of the
+    longest prompt that is sent; 0: sequences have no prompts.
     """
 
     group: int

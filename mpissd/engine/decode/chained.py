@@ -31,7 +31,7 @@ def chained_forwards(
     job: Job, target: TargetWorker | None, draft: DraftWorker | None
 ) -> ChainedForwards | None:
     """Returns the programs of chained rounds, or None if the host must decide."""
-    if target is None or job.tp > 1 or job.serving is not None or job.config.drafts:
+    if target is None or job.tp > 1 or job.serving or job.config.drafts or job.tree_lanes:
         return None
     if job.lookahead and (
         draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead

@@ -273,21 +273,22 @@ class Drafter:
         """Returns the speculation of a round for `count` sequences; rows in no rollout have source
         NONE."""
         head, sampled = Speculation.HEAD, self.policy.sampled
-        speculation = Speculation.empty(round_, count, self.policy.lookahead, sampled=sampled)
+        most = self.worker.oracle.tree.ends[self.policy.lookahead]
+        speculation = Speculation.empty(round_, count, most, sampled=sampled)
         speculation.version = self.version
         self.rows = {}
         for rollout in rollouts:
             is_hit = rollout is self.cache.growth
             source = Source.CACHE if is_hit else self.policy.backup
-            steps = min(rollout.steps, self._most)
+            nodes = rollout.tree.ends[min(rollout.steps, self._most)]
             # A slice if the rollout covers all rows in order.
             rows = slice(None) if len(rollout) == count else rollout.rows
-            speculation.rows[rows, :head] = source, int(is_hit), steps
-            speculation.rows[rows, head : head + steps] = rollout.tokens[:, :steps]
+            speculation.rows[rows, :head] = source, int(is_hit), nodes
+            speculation.rows[rows, head : head + nodes] = rollout.tokens[:, :nodes]
             if sampled:
-                speculation.q[rows, :steps] = 1.0 if rollout.q is None else rollout.q[:, :steps]
+                speculation.q[rows, :nodes] = 1.0 if rollout.q is None else rollout.q[:, :nodes]
                 for lane, row in enumerate(rollout.rows.tolist()):
-                    self.rows[row] = rollout.proposals(lane, steps)
+                    self.rows[row] = rollout.proposals(lane, nodes)
         return speculation
 
     def proposals(self) -> list[NDArray[np.float32]]:
@@ -401,7 +402,7 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
     return LinkShape(
         group,
         job.config.batch_size,
-        job.lookahead,
+        job.num_nodes,
         # Greedy tokens are certain, so no distributions are sent.
         vocab=workload.proposal_width if sampled else 0,
         prompt_tokens=workload.prompt_tokens,

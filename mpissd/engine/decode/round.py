@@ -140,7 +140,9 @@ class TargetLoop:
         logprobs = worker.oracle.logprobs(self.batch, accepted, bonus)
         self._decided, self._untaught = rows, (accepted, bonus)
         mark(LeadPhase.SAMPLE)
-        decided = Outcome(self.round, rows)
+        decided, tree = Outcome(self.round, rows), worker.oracle.tree
+        if tree.num_lanes:
+            speculation, decided = tree.as_chains(speculation, decided)
         self.round += 1
         seconds, num_rows, adopted = worker.elapsed_s(), worker.num_rows, worker.adopted
         return RoundResult(

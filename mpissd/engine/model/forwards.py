@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
+SPAN = 1 << 20  # more lanes than 4,096 sequences may have, at most 255 each
+
 
 @dataclass(frozen=True)
 class Places:
@@ -21,8 +23,9 @@ class Places:
     in its sequence, from 0. lanes: −1 for a *trunk row*, whose K and V are stored in the slot's
     cache, and which attends cache positions 0 … position. A *lane row* stores K and V in
     scratch[lane][position − trunk] and attends cache positions 0 … trunk − 1 and its lane's
-    scratch. trunks: the tokens in the cache before the lane, read for lane rows only. K and V of
-    all rows of a forward are stored before any row attends.
+    scratch. A lane plus n · SPAN stores K and V in the n lanes after it as well. trunks: the tokens
+    in the cache before the lane, read for lane rows only. K and V of all rows of a forward are
+    stored before any row attends.
     reads: whether candidates or logits of this forward are read; without, the LM head may be left
     out (chunks of a prompt).
     """
@@ -112,6 +115,9 @@ class Forwards(Protocol):
         float32 [len(rows), columns]: this rank's share of the LM head. Must be called before the
         next upload. Raises NotImplementedError where nothing is computed.
         """
+
+    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
+        """Copies the first K and V of a lane to positions start … stop − 1 of a slot."""
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots, whose sequences have ended."""

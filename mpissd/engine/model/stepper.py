@@ -247,6 +247,10 @@ class Stepper(Forwards):
         assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
         yield from self.stack.reload(arrays)
 
+    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
+        assert isinstance(self.stack, TransformerStack), "lanes of a stack of products"
+        self.stack.move(lane, slot, start, stop)
+
     def release(self, slots: Sequence[int]) -> None:
         self.stack.release(slots)
 
@@ -346,6 +350,10 @@ class GroupView(Forwards):
     def launch(self) -> None:
         assert self not in self.shared.launched, "a second forward before the first one is over"
         self.shared.launched.append(self)
+
+    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
+        lane, slot = self._first_lane + lane, self._first_slot + slot
+        self.shared.stepper.move(lane, slot, start, stop)
 
     def done(self) -> bool:
         return self not in self.shared.launched and self.shared.stepper.done()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
+from mpissd.engine.spec.tree import CHAIN, Tree
 
 Floats = NDArray[np.float64]
 Row = NDArray[np.float32]  # [V], a distribution as it is sent; its sum need not be exactly 1
@@ -149,6 +150,13 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
     return token, float(exact[token] / total), row
 
 
+def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
+    """Draws a sibling of an uncertain proposal: from its recorded row without entry `taken`."""
+    left = row.astype(np.float64)
+    left[taken] = 0.0
+    return propose(left, u)
+
+
 def residual(p: Floats, q: Floats) -> Floats | None:
     """Returns max(p − q, 0) / Σ, the distribution that replaces a rejected proposal; None if p =
     q."""
@@ -178,36 +186,45 @@ def judge(
     coins: Sequence[float],
     u: float,
     ids: NDArray[np.int32] | None = None,
+    tree: Tree = CHAIN,
 ) -> tuple[int, int]:
-    """Verifies one sequence and returns (number of tokens accepted k, bonus token t*).
+    """Verifies one sequence and returns (the node k where it stops, bonus token t*).
 
-    p(i): the target's distribution [V], or its weights, after i accepted tokens, i =
-    0..len(tokens). q[i]: the probability with which token i was drawn; 1 if it was certain.
-    q_row(i): the recorded distribution [V] that token i was drawn from; called only if the token is
-    rejected and was not certain. coins[i], u: independent uniforms for accepting token i, and for
-    drawing the bonus token. ids: if the draft has a vocabulary of its own, the token of each entry
-    of its rows, rising.
+    p(n): the target's distribution [V], or its weights, after node n of the tree. Token i is node i
+    + 1. q[i]: the probability with which token i was drawn, given its earlier siblings; 1 if it was
+    certain. q_row(i): the recorded distribution [V] that token i was drawn from; called only if the
+    token is rejected and was not certain. coins[i], u: independent uniforms for accepting token i,
+    and for drawing the bonus token. ids: if the draft has a vocabulary of its own, the token of
+    each entry of its rows, rising.
 
-    Token i is accepted if coin < p/q. After a rejection t* is drawn from max(p − q, 0); after the
-    last token from p. Raises ProtocolError for a proposal of probability 0, or whose row gives
-    another probability.
+    Token i is accepted if coin < p/q. After a rejection p becomes max(p − q, 0), normalised, for
+    its next sibling; after the last one t* is drawn from it [SpecInfer, algorithm 2]. Raises
+    ProtocolError for a proposal of probability 0, or whose row gives another probability.
     """
-    for i, token in enumerate(tokens):
-        if not 0 < q[i] <= 1:
-            raise ProtocolError(f"token {token} was proposed with probability {q[i]}")
-        row = p(i)
-        if coins[i] * q[i] < row[token]:
-            continue
-        probs = row.probs if isinstance(row, Weights) else row
-        if q[i] == 1:
-            left = without(probs, token)
+    node = 0
+    while True:
+        row = p(node)
+        for child in tree.children[node]:
+            if (i := child - 1) >= len(tokens):
+                continue
+            token = tokens[i]
+            if not 0 < q[i] <= 1:
+                raise ProtocolError(f"token {token} was proposed with probability {q[i]}")
+            if coins[i] * q[i] < row[token]:
+                node = child
+                break
+            probs = row.probs if isinstance(row, Weights) else row
+            if q[i] == 1:
+                left = without(probs, token)
+            else:
+                left = residual(probs, _checked(q_row(i), token, q[i], ids, len(probs)))
+            if left is None:
+                node = child
+                break
+            row = left
         else:
-            left = residual(probs, _checked(q_row(i), token, q[i], ids, len(probs)))
-        if left is not None:
-            return i, draw(left, u)
-    last = p(len(tokens))
-    values, total = (last.values, last.total) if isinstance(last, Weights) else (last, 1.0)
-    return len(tokens), draw(values, u, total)
+            values, total = (row.values, row.total) if isinstance(row, Weights) else (row, 1.0)
+            return node, draw(values, u, total)
 
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:

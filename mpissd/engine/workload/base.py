@@ -23,6 +23,7 @@ from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.tree import CHAIN, Tree, positional
 from mpissd.engine.workload.oracle import DraftOracle, OpenGather, TargetOracle
 from mpissd.engine.workload.sequence import Placement
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -62,6 +63,7 @@ class Resolved:
     backup_lookahead: int
     target_where: str = ""  # the names that presets.files_of takes
     draft_where: str = ""
+    tree: Tree = CHAIN  # the shape of a draft, of K levels
     prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
     serving: Serving | None = None  # settings of a server's job, or None
 
@@ -163,8 +165,25 @@ class Resolved:
 
     @property
     def verify_rows(self) -> int:
-        """Number of rows of a full verification, b(K+1)."""
-        return self.config.batch_size * (self.lookahead + 1)
+        """Number of rows of a full verification, b(N+1)."""
+        return self.config.batch_size * (self.num_nodes + 1)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number N of tokens that are drafted for a sequence: K in a chain."""
+        return self.tree.ends[self.lookahead]
+
+    def rates(self, source: Source) -> tuple[float, ...]:
+        """Returns the rates at which the levels of a source's drafts are accepted, K or fewer."""
+        hazards = self.acceptance[source].hazards[: self.lookahead]
+        if not self.tree.num_lanes or not hazards:
+            return hazards
+        return self.tree.rates(positional(hazards, self.hit_law, self.tree.width))
+
+    @property
+    def tree_lanes(self) -> int:
+        """The lanes in which the side paths of a batch's trees are stored."""
+        return self.config.batch_size * self.tree.num_lanes
 
     @property
     def draft_sequences(self) -> int:
@@ -183,8 +202,9 @@ class Resolved:
 
     @property
     def widest(self) -> int:
-        """The largest number of candidates that a row may keep, at least 1."""
-        return max(1, self.fan_outs.widest)
+        """The largest number of candidates that a row may keep, at least 1; in a tree, of siblings
+        of a node's first child."""
+        return max(1, self.fan_outs.widest, self.tree.width - 1)
 
 
 class Endings:
@@ -304,13 +324,16 @@ class Workload(ABC):
         open_gather: makes the gather of T > 1 ranks' logits; collective over the target ranks.
         """
         oracle = self.target_oracle(stepper)
+        oracle.tree = self.job.tree
         if oracle.reads_forwards and open_gather is not None and self.job.tp > 1:
             oracle.gather_logits = open_gather()
         return TargetWorker(stepper, oracle, self.job.placement(drafts=False))
 
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of one draft, over the whole draft model."""
-        return DraftWorker(stepper, self.draft_oracle(stepper), self.job.placement(drafts=True))
+        oracle = self.draft_oracle(stepper)
+        oracle.tree = self.job.tree
+        return DraftWorker(stepper, oracle, self.job.placement(drafts=True))
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

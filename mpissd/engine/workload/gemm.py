@@ -21,6 +21,7 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
+from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.base import Workload, laws_label
 from mpissd.engine.workload.oracle import (
     Branches,
@@ -77,6 +78,11 @@ class Stream:
     def restarts(self, source: Source, rows: Index) -> Ints:
         """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]; of a draft's
         stream."""
+        raise NotImplementedError
+
+    def nodes(self, tree: Tree, rows: Index) -> Ints:
+        """Returns the tokens of trees [n, N] after batch rows `rows` [n], of a draft's stream: its
+        candidates for each level after true tokens. Beyond the accepted path none is right."""
         raise NotImplementedError
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
@@ -234,6 +240,14 @@ class DraftStream(TokenStream):
     def restarts(self, source: Source, rows: Index) -> Ints:
         return self.drafts(source, np.zeros((), np.int64), rows)
 
+    def nodes(self, tree: Tree, rows: Index) -> Ints:
+        level, rank = tree.depths[1:] - 1, tree.ranks[1:]
+        firsts, origin = self.restarts(Source.JIT, rows), self._origin[rows][:, None]
+        is_first = firsts == self._table.take(origin + np.arange(self.lookahead))
+        index = (origin + level) * self._widest + np.maximum(rank - 1, 0)
+        index += np.where(is_first[:, level], 0, self._decoys[0].size)  # as after a rejection
+        return np.where(rank == 0, firsts[:, level], self._flat_decoys.take(index))
+
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
         tables = [table[:, slot] for table in self._drafts.values()]
         return [*super()._views(slot), *tables, self._run[:, slot], self._decoys[:, slot]]
@@ -309,13 +323,16 @@ class ImposedTarget(Imposed, TargetOracle):
 
         Returns (num_accepted, bonus), both int32 [b].
         """
+        tree, drafts = self.tree, speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
-            tokens, count = self._stream.row(len(self._ahead)), 0
-            drafts, limit = speculation.tokens[0].tolist(), int(speculation.num_draft[0])
-            while count < limit and drafts[count] == tokens[count]:
-                count += 1
-            return np.array([count], np.int32), np.array([tokens[count]], np.int32)
+            tokens, count = self._stream.row(len(self._ahead)), int(speculation.num_draft[0])
+            node = tree.walk(drafts[0].tolist(), tokens, tree.levels, count)
+            return np.array([node], np.int32), np.array([tokens[tree.levels[node]]], np.int32)
         true = self._stream.true(self._ahead)  # [b, K+1]
+        if tree.num_lanes:
+            rows = zip(drafts.tolist(), true.tolist(), speculation.num_draft.tolist(), strict=True)
+            nodes = np.array([tree.walk(row, best, tree.levels, n) for row, best, n in rows])
+            return nodes.astype(np.int32), true[np.arange(len(nodes)), tree.depths[nodes]]
         accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
         row_starts = np.arange(0, true.size, len(self._ahead))
         return accepted, true.reshape(-1).take(row_starts + accepted)
@@ -364,7 +381,9 @@ class ImposedDraft(Imposed, DraftOracle):
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         chosen = np.asarray(rows, np.int64)
-        return Rollout(chosen, batch.last_tokens[chosen], self._stream.restarts(source, chosen))
+        is_tree, stream = self.tree.num_lanes, self._stream
+        drafts = stream.nodes(self.tree, chosen) if is_tree else stream.restarts(source, chosen)
+        return Rollout(chosen, batch.last_tokens[chosen], drafts)
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         for rollout in rollouts:
@@ -435,6 +454,6 @@ class GemmWorkload(Workload):
         return {
             "acceptance": self._labels[0],
             "acceptance_fast": self._labels[1] if config.backup == "fast" else None,
-            "hit_law": job.hit_law.label if job.fan_out else None,
+            "hit_law": job.hit_law.label if job.fan_out or config.tree else None,
             "laws": laws_label(config),
         }

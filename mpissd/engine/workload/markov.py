@@ -25,6 +25,7 @@ from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.oracle import (
     Lane,
@@ -76,12 +77,13 @@ class MarkovModel:
 
 
 def trunk(
-    model: MarkovModel, tokens: Sequence[int], served: Sequence[int]
+    model: MarkovModel, tokens: Sequence[int], served: Sequence[int], tree: Tree
 ) -> list[tuple[int, ...]]:
-    """Returns the model's contexts after 0, 1, … len(served) served tokens."""
-    recent = [*tokens[-model.order :], *served]
-    known = len(recent) - len(served)
-    return [model.context(recent[: known + n]) for n in range(len(served) + 1)]
+    """Returns the model's contexts after each node of the served tokens' tree."""
+    contexts = [model.context(tokens)]
+    for token, parent in zip(served, tree.parents, strict=False):
+        contexts.append(model.context((*contexts[parent], token)))
+    return contexts
 
 
 @lru_cache(maxsize=16)
@@ -148,7 +150,7 @@ class MarkovDraft(SampledDraft):
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
         for one in batch.sequences:
-            for context in trunk(self._laws.draft, one.tokens, one.served):
+            for context in trunk(self._laws.draft, one.tokens, one.served, self.tree):
                 yield sampling.largest(self._laws.draft.logits(context), count).tolist()
 
     def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
@@ -160,9 +162,15 @@ class MarkovDraft(SampledDraft):
         top = lane.fan_out[place] if lane.fan_out else 0
         logits = laws.draft.logits(lane.context)
         probs = sampling.probabilities(logits, laws.temperature, top, laws.saguaro_c)
-        token, q, row = sampling.propose(probs, u)
-        lane.context = laws.draft.context((*lane.context, token))
-        return token, q, row
+        return sampling.propose(probs, u)
+
+    def _ranked(self, lanes: Sequence[Lane], n: int) -> Sequence[int]:
+        logits = self._laws.draft.logits(lanes[n].context)
+        ranked: list[int] = sampling.largest(logits, self.tree.width).tolist()
+        return ranked
+
+    def _follow(self, lane: Lane, token: int) -> None:
+        lane.context = self._laws.draft.context((*lane.context, token))
 
 
 class MarkovTarget(SampledTarget):
@@ -180,9 +188,8 @@ class MarkovTarget(SampledTarget):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         model = self._laws.target
-        self._contexts = [
-            context for one in batch.sequences for context in trunk(model, one.tokens, one.served)
-        ]
+        every = (trunk(model, one.tokens, one.served, self.tree) for one in batch.sequences)
+        self._contexts = [context for contexts in every for context in contexts]
         return super().judge(batch, speculation, proposals)
 
     def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
@@ -30,6 +31,7 @@ from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import LONGEST
+from mpissd.engine.spec.tree import CHAIN, Tree
 from mpissd.engine.workload.sequence import Batch, Index, LanePlaces
 from mpissd.engine.workload.sequence import Sequence as Live
 
@@ -37,6 +39,7 @@ Logits = NDArray[np.float32]
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
 # A token, its probability, and the row that it is drawn from (None if it was certain).
 Proposal = tuple[int, float, sampling.Row | None]
+Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a step's row
 _NOBODY: Index = np.zeros(0, np.int64)
 _NO_LOGPROBS: Mapping[int, list[float]] = {}
 # (batch row, i) → float32 [V]: the distribution from which uncertain token i was drawn.
@@ -75,17 +78,19 @@ class Lane:
 
 
 class Rollout:
-    """Token sequences (lanes) that a draft grows together, one token a lane in each step.
+    """Drafts (lanes) that grow together, by one level of their tree in each step: a chain's token.
 
-    tokens: int32 [lanes, K]; the first `steps` columns are grown. rows: the batch row of each lane;
-    empty while a sequence has several lanes and the outcome has not yet chosen one. first: the
-    token from which each lane starts, [lanes]. places: the lanes' places in the KV cache of a model
-    that keeps one. Of sampled tokens (else None or empty) lanes: what draws them; q: float64
-    [lanes, K], the probability with which each one was drawn; recorded: by lane, the distributions
-    that they were drawn from, None of a certain one.
+    tokens: int32 [lanes, N]; the columns of the first `steps` levels are grown. rows: the batch row
+    of each lane; empty while a sequence has several lanes and the outcome has not yet
+    chosen one. first: the token from which each lane starts, [lanes]. places: the lanes' places in
+    the KV cache of a model that keeps one. Of sampled tokens (else None or empty) lanes: what draws
+    them, one for each row of the next step; q: float64 [lanes, N], the probability with which each
+    one was drawn; recorded: by lane, the distributions that they were drawn from, None of a certain
+    one.
     """
 
     places: LanePlaces | None = None
+    tree: Tree = CHAIN
 
     def __init__(
         self, rows: Index, first: Ints, tokens: Ints, lanes: list[Lane] | None = None
@@ -100,14 +105,28 @@ class Rollout:
 
     @property
     def inputs(self) -> Ints:
-        """The token of each lane that the next step reads, int32 [lanes]."""
-        return self.tokens[:, self.steps - 1] if self.steps else self.first
+        """The tokens that the next step reads, int32 [rows]: of each lane the nodes that have
+        children."""
+        if not self.steps:
+            return self.first
+        column = self.tree.reads[self.steps]
+        return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
-    def record(self, n: int, proposal: Proposal) -> None:
-        """Records the next token of lane n, which was sampled."""
+    def take(self, best: Ints) -> None:
+        """Takes the likeliest tokens as the next level; best: [rows, ≥ width], of the step."""
+        tree, level = self.tree, self.steps
+        columns = slice(tree.ends[level], tree.ends[level + 1])
+        of = tree.lines[level], tree.ranks[columns.start + 1 : columns.stop + 1]
+        self.tokens[:, columns] = best.reshape(len(self), -1, best.shape[1])[:, of[0], of[1]]
+        for row in self.recorded:  # a token with q = 1 has no distribution
+            row += [None] * len(of[0])
+        self.steps += 1
+
+    def record(self, n: int, column: int, proposal: Proposal) -> None:
+        """Records a token of lane n, which was sampled."""
         assert self.q is not None, "a rollout without draws"
         token, q, row = proposal
-        self.tokens[n, self.steps], self.q[n, self.steps] = token, q
+        self.tokens[n, column], self.q[n, column] = token, q
         self.recorded[n].append(row if q < 1 else None)
 
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
@@ -123,20 +142,21 @@ class Rollout:
             self.recorded = [self.recorded[n] for n in lanes]
 
     def fill(self, count: int) -> None:
-        """Gives every lane `count` tokens, without a forward: those that it lacks repeat its first
-        one, and are certain."""
+        """Gives every lane `count` levels, without a forward: the tokens that it lacks repeat its
+        first one, and are certain."""
         if self.steps < count:
+            start, end = self.tree.ends[self.steps], self.tree.ends[count]
             if self.q is not None:
-                self.q[:, self.steps : count] = 1.0
+                self.q[:, start:end] = 1.0
             for row in self.recorded:
-                row[self.steps :] = [None] * (count - self.steps)
-            self.tokens[:, self.steps : count] = self.first[:, None]
+                row[start:] = [None] * (end - start)
+            self.tokens[:, start:end] = self.first[:, None]
             self.steps = count
 
-    def proposals(self, lane: int, steps: int) -> list[NDArray[np.float32]]:
-        """Returns the distributions [V] of the lane's first `steps` tokens that were drawn with
+    def proposals(self, lane: int, count: int) -> list[NDArray[np.float32]]:
+        """Returns the distributions [V] of the lane's first `count` tokens that were drawn with
         q < 1."""
-        recorded = self.recorded[lane][:steps] if self.recorded else ()
+        recorded = self.recorded[lane][:count] if self.recorded else ()
         return [row for row in recorded if row is not None]
 
 
@@ -170,9 +190,10 @@ class Oracle:
 
     reads_tokens: whether the batch keeps tokens for it. reads_forwards: whether the forwards'
     results decide. chains: whether the device may decide whole greedy rounds by itself
-    (decode.chained).
+    (decode.chained). tree: the shape of a draft, a chain of any length by default.
     """
 
+    tree: Tree = CHAIN
     reads_tokens: ClassVar[bool] = False
     reads_forwards: ClassVar[bool] = False
     chains: bool = False
@@ -212,8 +233,8 @@ class TargetOracle(Oracle, ABC):
     ) -> tuple[Ints, Ints]:
         """Applies the acceptance rule to the finished forward.
 
-        Returns (num_accepted, bonus), both int32 [b]. `proposals` is called only if the rule
-        rejects a token that was drawn with q < 1.
+        Returns (num_accepted, bonus), both int32 [b], as an Outcome has them. `proposals` is called
+        only if the rule rejects a token that was drawn with q < 1.
         """
 
     def truth(self) -> Ints | None:
@@ -306,6 +327,7 @@ class SampledDraft(DraftOracle):
     # Kind of lookup of a fast backup, the tokens that it compares, and the token that fills places
     # which the lookup leaves open (None: the sequence's last token).
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
+    _ids: Ints | None = None  # the tokens of the entries of a proposal's row, rising; None: all
 
     def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts) -> None:
         self._seed, self.lookahead, self._fan_outs = seed, lookahead, fan_outs
@@ -358,7 +380,7 @@ class SampledDraft(DraftOracle):
         token, of branches that are verified in the next round; None: lanes of this round.
         """
         first = first.astype(np.int32)
-        tokens = np.zeros((len(first), self.lookahead), np.int32)
+        tokens = np.zeros((len(first), self.tree.ends[self.lookahead]), np.int32)
         if not self.samples:
             return Rollout(chosen, first, tokens)
         fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
@@ -378,14 +400,58 @@ class SampledDraft(DraftOracle):
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         drawn: Draws = {}
         for rollout in rollouts:
-            for n, lane in enumerate(rollout.lanes or ()):
-                u = lane.u(rollout.steps, drawn)
-                rollout.record(n, self._propose(lane, rollout.steps, u))
-            rollout.steps += 1
+            lanes, pairs = rollout.lanes or [], self._pairs(rollout)
+            firsts = [self._propose(lane, at, lane.u(at, drawn)) for lane, at in pairs]
+            self._grow(rollout, firsts, drawn, partial(self._ranked, lanes))
+
+    def _pairs(self, rollout: Rollout) -> list[tuple[Lane, int]]:
+        """Returns the lane of each row of a step, and the column of its first child."""
+        tree = rollout.tree
+        columns = [tree.children[node][0] - 1 for node in tree.inner[rollout.steps].tolist()]
+        return list(zip(rollout.lanes or (), columns * len(rollout), strict=True))
+
+    def _grow(
+        self, rollout: Rollout, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
+    ) -> None:
+        """Stores the next level: each row's first child, and others without replacement, or the
+        likeliest of the others where nothing is left to draw."""
+        tree, lanes = rollout.tree, rollout.lanes or []
+        nodes, rollout.lanes = tree.inner[rollout.steps].tolist(), []
+        for n, (lane, proposal) in enumerate(zip(lanes, firsts, strict=True)):
+            children, taken = tree.children[nodes[n % len(nodes)]], list[int]()
+            for child in children:
+                if taken and proposal[2] is not None and proposal[1] < 1:
+                    proposal = self._other(proposal, lane.u(child - 1, drawn))
+                elif taken:
+                    proposal = next(t for t in ranked(n) if t not in taken), 1.0, None
+                rollout.record(n // len(nodes), child - 1, proposal)
+                taken.append(proposal[0])
+                if tree.children[child]:
+                    rollout.lanes.append(lane if len(children) == 1 else copy(lane))
+                    self._follow(rollout.lanes[-1], proposal[0])
+        rollout.steps += 1
+
+    def _other(self, proposal: Proposal, u: float) -> Proposal:
+        """Draws the next sibling of an uncertain proposal with u."""
+        token, _, row = proposal
+        assert row is not None, "a sibling of a certain token"
+        entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
+        entry, q, row = sampling.propose_other(np.asarray(row), entry, u)
+        return self._named(entry), q, row
 
     @abstractmethod
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
-        """Draws the lane's next token with u."""
+        """Draws token `place` of a lane's draft with u."""
+
+    def _ranked(self, lanes: Sequence[Lane], n: int) -> Sequence[int]:
+        """Returns as many of lane n's likeliest tokens as a node may have children."""
+        raise NotImplementedError("a tree of a draft that ranks no tokens")
+
+    def _follow(self, lane: Lane, token: int) -> None:
+        """Moves a lane's context to a token. The default has none."""
+
+    def _named(self, entry: int) -> int:
+        return entry if self._ids is None else int(self._ids[entry])
 
 
 class SampledTarget(TargetOracle):
@@ -437,7 +503,7 @@ class SampledTarget(TargetOracle):
     def _judge_one(self, case: Case) -> tuple[int, int]:
         p = partial(self._target_row, case.request, case.start)
         drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
-        return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids)
+        return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
 
     def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
         """Returns (k, t*) from the rows after row `start` if no draw decides them, or None."""

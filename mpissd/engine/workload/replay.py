@@ -34,6 +34,7 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.lookup import make_lookup
+from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.base import Endings, Workload, laws_label
 from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.workload.sequence import Batch, Index
@@ -297,6 +298,10 @@ class RecordedDraft(RecordedStream):
         assert self._fast is not None, "a fast backup without its table"
         return self._fast[origin]
 
+    def nodes(self, tree: Tree, rows: Index) -> Ints:
+        level, rank = tree.depths[1:] - 1, tree.ranks[1:]
+        return self._top.take((self._origin[rows][:, None] + level) * self._width + rank)
+
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
     """Returns the `count` tokens that a fast backup drafts after each token of prompt n's answer,
@@ -351,6 +356,8 @@ class ReplayWorkload(Workload):
         if job.fan_out:
             fan_out = f"fan_out={job.config.fan_out}: {job.widest} candidates a row"
             wanted.append((fan_out, job.widest, recording.widest))
+        tree = f"tree={job.config.tree}: {job.tree.width} children of a node"
+        wanted.append((tree, job.tree.width, recording.widest + 1))
         if job.config.is_transformer and self.vocab > job.target.vocab_size:
             raise ConfigError(
                 f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "

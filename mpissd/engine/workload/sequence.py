@@ -7,7 +7,8 @@ Places. A sequence's committed tokens have positions 0, 1, …; of the last one 
 known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
 stored and valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those
 that are served) write the cache; branches that a draft grows write scratch, so a hit copies
-nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits.
+nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits. Of a
+tree only the principal path is in the trunk; another accepted path is copied from its lane.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
-from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.forwards import SPAN, Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
+from mpissd.engine.spec.tree import CHAIN, Tree
 
 Index = NDArray[np.int64]
 Prompt = abc.Callable[[Request], abc.Sequence[int]]
@@ -103,9 +105,10 @@ class Sequence:
     rounds: int = 0
     lookups: dict[str, Lookup] = field(default_factory=dict)
 
-    def commit(self, accepted: int, bonus: int) -> None:
-        """Appends the served tokens that were accepted, and the bonus token."""
-        self.tokens += [*self.served[:accepted], bonus]
+    def commit(self, path: abc.Sequence[int], bonus: int) -> None:
+        """Appends the served tokens at these places, which were accepted, and the bonus token."""
+        self.tokens += [self.served[column] for column in path]
+        self.tokens.append(bonus)
         self.served = []
         self.rounds += 1
 
@@ -136,12 +139,14 @@ class Change(NamedTuple):
     """What an outcome changed.
 
     left: of each sequence that left, its slot and the tokens that its cache stores. placed: the
-    sequences that have taken a slot. started: those whose first round comes next.
+    sequences that have taken a slot. started: those whose first round comes next. moves: lanes that
+    begin with accepted tokens, and the gaps that these fill.
     """
 
     left: abc.Sequence[tuple[int, list[int]]] = ()
     placed: abc.Sequence[Sequence] = ()
     started: abc.Sequence[Sequence] = ()
+    moves: abc.Sequence[tuple[int, Gap]] = ()
 
 
 _UNCHANGED = Change()
@@ -156,6 +161,9 @@ class Batch:
     being stored, in the order in which they came. digest: CRC-32 of the applied outcomes, to
     compare between ranks.
     """
+
+    tree: Tree = CHAIN
+    _has_leaves = False  # whether the last round stored nodes without children
 
     def __init__(
         self, capacity: int, placement: Placement | None = None, prompt: Prompt | None = None
@@ -192,18 +200,33 @@ class Batch:
         """
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
+        moves = self._moves(outcome) if self.tree.num_lanes and self.placement else ()
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
-            self.lengths += outcome.num_accepted
+            nodes, depths = outcome.num_accepted, self.tree.depths
+            self.lengths += depths[nodes] if self.tree.num_lanes else nodes
             self.lengths += 1
             self.last_tokens = outcome.bonus
             if self._prompt is not None:
+                paths = self.tree.paths
                 for sequence, row in zip(self.sequences, outcome.rows.tolist(), strict=True):
-                    sequence.commit(row[3], row[4])
+                    sequence.commit(paths[row[3]], row[4])
         if self.placement is not None:  # positions after the last committed token become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
-        return change
+        return change._replace(moves=moves) if moves else change
+
+    def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
+        """Returns the moves of an outcome, and notes what the cache holds after them."""
+        tree, moves = self.tree, list[tuple[int, Gap]]()
+        places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
+        for slot, last, (_, _, event, node, _) in places:
+            if event == Event.COMMIT and tree.lanes[node] >= 0:
+                stop = last + tree.levels[node] + self._has_leaves
+                gap = Gap(slot, last + int(tree.forks[node]), stop)
+                moves.append((slot * tree.num_lanes + int(tree.lanes[node]), gap))
+                self.filled[slot] = stop
+        return moves
 
     def _apply_changes(self, outcome: Outcome) -> Change:
         known = len(self.ids)
@@ -245,9 +268,9 @@ class Batch:
         rows = old[stays]
         if self._prompt is not None:
             for sequence, row in zip(kept, rows.tolist(), strict=True):
-                sequence.commit(row[3], row[4])
+                sequence.commit(self.tree.paths[row[3]], row[4])
         new = Outcome.admission(0, [one.request for one in started]).rows
-        lengths = self.lengths[stays] + rows[:, 3] + 1
+        lengths = self.lengths[stays] + self.tree.depths[rows[:, 3]] + 1
         self.lengths = np.concatenate([lengths, np.ones(len(new), np.int64)])
         rows = np.concatenate([rows, new])
         self.sequences = [*kept, *started]
@@ -351,14 +374,25 @@ class Batch:
 
     def trunk(self, num_draft: Ints) -> Places:
         """Returns the places of each sequence's last token and its num_draft served tokens."""
-        if len(num_draft) == 1:
+        if len(num_draft) == 1 and not self.tree.num_lanes:
             return self._trunk_of_one(int(num_draft[0]) + 1)
         counts, last = num_draft + 1, self.last()
         rows = np.repeat(np.arange(len(counts)), counts)
         ahead = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         assert (self.filled[self.slots] >= last).all(), "a trunk after tokens that are missing"
+        if self.tree.num_lanes:
+            self._has_leaves = True
+            return self._nodes(self.slots[rows], last[rows], ahead)
         self.filled[self.slots] = last + counts
         return _trunk(self.slots[rows], last[rows] + ahead)
+
+    def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
+        """Returns the places of nodes of trees after the positions `last`; all are [n]."""
+        tree, lanes = self.tree, self.tree.lanes[nodes]
+        in_trunk, positions = lanes < 0, last + tree.depths[nodes]
+        self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
+        ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
+        return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
 
     def _trunk_of_one(self, count: int) -> Places:
         """Returns `trunk` of a batch of one sequence in a third of its time, for which every round
@@ -404,7 +438,11 @@ class Batch:
         return LanePlaces(self.slots[rows], self.last()[rows], np.full(len(rows), TRUNK))
 
     def step(self, lanes: LanePlaces, steps: int) -> Places:
-        """Returns the places of the next step of these lanes, which have grown `steps` tokens."""
+        """Returns the places of the next step of these lanes, which have grown `steps` levels."""
+        if self.tree.num_lanes:
+            self._has_leaves, nodes = False, self.tree.inner[steps]
+            slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
+            return self._nodes(slots, last, np.tile(nodes, len(lanes.slots)))
         positions = lanes.first + steps
         in_trunk = lanes.ids == TRUNK
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1

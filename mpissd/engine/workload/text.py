@@ -115,14 +115,14 @@ class LogitsTarget(SampledTarget):
         the sequence is sampled."""
         if sequence.request.temperature > 0 and self._draws_any:
             return None
-        served, best, k = sequence.served, self._best, 0
-        while k < len(served) and served[k] == best[start + k]:
-            k += 1
-        return k, best[start + k]
+        served, best = sequence.served, self._best
+        count = len(served)
+        node = self.tree.walk(served, best, range(start, start + count + 1), count)
+        return node, best[start + node]
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self.gather_logits is not None:
+        if draws is None or self.gather_logits is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
         drawn = [case for case in cases if case.request.top_p >= 1]
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
@@ -248,38 +248,35 @@ class LogitsDraft(SampledDraft):
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
         results = self._stepper.results()
-        rows = slice(first_row, first_row + sum(map(len, rollouts)))
+        counts = [len(rollout.inputs) for rollout in rollouts]
+        rows = slice(first_row, first_row + sum(counts))
         for head in range(self._heads):
-            best = results.ids[head, rows, 0]
+            best = results.ids[head, rows]
             if self._is_replaced and results.values is not None:
                 self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
-            drawn = self._drawn(rollouts, best, head * results.ids.shape[1] + first_row)
-            start = 0
-            for rollout in rollouts:
-                part = slice(start, start + len(rollout))
-                if drawn is not None:
-                    for n, proposal in enumerate(drawn[part]):
-                        rollout.record(n, proposal)
+            drawn, row = Draws(), head * results.ids.shape[1] + first_row
+            firsts = self._drawn(rollouts, best[:, 0], row, drawn)
+            for rollout, count, end in zip(rollouts, counts, np.cumsum(counts), strict=True):
+                part = slice(end - count, end)
+                if firsts is not None:
+                    self._grow(rollout, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
-                    rollout.tokens[:, rollout.steps] = best[part]
-                    for row in rollout.recorded:
-                        row.append(None)  # a token with q = 1 has no distribution
-                rollout.steps += 1
-                start = part.stop
+                    rollout.take(best[part])
 
-    def _drawn(self, rollouts: Sequence[Rollout], best: Ints, first: int) -> list[Proposal] | None:
-        """Returns the next token of every lane, or None if the likeliest are taken.
+    def _drawn(
+        self, rollouts: Sequence[Rollout], best: Ints, first: int, shared: Draws
+    ) -> list[Proposal] | None:
+        """Returns the first child of every row of a step, or None if the likeliest are taken.
 
-        best: the likeliest tokens, by lane. first: the first lane's row of logits.
+        best: the likeliest token of each row. first: the first one's row of logits.
         """
         if not self.samples:
             return None
-        lanes = [(lane, rollout.steps) for rollout in rollouts for lane in rollout.lanes or ()]
+        lanes = [pair for rollout in rollouts for pair in self._pairs(rollout)]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
         if not chosen:
             return None
         tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
-        shared = Draws()
         u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
         tops = [self._damped(*lanes[n]) for n in chosen]
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
@@ -309,9 +306,6 @@ class LogitsDraft(SampledDraft):
     def _damped(self, lane: Lane, place: int) -> int:
         """Returns how many of the largest logits Saguaro's sampling damps."""
         return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
-
-    def _named(self, entry: int) -> int:
-        return entry if self._ids is None else int(self._ids[entry])
 
 
 class TextEndings(Endings):

@@ -64,7 +64,9 @@ class Worker(Generic[AnyOracle]):
     def open_batch(self, capacity: int) -> Batch:
         """Returns an empty batch, for one pass of the loop."""
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
-        return Batch(capacity, self.placement, prompt)
+        batch = Batch(capacity, self.placement, prompt)
+        batch.tree = self.oracle.tree
+        return batch
 
     def wait(self, waiter: Waiter) -> None:
         """Waits until the launched forward is over."""
@@ -78,6 +80,8 @@ class Worker(Generic[AnyOracle]):
         """Begins a round: frees the caches of sequences that left, and places new ones."""
         if self.adopted:
             self.adopted = {}
+        for lane, gap in change.moves:
+            self.stepper.move(lane, *gap)
         if self.placement is not None and any(change):
             pages = self._kept_pages
             self._free(change.left)
@@ -239,6 +243,7 @@ class DraftWorker(Worker[DraftOracle]):
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         """Returns new lanes that continue batch rows `rows`, with their places in the cache."""
         rollout = self.oracle.restart(batch, rows, source)
+        rollout.tree = self.oracle.tree
         if self.placement is not None:
             rollout.places = batch.restart(np.asarray(rows, np.int64))
         return rollout
@@ -249,7 +254,7 @@ class DraftWorker(Worker[DraftOracle]):
             rollout.places = batch.lanes(rows, k)
 
     def launch_step(self, batch: Batch, rollouts: Sequence[Rollout]) -> None:
-        """Starts one forward that grows every lane of every rollout by one token.
+        """Starts one forward that grows every lane of every rollout by one level of its tree.
 
         Committed tokens that the cache lacks come first in it.
         """
@@ -267,7 +272,7 @@ class DraftWorker(Worker[DraftOracle]):
                 self._first_row = sum(gap.size for gap in gaps)
             places = joined(parts)
         every = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        self.stepper.upload(len(every), every, places)
+        self.stepper.upload(len(every), every, places, lists=self.oracle.tree.width > 1)
         self.stepper.launch()
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:

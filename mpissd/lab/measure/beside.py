@@ -28,7 +28,7 @@ _AR_TOKENS = 64  # the speed of AR hardly depends on the text
 _CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
 _FRESH = timedelta(hours=1)  # age of a row that is used again
 _FEWEST_ROUNDS = 8  # for a verdict: the first rounds of a run are its slowest
-_OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c")
+_OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c", "tree")
 
 
 def measured_beside(

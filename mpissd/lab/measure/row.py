@@ -82,6 +82,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         draft=None if job.draft is None else job.draft.name,
         dtype=backend.dtype_name,
         lookahead=job.lookahead,
+        tree_nodes=job.num_nodes if config.tree else None,
+        tree_depth=job.tree.depth if config.tree else None,
         fan_out=list(job.fan_out) or None,
         branch_budget=sum(job.fan_out) or None,
         fan_out_miss=list(job.fan_out_miss) or None,
@@ -237,7 +239,7 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
     calibrated draft forward.
     """
     job, records, draft = session.job, measured.lead.records, measured.draft
-    full = records.num_rows() == job.verify_rows
+    full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)  # levels of a tree
     t_target, t_draft, t_growth = median(np.asarray(records.t_target_s)[full]), None, None
     if job.draft is not None and not job.config.is_lookup:
         step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step

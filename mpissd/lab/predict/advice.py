@@ -24,7 +24,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import DRAFTING, said
 from mpissd.common.presets import has_weights, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
-from mpissd.common.rivals import Family
+from mpissd.common.rivals import TREE, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
@@ -210,6 +210,7 @@ def _counted(count: int, what: str) -> str:
 def _how(choice: Choice) -> str:
     """Returns K, and SSD's fan-out, backup and K_b."""
     text = "" if choice.mode == "ar" else f" K={choice.lookahead}"
+    text += "" if choice.tree is None else f" tree={choice.tree}"
     if choice.fan_out is not None:
         text += f" {choice.fan_out} {choice.backup} K_b={choice.backup_lookahead}"
     return text
@@ -250,8 +251,8 @@ def verdicts(
     The fastest use with a draft is compared with the fastest one without, such as a lookup, and SSD
     with the fastest other use of as many GPUs.
     """
-    drafting, ssd = advice.first(*DRAFTING), advice.first("ssd")
-    alone = next((choice for choice in advice.judged if choice.mode not in DRAFTING), None)
+    drafting, ssd = advice.first(*DRAFTING, TREE), advice.first("ssd")
+    alone = next((choice for choice in advice.judged if choice.mode not in (*DRAFTING, TREE)), None)
     if drafting is None or alone is None or advice.missing:
         return ["does this draft pay here? Not judged: a use that fits is not known"]
     lines = [f"does this draft pay here? {_verdict(run, placed, measured, drafting, alone)}"]

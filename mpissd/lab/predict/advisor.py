@@ -21,9 +21,10 @@ import numpy as np
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rivals import Family
+from mpissd.common.rivals import TREE, Family
 from mpissd.common.rounds import Source
 from mpissd.common.theory import expected_tokens, expected_tokens_from_rates
+from mpissd.engine.spec.tree import positional
 from mpissd.lab.predict.costs import Floats
 from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.search import (
@@ -104,18 +105,20 @@ def plan(
     places: Sequence[Placement],
     gpus: int,
     unjudged: Collection[Family] = (),
+    trees: bool = False,
 ) -> Advice:
     """Returns the advice for one batch of config.batch_size on at most `gpus` GPUs.
 
     Only the imposed models and the batch size of `config` are used; the search finds mode, K,
-    fan-out and backup. unjudged: further uses that would fit (search.survey). Raises ConfigError
-    without placements or GPUs, and where rounds take no time.
+    fan-out and backup. unjudged: further uses that would fit (search.survey). trees: whether SD's
+    trees are uses, too. Raises ConfigError without placements or GPUs, and where rounds take no
+    time.
     """
     if gpus < 1 or not places:
         raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
     by_tp = {place.tp: place for place in places}
     space = COARSE if config.batch_size <= _FEW else ROUGH
-    every = (c for place in places for c in candidates(config, place, gpus, space))
+    every = (c for place in places for c in candidates(config, place, gpus, space, trees=trees))
     choices = weigh(every, config, places, quick=True)
     for spaces_around in (_fan_outs_around, _policies_around):
         leaders = [c for c in by_speed(choices) if c.mode == "ssd"][:_REFINED]
@@ -189,6 +192,10 @@ def _over_alpha(choice: Choice, config: RunConfig, places: Sequence[Placement]) 
         return np.asarray(choice.batch_size * tokens / (choice.round_us * 1e-6))
     grid = _repeated(choice, config, next(place for place in places if place.tp == choice.tp))
     hazards = np.tile(_RATES[:, None], (1, choice.lookahead))
+    if choice.mode == TREE:
+        job = job_of(config, choice)
+        laws = (positional((rate,) * job.lookahead, job.hit_law, job.tree.width) for rate in _RATES)
+        hazards = np.array([job.tree.rates(law) for law in laws])
     return expect(replace(grid, hazards=hazards)).tok_per_s
 
 

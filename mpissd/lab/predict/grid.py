@@ -73,7 +73,8 @@ class Grid:
         live = np.arange(batch + 1)[:, None] if ends else np.full((1, 1), batch)
         won = np.minimum(np.arange(batch + 1), live)  # [L, b+1]
         missed = live - won
-        k, served = lookahead[:, None, None], backup[:, None, None]
+        k = np.array([job.num_nodes for job in jobs])[:, None, None]  # tokens, of all levels
+        served = np.array([job.tree.ends[job.backup_lookahead] for job in jobs])[:, None, None]
         # The row counts that are compiled besides powers of two.
         full = [(batch, job.verify_rows, *filter(None, [job.prefill_rows])) for job in jobs]
         compiled = _rows_of(full)
@@ -92,6 +93,11 @@ class Grid:
             largest = compiled.max(axis=1)[:, None, None]
             counts = np.broadcast_to(np.arange(batch + 1), (len(jobs), 1, batch + 1))
             lanes_s = device.draft_s(padded(counts, compiled), largest)[:, 0] + host.step
+            for n, job in enumerate(jobs):
+                if job.tree.num_lanes:  # the mean of its levels
+                    at, wide = [n] * job.lookahead, np.array([len(of) for of in job.tree.inner])
+                    rows = padded(wide[:, None, None] * counts[at], compiled[at])
+                    lanes_s[n] = device.draft_s(rows, largest[at]).mean(axis=0)[0] + host.step
             after_hit = np.array([sum(job.fan_out) for job in jobs])[:, None, None]
             after_miss = np.array([sum(job.fan_out_miss) for job in jobs])[:, None, None]
             lanes = won * after_hit + missed * after_miss
@@ -100,13 +106,13 @@ class Grid:
             glue_rows = padded(live * (k + 1) + 0 * won, compiled)
             glue_s = device.glue_s(glue_rows, candidates, largest) + host.glue
             keys_s = np.where(lanes > 0, glue_s + host.keys + host.keys_lane * lanes, 0.0)
-            most = np.where(lanes > 0, k, 0)
+            most = np.where(lanes > 0, lookahead[:, None, None], 0)
         width = int(lookahead.max())
         hosts = np.tile([getattr(host, name) for name in _HOST], (len(jobs), 1))
         hosts[lookahead == 0, _HOST.index("inline_s")] = 0.0
 
         def hazards(source: Source) -> Floats:
-            return _widened([j.acceptance[source].hazards[: j.lookahead] for j in jobs], width)
+            return _widened([job.rates(source) for job in jobs], width)
 
         def hit_chances(job: Job) -> Floats:
             if not job.fan_out:
@@ -267,9 +273,14 @@ class Outcomes:
             ahead = np.lib.stride_tricks.sliding_window_view(coins, lookahead)[:num_positions]
             kept = np.logical_and.accumulate(ahead < hazards, axis=1)
             self.counts[int(source == Source.CACHE)] = kept.sum(axis=1)
-        uniform = np.array(uniforms(seed, Purpose.RANK, sequence, 0, num_positions))
-        self.ranks = np.array([law.ranks(uniform, end) for end in (False, True)], np.int64)
-        self._num_positions = num_positions
+        uniform = np.array(uniforms(seed, Purpose.RANK, sequence, 0, num_positions + lookahead))
+        ranks = np.array([law.ranks(uniform, end) for end in (False, True)], np.int64)
+        self.ranks, self._num_positions = ranks[:, :num_positions], num_positions
+        if (tree := job.tree).num_lanes:  # the place of the true token among its level's candidates
+            later = np.lib.stride_tricks.sliding_window_view(ranks[0], lookahead)[:num_positions]
+            places, of = np.where(ahead < hazards, 0, later).tolist(), tree.ranks[1:].tolist()
+            nodes = [tree.walk(of, [*row, -1], tree.levels, len(of)) for row in places]
+            self.counts[0] = tree.depths[nodes]
         self._counts, self._ranks = self.counts.tolist(), self.ranks.tolist()
 
     def accepted(self, position: int, drafted: int, hit: bool) -> int:

@@ -15,7 +15,7 @@ from itertools import product
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rivals import Family, between, tps_of
+from mpissd.common.rivals import TREE, Family, between, tps_of
 from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
@@ -86,6 +86,7 @@ class Choice:
     round_us: float = 0.0
     hit_rate: float | None = None
     derived: str | None = None
+    tree: int | None = None
 
     @property
     def gpus(self) -> int:
@@ -107,6 +108,8 @@ class Choice:
         flags = {"mode": self.mode, "num_drafts": str(self.num_drafts)}
         if self.mode == LOOKUP:
             flags |= {"mode": "sd", "backup": "fast"}
+        if self.tree is not None:
+            flags |= {"mode": "sd", "tree": str(self.tree)}
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
         if self.fan_out is not None:
@@ -134,10 +137,10 @@ class Placement:
     def host(self, method: tuple[str, int]) -> HostCosts | None:
         """Returns the host's costs of a method (mode, D); None if they are not known.
 
-        A lookup has the costs of SD inline.
+        A lookup has the costs of SD inline, and a tree those of SD.
         """
         mode, drafts = method
-        way = ("sd", 0) if mode == LOOKUP else (mode, min(drafts, 1))
+        way = ("sd" if mode in (LOOKUP, TREE) else mode), min(drafts, 1)
         return self.hosts.get(way, HostCosts())
 
 
@@ -309,8 +312,8 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
     Raises ConfigError if its fan-out is impossible.
     """
     method = choice.mode, choice.num_drafts, choice.backup
-    job = replace(_job_of(config, *method, choice.lookahead), tp=choice.tp)
-    if not choice.lookahead:
+    job = replace(_job_of(config, *method, choice.lookahead, choice.tree), tp=choice.tp)
+    if not choice.lookahead or choice.tree is not None:
         return job
     served = choice.backup_lookahead
     job = replace(job, backup_lookahead=served)
@@ -328,13 +331,16 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
 
 
 @lru_cache(maxsize=512)
-def _job_of(config: RunConfig, mode: str, drafts: int, backup: str, lookahead: int) -> Job:
+def _job_of(
+    config: RunConfig, mode: str, drafts: int, backup: str, lookahead: int, tree: int | None = None
+) -> Job:
     """Returns what all jobs of a method and a K share, at T = 1."""
     if mode == "ar":
         return _resolved(config, "ar", 1, 0, None)
     config = replace(
         config,
-        mode="sd" if mode == LOOKUP else mode,
+        mode="sd" if mode in (LOOKUP, TREE) else mode,
+        tree=tree,
         backup=backup,
         backup_lookahead=None,
         num_drafts=drafts,
@@ -406,10 +412,13 @@ ROUGH = Space(  # For large batches, because a configuration's time grows with i
 )
 
 
-def candidates(config: RunConfig, place: Placement, gpus: int, space: Space) -> Iterator[Choice]:
+def candidates(
+    config: RunConfig, place: Placement, gpus: int, space: Space, *, trees: bool = False
+) -> Iterator[Choice]:
     """Yields the choices of every mode on a placement: AR, SD and lookups at every K, and SSD.
 
     There are no lookups if their acceptance is 0: each round would be one of AR with more rows.
+    trees: whether SD's trees of up to MOST_LOOKAHEAD tokens are choices as well.
     """
     batch = config.batch_size
     if place.tp > gpus:
@@ -419,7 +428,10 @@ def candidates(config: RunConfig, place: Placement, gpus: int, space: Space) -> 
     for k in range(1, longest_lookahead(config) + 1):
         for drafts in place.num_drafts:
             if place.tp + drafts <= gpus and place.host(("sd", drafts)) is not None:
-                yield Choice("sd", place.tp, drafts, batch, k, backup_lookahead=k)
+                sd = Choice("sd", place.tp, drafts, batch, k, backup_lookahead=k)
+                yield sd
+                for nodes in range(k + 1, MOST_LOOKAHEAD + 1) if trees else ():
+                    yield replace(sd, mode=TREE, tree=nodes)
         if place.host((LOOKUP, 0)) is not None:
             looked_up = _job_of(config, LOOKUP, 0, "fast", k).acceptance[Source.FAST]
             if looked_up.hazards[0]:

@@ -21,7 +21,7 @@ from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
-from mpissd.common.rivals import LOOKUPS, Family
+from mpissd.common.rivals import LOOKUPS, TREE, Family
 from mpissd.common.row import Row
 
 MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
@@ -193,12 +193,12 @@ def is_lookup(row: Row) -> bool:
 
 
 def mode_of(row: Row) -> str:
-    """Returns the mode of a row's family: ar, sd, ssd, or the kind of lookup that drafts.
+    """Returns the mode of a row's family: ar, sd, ssd, tree, or the kind of lookup that drafts.
 
     Under imposed acceptance all kinds of lookup are one use.
     """
     if not is_lookup(row):
-        return str(row.mode)
+        return TREE if row.tree_nodes else str(row.mode)
     kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
     return LOOKUPS[0] if kind == "prompt" else kind
 
@@ -214,6 +214,7 @@ def method_of(row: Row) -> str:
     """Returns the name of a row's method, which contains all of its options except K."""
     words = [str(row.mode).upper(), *[str(row.schedule)] * bool(row.schedule)]
     words += ["inline"] * bool(row.mode == "sd" and row.inline_draft)
+    words += [f"tree={row.tree_nodes}"] * bool(row.tree_nodes)
     words += [f"D={row.num_drafts}"] * ((row.num_drafts or 0) > 1)
     if (device := row.other_draft_device) is not None:
         words.append(f"draft on {device}")

@@ -267,7 +267,8 @@ class Times:
         }
         ars = [row for row in rows if row.mode == "ar"]
         self.ar = {tp: max(r.tok_per_s for r in ars if r.tp == tp) for tp in {r.tp for r in ars}}
-        drafted = [r for r in rows if r.mode == "sd" and r.t_draft_s and r.t_target_s]
+        chains = (r for r in rows if r.mode == "sd" and not r.tree_nodes)
+        drafted = [r for r in chains if r.t_draft_s and r.t_target_s]
         steps = [(row.t_draft_s or 0.0) / row.lookahead for row in drafted]
         self.step = median(steps) if steps else None
         hosts = [

@@ -57,8 +57,9 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
     }
   }
   u16* to = queries + ((long long)row * heads + head) * HEAD;
+  const int own = is_q ? -1 : rows.lanes[row];
   if (!is_q) {
-    const int kv = (head - heads) % cache.kv_heads, own = rows.lanes[row];
+    const int kv = (head - heads) % cache.kv_heads;
     u16* pages = is_k ? cache.keys : cache.values;
     u16* lanes = is_k ? cache.lane_keys : cache.lane_values;
     to = own < 0 ? pages + cache.in_page(slot, kv, position)
@@ -71,8 +72,7 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
     Both both = {low[j], high[j]};
     if (is_q || is_k) both = turned(both, turns[(long long)position * (HEAD / 2) + i]);
     const float by = is_q ? scale : 1.0f;
-    to[i] = to_finite_half(__fmul_rn(both.a, by));
-    to[i + HEAD / 2] = to_finite_half(__fmul_rn(both.b, by));
+    cache.store(to + i, own, __fmul_rn(both.a, by), __fmul_rn(both.b, by));
   }
 }
 

@@ -4,6 +4,8 @@
 // QUERY_TILES (of 16 query rows in a task).
 constexpr int SPLIT = 128;  // positions of a split of the attention
 
+constexpr int SPAN = 1 << 20;  // as in forwards.py: a lane plus n SPAN also stores in the n lanes after it
+
 // Where rows of a forward lie: a slot (-1: padding), a position, a lane (-1: none) and its trunk.
 struct Rows {
   const int *slots, *positions, *lanes, *trunks;
@@ -22,8 +24,14 @@ struct Cache {
     const int page = max(0, table[slot * most_pages + position / PAGE]);
     return (((long long)page * kv_heads + head) * PAGE + position % PAGE) * HEAD;
   }
+  __device__ __forceinline__ void store(u16* to, int lane, float low, float high) const {
+    for (int n = max(lane, 0) / SPAN; n >= 0; --n, to += (long long)kv_heads * steps * HEAD) {
+      to[0] = to_finite_half(low);
+      to[HEAD / 2] = to_finite_half(high);
+    }
+  }
   __device__ __forceinline__ long long in_lane(int lane, int head, int step) const {
-    return (((long long)lane * kv_heads + head) * steps + step) * HEAD;
+    return (((long long)(lane % SPAN) * kv_heads + head) * steps + step) * HEAD;
   }
 };
 

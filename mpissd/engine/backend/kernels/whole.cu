@@ -41,7 +41,7 @@ struct Seat {
   long long at;
   int position, head_step;
   int fresh;  // what the row sees below this position was there before this forward
-  bool in_lane, is_padding;
+  int lane;  // -1: none, -2: a padding row
 };
 
 constexpr int MODEL_AT = (CHAIN_BYTES + 15) / 16 * 16;
@@ -73,11 +73,9 @@ __device__ __forceinline__ Seat found_seat(const Model& model, int row, int coun
   for (int r = 0; r < count; ++r)
     if (rows.slots[r] == slot && (rows.lanes[r] < 0 || rows.lanes[r] == lane))
       fresh = min(fresh, rows.positions[r]);
-  if (slot < 0) return {0, 0, 0, 0, false, true};
-  if (lane < 0)
-    return {cache.in_page(slot, 0, position), position, PAGE * HEAD, fresh, false, false};
-  return {cache.in_lane(lane, 0, position - rows.trunks[row]), position, cache.steps * HEAD, fresh, true,
-          false};
+  if (slot < 0) return {0, 0, 0, 0, -2};
+  if (lane < 0) return {cache.in_page(slot, 0, position), position, PAGE * HEAD, fresh, -1};
+  return {cache.in_lane(lane, 0, position - rows.trunks[row]), position, cache.steps * HEAD, fresh, lane};
 }
 
 // What a lane brings to the epilogue of ADD for its columns of a round.
@@ -132,7 +130,7 @@ __device__ __forceinline__ void bring_hidden(Brought& brought, const Operation& 
 __device__ __forceinline__ void store_qkv(const Operation& op, const Spot& spot, Both v) {
   const Model& model = the_model();
   const Seat& seat = seat_of(spot.row);
-  if (seat.is_padding) return;
+  if (seat.lane < -1) return;
   const int head = spot.tile / (HEAD / 16), i = spot.tile % (HEAD / 16) * 8 + spot.c;
   const int heads = model.attention.heads, kv_heads = model.cache.kv_heads;
   if (op.vector) {
@@ -141,6 +139,7 @@ __device__ __forceinline__ void store_qkv(const Operation& op, const Spot& spot,
   }
   if (head < heads + kv_heads) v = turned(v, model.turns[(long long)seat.position * (HEAD / 2) + i]);
   u16* to = model.queries + ((long long)spot.row * heads + head) * HEAD + i;
+  const int lane = head < heads ? -1 : seat.lane;
   if (head < heads) {
     v = {__fmul_rn(v.a, model.scale), __fmul_rn(v.b, model.scale)};
   } else {
@@ -148,11 +147,10 @@ __device__ __forceinline__ void store_qkv(const Operation& op, const Spot& spot,
     const Cache& cache = model.cache;
     u16* pages = is_key ? cache.keys : cache.values;
     u16* lanes = is_key ? cache.lane_keys : cache.lane_values;
-    to = (seat.in_lane ? lanes + op.layer * model.lane_layer : pages + op.layer * model.page_layer) +
+    to = (lane < 0 ? pages + op.layer * model.page_layer : lanes + op.layer * model.lane_layer) +
          seat.at + (long long)((head - heads) % kv_heads) * seat.head_step + i;
   }
-  to[0] = to_finite_half(v.a);
-  to[HEAD / 2] = to_finite_half(v.b);
+  model.cache.store(to, lane, v.a, v.b);
 }
 
 __device__ __forceinline__ void store_added(const Operation& op, const Spot& spot, const Brought& brought,
@@ -272,7 +270,7 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int number, i
   for (int q = number + team.warp() * tasks; q < queries; q += ATTEND_WARPS * tasks) {
     const int row = q / shared, of = head * shared + q % shared;
     const Seat& seat = seat_of(row);
-    if (seat.is_padding) continue;
+    if (seat.lane < -1) continue;
     merge_splits(model.attention, row, of, seat.position / SPLIT + 1,
                  op.out + ((long long)row * heads + of) * HEAD);
   }

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.engine.backend.base import HostArray
-from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.forwards import SPAN, Places
 
 _FIRST = 0  # the name before a sequence's first page
 _Key = tuple[int, bytes]  # the name of the page before, and the page's tokens
@@ -188,7 +188,7 @@ class PageTable:
                     self._grow(slot, position)
                 continue
             step, stored = position - trunk, held[slot] * sizes.page
-            fits = lane < sizes.lanes and 0 <= step < sizes.steps and trunk <= stored
+            fits = lane % SPAN < sizes.lanes and 0 <= step < sizes.steps and trunk <= stored
             assert fits, f"lane {lane}, step {step}, trunk {trunk}: no such place in {sizes}"
         return count
 

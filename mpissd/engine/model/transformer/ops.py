@@ -97,6 +97,9 @@ class Ops(Protocol):
         """Sets all keys and values to 0: attention may multiply unused ones by 0, and 0 · NaN is
         NaN."""
 
+    def move(self, cache: Array, lane: int, slot: int, start: int, stop: int) -> None:
+        """Copies a lane's first K and V of all layers to positions start … stop − 1 of a slot."""
+
     def states(self, slots: int, positions: int) -> Array:
         """Returns zeros for the hidden state in front of each position of each slot."""
 

@@ -287,6 +287,12 @@ class TransformerStack(Stack):
         if "chunks" in vars(self) and self.chunks is not None:
             self.chunks.refresh()
 
+    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
+        """Copies the first K and V of a lane to positions start … stop − 1 of a slot."""
+        self.pages.hold(np.array([slot]), np.array([stop - 1]))
+        if self.weights.ops is not None:
+            self.weights.ops.move(self.cache, lane, slot, start, stop)
+
     def release(self, slots: Sequence[int]) -> None:
         """Gives the pages of these slots back."""
         self.pages.release(slots)

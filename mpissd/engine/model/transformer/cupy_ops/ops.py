@@ -299,6 +299,12 @@ class CupyOps(Ops):
             splits=splits,
         )
 
+    def move(self, cache: Cache, lane: int, slot: int, start: int, stop: int) -> None:
+        for step, position in enumerate(range(start, stop)):
+            page, at = int(cache.seats.pages[slot, position // self.page]), position % self.page
+            self.launcher.copy(cache.lane_keys[:, lane, :, step], cache.keys[:, page, :, at])
+            self.launcher.copy(cache.lane_values[:, lane, :, step], cache.values[:, page, :, at])
+
     def begin(self, cache: Cache, rows: int) -> None:
         """Brings the seats to the device and lists the tasks of a forward."""
         table = int(cache.seats.pages.size)

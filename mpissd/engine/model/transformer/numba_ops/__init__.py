@@ -18,8 +18,9 @@ _HERE = Path(__file__).parent
 
 
 def _digest() -> str:
-    """Returns a name for the sources of this folder."""
-    sources = b"".join(path.read_bytes() for path in sorted(_HERE.glob("*.py")))
+    """Returns a name for the sources of this folder, and of what it takes from others."""
+    files = [*sorted(_HERE.glob("*.py")), _HERE.parents[1] / "forwards.py"]
+    sources = b"".join(path.read_bytes() for path in files)
     return f"mpissd-numba-{zlib.crc32(sources):08x}"
 
 

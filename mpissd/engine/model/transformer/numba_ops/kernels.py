@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from mpissd.engine.model.forwards import SPAN
 from mpissd.engine.model.transformer.numba_ops.tiles import (
     AHEAD,
     MOST_ROWS,
@@ -288,14 +289,15 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
         size = keys.shape[4]
         if lane >= 0:
             keys, values = lane_keys, lane_values
-            holder, at = lane, position - seats[_TRUNK, m]
+            holder, at = lane % SPAN, position - seats[_TRUNK, m]
         else:
             holder, at = pages[slot, position // size], position % size
-        for head in range(kv_heads):
-            for k in range(width):
-                column = first + head * width + k
-                keys[layer, holder, head, k, at] = qkv[m, column]
-                values[layer, holder, head, at, k] = qkv[m, column + kv_heads * width]
+        for to in range(holder, holder + 1 + max(lane, 0) // SPAN):
+            for head in range(kv_heads):
+                for k in range(width):
+                    column = first + head * width + k
+                    keys[layer, to, head, k, at] = qkv[m, column]
+                    values[layer, to, head, at, k] = qkv[m, column + kv_heads * width]
 
 
 @njit(**JIT)
@@ -383,7 +385,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
         if begin < end:
             n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
             clear(own[n : n + group], group)
-            k_at = np.int64(caches[2][layer, seats[_LANE, m], head].ctypes.data)
+            k_at = np.int64(caches[2][layer, seats[_LANE, m] % SPAN, head].ctypes.data)
             to = np.int64(own.ctypes.data) + n * steps * 4
             float_product(queries, n, group, width, k_at, steps, to, steps)
             for query in range(n, n + group):
@@ -406,7 +408,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
         begin, end = lane_span(seats, m, first, page)
         if begin < end:
             n = (m - span[0]) * group
-            v_at = np.int64(caches[3][layer, seats[_LANE, m], head, begin].ctypes.data)
+            v_at = np.int64(caches[3][layer, seats[_LANE, m] % SPAN, head, begin].ctypes.data)
             float_product(own, n, group, end - begin, v_at, padded, to + n * padded * 4, padded)
 
 

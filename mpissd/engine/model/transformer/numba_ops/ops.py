@@ -161,6 +161,14 @@ class NumbaOps(Ops):
         turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         return Cache((keys, values, lane_keys, lane_values), turns, (seats.rows, seats.pages))
 
+    def move(self, cache: Cache, lane: int, slot: int, start: int, stop: int) -> None:
+        keys, values, lane_keys, lane_values = cache.arrays
+        for step, position in enumerate(range(start, stop)):
+            number, at = divmod(position, self.page)
+            page = cache.places[1][slot, number]
+            keys[:, page, ..., at] = lane_keys[:, lane, ..., step]
+            values[:, page, :, at] = lane_values[:, lane, :, step]
+
     def clear(self, cache: Cache) -> None:
         for array in cache.arrays:
             array.fill(0)

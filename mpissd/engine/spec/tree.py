@@ -1,0 +1,167 @@
+"""The shape of a draft: a tree of tokens, of which a chain is the case of width 1.
+
+Node 0 is the last committed token; nodes 1 … N are the drafted ones, level by level, and the
+children of a node follow one another, its likeliest one first. So the first n drafted tokens are a
+tree themselves. The target accepts a path from node 0 on; its outcome is the node where the path
+ends, and t* [Miao et al. 2024, SpecInfer].
+
+In the KV cache the *principal path* (first children only) lies in the trunk, as a chain does. Every
+other leaf has a lane, which holds its path from where that leaves the principal one. A node of
+several lanes is stored in each of them; their numbers follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Outcome, Speculation
+from mpissd.engine.spec.acceptance import HitLaw
+
+Index = NDArray[np.int64]
+Nodes = Sequence[int]
+MOST_NODES, MOST_CHILDREN = 256, 16
+
+
+class Tree:
+    """A shape; parents: of nodes 1 … N.
+
+    By node, from 0 on: children, the likeliest one first; paths, the columns (node − 1) of the
+    drafted tokens on the way to it, its own included; depths, and levels, the same as a list;
+    ranks among its parent's children; lanes, its first lane (−1 on the principal path); spans, how
+    many lanes hold it; forks, the levels of its path up to the first one in a lane. By level d:
+    ends, the drafted tokens of levels 1 … d; inner, the nodes that have children, which a draft
+    step computes; reads, their columns, an int if there is one; lines, for each node of level d + 1
+    the place of its parent in inner[d].
+    """
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        """Computes the attributes; the parents rise."""
+        count, every = len(parents) + 1, np.array([0, *parents])
+        children, self.paths = [list[int]() for _ in range(count)], [tuple[int, ...]()]
+        for node, parent in enumerate(parents, 1):
+            children[parent].append(node)
+            self.paths.append((*self.paths[parent], node - 1))
+        self.parents, self.children = tuple(parents), [tuple(each) for each in children]
+        self.depths: Index = np.array([len(path) for path in self.paths])
+        self.ranks: Index = np.arange(count) - [min(children[of], default=0) for of in every]
+        self.ranks[0] = 0
+        self.levels: list[int] = self.depths.tolist()
+        self.depth, self.width = int(self.depths[-1]), max(map(len, children))
+        levels = [np.flatnonzero(self.depths == d) for d in range(self.depth + 1)]
+        self.ends = [int(level[-1]) for level in levels]
+        self.inner: list[Index] = [np.unique(every[level]) for level in levels[1:]]
+        self.reads = [int(of[0]) - 1 if len(of) == 1 else of - 1 for of in self.inner]
+        pairs = zip(self.inner, levels[1:], strict=True)
+        self.lines: list[Index] = [np.searchsorted(inner, every[level]) for inner, level in pairs]
+        self.lanes, self.forks, self.spans = self._places()
+        self.num_lanes = int((self.lanes + self.spans).max()) if (self.lanes >= 0).any() else 0
+
+    def _places(self) -> tuple[Index, Index, Index]:
+        leaves = [int(not each) for each in self.children]
+        for node in range(len(self.parents), 0, -1):
+            leaves[self.parents[node - 1]] += leaves[node]
+        free = [0] * len(leaves)  # the first lane of a node's next child; [0]: of the next fork
+        lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
+        for node, parent in enumerate(self.parents, 1):
+            is_side = lanes[parent] >= 0
+            forks[node] = forks[parent] if is_side else self.depths[node]
+            if is_side or node != self.children[parent][0]:
+                of = parent if is_side else 0
+                lanes[node] = free[node] = free[of]
+                spans[node] = leaves[node]
+                free[of] += leaves[node]
+        return lanes, forks, spans
+
+    def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
+        """Returns the node that a greedy target stops at; best[at[n]]: its token after node n.
+
+        The first `count` nodes have drafted tokens.
+        """
+        node, children = 0, self.children
+        while True:
+            token = best[at[node]]
+            for child in children[node]:
+                if child <= count and drafts[child - 1] == token:
+                    node = child
+                    break
+            else:
+                return node
+
+    def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
+        """Returns a judged round as one of chains: its levels, and the accepted paths."""
+        rows, nodes = outcome.rows.copy(), outcome.num_accepted.tolist()
+        rows[:, 3] = self.depths[nodes]
+        chains = Speculation.empty(speculation.round, len(rows), self.depth)
+        chains.version = speculation.version
+        chains.rows[:, : Speculation.HEAD] = speculation.rows[:, : Speculation.HEAD]
+        chains.num_draft[...] = self.depths[speculation.num_draft]
+        for n, node in enumerate(nodes):
+            path = list(self.paths[node])
+            chains.tokens[n, : len(path)] = speculation.tokens[n, path]
+        return chains, Outcome(outcome.round, rows)
+
+    def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
+        """Returns the acceptance rates by level, as a chain has them, of a law as in `optimal`."""
+        chances, reached = [1.0], [1.0] + [0.0] * self.depth
+        for node, parent in enumerate(self.parents, 1):
+            level = self.levels[node]
+            chances.append(chances[parent] * float(law[level - 1, self.ranks[node]]))
+            reached[level] += chances[-1]
+        return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
+
+
+CHAIN = Tree(range(MOST_NODES))
+
+
+def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray[np.float64]:
+    """Returns P(the target's token is the draft's r-th at depth d | its path is accepted), [K, R].
+
+    The others than the first are the bonus candidates that a cache would keep after a rejection.
+    """
+    later = np.diff(hit_law.hit_probabilities(width - 1)[0])
+    return np.array([[rate, *(1 - rate) * later] for rate in hazards])
+
+
+@lru_cache(maxsize=256)
+def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw) -> Tree:
+    """Returns the optimal tree of these acceptance rates and hit model."""
+    return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN)))
+
+
+def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
+    """Returns the tree of at most `nodes` drafted tokens whose accepted path is longest on average.
+
+    law: [K, R] of `positional`; K bounds the depth and R the children of a node. A dynamic
+    programme [Chen et al. 2024, Sequoia, section 3.1]: `best[n]` is the most that n nodes give in
+    the subtrees of an accepted node's children from rank r on, `sizes` the share of the r-th one.
+    """
+    depth, width = law.shape
+    below = np.zeros(nodes + 1)
+    sizes = np.zeros((depth, width, nodes + 1), np.int64)
+    for d in range(depth - 1, -1, -1):
+        best = np.zeros(nodes + 1)
+        for r in range(width - 1, -1, -1):
+            others, best = best, np.zeros(nodes + 1)
+            for n in range(1, nodes + 1):
+                gains = law[d, r] * (1 + below[:n]) + others[n - 1 :: -1]
+                sizes[d, r, n] = size = int(gains.argmax()) + 1
+                best[n] = gains[size - 1]
+        below = best
+    parents, level = list[int](), [(0, nodes)]
+    for d in range(depth):
+        following, first = list[tuple[int, int]](), len(parents) + 1
+        for parent, left in level:
+            for r in range(width):
+                if not left:
+                    break
+                size = int(sizes[d, r, left])
+                parents.append(parent)
+                following.append((first + len(following), size - 1))
+                left -= size
+        level = following
+    return Tree(parents)

@@ -1,0 +1,96 @@
+"""Trees decode the target's own tokens: whatever their shape, from texts, laws and recordings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import job as jobs
+from mpissd.engine.spec.tree import Tree
+from mpissd.lab.measure.beside import rival
+from mpissd.lab.predict.grid import Outcomes
+from tests.tiny_pair import TinyPair, tiny_pair
+
+NULL = {"pair": "toy", "backend": "emulated", "device": "null", "num_drafts": 0}
+REPLAY = {"workload": "replay", "recording": "results/recordings/smollm2-chat.npz"}
+NARROW = {**REPLAY, "recording": "results/recordings/smollm2-chat-350.npz"}  # 4 candidates
+COUNT = 90  # tokens of a sequence: a page has 64
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return tiny_pair(tmp_path_factory.mktemp("pair"), hidden=32, heads=2, kv_heads=1, vocab=19)
+
+
+def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], int]:
+    """The tokens, and how many rounds they took."""
+    folders = {"target": str(pair.target), "draft": str(pair.draft), "workload": "text"}
+    config = RunConfig(**{**folders, "backend": "numpy", "num_tokens": COUNT, **flags})
+    with Decoder(config) as decoder:
+        while not decoder.is_over:
+            decoder.step()
+        return {n: of[:COUNT] for n, of in decoder.tokens.items()}, len(decoder.records)
+
+
+TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
+    lambda of: Tree([min(number, n) for n, number in enumerate(sorted(of))])
+)
+
+
+@settings(max_examples=8)
+@given(tree=TREES, batch=st.integers(1, 3), drafts=st.integers(0, 1))
+def test_any_tree_decodes_as_the_target_alone(
+    pair: TinyPair, tree: Tree, batch: int, drafts: int
+) -> None:
+    told: dict[str, Any] = {"prompt_ids": "1,2,3;4,5;6,7,8;9", "batch_size": batch}
+    tokens, rounds = decode(pair, mode="ar", **told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "shape", lambda *_: tree)
+        told |= {"num_drafts": drafts, "lookahead": tree.depth, "tree": 1}
+        found = decode(pair, mode="sd", **told)
+    assert found[0] == tokens and found[1] < rounds
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("flags", [{"alpha": 0.5}, {"forward": "transformer"}, REPLAY])
+def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch: int) -> None:
+    told = {**NULL, "batch_size": batch, **flags}
+    found = []
+    for more in ({"mode": "ar"}, {"mode": "sd"}, {"mode": "sd", "tree": 12}):
+        with Decoder(RunConfig(**{**told, **more, "rounds": 2000})) as decoder:
+            for _ in range(300):
+                decoder.step()
+            found.append(decoder)
+    ar, chain, tree = (decoder.tokens[0] for decoder in found)
+    assert ar == chain[: len(ar)] == tree[: len(ar)]
+    accepted = [float(of.records.sequences()[:, 3].mean()) for of in found]
+    assert accepted[2] > 1.1 * accepted[1]
+    job, position = found[2].job, 1
+    assert {rival(job.config, mode).tree for mode in ("ar", "sd")} == {None}
+    assert "recording" in flags or abs(np.cumprod(job.rates(Source.JIT)).sum() - accepted[2]) < 0.25
+    known = Outcomes(job, 0, 2000, 0)  # what `plan` and the row's prediction say about this run
+    for k in [] if "recording" in flags else found[2].records.sequences()[::batch, 3].tolist():
+        assert k == known.accepted(position, 4, hit=False)
+        position += k + 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"draft": "eagle:8b", "target": "8b"}, "draft=eagle:8b: allowed: a draft model"),
+        ({"mode": "ssd"}, "tree=8 with mode=ssd: allowed: mode=sd"),
+        ({"backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
+        ({**NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
+    ],
+)
+def test_what_cannot_be_a_tree_is_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config = RunConfig(**{"mode": "sd", "tree": 8, **flags})
+        jobs.resolve(config, 1, backend="emulated", memory_bytes=None)
