@@ -45,7 +45,7 @@ DEFAULT_VOCAB = 64
 _ANSWER_TOKENS = 256
 PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
-_ON_TWO_CORES = {"lookahead": "3", "fan_out": "uniform:2"}  # of that pair: results/cpu-text
+_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # of that pair: results/cpu-text
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
@@ -65,14 +65,16 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds K and fan-out at which the shipped pair's SSD was fastest on two cores, if a CPU runs
-    its text and the flags give neither."""
-    is_ssd = flags.get("workload") == "text" and flags.get("mode", "ssd") == "ssd"
+    """Adds K at which the shipped pair was not slower than AR on any measured CPU, and its fan-out,
+    if a CPU runs its text and the flags give neither."""
+    mode, is_text = flags.get("mode", "ssd"), flags.get("workload") == "text"
     is_shipped = flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
-    if is_ssd and is_shipped and on_cpu:
-        return {**_ON_TWO_CORES, **flags}
+    if is_text and is_shipped and on_cpu and mode == "ssd":
+        return {**_ON_CPUS, **flags}
+    if is_text and is_shipped and on_cpu and mode == "sd" and "tree" not in flags:
+        return {"lookahead": _ON_CPUS["lookahead"], **flags}
     return dict(flags)
 
 

@@ -49,7 +49,9 @@ def _features() -> dict[str, bool]:
 
 FEATURES = _features()
 HAS_VNNI = bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
-if HAS_VNNI:  # LLVM splits VPDPWSSD into two instructions for the processors that it knows
+# LLVM splits VPDPWSSD into two instructions for the processors that it knows; older versions have
+# another name for this feature.
+if HAS_VNNI and binding.llvm_version_info[0] >= 20:
     FEATURES["fast-dpwssd"] = True
     numba.config.CPU_FEATURES = ",".join("-+"[has] + name for name, has in FEATURES.items())
 
