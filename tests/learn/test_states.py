@@ -52,10 +52,9 @@ def stored(target: Path, kind: str, home: Path) -> Path:
 
 
 def in_torch(target: Path, draft: Path) -> StateDraft:
-    """Reads a stored draft into PyTorch, with the embedding as the engine keeps it."""
+    """Reads a stored draft into PyTorch."""
     checkpoint = open_checkpoint(str(draft), target=str(target))
     model = load(open_checkpoint(str(target)), "cpu", torch.float32)
-    model = model._replace(embedding=model.embedding.bfloat16().float())
     config, names = checkpoint.config, fresh_states(checkpoint.config, 0, 1.0)
     weights = {name: torch.from_numpy(np.array(checkpoint.read(name))) for name in names}
     ids, blocks = torch.from_numpy(checkpoint.head_ids).long(), blocks_of(config, torch.float32)

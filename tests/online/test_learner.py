@@ -63,8 +63,14 @@ def agreement(student: Student, examples: Sequence[Example]) -> float:
     return float(right / count)
 
 
-def test_a_learner_agrees_more_on_prompts_that_it_has_not_seen(pair: TinyPair) -> None:
-    """Half of the stream's prompts come again later, as on a shift whose prompts resemble."""
+def test_a_learner_agrees_more_on_prompts_that_it_has_not_seen(
+    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the stream's prompts come again later, as on a shift whose prompts resemble.
+
+    In float32 on every processor: with bfloat16 products a model this small learned too little.
+    """
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
     learner = Learner(student(pair), batch=6)
     stream = answers(pair, 24, 0)
     before = agreement(learner.student, stream)
