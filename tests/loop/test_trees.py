@@ -13,6 +13,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine import job as jobs
+from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.spec.tree import Tree
 from mpissd.lab.measure.beside import rival
 from mpissd.lab.predict.grid import Outcomes
@@ -45,14 +46,15 @@ TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
 
 
 @settings(max_examples=8)
-@given(tree=TREES, batch=st.integers(1, 3), drafts=st.integers(0, 1))
+@given(tree=TREES, batch=st.integers(1, 3), drafts=st.integers(0, 1), chains=st.booleans())
 def test_any_tree_decodes_as_the_target_alone(
-    pair: TinyPair, tree: Tree, batch: int, drafts: int
+    pair: TinyPair, tree: Tree, batch: int, drafts: int, chains: bool
 ) -> None:
     told: dict[str, Any] = {"prompt_ids": "1,2,3;4,5;6,7,8;9", "batch_size": batch}
     tokens, rounds = decode(pair, mode="ar", **told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "shape", lambda *_: tree)
+        patch.setattr(NumpyBackend, "chains", chains)
         told |= {"num_drafts": drafts, "lookahead": tree.depth, "tree": 1}
         found = decode(pair, mode="sd", **told)
     assert found[0] == tokens and found[1] < rounds

@@ -132,6 +132,27 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
   if (threadIdx.x == 0) *task_count = next;
 }
 
+// Copies the first nodes of accepted lanes to the pages, all layers at once. grid (layers, sequences).
+// moves [sequences][4], in page-locked host memory: lane (-1: none), slot, first position, and a count
+// of nodes, to which `more` is added.
+extern "C" __global__ void adopt(const int* moves, int more, CACHE, long long page_layer,
+                                 long long lane_layer) {
+  may_start_next();
+  wait_for_last();
+  const int* move = moves + 4 * blockIdx.y;
+  const int lane = move[0], slot = move[1], start = move[2], count = move[3] + more;
+  if (lane < 0) return;
+  const Cache cache = THE_CACHE;
+  const long long pages = blockIdx.x * page_layer, scratch = blockIdx.x * lane_layer;
+  for (int i = threadIdx.x; i < count * kv_heads * BLOCKS; i += blockDim.x) {
+    const int head = i / BLOCKS % kv_heads, step = i / BLOCKS / kv_heads, word = i % BLOCKS * 8;
+    const long long to = pages + cache.in_page(slot, head, start + step) + word;
+    const long long from = scratch + cache.in_lane(lane, head, step) + word;
+    *(uint4*)(keys + to) = *(const uint4*)(lane_keys + from);
+    *(uint4*)(values + to) = *(const uint4*)(lane_values + from);
+  }
+}
+
 // grid (blocks that share the tasks, kv heads). partial: [row][head][splits][HEAD], and largest and
 // sum [row][head][splits], for combine.
 extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)

@@ -169,6 +169,13 @@ class Ops(Protocol):
     def chained(self, stage: Any) -> None:
         """Computes a chained.Stage between two forwards that the device chains."""
 
+    def adopt(self, cache: Array, moves: Ints, more: int) -> None:
+        """Copies accepted paths from their lanes into the trunk; moves: like chained.Sheet.moves,
+        read when it runs; more: nodes of a lane that are copied after those."""
+        for lane, slot, start, count in moves.tolist():
+            if lane >= 0:
+                self.move(cache, lane, slot, start, start + count + more)
+
     def draws(self, logits: Array) -> Any:
         """Returns what draws tokens from these logits on the device; None: the host does."""
         return None

@@ -411,9 +411,11 @@ class CupyOps(Ops):
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
         sheet, target = stage.sheet, stage.target
         draft = stage.draft or target  # without a draft, nothing is read of it
-        parts = sheet.state, sheet.forced[stage.turn], sheet.decided[stage.turn]
-        arrays = [np.uintp(part.ctypes.data) for part in parts]
-        sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
+        parts = sheet.state, sheet.moves, sheet.forced[stage.turn], sheet.decided[stage.turn]
+        arrays = [stage.table, *(np.uintp(part.ctypes.data) for part in parts)]
+        tree = sheet.tree
+        shape = len(tree.parents), tree.depth, tree.num_lanes
+        sizes = map(np.int32, (stage.number, sheet.sequences, *shape, *stage.level))
         # Where the host keeps the tokens and the seats of a forward, and their most rows.
         drafts, targets = (
             (
@@ -423,10 +425,17 @@ class CupyOps(Ops):
             )
             for ends in (draft, target)
         )
-        best = stage.ids, draft.best.ids, np.int32(1)
+        best = stage.ids, draft.best.ids, np.int32(draft.best.ids.shape[1])
         tops = target.best.ids, target.best.values, np.int32(1)
         args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
         self.launcher.launch("chained", kernels.CHAINED, (1,), (_CHAINED_THREADS,), args)
+
+    def adopt(self, cache: Cache, moves: Ints, more: int) -> None:
+        """Copies by attention.cu, which reads page-locked host memory."""
+        strides = np.int64(cache.keys[0].size), np.int64(cache.lane_keys[0].size)
+        args = np.uintp(moves.ctypes.data), np.int32(more), *self.arguments(cache, 0), *strides
+        grid = cache.sizes.layers, len(moves)
+        self._attention("adopt", grid, (_BEGIN_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
         return CupyDraws(self.backend, self.launcher, logits)
