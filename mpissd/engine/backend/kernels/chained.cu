@@ -68,9 +68,9 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
     } else if (stage <= depth) {
       const int row = s * reads + tree.of(LINE, own), next = tree.of(ROW, own);
       const int token = token_of(force[own - 1], ids, draft_best[row * draft_k + tree.of(RANK, own)]);
+      if (next >= 0) draft.put(tree, s * puts + next, own, token, slot, position);
       tell[1 + own] = token;
       target.tokens[s * rows + own] = token;
-      if (next >= 0) draft.put(tree, s * puts + next, own, token, slot, position);
     } else {
       const int* best = target_best + s * rows * target_k;
       int node = 0, bonus = token_of(force[nodes], nullptr, best[0]), before = last;
