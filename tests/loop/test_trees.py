@@ -90,6 +90,8 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
         ({"mode": "ssd"}, "tree=8 with mode=ssd: allowed: mode=sd"),
         ({"backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
         ({**NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
+        ({"workload": "markov", "vocab": 4, "lookahead": 1}, "8 children .* at most vocab=4"),
+        ({"workload": "markov", "vocab": 50000, "batch_size": 999, "temperature": 1}, "8 dr.*GB"),
     ],
 )
 def test_what_cannot_be_a_tree_is_refused(flags: dict[str, Any], message: str) -> None:
