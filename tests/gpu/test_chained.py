@@ -1,22 +1,19 @@
-"""Chained rounds and chunks of prompts on a GPU: the tokens of the host's own loop."""
+"""Chained rounds on a GPU: the tokens of the host's own loop."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.model.transformer.chained import ChainedForwards
-from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.spec.tree import Tree
-from tests.gpu.agreement import relative_error
-from tests.gpu.transformer_rig import FORKED, Rig, check_stages, prompt, tiny, use_megakernel
+from tests.gpu.transformer_rig import FORKED, check_stages, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -118,48 +115,3 @@ def test_imposed_outcomes_stay(counts: dict[str, int], gpu: None, more: dict[str
 @pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
 def test_every_stage_is_its_twins(backend: Any, tree: Tree) -> None:
     check_stages(backend, tree)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_chunk_stores_what_rows_store(
-    backend: Any, family: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CupyChunks, "rows", 256)
-    monkeypatch.setattr(CupyChunks, "keeps", keeps)
-    rig = Rig(backend, tiny(family), max_rows=16, capacity=1024)
-    tokens = np.array(prompt(rig, 600), np.int32)
-    expected = rig.fill(tokens[:520], 8)[-1]
-    found = [_behind_chunks(rig, tokens, parts) for parts in ((256, 256), (256, 200), (256, 256))]
-    assert np.array_equal(found[0], found[2])
-    for logits in found[:2]:
-        assert np.isfinite(logits).all() and relative_error(logits, expected) < 5e-3
-
-
-def _behind_chunks(rig: Rig, tokens: Any, lengths: tuple[int, ...]) -> Any:
-    """The logits after 520 tokens, of which chunks store the first ones and rows the others."""
-    rig.stack.release([0])
-    stored = 0
-    for length in lengths:
-        body = rig.stack.place_chunk(0, stored, tokens[stored : stored + length])
-        body()
-        rig.backend.synchronize()
-        stored += length
-    return rig.fill(tokens[stored:520], 8, start=stored)[-1]
-
-
-def test_a_long_prompt_of_text_is_read_in_chunks(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers are the same in every mode, though a prompt's rows are of other products."""
-    monkeypatch.setattr(CupyChunks, "rows", 128)
-    monkeypatch.setattr("mpissd.engine.workload.workers.LEAST_CHUNK", 64)
-    used = []
-    body = CupyChunks.body
-    monkeypatch.setattr(CupyChunks, "body", lambda self: (used.append(1), body(self)))
-    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
-    alone = decode(mode="ar", **text)
-    found = decode(mode="sd", num_drafts=0, draft=pair.draft, **text)
-    assert used
-    for n, tokens in alone.tokens().items():
-        assert found.tokens()[n][: len(tokens)] == tokens
