@@ -77,9 +77,9 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
 }
 
 // Brings the seats of a forward (see cache.Seats) from page-locked host memory, and lists its tasks:
-// rows side by side with one slot share the splits before all of their lanes, and among these rows
-// those of the trunk, or of lanes that begin in one split, the others in pages; a lane's other splits
-// are its own. Block 0 does the rows, the others the page table.
+// rows side by side with one slot share the splits before their lanes, then those of the trunk, or of
+// lanes that begin in one split, share the others in pages; a lane's other splits are its own. Block 0
+// does the rows, the others the page table.
 extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int table_words, int count,
                                  int shared, int* task_count, Task* tasks) {
   may_start_next();
@@ -130,13 +130,12 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
     if (slots[r] < 0) continue;
     const int common = least < 1 << 30 ? least : 0;
     share(r, end, 0, common);
-    for (int stop; r < end; r = stop) {
+    for (int stop = r; r < end; r = stop) {
       const bool lane = lanes[r] >= 0;
       int most = 0;
-      for (stop = r; stop < end && (lanes[stop] >= 0) == lane; ++stop) {
-        if (lane && trunks[stop] / SPLIT != trunks[r] / SPLIT) break;
-        most = max(most, positions[stop]);
-      }
+      while (stop < end && (lanes[stop] >= 0) == lane &&
+             (!lane || trunks[stop] / SPLIT == trunks[r] / SPLIT))
+        most = max(most, positions[stop++]);
       share(r, stop, common, lane ? trunks[r] / SPLIT : most / SPLIT + 1);
     }
   }
@@ -144,8 +143,7 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
 }
 
 // Copies the first nodes of accepted lanes to the pages, all layers at once. grid (layers, sequences).
-// moves [sequences][4], in page-locked host memory: lane (-1: none), slot, first position, and a count
-// of nodes, to which `more` is added.
+// moves: like Sheet.moves of chained.py, in page-locked host memory; `more` is added to their counts.
 extern "C" __global__ void adopt(const int* moves, int more, CACHE, long long page_layer,
                                  long long lane_layer) {
   may_start_next();
