@@ -47,6 +47,8 @@ class PairHits:
 ASSUMED = PairHits((0.75, 0.75), (1.0, 1.0))
 ASSUMED_LAW = f"power:A={ASSUMED.hit_a[0]},r={ASSUMED.hit_r[0]}"
 DEFAULT = PairHits((0.5068, 0.1737), (0.6233, 0.9954), floor=(0.0968, 0.0215))
+# Acceptance rates of tokens 1 … 7 at K = 7, of the same outcomes.
+DEFAULT_RATES = (0.689, 0.709, 0.757, 0.782, 0.789, 0.811, 0.834)
 NAMED = {"smollm2": DEFAULT}
 
 

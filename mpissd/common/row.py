@@ -281,8 +281,8 @@ class Row(Mapping[str, Any]):
     provenance: Mapping[str, Any] = key(
         "versions, hosts, devices, command line, commit; `calibrated_at`: the oldest measurement "
         "that the prediction uses; `draws`: where the lead draws sampled tokens; `kernel`: which "
-        "kernels read the target's weights; `sweep`: its task, repeat and flags (null in a row of"
-        " `run`)"
+        "kernels read the target's weights; `chosen`: the seconds by rows by which the run chose K "
+        "and the fan-out; `sweep`: its task, repeat and flags (null in a row of `run`)"
     )
     absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
     extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields

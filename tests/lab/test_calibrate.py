@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.presets import resolve_model
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
@@ -118,3 +118,28 @@ def test_emulated_all_reduces_are_the_profile_s() -> None:
             job=SimpleNamespace(verify_rows=5), backend=EmulatedBackend(profile), group=SoloGroup(2)
         )
         assert calibrate._all_reduce_s(session, stepper) == seconds
+
+
+FORWARDS: list[Any] = [  # ms by rows of target and draft, and what is chosen
+    ({1: 9.95, 4: 14.0, 8: 18.8}, {1: 2.57, 8: 5.09, 16: 8.2}, (2, "uniform:2")),  # AVX-512
+    ({1: 10, 8: 10.5}, {1: 0.3, 16: 0.4}, (7, "uniform:3")),  # flat, and the draft is cheap
+    ({1: 10, 8: 80}, {1: 3, 16: 8}, (1, "uniform:3")),  # steep
+]
+
+
+@pytest.mark.parametrize(("verify", "draft", "chosen"), FORWARDS)
+def test_k_and_fan_out_follow_the_forwards(verify: Any, draft: Any, chosen: Any) -> None:
+    for mode, wanted in (("ssd", chosen), ("sd", (chosen[0], "uniform:3"))):
+        config = parse_flags({"prompt": "Why?", "backend": "numpy", "mode": mode})
+        told = resolve(config, 1, backend="numpy", memory_bytes=None)
+        assert calibrate.fastest(told, verify, draft) == wanted
+
+
+def test_a_given_flag_wins_and_only_the_shipped_pair_is_timed() -> None:
+    machine: Any = SimpleNamespace(backend=SimpleNamespace(name="numpy"))
+    config = parse_flags({"prompt": "Why?", "backend": "numpy"})
+    others = (replace(config, batch_size=2), set()), (RunConfig(pair="toy"), set())
+    for each, given in (*((config, {name}) for name in ("lookahead", "fan_out")), *others):
+        assert calibrate.choose(machine, each, given) is each
+    with pytest.raises(AttributeError, match="topology"):
+        calibrate.choose(machine, config, set())

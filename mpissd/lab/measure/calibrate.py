@@ -10,17 +10,21 @@ link's time, with naps of both ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
-from time import perf_counter
+from itertools import product
+from time import perf_counter, thread_time
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpissd.common.config import DEFAULT_PAIR, RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.real_pairs import DEFAULT_RATES
 from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
@@ -30,15 +34,21 @@ from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import GroupView, Stepper
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Session
+from mpissd.engine.session.session import Machine, Session, session_of
+from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
+from mpissd.lab.predict.grid import Grid
+from mpissd.lab.predict.simulation import expect
 
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
 _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 _REPEATS = 5
 _MOST_REPEATS, _BUDGET_S = 50, 0.1  # repeats of a transformer's forward on a CPU, and their time
 _BUILDING_S = 3600.0
+_CHOSEN = "lookahead", "fan_out", "backup_lookahead"
+_VERIFIED, _DRAFTED = (1, 4, 8), (1, 8, 16)  # rows of the forwards that decide, .2 s in all
+_MARGIN = 1.05  # the default K and fan-out stay unless others are so much faster
 Seconds = Mapping[int, float]  # seconds of a forward, by its rows
 Value = TypeVar("Value")
 
@@ -126,32 +136,97 @@ def _stepper(worker: Any) -> Stepper:
     return stepper
 
 
+def _forwards(
+    stepper: Stepper, rows: int, session: Session, *, lists: bool = False
+) -> Iterator[float]:
+    """Runs a forward of `rows` rows for each value that is asked for: its device seconds."""
+    tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
+    places = timed_places(rows, session.job.config.batch_size, stepper.options)
+    while True:
+        stepper.upload(rows, tokens, places, lists=lists)
+        stepper.launch()
+        stepper.wait(session.waiter)
+        yield stepper.elapsed_s()
+
+
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> float:
     """Returns the median device seconds of repeated forwards of `rows` rows.
 
     They are repeated more often where other work may slow a host's cores.
     """
-    sequences, times = session.job.config.batch_size, list[float]()
-    tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
-    places = timed_places(rows, sequences, stepper.options)
-
-    def once() -> float:
-        stepper.upload(rows, tokens, places, lists=lists)
-        start = perf_counter()
-        stepper.launch()
-        stepper.wait(session.waiter)
-        times.append(stepper.elapsed_s())
-        return perf_counter() - start
-
-    repeats, first_s = _REPEATS, once()
+    forwards, start = _forwards(stepper, rows, session, lists=lists), perf_counter()
+    next(forwards)
+    repeats, first_s = _REPEATS, perf_counter() - start
     if session.backend.info.kind == "cpu" and stepper.options.capacity:
         if stepper.stack.group.size > 1:  # the same number on every rank of the forward
             first_s = session.topology.group.bcast(first_s)
         repeats = int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
-    for _ in range(repeats):
-        once()
-    stepper.release(range(sequences))
-    return float(np.median(times[1:]))
+    times = [next(forwards) for _ in range(repeats)]
+    stepper.release(range(session.job.config.batch_size))
+    return float(np.median(times))
+
+
+def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
+    """Returns the configuration with the fastest K and fan-out here, if `given` names neither.
+
+    Only for one sequence of the shipped pair on CPUs: no other pair's acceptance is known. SSD's
+    ranks are timed at once, as they share the memory's rate. The seconds are kept as the
+    calibration "chosen" of the backend. Collective.
+    """
+    is_shipped = config.is_text and (config.pair or "").lower() == DEFAULT_PAIR
+    is_one = config.batch_size == config.groups == 1 and not (config.tree or config.learners)
+    is_drafted = config.mode != "ar" and config.backup == "jit" and machine.backend.name == "numpy"
+    if not (is_shipped and is_one and is_drafted and given.isdisjoint(_CHOSEN)):
+        return config
+    session, is_ahead = session_of(machine, config), config.mode == "ssd"
+    topology = session.topology
+    target, draft = machine.models.open(session.job, topology)
+
+    def cpu_s(stepper: Stepper | None, sizes: Sequence[int], turns: int) -> Seconds:
+        """Returns the least CPU seconds by rows: the turns of other processes do not count."""
+        if stepper is None:
+            return {}
+        forwards, seconds = [_forwards(stepper, n, session) for n in sizes], list[float]()
+        for each in forwards * turns:
+            start = thread_time()
+            next(each)
+            seconds.append(thread_time() - start)
+        stepper.release([0])
+        return {rows: min(seconds[n :: len(sizes)]) for n, rows in enumerate(sizes)}
+
+    for stepper in (target, draft):
+        cpu_s(stepper, (1,), 1)  # loads the compiled kernels
+    session.barrier()
+    verify_s = cpu_s(target, _VERIFIED, 2)
+    if not is_ahead:
+        session.barrier()
+    draft_s = cpu_s(draft, _DRAFTED, 6 if is_ahead else 3)  # ahead: as long as the target's
+    draft_s = topology.world.bcast(draft_s, root=topology.first_draft if config.drafts else 0)
+    known = machine.calibrations.setdefault(machine.backend, {})
+    known["chosen"] = {"verify_s": verify_s, "draft_s": draft_s}, datetime.now(timezone.utc)
+    best = fastest(session.job, verify_s, draft_s) if topology.is_lead else None
+    return replace(config, **dict(zip(_CHOSEN, topology.world.bcast(best), strict=False)))
+
+
+def fastest(job: Job, verify_s: Seconds, draft_s: Seconds) -> tuple[int, str]:
+    """Returns K and the fan-out with the highest expected rate under the shipped pair's acceptance.
+
+    The job's own stay unless others are 5% faster. Rates are means over errors of the draft's
+    seconds, since a draft step that just fits into a forward promises too much.
+    """
+    own, jobs = (job.lookahead, job.config.fan_out), dict[tuple[int, str], Job]()
+    for k, f in product(range(1, 1 + len(DEFAULT_RATES)), (1, 2, 3) if job.fan_out else (0,)):
+        fans, rates = (f,) * (k + 1) if f else (), AcceptanceLaw(DEFAULT_RATES[:k], "")
+        way = replace(job, lookahead=k, backup_lookahead=k, fan_out=fans, fan_out_miss=fans)
+        way = replace(way, acceptance=dict.fromkeys(Source, rates))
+        jobs[k, f"uniform:{f}" if f else own[1]] = way
+    speeds = dict.fromkeys(jobs, 0.0)
+    for error in (0.8, 1.0, 1.25):
+        device = DeviceCosts.from_points(verify_s, {n: error * s for n, s in draft_s.items()})
+        expected = expect(Grid.of([*jobs.values()], device, HostCosts()), quick=True)
+        for name, speed in zip(jobs, expected.tok_per_s.tolist(), strict=True):
+            speeds[name] += speed * (_MARGIN if name == own else 1)
+    return max(speeds, key=speeds.__getitem__)
 
 
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:

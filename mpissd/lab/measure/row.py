@@ -132,6 +132,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
             "calibrated_at": measured.profile.calibrated_at,
             "kernel": lead.kernel,
             "draws": lead.draws if job.workload.samples else None,
+            "chosen": session.calibrations.get(backend, {}).get("chosen", (None,))[0],
             "sweep": sweep,
         },
     )

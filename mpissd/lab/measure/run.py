@@ -6,6 +6,7 @@ passes; their raw rounds are then gathered, and rank 0 builds the result row fro
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened, rest, tell_doubts
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.beside import measured_beside, verdict
-from mpissd.lab.measure.calibrate import calibrate, host_costs, warm_up
+from mpissd.lab.measure.calibrate import calibrate, choose, host_costs, warm_up
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
 from mpissd.lab.measure.reports import LeadReport, Measured, draft_report, joined_leads
 from mpissd.lab.measure.row import make_row, round_arrays, write_row
@@ -43,9 +44,11 @@ _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
 
 
-def execute(config: RunConfig) -> int:
-    """Runs one configuration on all ranks, of which the last ones may learn; returns the exit
-    code."""
+def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"])) -> int:
+    """Runs one configuration on all ranks, of which the last ones may learn; returns the exit code.
+
+    given: names of the flags that were given; K and the fan-out may be chosen here if they are not.
+    """
     sharpen_sleep()
     comms = LearnerComms() if config.learners else None
     with nullcontext() if comms is None else closing(comms):
@@ -53,7 +56,8 @@ def execute(config: RunConfig) -> int:
             from mpissd.online.process import learn
 
             return learn(config, comms)
-        with opened(config, comms) as session, open_terminal() as terminal:
+        chosen = partial(choose, given=given)
+        with opened(config, comms, chosen) as session, open_terminal() as terminal:
             topology, is_watched = session.topology, terminal is not None
             is_shown = is_watched and config.show
             if topology.is_lead:
