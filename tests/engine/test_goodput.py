@@ -167,6 +167,26 @@ def test_catching_up_is_no_reason_not_to_draft_and_is_counted_as_a_try() -> None
     assert tried <= 2, "each try costs .2 s of catching up, where .003 of 6 s may be lost"
 
 
+class Storing(World):
+    """A world whose draft stores tokens before each round that it drafts for."""
+
+    stored_s = 0.0
+
+    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
+        result, round_s = super().round(way, tasks)
+        stored_s = self.stored_s * (way.lookahead > 0)
+        return replace(result, stored_s=stored_s), round_s + stored_s
+
+
+@pytest.mark.parametrize(("stored_s", "pays"), [(0.004, True), (0.009, False)])
+def test_what_is_stored_counts_once(stored_s: float, pays: bool) -> None:
+    """At K = 3, 2.18 tokens take 16 ms and what is stored; AR's take 10 ms each."""
+    world = Storing(0.6, 0.0, 1e-6)
+    world.stored_s = stored_s
+    _, (ways,) = decoded(world, [1], 400, ())
+    assert np.mean([(way.lookahead > 0) == pays for way in ways[100:]]) > 0.97
+
+
 def test_a_burst_ends_in_ar_and_ssd_is_back_within_20_rounds() -> None:
     world = World(0.7, 0.8, 1.5e-3)
     _, (before, burst, after) = decoded(world, [1, 60, 1])

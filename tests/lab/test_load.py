@@ -141,41 +141,6 @@ def test_refusals_and_deaths_are_told_apart(
     assert "no models there" in capsys.readouterr().err
 
 
-def simulated(folder: Path, **flags: str) -> list[LoadRow]:
-    lines = [{"prompt": "x", "prompt_tokens": 40 + n, "max_tokens": 60 + n} for n in range(9)]
-    told = {"prompts": prompts(folder, *lines), "out": str(folder / "out"), "device": "h100"}
-    assert load(parse_into(LoadConfig, {**told, "pair": "8b/1b", "requests": "60", **flags})) == 0
-    found = (folder / "out" / "loads.jsonl").read_text().splitlines()
-    return [LoadRow.from_dict(json.loads(line)) for line in found]
-
-
-def test_a_pair_is_simulated_without_a_server(tmp_path: Path) -> None:
-    """Every request ends with its tokens, latency grows with the rate, and a seed fixes all."""
-    rows = simulated(tmp_path, rate="1,40,400", mode="ssd")
-    assert [row.num_answered for row in rows] == [60, 60, 60]
-    assert len({row.num_tokens for row in rows}) == 1
-    means = [(row.latency_s or {})["mean"] for row in rows]
-    assert means == sorted(means) and means[-1] > 2 * means[0]
-    one = rows[0]
-    assert one.server == "in-process" and "(emulated)" in str(one.device_name)
-    assert (one.world_size, one.replicas, one.lookahead) == (2, 1, 4)
-    assert one.acceptance == "alpha:0.8" and str(one.hit_law).startswith("power")
-    assert one.drafted and one.accepted and one.hits
-    again = simulated(tmp_path / "again", rate="1,40,400", mode="ssd")
-    assert [row.latency_s for row in again] == [row.latency_s for row in rows]
-    two = simulated(tmp_path / "two", rate="400", mode="ssd", replicas="2")[0]
-    assert (two.world_size, two.replicas) == (4, 2) and two.num_tokens == one.num_tokens
-    assert (two.latency_s or {})["mean"] < 0.8 * means[-1]
-
-
-def test_a_simulated_model_needs_lengths_and_no_url(tmp_path: Path) -> None:
-    told = {"prompts": prompts(tmp_path, {"prompt": "x"}), "out": str(tmp_path)}
-    with pytest.raises(ConfigError, match="prompt_tokens"):
-        load(parse_into(LoadConfig, {**told, "pair": "8b/1b", "mode": "ar"}))
-    with pytest.raises(ConfigError, match="with url="):
-        parse_into(LoadConfig, {**told, "pair": "8b/1b", "url": "http://h/v1"})
-
-
 @pytest.mark.parametrize("form", [["--api_key=k"], ["--api-key=k"], ["--api_key", "k"]])
 def test_no_row_keeps_a_key_in_any_form_that_is_read(form: list[str]) -> None:
     before, behind = ["load", "--prompts=p"], ["--seed=1"]

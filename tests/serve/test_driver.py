@@ -123,10 +123,14 @@ class ThreeRows(ForwardTimes):
         """always: allows three rows in other rounds, too."""
         super().__init__()
         self.seen: list[int] = []
+        self.drafts: list[int] = []  # K of the rounds for which an inline draft drafted
         self._always = always
 
     def add(self, rows: int, seconds: float) -> None:
         self.seen.append(rows)
+
+    def drafted(self, lookahead: int, seconds: float) -> None:
+        self.drafts.append(lookahead)
 
     def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
         return 3 if rows or self._always else most
@@ -189,6 +193,7 @@ def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair,
     run(pair, mode, mail, times=times)
     assert times.seen.count(verified + 3) == 20  # 60 tokens, the last one is verified
     assert max(times.seen) <= max(verified + 3, 2 * verified)
+    assert set(times.drafts) == ({K} if mode == "inline" else set())
     order = [message.id for message in mail.sent if isinstance(message, Tokens)]
     assert order[: order.index(1)].count(0) >= 5 + 20, "the other one went on meanwhile"
     assert mail.tokens() == {0: alone(pair, [5, 6, 7], 150), 1: alone(pair, long, 12)}

@@ -1,4 +1,4 @@
-"""The command `load`: requests that arrive by a seed at a server, or at one that is simulated here.
+"""The command `load`: requests that arrive by a seed at a server.
 
 It prints a table with a line a rate, and writes a row each to OUT/loads.jsonl.
 """
@@ -27,7 +27,7 @@ from mpissd.common.flags import without
 from mpissd.common.load_row import SCHEMA, LoadRow
 from mpissd.common.output import append_row, check_output, print_json
 from mpissd.engine.workload.tokenizer import Entry, read_entries
-from mpissd.lab.load.config import DEFAULT_URL, LoadConfig
+from mpissd.lab.load.config import LoadConfig
 from mpissd.serve.config import KEY_VARIABLE
 
 if TYPE_CHECKING:
@@ -53,44 +53,12 @@ def load(config: LoadConfig) -> int:
     check_output(config.out)
     planned = list(loads(config))
     try:
-        if config.is_simulated:
-            rows = _simulated(config, planned)
-        else:
-            rows = asyncio.run(_send_all(config, planned))
+        rows = asyncio.run(_send_all(config, planned))
     except FaultError as fault:
         print(f"mpissd: {fault}", file=sys.stderr)
         return fault.exit_code
     print_json(rows[-1].to_dict())
     return 0
-
-
-def _simulated(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
-    """Serves each load in this process; its requests are dealt to the replicas in turn."""
-    from mpissd.lab.load.simulated import Asked, about, simulate
-
-    rows, server = [], about(config)
-    print(_HEAD, flush=True)
-    for load in planned:
-        asked = [Asked(each.at_s, each.prompt_tokens, each.max_tokens) for each in load.arrivals]
-        for first in range(config.replicas):
-            if part := asked[first :: config.replicas]:
-                asked[first :: config.replicas] = simulate(
-                    config.simulated, config.tp, part, auto=config.auto, kv_tokens=config.kv_tokens
-                ).requests
-        served = [
-            Served(
-                at_s=each.at_s,
-                status=ANSWERED,
-                ttft_s=each.token_s[0] - each.at_s,
-                latency_s=each.token_s[-1] - each.at_s,
-                num_tokens=len(each.token_s),
-                prompt_tokens=each.prompt_tokens,
-                speculation={name: getattr(each, name) for name in _COUNTS},
-            )
-            for each in asked
-        ]
-        rows.append(_kept(config, load, served, server))
-    return rows
 
 
 async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow]:
@@ -112,7 +80,7 @@ def _kept(
     numbers in OUT/loads."""
     named = {
         "load_id": f"load-{about.get('mode') or 'server'}-{secrets.token_hex(6)}",
-        "server": about.get("server", "in-process"),
+        "server": about["server"],
         "model": about["model"],
         "provenance": {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -157,17 +125,6 @@ class Arrival:
     at_s: float
     entry: Entry
     max_tokens: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens in the file's line; raises ConfigError without it."""
-        count = self.entry.get("prompt_tokens")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ConfigError(
-                f"prompts: {str(dict(self.entry))[:40]}…: allowed without a server: lines with "
-                "prompt_tokens >= 1, since a simulated model has no tokenizer"
-            )
-        return count
 
 
 @dataclass(frozen=True)
@@ -303,7 +260,7 @@ class Client:
             raise ConfigError("load needs httpx: pip install 'mpissd[serve]'") from error
         key = config.api_key or os.environ.get(KEY_VARIABLE)
         self._broken = httpx.HTTPError
-        self._config, self.url = config, config.url or DEFAULT_URL
+        self._config, self.url = config, config.url
         try:
             base = httpx.URL(self.url.rstrip("/") + "/")
         except httpx.InvalidURL as error:
