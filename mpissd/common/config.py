@@ -208,7 +208,7 @@ class WorkloadFlags(Checked):
         needs="acceptance=None",
     )
     acceptance: str | None = imposed(
-        None, words, "acceptance law: alpha:A, rates:a1,…,aK, marginal:… or histogram:FILE"
+        None, words, "acceptance law: alpha:A, rates:a1,…,aK or marginal:…"
     )
     acceptance_fast: str = imposed(
         "alpha:0.3", words, "acceptance law of the tokens that --backup=fast drafts"

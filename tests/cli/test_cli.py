@@ -109,7 +109,6 @@ def test_help_is_shown_and_nothing_runs(capfd: pytest.CaptureFixture[str]) -> No
         (("--hit_law=smolm2",), "unknown hit_law 'smolm2': did you mean 'smollm2'?"),
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--acceptance=beta:3",), "unknown acceptance 'beta'"),
-        (("--acceptance=histogram:none",), "cannot read 'none'"),
         (
             ("--target=gen:layers=1,hidden=8,ffn=8,heads=2,vocab=4", "--draft=1b"),
             "fan_out uniform:3: 3 a row",

@@ -1,14 +1,11 @@
-"""Acceptance models, histograms, matching of tokens, and hit models.
+"""Acceptance models, matching of tokens, and hit models.
 
 Statistical tests fix their seed and allow 5 standard errors: false-alarm rate 6e-7 each.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,6 @@ from mpissd.engine.spec.acceptance import (
     count_accepted,
     hazards_of_counts,
     named_hit_law,
-    read_histogram,
     resolve_acceptance,
 )
 
@@ -73,8 +69,7 @@ def test_a_histogram_s_law_is_the_truncated_histogram(counts: list[int], lookahe
         ("rates:.9,.8,1.7", "1.7: allowed: 0 to 1"),
         ("marginal:.8,.9,.1", "never rise"),
         ("rate:.9,.8,.7", "did you mean 'rates'"),
-        ("often", "allowed: alpha, histogram, laws, marginal, prompt, rates, suffix"),
-        ("histogram:/no/such/file", "cannot read '/no/such/file'"),
+        ("often", "allowed: alpha, laws, marginal, prompt, rates, suffix"),
     ],
 )
 def test_errors_name_the_value_and_what_is_allowed(text: str, message: str) -> None:
@@ -170,55 +165,3 @@ def test_imposed_hits_need_a_candidate_for_every_outcome() -> None:
     named_hit_law("p_hit:0.5").check_fan_out((3, 1, 2))
     named_hit_law("p_hit:0.0").check_fan_out((3, 0, 2))
     named_hit_law("smollm2").check_fan_out((3, 0, 2))
-
-
-# Acceptance statistics as other engines write them.
-
-VLLM = {"metrics": {"speculative_decoding": {"acceptance_histogram": [39, 1, 0, 3]}}}
-SGLANG = {"text": "…", "meta_info": {"spec_verify_ct": 6, "spec_accept_histogram": [1, 2, 3]}}
-
-
-def written(tmp_path: Path, content: Any) -> Path:
-    path = tmp_path / "stats"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("content", "counts"),
-    [
-        (VLLM, [39, 1, 0, 3]),
-        ([VLLM, VLLM], [78, 2, 0, 6]),
-        (json.dumps(VLLM) + "\n" + json.dumps(SGLANG) + "\n", [40, 3, 3, 3]),
-        (SGLANG, [1, 2, 3]),
-        (
-            {"sglext": {"spec_correct_drafts_histogram": [11, 14, 11, 4, 0, 3]}},
-            [11, 14, 11, 4, 0, 3],
-        ),
-        ({"counts": [1, 2]}, [1, 2]),
-        ({"mode": "ssd", "accept_histogram": [4, 5]}, [4, 5]),
-        ([7, 0, 1], [7, 0, 1]),
-        ("7\n0\n1\n", [7, 0, 1]),
-        ("7, 0, 1\n", [7, 0, 1]),
-    ],
-)
-def test_counts_of_every_form(tmp_path: Path, content: Any, counts: list[int]) -> None:
-    assert read_histogram(written(tmp_path, content)) == counts
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{}",
-        "[0, 0]",
-        "[1, -1]",
-        '{"counts": [1, null]}',
-        '{"counts": [1, 2]}\n{"cou',
-    ],
-)
-def test_anything_else_is_one_line_that_names_the_file(tmp_path: Path, content: str) -> None:
-    path = written(tmp_path, content)
-    with pytest.raises(ConfigError) as raised:
-        read_histogram(path)
-    assert str(path) in str(raised.value)

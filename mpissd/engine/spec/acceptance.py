@@ -4,7 +4,6 @@ How many are accepted (the acceptance model):
 alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
 rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-histogram:FILE     counts of rounds with k = 0, 1, 2, … tokens accepted (read_histogram)
 laws:FILE          of a real pair's draft, measured (load_laws)
 prompt:FILE, suffix:FILE    the same for looked-up tokens
 
@@ -29,10 +28,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,9 +106,6 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
                 raise ConfigError(f"{what}: allowed: rates that never rise")
             rates = [m / p if p else 0.0 for p, m in pairwise([1.0, *rates])]
         return AcceptanceLaw(tuple(rates), label)
-    if kind == "histogram":
-        counts = read_histogram(Path(values).expanduser())
-        return AcceptanceLaw(hazards_of_counts(counts, lookahead), label)
     if kind in LAW_FILES:
         measured = load_laws(values).behind(lookahead)
         found = measured.accepted if kind == "laws" else measured.fast.get(kind)
@@ -117,8 +113,8 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
             return resolve_acceptance(DEFAULT_FAST, lookahead)
         hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(found), lookahead))
         return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
-    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", "histogram", *LAW_FILES))
-    raise ConfigError(f"{known}, as in 0.8, rates:.9,.8,.7 or histogram:FILE")
+    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", *LAW_FILES))
+    raise ConfigError(f"{known}, as in 0.8 or rates:.9,.8,.7")
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
@@ -382,67 +378,3 @@ def _laws_at(read: Mapping[str, Any]) -> LawsAt:
         for fit in fits
     )
     return LawsAt(lookahead, checked(read["accepted"]), fast, rejected, complete)
-
-
-_KEYS = (  # keys of our rows and of vLLM's, TensorRT-LLM's, SGLang's responses
-    "counts",
-    "accept_histogram",
-    "acceptance_histogram",
-    "spec_accept_histogram",
-    "spec_correct_drafts_histogram",
-)
-
-
-def read_histogram(path: Path) -> list[int]:
-    """Reads counts of rounds with k = 0, 1, 2, … accepted tokens, as engines report them.
-
-    That is a JSON list, an object with a list under one of _KEYS (a result row, or a response of
-    vLLM, SGLang or TensorRT-LLM), one object or whole number a line, or one line with commas. The
-    counts of several objects are added. Raises ConfigError naming the file.
-    """
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read {str(path)!r}: {reason}") from error
-    try:
-        try:
-            data = json.loads(text)
-        except ValueError:  # one value a line, or one line with commas
-            lines = [line for line in text.splitlines() if line.strip()]
-            data = json.loads(f"[{text}]") if len(lines) == 1 else [*map(json.loads, lines)]
-        histograms = [[data]] if type(data) is int else list(_histograms(data))
-        if not all(type(n) is int for counts in histograms for n in counts):
-            raise TypeError("not whole numbers")
-        counts = [sum(each) for each in zip_longest(*histograms, fillvalue=0)]
-        if min(counts, default=-1) < 0 or sum(counts) == 0:
-            raise ValueError("no counts")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{str(path)!r}: allowed: counts of rounds with 0, 1, 2, … tokens accepted, not all 0: "
-            'a JSON list, {"counts": […]}, one whole number a line, one line with commas, or '
-            "responses of vLLM or SGLang with an acceptance histogram"
-        ) from error
-    return counts
-
-
-def _histograms(data: Any) -> Iterator[list[Any]]:
-    """Yields every histogram inside a document, as counts by k; of one object only the first key in
-    _KEYS counts."""
-    if isinstance(data, list):
-        if any(isinstance(item, (dict, list)) for item in data):
-            for item in data:
-                yield from _histograms(item)
-        else:
-            yield data
-    elif isinstance(data, dict):
-        named = [data[key] for key in _KEYS if data.get(key) is not None]
-        if named and not isinstance(named[0], list):
-            raise TypeError("a histogram is a list")
-        if named:
-            yield named[0]
-        else:
-            nested = [item for item in data.values() if isinstance(item, dict)]
-            lists = [item for item in data.values() if isinstance(item, list)]
-            for item in [*nested, *(one for one in lists if any(isinstance(x, dict) for x in one))]:
-                yield from _histograms(item)
