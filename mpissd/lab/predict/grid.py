@@ -6,6 +6,7 @@ Shapes: [G, R, b] for G jobs, R chains of rounds and their b sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -197,10 +198,6 @@ class Draws:
         """
         return np.zeros_like(hit)
 
-    def bonus(self, accepted: Ints) -> Ints:
-        """Returns the bonus tokens t*, [G, R, b]; 0 if unknown."""
-        return np.zeros_like(accepted)
-
     def live(self, number: int, live: Mask) -> Mask:
         """Returns which sequences round `number` decodes, of those that have not ended."""
         return live
@@ -258,30 +255,31 @@ class Outcomes:
     """The accepted tokens and hits of one sequence under a job's imposed models, by position.
 
     A run with the same seed and sequence id has the same; after num_positions they repeat.
-    counts [2, n]: tokens that a round accepts from a position on, if a (backup, cached branch)
-    drafted K. ranks [2, n]: of a bonus token among the draft's candidates, after (a rejection, all
-    served tokens were accepted).
     """
 
     def __init__(self, job: Job, sequence: int, num_positions: int, seed: int) -> None:
         lookahead, law = job.lookahead, job.hit_law
-        self.counts = np.zeros((2, num_positions), np.int64)
+        # [2, n]: tokens that a round accepts from a position on, if a (backup, cached branch)
+        # drafted K.
+        counts = np.zeros((2, num_positions), np.int64)
         coins = np.array(uniforms(seed, Purpose.ACCEPT, sequence, 0, num_positions + lookahead))
         for source in (Source.NONE, Source.CACHE) if lookahead else ():
             drafter = source or Source[job.config.backup.upper()]
             hazards = np.array(job.acceptance[drafter].hazards)
             ahead = np.lib.stride_tricks.sliding_window_view(coins, lookahead)[:num_positions]
             kept = np.logical_and.accumulate(ahead < hazards, axis=1)
-            self.counts[int(source == Source.CACHE)] = kept.sum(axis=1)
+            counts[int(source == Source.CACHE)] = kept.sum(axis=1)
         uniform = np.array(uniforms(seed, Purpose.RANK, sequence, 0, num_positions + lookahead))
+        # [2, n]: of a bonus token among the draft's candidates, after (a rejection, all served
+        # tokens were accepted).
         ranks = np.array([law.ranks(uniform, end) for end in (False, True)], np.int64)
-        self.ranks, self._num_positions = ranks[:, :num_positions], num_positions
         if (tree := job.tree).num_lanes:  # the place of the true token among its level's candidates
             later = np.lib.stride_tricks.sliding_window_view(ranks[0], lookahead)[:num_positions]
             places, of = np.where(ahead < hazards, 0, later).tolist(), tree.ranks[1:].tolist()
             nodes = [tree.walk(of, [*row, -1], tree.levels, len(of)) for row in places]
-            self.counts[0] = tree.depths[nodes]
-        self._counts, self._ranks = self.counts.tolist(), self.ranks.tolist()
+            counts[0] = tree.depths[nodes]
+        self._counts, self._ranks = counts.tolist(), ranks.tolist()
+        self._num_positions = num_positions
 
     def accepted(self, position: int, drafted: int, hit: bool) -> int:
         """Returns how many of `drafted` tokens are accepted, by whether a cached branch drafted
@@ -296,34 +294,32 @@ class Outcomes:
         return bool(self._ranks[end][(position + k) % self._num_positions] <= kept)
 
 
-class ReplayDraws(Draws):
-    """The draws of one run (one configuration, one chain): its seed, sequences and positions."""
+def run_of(job: Job, num_rounds: int, seed: int | None = None) -> NDArray[np.int64]:
+    """Returns the outcomes of a run's rounds, by its seed, sequences and positions; no duration
+    decides them.
 
-    def __init__(self, job: Job, num_rounds: int, seed: int | None = None) -> None:
-        seed, batch = job.config.seed if seed is None else seed, job.config.batch_size
-        # A sequence starts with length 1 and grows by at most K+1 a round.
-        count = 2 + (num_rounds + 1) * (job.lookahead + 1)
-        every = [Outcomes(job, sequence, count, seed) for sequence in range(batch)]
-        self._counts = np.array([one.counts for one in every])  # [b, 2, n]
-        self._ranks = np.array([one.ranks for one in every])
-        tokens = np.array([uniforms(seed, Purpose.TOKEN, s, 0, count) for s in range(batch)])
-        self._true = (tokens * job.target.vocab_size).astype(np.int64)
-        nothing = (0,) * (job.lookahead + 1)
-        self._lists = np.array([job.fan_out_miss or nothing, job.fan_out or nothing])
-        self._rows, self._length = np.arange(batch), np.ones((1, 1, batch), np.int64)
-
-    def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        free = self._counts[self._rows, hit.astype(np.int64), self._length]
-        return np.asarray(np.minimum(free, num_draft), np.int64)
-
-    def bonus(self, accepted: Ints) -> Ints:
-        return np.asarray(self._true[self._rows, self._length + accepted])
-
-    def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        at = self._length + accepted
-        kept = self._lists[hit.astype(np.int64), accepted]
-        self._length = at + 1
-        return np.asarray(self._ranks[self._rows, end.astype(np.int64), at] <= kept)
+    They are the rows of RoundRecords.sequences, [n, 8].
+    """
+    seed, batch = job.config.seed if seed is None else seed, job.config.batch_size
+    # A sequence starts with length 1 and grows by at most K+1 a round.
+    count = 2 + (num_rounds + 1) * (job.lookahead + 1)
+    every = [Outcomes(job, sequence, count, seed) for sequence in range(batch)]
+    drawn = np.array([uniforms(seed, Purpose.TOKEN, s, 0, count) for s in range(batch)])
+    true = (drawn * job.target.vocab_size).astype(np.int64).tolist()
+    backup = Source[job.config.backup.upper()] if job.lookahead else Source.NONE
+    nothing = (0,) * (job.lookahead + 1)
+    lists = job.fan_out_miss or nothing, job.fan_out or nothing
+    length, hit, rows = [1] * batch, [False] * batch, list[tuple[int, ...]]()
+    limit = job.config.num_tokens or math.inf
+    for number in range(num_rounds):
+        for s in (s for s in range(batch) if length[s] <= limit):
+            num_draft = job.lookahead if hit[s] else job.backup_lookahead
+            k = every[s].accepted(length[s], num_draft, hit[s])
+            source = Source.CACHE if hit[s] else backup
+            rows.append((number, s, 0, k, true[s][length[s] + k], source, hit[s], num_draft))
+            hit[s] = every[s].hits(length[s], k, lists[hit[s]][k], k == num_draft)
+            length[s] += k + 1
+    return np.array(rows, np.int64)
 
 
 class RecordedDraws(Draws):
@@ -338,17 +334,13 @@ class RecordedDraws(Draws):
         self.num_rounds, self._number = int(rounds.max()) + 1, 0
         shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # and an empty round at the end
         self._live, self._hit = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-        self._accepted, self._bonus = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._accepted = np.zeros(shape, np.int64)
         at = rounds, 0, 0, place
-        self._live[at] = True
-        self._accepted[at], self._bonus[at] = sequences[:, 3], sequences[:, 4]
+        self._live[at], self._accepted[at] = True, sequences[:, 3]
         self._hit[at] = sequences[:, 6] > 0
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
         return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
-
-    def bonus(self, accepted: Ints) -> Ints:
-        return np.asarray(self._bonus[self._number])
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
         """Returns whether the next round's lookups hit; a new sequence's first one never does."""

@@ -20,8 +20,6 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
 from mpissd.lab.predict.simulation import expected, replay, sampled
 
-_CHAINS = 64
-_LAW_ROUNDS = 32
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
@@ -71,19 +69,20 @@ def predict_row(
         )
     replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
-    law = sampled(job, device, host, chains=_CHAINS, num_rounds=_LAW_ROUNDS)
+    _, noise = sampled(job, device, host)
     target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
-    rate = replayed.tok_per_s if math.isfinite(mean) else None  # None if rounds take no time
-    rounds = len(replayed.round_s)
+    rounds, wall_s = len(replayed.round_s), float(replayed.round_s.sum())
+    # None if rounds take no time
+    rate = replayed.num_tokens / wall_s if math.isfinite(mean) else None
     return {
         "mode": job.config.mode,
         "num_rounds": rounds,
-        "num_tokens": int(replayed.tokens.sum()),
-        "wall_s": float(replayed.round_s.sum()),
+        "num_tokens": replayed.num_tokens,
+        "wall_s": wall_s,
         "tok_per_s": rate,
         "tok_per_s_per_gpu": None if rate is None else rate / job.world_size,
         "round_us": replayed.round_us(),
-        "acceptance_length": float(replayed.accepted[replayed.live].mean() + 1),
+        "acceptance_length": float(replayed.sequences[:, 3].mean() + 1),
         "hit_rate": replayed.hit_rate,
         "t_target_s": target,
         "t_draft_s": draft,
@@ -91,10 +90,10 @@ def predict_row(
         "T_SD": draft / target if draft is not None and target else None,
         "T_p": growth / target if growth is not None and target else None,
         "exposed_us": float(replayed.wait_s.mean()) * 1e6,
-        "outcome_digest": outcome_digest(replayed.sequences()),
+        "outcome_digest": outcome_digest(replayed.sequences),
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
-        "sampling_sd": None if rate is None else law.tok_per_s_noise(rounds) / mean,
+        "sampling_sd": None if rate is None else noise / math.sqrt(rounds) / mean,
     }
 
 

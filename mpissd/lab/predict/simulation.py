@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Source
+from mpissd.common.records import is_first_round
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.grid import (
@@ -32,7 +32,7 @@ from mpissd.lab.predict.grid import (
     LawDraws,
     Mask,
     RecordedDraws,
-    ReplayDraws,
+    run_of,
 )
 
 _BURN_IN = 8  # first rounds of a chain, which do not count
@@ -44,13 +44,10 @@ _SUMMED = {"tokens": "tokens", "round_s": "round_s", "hit_rate": "hit", "wait_s"
 
 
 class Rounds:
-    """The clocks and sequences of all chains between two rounds.
+    """The clocks and sequences of all chains between two rounds."""
 
-    num_tokens: tokens after which a sequence ends (None: it lives on).
-    """
-
-    def __init__(self, grid: Grid, draws: Draws, num_tokens: int | None = None) -> None:
-        self._grid, self._draws, self._num_tokens = grid, draws, num_tokens
+    def __init__(self, grid: Grid, draws: Draws) -> None:
+        self._grid, self._draws = grid, draws
         hosts = grid.host.T[:, :, None]  # each [G, 1]
         self._ask_s, self._lead_s, self._send_s, self._link_s, self._reply_s = hosts[:5]
         self._inline_s, self._record_s, self._nap_s, self._patience_s = hosts[5:]
@@ -59,9 +56,7 @@ class Rounds:
         self._first = np.arange(count)[:, None] * grid.verify_s[0].size
         self._lane = np.arange(count)[:, None] * (batch + 1)
         self.live: Mask = np.ones(shape, np.bool_)
-        self._fresh = True  # before the first outcome; the first round is a forced miss
         self._hit: Mask = np.zeros(shape, np.bool_)  # whether outcome r-1 is a key of the cache
-        self._emitted = np.zeros(shape, np.int64)
         self._clock = np.zeros(shape[:2])  # the time at which the lead has outcome r-1
         # A run's warm-up has run full rounds of hits on throw-away sequences before the first.
         full = np.full(shape[:2], batch)
@@ -106,28 +101,11 @@ class Rounds:
         )
         over = seen + grid.verify_s.ravel()[place] + self._lead_s
         accepted = draws.accepted(hit, num_draft)
-        bonus = draws.bonus(accepted)
-        fresh, self._fresh = self._fresh, False
         self._hit = draws.hits(hit, accepted, accepted == num_draft)
         round_s = np.where(self.live.any(axis=2), over - self._clock, 0.0)
         self._clock = over
-        decoded, tokens = self.live, np.where(self.live, accepted + 1, 0)
-        if self._num_tokens is not None:
-            tokens = np.minimum(tokens, self._num_tokens - self._emitted)
-            self._emitted += tokens
-            self.live = self._emitted < self._num_tokens
-        return {
-            "live": decoded,
-            "counted": decoded & (not fresh),
-            "hit": hit,
-            "num_draft": num_draft,
-            "accepted": accepted,
-            "bonus": bonus,
-            "steps": steps,
-            "wait_s": seen - ready,
-            "round_s": round_s,
-            "tokens": np.asarray(tokens.sum(axis=2), np.int64),
-        }
+        tokens = np.where(self.live, accepted + 1, 0).sum(axis=2)
+        return {"hit": hit, "wait_s": seen - ready, "round_s": round_s, "tokens": tokens}
 
     def _late_s(self, waited: Floats) -> Floats:
         """Returns the delay from a message's arrival until a rank that waited so long sees it.
@@ -219,74 +197,40 @@ _KNOWN: dict[tuple[bytes, ...], Expected] = {}  # rows of many seeds have one gr
 
 @dataclass(frozen=True)
 class Prediction:
-    """The rounds of one job, [rounds, R] (sequences: [rounds, R, b]); times in seconds.
+    """The durations of one job's rounds, [n] in seconds, and the outcomes that they follow from.
 
-    counted: live, and not a forced first miss. wait_s: the lead's wait for its speculation (the
-    ledger's draft wait, the exposed draft time). steps: growth steps taken when each outcome was
-    seen. t_target_s: of b(K+1) rows. t_growth_s: glue, keys and K growth steps; t_draft_s: K
-    sequential steps; each None if there is none.
+    wait_s: the lead's wait for its speculation (the ledger's draft wait, the exposed draft time).
+    sequences: as RoundRecords.sequences() has them, [rows, 8]. t_target_s: of b(K+1) rows.
+    t_growth_s: glue, keys and K growth steps; t_draft_s: K sequential steps; each None if there is
+    none.
     """
 
+    job: Job
     round_s: Floats
     wait_s: Floats
-    tokens: Ints
-    steps: Ints
-    live: Mask
-    counted: Mask
-    hit: Mask
-    num_draft: Ints
-    accepted: Ints
-    bonus: Ints
-    backup: Source
+    sequences: NDArray[np.int64]
     t_target_s: float
     t_draft_s: float | None
     t_growth_s: float | None
 
     @property
-    def tok_per_s(self) -> float:
-        """Tokens over wall time, all chains together; inf if rounds take no time."""
-        wall = float(self.round_s.sum())
-        return float(self.tokens.sum()) / wall if wall else math.inf
-
-    def tok_per_s_noise(self, num_rounds: int) -> float:
-        """Returns the standard deviation of tok_per_s of one run with num_rounds rounds.
-
-        It is the chains' (ratio of sums, first order); nan for one chain.
-        """
-        tokens, wall = self.tokens.sum(axis=0), self.round_s.sum(axis=0)
-        if len(wall) < 2:
-            return math.nan
-        spread = float(np.std(tokens - self.tok_per_s * wall, ddof=1) / wall.mean())
-        return spread * math.sqrt(len(self.round_s) / num_rounds)
+    def num_tokens(self) -> int:
+        """The tokens of all sequences, none of which counts beyond its limit."""
+        counts = np.bincount(self.sequences[:, 1], weights=self.sequences[:, 3] + 1)
+        return int(np.minimum(counts, self.job.config.num_tokens or math.inf).sum())
 
     @property
     def hit_rate(self) -> float | None:
         """The share of outcomes that were keys, without forced misses; None if no key was asked
         for."""
-        asked = int(self.counted.sum())
-        if self.t_growth_s is None or not asked:
-            return None
-        return float((self.hit & self.counted).sum() / asked)
+        asked = self.sequences[~is_first_round(self.sequences), 6]
+        return None if self.t_growth_s is None or not len(asked) else float(asked.mean())
 
     def round_us(self) -> dict[str, float | int]:
-        """Returns {mean, p50, p90, p99, n} of all chains' round durations in µs, as in a result
-        row."""
-        us = self.round_s.ravel() * 1e6
+        """Returns {mean, p50, p90, p99, n} of the round durations in µs, as in a result row."""
+        us = self.round_s * 1e6
         p50, p90, p99 = (float(each) for each in np.percentile(us, [50, 90, 99]))
         return {"mean": float(us.mean()), "p50": p50, "p90": p90, "p99": p99, "n": us.size}
-
-    def sequences(self) -> NDArray[np.int64]:
-        """The first chain's rows as RoundRecords.sequences() has them, [n, 8].
-
-        The columns are round, id, epoch, k, t*, source, hit and num_draft.
-        """
-        rounds, ids = np.nonzero(self.live[:, 0])
-        chosen = rounds, 0, ids
-        hit = self.hit[chosen]
-        source = np.where(hit, int(Source.CACHE), int(self.backup))
-        columns: list[Any] = [rounds, ids, np.zeros_like(ids)]
-        columns += [self.accepted[chosen], self.bonus[chosen], source, hit, self.num_draft[chosen]]
-        return np.column_stack(columns).astype(np.int64)
 
 
 def replay(
@@ -299,9 +243,7 @@ def replay(
     """Predicts the run itself: the same seed gives the same k, t* and hits."""
     limit = num_rounds or job.config.max_rounds or job.config.num_tokens
     assert limit is not None, "neither rounds nor tokens end this run"
-    grid = Grid.of([job], device, host, ends=True)
-    draws = ReplayDraws(job, limit, seed)
-    return _kept(job, grid, draws, limit, num_tokens=job.config.num_tokens)
+    return follow(job, device, host, run_of(job, limit, seed))
 
 
 def follow(
@@ -310,7 +252,20 @@ def follow(
     """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences)."""
     draws = RecordedDraws(job, sequences)
     grid = Grid.of([job], device, host, ends=True)
-    return _kept(job, grid, draws, draws.num_rounds)
+    rounds, times = Rounds(grid, draws), np.empty((2, draws.num_rounds))
+    for number in range(draws.num_rounds):
+        of_round = rounds.advance(number)
+        times[:, number] = of_round["round_s"][0, 0], of_round["wait_s"][0, 0]
+    growth_s = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
+    return Prediction(
+        job,
+        round_s=times[0],
+        wait_s=times[1],
+        sequences=sequences,
+        t_target_s=float(grid.verify_s[0, -1, -1]),
+        t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
+        t_growth_s=growth_s if grid.grows[0] else None,
+    )
 
 
 def sampled(
@@ -321,42 +276,19 @@ def sampled(
     chains: int = 64,
     num_rounds: int = 32,
     seed: int = 0,
-) -> Prediction:
-    """Returns fresh rounds under the job's imposed models, to estimate the luck of a run."""
+) -> tuple[float, float]:
+    """Returns tok/s of fresh rounds under the job's imposed models, and its standard deviation in
+    runs of one round; over n rounds it is √n smaller.
+
+    It is the chains' (ratio of sums, first order).
+    """
     grid = Grid.of([job], device, host)
-    return _kept(job, grid, LawDraws(grid, chains, seed), num_rounds, burn_in=_BURN_IN)
-
-
-def _kept(
-    job: Job,
-    grid: Grid,
-    draws: Draws,
-    num_rounds: int,
-    *,
-    burn_in: int = 0,
-    num_tokens: int | None = None,
-) -> Prediction:
-    """Simulates one job for every chain of `draws`, and keeps its rounds after the first ones."""
-    rounds = Rounds(grid, draws, num_tokens)
-    kept: dict[str, NDArray[Any]] = {}
-    count = 0
-    for number in range(burn_in + num_rounds):
+    rounds, sums = Rounds(grid, LawDraws(grid, chains, seed)), np.zeros((2, chains))
+    for number in range(_BURN_IN + num_rounds):
         of_round = rounds.advance(number)
-        if number < burn_in:
-            continue
-        if not kept:  # one array each: rounds of their own would take twelve times the memory
-            first = {name: value[0] for name, value in of_round.items()}
-            kept = {n: np.empty((num_rounds, *v.shape), v.dtype) for n, v in first.items()}
-        for name, value in of_round.items():
-            kept[name][count] = value[0]
-        count += 1
-        if not rounds.live.any():
-            break
-    growth_s = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
-    return Prediction(
-        **{name: values[:count] for name, values in kept.items()},
-        backup=Source[job.config.backup.upper()] if job.lookahead else Source.NONE,
-        t_target_s=float(grid.verify_s[0, -1, -1]),
-        t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
-        t_growth_s=growth_s if grid.grows[0] else None,
-    )
+        if number >= _BURN_IN:
+            sums += of_round["tokens"][0], of_round["round_s"][0]
+    tokens, wall = sums
+    rate = float(tokens.sum() / wall.sum()) if wall.any() else math.inf
+    spread = float(np.std(tokens - rate * wall, ddof=1) / wall.mean()) if wall.any() else math.nan
+    return rate, spread * math.sqrt(num_rounds)
