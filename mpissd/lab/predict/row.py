@@ -33,9 +33,10 @@ def is_predictable(job: Job) -> bool:
     """Returns whether the simulation can predict this job.
 
     The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
-    same in every round.
+    same in every round. The branches of a tree are not simulated.
     """
-    return job.workload.is_imposed and (job.draft is None or job.draft.num_tokens == 1)
+    has_steps = job.draft is None or job.draft.num_tokens == 1
+    return job.workload.is_imposed and has_steps and job.layout is None
 
 
 def is_followable(job: Job) -> bool:
@@ -44,6 +45,7 @@ def is_followable(job: Job) -> bool:
     Of text and of replays: acceptance and hits are a pair's own.
     """
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
+    has_steps &= job.layout is None
     return job.workload.reports_outcomes and has_steps  # looking up has no forwards
 
 
@@ -154,6 +156,7 @@ def job_of_row(row: Row) -> Job:
     reasons = {
         decided.get(row.workload, "their tokens are sampled (markov)"): row.workload != "gemm",
         "they adapt": row.learned,
+        "their branches are trees": row.tree_nodes and row.fan_out,
         "their draft was lost": row.draft_lost_round is not None,
         "several target groups share their drafts": (row.groups or 1) > 1,
         f"{row.schedule} keeps candidates behind the last served token alone": row.schedule
