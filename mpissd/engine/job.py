@@ -22,6 +22,7 @@ from mpissd.common.workloads import class_of
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
+from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
@@ -355,6 +356,11 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         raise ConfigError(
             f"fan_out {config.fan_out} with lm_head: {job.widest} a row: allowed: at most {most}"
         )
+    if job.layout is not None and job.drafts_by_transformer:
+        lanes, allowed = job.layout.num_lanes, min(MOST_SPAN, SPAN // job.draft_sequences)
+        if lanes > allowed:
+            what = f"fan_out {config.fan_out} with tree={config.tree}: {lanes} lanes a sequence"
+            raise ConfigError(f"{what}: allowed: at most {allowed}")
     if tree is not CHAIN and (job.reads_states or (draft and draft.head)):
         what = f"tree={config.tree} with draft={draft_where}"
         raise ConfigError(f"{what}: allowed: a draft model of its own")

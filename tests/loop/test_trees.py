@@ -22,6 +22,7 @@ from tests.tiny_pair import TinyPair, tiny_pair
 NULL = {"pair": "toy", "backend": "emulated", "device": "null", "num_drafts": 0}
 REPLAY = {"workload": "replay", "recording": "results/recordings/smollm2-chat.npz"}
 NARROW = {**REPLAY, "recording": "results/recordings/smollm2-chat-350.npz"}  # 4 candidates
+LANES = {"mode": "ssd", "pair": "toy", "forward": "transformer"}
 COUNT = 90  # tokens of a sequence: a page has 64
 
 
@@ -97,6 +98,10 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     [
         ({"draft": "eagle:8b", "target": "8b"}, "draft=eagle:8b: allowed: a draft model"),
         ({"mode": "ssd", "num_drafts": 1, "backup_lookahead": 2}, "mode=ssd: keys .* allowed: 4"),
+        (
+            {**LANES, "fan_out": "uniform:60", "tree": 200, "lookahead": 9},
+            "fan_out uniform:60 with tree=200: [0-9]+ lanes a sequence: allowed: at most 2048",
+        ),
         ({"backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
         ({**NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
     ],
