@@ -7,7 +7,6 @@ to any user. A compiler, a GPU, Slurm, iproute2 or root is more than that.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from typing import Any, NoReturn
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 import pytest
 
 LINUX = sys.platform == "linux"
-IS_ROOT = os.geteuid() == 0
 
 
 def missing(*programs: str) -> str:

@@ -90,6 +90,8 @@ class ServeConfig(RanksFlags):
         super().check()
         if self.auto and self.run.mode != ("ssd" if self.num_drafts else "sd"):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
+        if self.auto and self.run.tree:
+            raise ConfigError(f"tree={self.run.tree} with auto: allowed: mode=sd")
         if not is_local(self.host) and self.key is None:
             raise ConfigError(
                 f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "
@@ -136,7 +138,8 @@ class ChatConfig(RanksFlags):
         flags["lookahead"] = f"{self.run.lookahead}"
         if self.num_drafts:
             flags["fan_out"] = self.run.fan_out
-        return ["serve", "--auto", *(f"--{name}={value}" for name, value in flags.items())]
+        auto = [] if self.run.tree else ["--auto"]
+        return ["serve", *auto, *(f"--{name}={value}" for name, value in flags.items())]
 
 
 def is_local(host: str) -> bool:

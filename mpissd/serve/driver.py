@@ -10,6 +10,7 @@ from mpissd.common.rounds import Control
 from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
+from mpissd.engine.spec.tree import CHAIN, Tree
 from mpissd.engine.workload.tokenizer import SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
@@ -35,11 +36,13 @@ class Driver:
         times: ForwardTimes | None = None,
         goodput: Goodput | None = None,
         stop_ids: frozenset[int] = frozenset(),
+        tree: Tree = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """clock: returns seconds for arrivals and deadlines."""
+        """tree: of the drafts. clock: returns seconds for arrivals and deadlines."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead, self._stop_ids = mode, lookahead, stop_ids
+        self._tree = tree
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # the sequences for which it has chosen
@@ -123,7 +126,7 @@ class Driver:
         """Decodes one round in the way with the highest expected goodput."""
         live, times = loop.live_ids, self.times
         way = self._way(live)
-        fill, rows = 0, len(live) * (way.lookahead + 1)
+        fill, rows = 0, len(live) * (self._tree.ends[way.lookahead] + 1)
         if loop.unstored:
             fill = times.prefill_rows(rows, loop.most_rows, way.lookahead)
         is_fixed = self.goodput is None

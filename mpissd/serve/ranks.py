@@ -84,6 +84,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         times=times,
         goodput=Goodput(job.lookahead, widths_of(job), times) if config.auto else None,
         stop_ids=workload.stop_ids,
+        tree=job.tree,
     )
     line.put(
         Ready(

@@ -22,6 +22,7 @@
 #define __noinline__
 #define __launch_bounds__(...)
 
+using std::isfinite;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -13,12 +13,15 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.cupy_ops import products
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.spec.tree import Tree
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
+    FORKED,
     Rig,
     check_lanes,
     check_rows_alone,
+    check_stages,
     check_tree,
     prompt,
     tiny,
@@ -79,6 +82,11 @@ def test_a_lane_is_a_trunk(gpu: Any) -> None:
 def test_a_tree_is_its_paths(gpu: Any) -> None:
     for backend in (gpu, NumpyBackend()):
         check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=5), 126)
+
+
+@pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
+def test_every_stage_of_a_chained_round_is_its_twins(gpu: Any, tree: Tree) -> None:
+    check_stages(gpu, tree)
 
 
 @pytest.mark.parametrize("width, k", [(101, 1), (5000, 5)])

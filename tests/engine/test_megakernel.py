@@ -24,7 +24,6 @@ from mpissd.engine.model.transformer.cupy_ops.megakernel import (
     chosen,
     geometry_of,
 )
-from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
@@ -84,10 +83,10 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     packed = ops.qkv_matrix([given.part(name)])
     expected = checkpoint.read(name).astype(np.float16)
     assert packed.head == head and packed.columns == len(expected)
-    chunks = CupyChunks.__new__(CupyChunks)
-    chunks._launcher, chunks._ops = ops.launcher, ops
-    rows = gpu.launcher(early=False).zeros((expected.size,), np.float16)
-    chunks._unpack(packed, rows)
+    # As skinny.cu reads it: [head, tile, 32 inputs, 2, column of 8, 4, 2, half of the head, 2].
+    halves = np.asarray(packed.values).view(np.float16)
+    halves = halves.reshape(len(expected) // head, head // 16, -1, 2, 8, 4, 2, 2, 2)
+    rows = halves.transpose(0, 7, 1, 4, 2, 5, 3, 6, 8)
     assert np.array_equal(rows.reshape(expected.shape), expected)
 
 

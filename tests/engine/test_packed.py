@@ -105,6 +105,17 @@ def test_avx2_gives_the_bits_of_this_processor() -> None:
     assert in_a_process(text, "avx2").split() == ["avx2", digest()]
 
 
+def test_ranks_that_compile_two_types_at_once_write_two_files_of_numba_s_cache() -> None:
+    assert len({each._cache._impl.filename_base for each in packed.PRODUCTS.values()}) == 5
+
+
+def test_numba_s_switch_turns_avx_off() -> None:
+    text = "from mpissd.engine.model.transformer.numba_ops.tiles import HOST; print(HOST)"
+    env = os.environ | {"NUMBA_ENABLE_AVX": "0"}
+    host = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, check=True)
+    assert host.stdout.split() in ([b"sse"], [b"neon"])
+
+
 COMPILE = """
 import sys
 from llvmlite import binding, ir

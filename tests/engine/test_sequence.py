@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rng import Purpose
-from mpissd.common.rounds import Event, Outcome, Request, Source, Speculation
+from mpissd.common.rounds import Outcome, Request, Source, Speculation
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.tree import CHAIN
@@ -25,16 +25,11 @@ from mpissd.engine.workload.markov import (
 )
 from mpissd.engine.workload.sequence import Batch, Placement
 from mpissd.engine.workload.workers import DraftWorker
+from tests.common.test_rounds import ADMIT, COMMIT, RELEASE, outcome
 from tests.loop.harness import CountingForwards
 
-COMMIT, ADMIT, RELEASE = Event.COMMIT, Event.ADMIT, Event.RELEASE
 K = 3
 Row = tuple[int, int, int, int, int]
-
-
-def outcome(round_: int, *rows: Row) -> Outcome:
-    """Rows of (id, epoch, event, k, t*)."""
-    return Outcome(round_, np.array(rows, np.int32).reshape(-1, Outcome.WIDTH))
 
 
 def prompt(request: Request) -> list[int]:

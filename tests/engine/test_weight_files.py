@@ -21,6 +21,7 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.learn.export import quantized
+from tests.engine.test_greedy_reference import has_smollm2
 from tests.needs import lack
 from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
@@ -192,13 +193,6 @@ def test_smollm2_of_its_wheel_knows_a_capital() -> None:
     assert open_checkpoint("smollm2").config.shape == shape
     said = [1, 4093, 198, 504, 3575, 282, 4649, 314]  # "<|im_start|>user\nThe capital of France is"
     assert logits(open_checkpoint("smollm2"), said)[-1].argmax() == 7042  # " Paris"
-
-
-def has_smollm2() -> bool:
-    try:
-        return has_weights("smollm2")
-    except ConfigError:
-        return False
 
 
 def test_a_large_file_counts_by_size_beginning_and_blocks(

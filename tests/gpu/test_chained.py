@@ -1,29 +1,19 @@
-"""Chained rounds and chunks of prompts on a GPU: the tokens of the host's own loop."""
+"""Chained rounds on a GPU: the tokens of the host's own loop."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.round import Sequences, TargetLoop
-from mpissd.engine.model.transformer.chained import (
-    BEFORE,
-    SLOT,
-    ChainedForwards,
-    Ends,
-    Sheet,
-    Stage,
-)
-from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
+from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from tests.gpu.agreement import relative_error
-from tests.gpu.transformer_rig import Rig, prompt, tiny, use_megakernel
+from mpissd.engine.spec.tree import Tree
+from tests.gpu.transformer_rig import FORKED, check_stages, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +73,11 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
     return records
 
 
-@pytest.mark.parametrize("flags", [{}, {"batch_size": 2, "lookahead": 2}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"batch_size": 2, "lookahead": 2}, {"tree": 12}, {"tree": 15, "batch_size": 3}],
+    ids=str,
+)
 def test_text_says_the_same_tokens(
     pair: TinyPair, flags: dict[str, Any], counts: dict[str, int]
 ) -> None:
@@ -96,9 +90,8 @@ def test_text_says_the_same_tokens(
     assert counts["ahead"] > 0.3 * counts["rounds"] > 5
     assert found.sequences().tolist() == by_host.sequences().tolist()
     assert found.tokens() == by_host.tokens()
-    tree = decode(chains=False, **text, **sd, tree=12).tokens()
     for n, tokens in alone.tokens().items():
-        assert found.tokens()[n][: len(tokens)] == tree[n][: len(tokens)] == tokens
+        assert found.tokens()[n][: len(tokens)] == tokens
 
 
 def test_ar_is_chained_too(pair: TinyPair, counts: dict[str, int]) -> None:
@@ -108,110 +101,17 @@ def test_ar_is_chained_too(pair: TinyPair, counts: dict[str, int]) -> None:
     assert found.tokens() == decode(chains=False, mode="ar", **text).tokens()
 
 
-def test_imposed_outcomes_stay(counts: dict[str, int], gpu: None) -> None:
+@pytest.mark.parametrize("more", [{}, {"tree": 15}, {"tree": 9, "batch_size": 1}], ids=str)
+def test_imposed_outcomes_stay(counts: dict[str, int], gpu: None, more: dict[str, Any]) -> None:
     models = {"target": "llama-3.2-1b@2L", "draft": "llama-3.2-1b@1L"}
     told = {"mode": "sd", "num_drafts": 0, "forward": "transformer", "context": 300}
-    told |= {"alpha": 0.7, "batch_size": 2, "num_tokens": 200, **models}
+    told |= {"alpha": 0.7, "batch_size": 2, "num_tokens": 200, **models, **more}
     by_host = decode(chains=False, rounds=60, **told)
     found = decode(rounds=60, **told)
     assert counts["ahead"] > 0.5 * counts["rounds"] > 20
     assert found.sequences().tolist() == by_host.sequences().tolist()
 
 
-def test_every_stage_is_its_twins(backend: Any) -> None:
-    rigs = [Rig(backend, tiny(family), max_rows=16) for family in ("llama", "smollm2")]
-    rng = np.random.default_rng(0)
-    ahead, sequences = 3, 4
-    ids = rng.permutation(200)[:101].astype(np.int32)
-    sheet = Sheet(backend.host_ints(Sheet.size(sequences, ahead)), sequences, ahead)
-    ops = rigs[1].stack.weights.ops
-    draft, target = (Ends.of(rig.stack) for rig in rigs)
-    on_device = rigs[0].stack.weights.ops.ids(ids)  # type: ignore[union-attr]
-    for turn in range(3):
-        for number in range(ahead + 2):
-            _randomise(rng, sheet, rigs)
-            before = [part.copy() for part in _host(sheet, rigs)]
-            ops.chained(  # type: ignore[union-attr]
-                Stage(number, turn, sheet, draft, target, on_device)
-            )
-            backend.synchronize()
-            found = [part.copy() for part in _host(sheet, rigs)]
-            for part, value in zip(_host(sheet, rigs), before, strict=True):
-                part[...] = value
-            twins = (_on_host(backend, ends) for ends in (draft, target))
-            Stage(number, turn, sheet, *twins, ids).run()
-            for mine, twins in zip(found, _host(sheet, rigs), strict=True):
-                assert np.array_equal(mine, twins)
-
-
-def _on_host(backend: Any, ends: Ends) -> Ends:
-    best = ends.best
-    ids, values = map(backend.to_host, (best.ids, best.values))
-    return replace(ends, best=replace(best, ids=ids, values=values))
-
-
-def _host(sheet: Sheet, rigs: list[Rig]) -> list[Any]:
-    """All host arrays that a stage writes, without its clock."""
-    seats = [rig.stack.pages.seats.rows for rig in rigs]
-    return [sheet.ints, *(rig.stack.buffers.tokens for rig in rigs), *seats]
-
-
-def _randomise(rng: Any, sheet: Sheet, rigs: list[Rig]) -> None:
-    count = sheet.sequences
-    sheet.state[...] = rng.integers(5, 9, (count, 4))
-    sheet.state[:, SLOT] = rng.permutation(count) - 1
-    sheet.state[:, BEFORE] = rng.integers(-1, 2, count)
-    sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
-    sheet.decided[...] = rng.integers(0, 3, sheet.decided.shape)
-    for rig in rigs:
-        best = rig.stack.candidates.by_k[1]
-        ids = rng.integers(0, 3, best.ids.shape)
-        values = rng.standard_normal(best.values.shape).astype(np.float32)
-        values[rng.random(values.shape) < 0.05] = np.inf
-        rig.backend.from_host(ids, best.ids)
-        rig.backend.from_host(values, best.values)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_chunk_stores_what_rows_store(
-    backend: Any, family: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CupyChunks, "rows", 256)
-    monkeypatch.setattr(CupyChunks, "keeps", keeps)
-    rig = Rig(backend, tiny(family), max_rows=16, capacity=1024)
-    tokens = np.array(prompt(rig, 600), np.int32)
-    expected = rig.fill(tokens[:520], 8)[-1]
-    found = [_behind_chunks(rig, tokens, parts) for parts in ((256, 256), (256, 200), (256, 256))]
-    assert np.array_equal(found[0], found[2])
-    for logits in found[:2]:
-        assert np.isfinite(logits).all() and relative_error(logits, expected) < 5e-3
-
-
-def _behind_chunks(rig: Rig, tokens: Any, lengths: tuple[int, ...]) -> Any:
-    """The logits after 520 tokens, of which chunks store the first ones and rows the others."""
-    rig.stack.release([0])
-    stored = 0
-    for length in lengths:
-        body = rig.stack.place_chunk(0, stored, tokens[stored : stored + length])
-        body()
-        rig.backend.synchronize()
-        stored += length
-    return rig.fill(tokens[stored:520], 8, start=stored)[-1]
-
-
-def test_a_long_prompt_of_text_is_read_in_chunks(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers are the same in every mode, though a prompt's rows are of other products."""
-    monkeypatch.setattr(CupyChunks, "rows", 128)
-    monkeypatch.setattr("mpissd.engine.workload.workers.LEAST_CHUNK", 64)
-    used = []
-    body = CupyChunks.body
-    monkeypatch.setattr(CupyChunks, "body", lambda self: (used.append(1), body(self)))
-    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
-    alone = decode(mode="ar", **text)
-    found = decode(mode="sd", num_drafts=0, draft=pair.draft, **text)
-    assert used
-    for n, tokens in alone.tokens().items():
-        assert found.tokens()[n][: len(tokens)] == tokens
+@pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
+def test_every_stage_is_its_twins(backend: Any, tree: Tree) -> None:
+    check_stages(backend, tree)

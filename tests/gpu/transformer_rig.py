@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.chained import BEFORE, SLOT, Ends, Sheet, Stage
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
@@ -27,6 +30,7 @@ from tests import transformer_reference
 from tests.transformer_rig import joined as joined
 
 PAGE = 128
+FORKED = Tree((0, 0, 0, 2, 2, 4, 4))
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 32), "rope_theta": 1e4},
     "smollm2": {"tied": True, "rope_theta": 1e5},
@@ -100,6 +104,7 @@ class Rig:
         self.stack = TransformerStack(
             backend, group, shard, options, weights, max_rows=max_rows, max_sequences=slots
         )
+        self.ops: Any = weights.ops
         self._cost = shard.cost(1, 1, 2, options)
         self._programs: dict[int, Any] = {}
 
@@ -172,22 +177,60 @@ def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
 def check_tree(rig: Rig, trunk: int) -> None:
     """Rows of a tree have the logits that their paths have in the trunk, bit for bit, and so has
     the row after a path that moved there."""
-    tree = Tree((0, 0, 0, 2, 2, 4, 4))
     common, tokens = prompt(rig, trunk + 1), prompt(rig, 7, seed=9)
-    tails = [[tokens[column] for column in path] for path in tree.paths]
+    tails = [[tokens[column] for column in path] for path in FORKED.paths]
     expected = [rig.fill([*common, *tail, 7], 8, slot=1)[-2:] for tail in tails]
     rig.fill(common[:-1], 8)
     batch = Batch(1, Placement())
-    batch.tree = tree
+    batch.tree = FORKED
     batch.apply(Outcome.admission(-1, [Request(0, common[-1], prompt=tuple(common))]))
     batch.filled[0] = trunk
     found = rig.forward([common[-1], *tokens], batch.trunk(np.array([7], np.int32)))
     for node, (own, _) in enumerate(expected):
         assert np.array_equal(found[node], own), f"node {node}"
     ((lane, gap),) = batch.apply(Outcome(0, np.array([[0, 0, 0, 7, 7]], np.int32))).moves
-    rig.stack.move(lane, *gap)
-    after = rig.forward([7], batch.trunk(np.array([0], np.int32)))
-    assert np.array_equal(after[0], expected[7][1])
+    moves = rig.backend.host_ints(4).reshape(1, 4)
+    moves[0] = lane, gap.slot, gap.start, gap.size - 1
+    ways = partial(rig.stack.move, lane, *gap), partial(rig.ops.adopt, rig.stack.cache, moves, 1)
+    for move in ways:
+        rig.fill(tokens[:3], 3, start=trunk + 1)  # another path is in the trunk
+        move()
+        after = rig.forward([7], batch.trunk(np.array([0], np.int32)))
+        assert np.array_equal(after[0], expected[7][1])
+
+
+def check_stages(backend: Any, tree: Tree) -> None:
+    """Every stage of a chained round writes on the device what its twin writes on the host."""
+    draft, target = (Rig(backend, tiny(family), max_rows=32) for family in ("llama", "smollm2"))
+    rng, ids = np.random.default_rng(0), np.arange(101, dtype=np.int32)[::-1].copy()
+    sheet = Sheet(backend.host_ints(Sheet.size(4, tree)), 4, tree)
+    parts = [sheet.ints]
+    for rig in (draft, target):
+        parts += [rig.stack.buffers.tokens, rig.stack.pages.seats.rows]
+    ends = Ends.of(draft.stack, 3), Ends.of(target.stack)
+    tables = [target.ops.ids(values) for values in (sheet.table, ids)]
+    for turn, number in product(range(3), range(tree.depth + 2)):
+        sheet.state[...] = rng.integers(5, 9, (4, 4))
+        sheet.state[:, SLOT] = rng.permutation(4) - 1
+        sheet.state[:, BEFORE] = rng.integers(-1, 2, 4)
+        sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
+        sheet.decided[...] = rng.integers(0, 3, sheet.decided.shape)
+        twins = []
+        for one in ends:
+            values = rng.standard_normal(one.best.values.shape).astype(np.float32)
+            values[rng.random(values.shape) < 0.02] = np.inf
+            backend.from_host(rng.integers(0, 3, values.shape), one.best.ids)
+            backend.from_host(values, one.best.values)
+            on_host = [backend.to_host(part) for part in (one.best.ids, one.best.values)]
+            twins.append(replace(one, best=replace(one.best, ids=on_host[0], values=on_host[1])))
+        before = [part.copy() for part in parts]
+        target.ops.chained(Stage(number, turn, sheet, *ends, *tables))
+        backend.synchronize()
+        found = [part.copy() for part in parts]
+        for part, value in zip(parts, before, strict=True):
+            part[...] = value
+        Stage(number, turn, sheet, *twins, None, ids).run()
+        assert all(map(np.array_equal, found, parts)), f"stage {number}"
 
 
 def check_rollback(rig: Rig, count: int) -> None:

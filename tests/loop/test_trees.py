@@ -13,6 +13,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine import job as jobs
+from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.spec.fanout import key_chances
 from mpissd.engine.spec.tree import Tree
 from mpissd.lab.measure.beside import rival
@@ -48,9 +49,15 @@ TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
 
 
 @settings(max_examples=8)
-@given(tree=TREES, batch=st.integers(1, 3), drafts=st.integers(0, 1), fans=st.integers(1, 4))
+@given(
+    tree=TREES,
+    batch=st.integers(1, 3),
+    drafts=st.integers(0, 1),
+    chains=st.booleans(),
+    fans=st.integers(1, 4),
+)
 def test_any_tree_decodes_as_the_target_alone(
-    pair: TinyPair, tree: Tree, batch: int, drafts: int, fans: int
+    pair: TinyPair, tree: Tree, batch: int, drafts: int, chains: bool, fans: int
 ) -> None:
     """And with branches it accepts what it accepts without: the keys and values of each are its
     own."""
@@ -58,6 +65,7 @@ def test_any_tree_decodes_as_the_target_alone(
     tokens, rounds = decode(pair, mode="ar", **told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "shape", lambda *_: tree)
+        patch.setattr(NumpyBackend, "chains", chains)
         told |= {"lookahead": tree.depth, "tree": 1}
         found = decode(pair, mode="sd", num_drafts=drafts, **told)
         branched = decode(pair, mode="ssd", fan_out=f"uniform:{fans}", **told)
@@ -104,6 +112,8 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
         ),
         ({"backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
         ({**NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
+        ({"workload": "markov", "vocab": 4, "lookahead": 1}, "8 children .* at most vocab=4"),
+        ({"workload": "markov", "vocab": 50000, "batch_size": 999, "temperature": 1}, "8 dr.*GB"),
     ],
 )
 def test_what_cannot_be_a_tree_is_refused(flags: dict[str, Any], message: str) -> None:

@@ -72,8 +72,11 @@ class Script:
 
 
 def config(pair: TinyPair, **flags: object) -> RunConfig:
-    if flags["mode"] == "inline":
+    if flags["mode"] in ("inline", "tree"):
+        flags |= {"tree": 7} if flags["mode"] == "tree" else {}
         flags |= {"mode": "sd", "num_drafts": 0}
+    if flags["mode"] == "branches of trees":
+        flags |= {"mode": "ssd", "tree": 7}
     return text_config(pair, lookahead=K, batch_size=SLOTS, **flags)
 
 
@@ -84,8 +87,9 @@ def served(
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
 ) -> Driver:
-    scheduler, lookahead = Scheduler(room_of(loops)), loops.job.lookahead
-    driver = Driver(scheduler, mail, "", lookahead, times=times, goodput=goodput, clock=clock)
+    scheduler, job = Scheduler(room_of(loops)), loops.job
+    told: Any = {"times": times, "goodput": goodput, "clock": clock, "tree": job.tree}
+    driver = Driver(scheduler, mail, "", job.lookahead, **told)
     while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
         driver.wait(1.0)
         driver.drive(loops.loop)
@@ -192,7 +196,8 @@ def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair,
     assert mail.tokens() == {0: alone(pair, [5, 6, 7], 150), 1: alone(pair, long, 12)}
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
+@pytest.mark.parametrize("mode", ["ssd", "tree", "branches of trees"])
+def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) -> None:
     told = {"temperature": 0.9, "top_p": 0.95}
     mine = [Submit(n, [4, 5, 6], 40, seed=7, **told) for n in (0, 40)]
     others = [Submit(n, prompt, 30, **told) for n, prompt in enumerate(prompts(6), 1)]
@@ -200,7 +205,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
     mail = Script(
         (0, mine[0]), *((n, one) for n, one in enumerate(others)), (9, mine[1]), (9, greedy)
     )
-    run(pair, "ssd", mail)
+    run(pair, mode, mail)
     tokens = mail.tokens()
     assert tokens[0] == tokens[40] and len(tokens[0]) == 40
     assert tokens[50] == alone(pair, [8, 9], 40), "a greedy one among them"
@@ -209,13 +214,13 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair) -> None:
 
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
-    for mode in ("ar", "ssd"):
+    for mode in ("ar", "ssd", "tree"):
         mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=True)), (0, Submit(1, [9], 20)))
         run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
         found[mode] = [one for m in sent if m.id == 0 for one in m.logprobs or ()]
-    assert found["ar"] == found["ssd"] and len(found["ar"]) == 20
+    assert found["ar"] == found["ssd"] == found["tree"] and len(found["ar"]) == 20
     context = (4, 5, 6)
     for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
         logits = logits_behind(str(pair.target), context).astype(np.float64)

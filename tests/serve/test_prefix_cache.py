@@ -95,6 +95,7 @@ class Wild(Goodput):
         ("ssd", 448, False),
         ("ssd", 448, True),
         ("inline", 448, True),
+        ("tree", 448, False),
     ],
 )
 def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_own_jobs(

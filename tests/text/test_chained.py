@@ -75,6 +75,7 @@ def test_a_row_has_the_time_that_chained_rounds_drafted(
 
 @pytest.mark.parametrize("flags", [
     {}, {"lookahead": 1}, {"lookahead": 7}, {"batch_size": 3, "lookahead": 2}, {"batch_size": 5},
+    {"tree": 15}, {"tree": 15, "batch_size": 3, "lookahead": 2},
     {"mode": "ar", "draft": None}, {"mode": "ar", "draft": None, "batch_size": 3},
 ], ids=str)  # fmt: skip
 def test_text_has_the_same_rounds(
@@ -92,8 +93,10 @@ def test_text_has_the_same_rounds(
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "batch_size": 8},
     {"workload": "gemm", "rounds": 90, "alpha": 0.6, "batch_size": 2},
     {"workload": "gemm", "num_tokens": 50, "alpha": 0.9, "lookahead": 7},
+    {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "batch_size": 8, "tree": 9},
+    {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 15},
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "mode": "ar"},
-], ids=["replay", "laws", "one sequence", "AR"])  # fmt: skip
+], ids=["replay", "laws", "one sequence", "replayed trees", "trees of laws", "AR"])  # fmt: skip
 def test_imposed_outcomes_stay(
     flags: dict[str, Any],
     chained: dict[str, int],

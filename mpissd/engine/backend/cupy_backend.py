@@ -327,22 +327,17 @@ class CupyBackend(Backend):
                 raise ConfigError(f"backend 'cupy': {sizes}: allowed: multiples of 8")
             self._chain.multiply(operand(x), w.data.ptr, operand(out))
         else:
-            self._product(x, w, out, transposed=False)
+            self._product(x, w, out)
 
-    def multiply_rows(self, x: Any, weight: Any, out: Any) -> None:
-        """Sets out = x @ weightᵀ; weight [n, k] in row-major order, out float16 or float32."""
-        assert weight.shape[1] == x.shape[1] and out.shape == (len(x), len(weight))
-        self._product(x, weight, out, transposed=True)
-
-    def _product(self, x: Any, weight: Any, out: Any, *, transposed: bool) -> None:
-        """Enqueues out[m, n] = x[m, k] @ weight[k, n]; transposed: weight is [n, k].
+    def _product(self, x: Any, weight: Any, out: Any) -> None:
+        """Enqueues out[m, n] = x[m, k] @ weight[k, n].
 
         cuBLAS is column-major, so it computes outᵀ = weightᵀ xᵀ with the operands swapped.
         """
         self.flush()
         (m, k), n, kind = x.shape, out.shape[1], _SINGLE if out.dtype == np.float32 else _HALF
         self._cublas.gemm_ex(
-            self._handle, int(transposed), 0, n, m, k, self._one.ctypes.data,
+            self._handle, 0, 0, n, m, k, self._one.ctypes.data,
             weight.data.ptr, _HALF, step(weight), x.data.ptr, _HALF, step(x),
             self._zero.ctypes.data, out.data.ptr, kind, step(out), _COMPUTE_FLOAT,
             _DEFAULT_ALGORITHM,

@@ -22,6 +22,7 @@ from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards
 from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.oracle import Proposals, Rollout
 from mpissd.engine.workload.sequence import Batch, Change
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -31,7 +32,7 @@ def chained_forwards(
     job: Job, target: TargetWorker | None, draft: DraftWorker | None
 ) -> ChainedForwards | None:
     """Returns the programs of chained rounds, or None if the host must decide."""
-    if target is None or job.tp > 1 or job.serving or job.config.drafts or job.tree_lanes:
+    if target is None or job.tp > 1 or job.serving or job.config.drafts:
         return None
     if job.lookahead and (
         draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead
@@ -45,7 +46,8 @@ def chained_forwards(
     if not all(isinstance(s.stack, TransformerStack) and s.backend.chains for s in known):
         return None
     drafts = known[0] if job.lookahead else None
-    return ChainedForwards(drafts, known[-1], job.config.batch_size, job.lookahead)
+    tree = job.tree if job.tree_lanes else Tree(range(job.lookahead))
+    return ChainedForwards(drafts, known[-1], job.config.batch_size, tree)
 
 
 class ChainedTarget(TargetWorker):
@@ -107,16 +109,16 @@ class ChainedTarget(TargetWorker):
         if not self._was_ahead:
             forwards.hold(batch.slots, last + ahead)
             forwards.launch(round_, self._forced(rollout))
-        batch.grow(ahead + 1)
+        batch.grow(forwards.stored + 1, has_leaves=True)
         if self._drafter is not None and self._drafter.worker.placement is not None:
-            self._drafter.batch.grow(ahead)
+            self._drafter.batch.grow(forwards.stored, has_leaves=False)
         self._imposed, more = None, np.ones(len(batch), np.int64)
         if not self.oracle.reads_forwards:  # the outcome is imposed
-            known = Speculation.empty(0, len(batch), ahead)
+            known = Speculation.empty(0, len(batch), forwards.nodes)
             if rollout is not None:
-                known.num_draft[...], known.tokens[...] = ahead, rollout.tokens
+                known.num_draft[...], known.tokens[...] = forwards.nodes, rollout.tokens
             self._imposed = self.oracle.judge(batch, known, _no_proposals)
-            more += self._imposed[0]
+            more += forwards.tree.depths[self._imposed[0]]
         # The next round may begin before the host knows this one's outcome, unless a sequence or
         # the cache ends.
         assert isinstance(self.stepper, Stepper)
@@ -174,13 +176,13 @@ class ChainedTarget(TargetWorker):
 
     def _forced(self, rollout: Rollout | None) -> Ints:
         """Returns the tokens that replace the forwards' own (Sheet.forced)."""
-        ahead = self._forwards.lookahead
-        forced = np.full((len(self._batch), 2 * ahead + 1), NOBODY, np.int32)
+        nodes, ahead = self._forwards.nodes, self._forwards.lookahead
+        forced = np.full((len(self._batch), nodes + ahead + 1), NOBODY, np.int32)
         truth = self.oracle.truth()
         if truth is not None:
-            forced[:, ahead:] = truth
+            forced[:, nodes:] = truth
             if rollout is not None:
-                forced[:, :ahead] = rollout.tokens
+                forced[:, :nodes] = rollout.tokens
         return forced
 
     def _next_rollout(self) -> Rollout | None:

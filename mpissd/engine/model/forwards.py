@@ -84,14 +84,6 @@ class Forwards(Protocol):
         best one.
         """
 
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of the chunks that `upload_chunk` takes; 0: prompts are computed like other rows."""
-        return 0
-
-    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
-        """Makes the next forward one over a chunk of a prompt, from a multiple of chunk_rows on."""
-
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
 

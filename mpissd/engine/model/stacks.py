@@ -50,7 +50,6 @@ class Stack(ABC):
     from the last forward's logits on the device; None: the host does.
     """
 
-    chunk_rows = 0  # rows of the chunks in which long prompts are computed; 0: there are none
     pages: PageTable | None = None
     draws: CupyDraws | None = None
     weights: Any
@@ -68,10 +67,6 @@ class Stack(ABC):
 
         None: the rows have no place, so they store nothing and attend nothing.
         """
-
-    def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
-        """Sets tokens start … of a slot as the next chunk; returns what issues its operations."""
-        raise NotImplementedError("no chunks of a prompt")
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
         """Frees the cache of these slots."""

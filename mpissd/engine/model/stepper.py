@@ -128,7 +128,6 @@ class Stepper(Forwards):
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
         self._current: Program
-        self._chunks: Program | None = None
         if compiled:
             self.compile()
 
@@ -193,16 +192,6 @@ class Stepper(Forwards):
         self._uploaded = bucket, k, tokens
         self._current = self._programs[bucket, k]
 
-    @property
-    def chunk_rows(self) -> int:
-        return self.stack.chunk_rows
-
-    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
-        body = self.stack.place_chunk(slot, start, tokens)
-        if self._chunks is None:
-            self._chunks = self.backend.program(body, self.cost(len(tokens)))
-        self._current = self._chunks
-
     def launch(self) -> None:
         self._current.launch()
 
@@ -258,7 +247,7 @@ class Stepper(Forwards):
         """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
         if self._shares:
             return
-        for program in (*self._programs.values(), self._chunks):
+        for program in self._programs.values():
             if program is not None:
                 program.close()
 
@@ -277,14 +266,8 @@ class SharedForwards:
         self._log = array("q")  # the values of COLUMNS, forward after forward
 
     def wait(self, waiter: Waiter) -> None:
-        """Runs the launched rows, then waits for them; chunks of prompts run separately."""
-        launched, self.launched = self.launched, []
-        for seat in launched:
-            if seat.chunk is not None:
-                self.stepper.upload_chunk(*seat.chunk)
-                self._run(len(seat.chunk[2]), 1, waiter)
-                seat.chunk = None
-        together = [seat for seat in launched if seat.part is not None]
+        """Runs the launched rows, then waits for them."""
+        together, self.launched = self.launched, []
         if not together:
             return
         rows, tokens, placed = 0, list[Ints](), list[Places]()
@@ -300,13 +283,11 @@ class SharedForwards:
         self.stepper.upload(
             rows, np.concatenate(tokens), joined(placed) if placed else None, lists=lists
         )
-        self._run(rows, len(together), waiter)
-
-    def _run(self, rows: int, seats: int, waiter: Waiter) -> None:
         begin = perf_counter_ns()
         self.stepper.launch()
         self.stepper.wait(waiter)
-        self._log.extend((begin, round(self.stepper.elapsed_s() * 1e9), rows, seats))
+        seconds = self.stepper.elapsed_s()
+        self._log.extend((begin, round(seconds * 1e9), rows, len(together)))
 
     def log(self) -> NDArray[np.int64]:
         """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
@@ -324,7 +305,6 @@ class GroupView(Forwards):
         self.shared = shared
         self._first_slot, self._first_lane = first_slot, first_lane
         self.part: tuple[int, Ints, Places | None] | None = None
-        self.chunk: tuple[int, int, Ints] | None = None
         self.window, self.lists = slice(0, 0), False
 
     @property
@@ -339,13 +319,6 @@ class GroupView(Forwards):
             slots = places.slots + np.int32(self._first_slot)
             places = replace(places, slots=slots, lanes=lanes.astype(np.int32))
         self.part, self.lists = (rows, tokens, places), lists
-
-    @property
-    def chunk_rows(self) -> int:
-        return self.shared.stepper.chunk_rows
-
-    def upload_chunk(self, slot: int, start: int, tokens: Ints) -> None:
-        self.part, self.chunk = None, (self._first_slot + slot, start, tokens)
 
     def launch(self) -> None:
         assert self not in self.shared.launched, "a second forward before the first one is over"

@@ -239,13 +239,17 @@ class MarkovWorkload(Workload):
         )
 
     def check(self) -> None:
-        """Raises ConfigError if a round's sampled rows [b, K, V] do not fit one message."""
+        """Raises ConfigError if a round's sampled rows [b, N, V] do not fit one message, or if a
+        node has more children than there are tokens."""
         super().check()
         job, batch = self.job, self.job.config.batch_size
-        size = _FLOAT32 * batch * job.lookahead * self.vocab
+        if job.tree.width > self.vocab:
+            asked = f"tree={job.config.tree}: {job.tree.width} children of a node"
+            raise ConfigError(f"{asked}: allowed: at most vocab={self.vocab}")
+        size = _FLOAT32 * batch * job.num_nodes * self.vocab
         if self.samples and size > _MOST_ROW_BYTES:
             raise ConfigError(
-                f"batch_size={batch}, lookahead={job.lookahead}, vocab={self.vocab}: "
+                f"batch_size={batch}, {job.num_nodes} drafted tokens, vocab={self.vocab}: "
                 f"{size / 1e9:.1f} GB of sampled rows a round: allowed: "
                 f"{_MOST_ROW_BYTES / 1e9:.1f} GB"
             )

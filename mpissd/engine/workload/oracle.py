@@ -121,6 +121,9 @@ class Rollout:
         for row in self.recorded:  # a token with q = 1 has no distribution
             row += [None] * len(of[0])
         self.steps += 1
+        if self.lanes and tree.width > 1 and self.steps < tree.depth:
+            own = self.lanes[:: len(tree.inner[level])]  # a lane of each sequence
+            self.lanes = [lane for lane in own for _ in tree.inner[self.steps]]
 
     def record(self, n: int, column: int, proposal: Proposal) -> None:
         """Records a token of lane n, which was sampled."""

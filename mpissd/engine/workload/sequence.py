@@ -166,6 +166,7 @@ class Batch:
     tree: Tree = CHAIN
     layout: Tree | Branched = CHAIN  # the places of the tree's nodes, and of branches after them
     _has_leaves = False  # whether the last round stored nodes without children
+    _moves_itself = False  # whether the device copied the last round's accepted paths itself
 
     def __init__(
         self, capacity: int, placement: Placement | None = None, prompt: Prompt | None = None
@@ -192,7 +193,8 @@ class Batch:
     def after(self, accepted: Ints, bonus: Ints) -> Batch:
         """Returns this batch as it will be after a round of this outcome, to look ahead."""
         following = copy(self)
-        following.lengths, following.last_tokens = self.lengths + accepted + 1, bonus
+        following.lengths = self.lengths + self.tree.depths[accepted] + 1
+        following.last_tokens = bonus
         return following
 
     def apply(self, outcome: Outcome) -> Change:
@@ -226,7 +228,8 @@ class Batch:
             if event == Event.COMMIT and tree.lanes[node] >= 0:
                 stop = last + int(tree.depths[node]) + self._has_leaves
                 gap = Gap(slot, last + int(tree.forks[node]), stop)
-                moves.append((slot * tree.num_lanes + int(tree.lanes[node]), gap))
+                if not self._moves_itself:
+                    moves.append((slot * tree.num_lanes + int(tree.lanes[node]), gap))
                 self.filled[slot] = stop
         return moves
 
@@ -391,6 +394,7 @@ class Batch:
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
         """Returns the places of nodes, or of branches' (Branched), after the positions `last`; all
         are [n]."""
+        self._moves_itself = False
         tree, lanes = self.layout, self.layout.lanes[nodes]
         in_trunk, positions = lanes < 0, last + tree.depths[nodes]
         self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
@@ -411,9 +415,10 @@ class Batch:
         slots, lanes = np.full(count, slot, np.int32), np.full(count, TRUNK, np.int32)
         return Places(slots, positions, lanes, positions)
 
-    def grow(self, count: int) -> None:
-        """Notes that the tokens from each sequence's last one on are stored, `count` of them."""
-        last = self.last()
+    def grow(self, count: int, *, has_leaves: bool) -> None:
+        """Notes that the tokens from each sequence's last one on are stored, `count` of them, and
+        lanes, with nodes without children or not, from which the device copies accepted paths."""
+        last, self._has_leaves, self._moves_itself = self.last(), has_leaves, True
         assert (self.filled[self.slots] >= last - 1).all(), "tokens after some that are missing"
         self.filled[self.slots] = last + count
 

@@ -136,10 +136,11 @@ class LogitsTarget(SampledTarget):
         logprobs, start = dict[int, list[float]](), 0
         for row, one in enumerate(batch.sequences):
             if one.request.logprobs:
-                tokens = [*one.served[: accepted[row]], int(bonus[row])]
+                path = self.tree.paths[accepted[row]]
+                tokens = [*(one.served[node] for node in path), int(bonus[row])]
                 logprobs[row] = []
-                for i, token in enumerate(tokens, start):
-                    logits = self.logits_of(i).astype(np.float64)
+                for node, token in zip([-1, *path], tokens, strict=True):
+                    logits = self.logits_of(start + 1 + node).astype(np.float64)
                     most = logits.max()
                     total = np.log(np.exp(logits - most).sum())
                     logprobs[row].append(float(logits[token] - most - total))

@@ -33,7 +33,6 @@ from mpissd.engine.workload.sequence import (
     places_of,
 )
 
-LEAST_CHUNK = 256  # tokens of a prompt that are worth a chunk of their own
 R = TypeVar("R")
 AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 # Work that pauses at each of its forwards: it yields whenever it has launched one, and is resumed
@@ -132,34 +131,13 @@ class Worker(Generic[AnyOracle]):
         Rows that lack at most `spare` tokens are left out. Returns how many tokens were stored;
         collective over the target ranks, which all see the same batch.
         """
-        gaps, stepper, others = batch.gaps(rows, spare), self.stepper, list[Gap]()
-        if not gaps:
-            return 0
-        batch.fill(gaps)
-        is_long = any(gap.size >= LEAST_CHUNK for gap in gaps)
-        chunk_rows = stepper.chunk_rows if is_long else 0
-        for slot, start, end in gaps:
-            while start < end:
-                # Cut at absolute multiples of chunk_rows, so that how a position is computed
-                # depends only on its sequence. A chunk is computed whole.
-                stop = min(end, (start // chunk_rows + 1) * chunk_rows) if chunk_rows else end
-                part = Gap(slot, start, stop)
-                if chunk_rows and start % chunk_rows == 0 and part.size >= LEAST_CHUNK:
-                    yield from self._fill_rows(batch, others)
-                    others = []
-                    stepper.upload_chunk(slot, start, batch.committed(part))
-                    stepper.launch()
-                    yield
-                else:
-                    others.append(part)
-                start = stop
-        yield from self._fill_rows(batch, others)
+        if gaps := batch.gaps(rows, spare):
+            batch.fill(gaps)
+            yield from self._fill_rows(batch, gaps)
         return sum(gap.size for gap in gaps)
 
     def _fill_rows(self, batch: Batch, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
-        if not gaps:
-            return
         tokens = np.concatenate([batch.committed(gap) for gap in gaps])
         places, most = places_of(gaps), self.stepper.most_rows
         for start in range(0, len(tokens), most):

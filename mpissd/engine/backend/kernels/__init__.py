@@ -20,7 +20,6 @@ ROWS = ("types", "ampere", "rows")
 SKINNY = ("types", "ampere", "arithmetic", "skinny")
 LATE = ("types", "ampere", "arithmetic", "late")
 ATTENTION = ("types", "ampere", "arithmetic", "cache", "splits", "attend", "attention")
-PREFILL = (*ATTENTION, "prefill")
 CHAINED = ("types", "ampere", "chained")
 DRAW = ("types", "ampere", "draw")
 WHOLE = (  # for 9.0 or more

@@ -72,15 +72,6 @@ __device__ __forceinline__ void fetch_ahead(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// Four 8 x 8 blocks of float16 from shared memory: lane l gives the address of row l % 8 of block l / 8,
-// and receives columns 2 (l % 4) and the next of row l / 4 of each block.
-__device__ __forceinline__ uint4 load_blocks(u32 at) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-
 // Four 8 x 8 blocks of float16 from shared memory, transposed: lane l gives the address of row l % 8
 // of block l / 8, and receives rows 2 (l % 4) and the next of column l / 4 of each block.
 __device__ __forceinline__ uint4 load_transposed(u32 at) {

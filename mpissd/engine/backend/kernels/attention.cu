@@ -77,8 +77,9 @@ extern "C" __global__ void rotate(const float* qkv, const float* bias, const flo
 }
 
 // Brings the seats of a forward (see cache.Seats) from page-locked host memory, and lists its tasks:
-// rows side by side with one slot, and one trunk if they are lanes, share the splits that they all
-// see in pages; a lane's other splits are its own. Block 0 does the rows, the others the page table.
+// rows side by side with one slot share the splits before their lanes, then those of the trunk, or of
+// lanes that begin in one split, share the others in pages; a lane's other splits are its own. Block 0
+// does the rows, the others the page table.
 extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int table_words, int count,
                                  int shared, int* task_count, Task* tasks) {
   may_start_next();
@@ -116,20 +117,49 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
                   trunks[r] / SPLIT + (t - first) / tiles_of_one};
   }
   int next = ends[count];
-  for (int r = 0; r < count;) {  // every thread finds the same runs of rows
-    const bool lane = lanes[r] >= 0;
-    int stop = r, most = positions[r];
-    while (stop < count && slots[stop] == slots[r] && (lanes[stop] >= 0) == lane &&
-           (!lane || trunks[stop] == trunks[r]))
-      most = max(most, positions[stop++]);
-    const int splits = slots[r] < 0 ? 0 : lane ? trunks[r] / SPLIT : most / SPLIT + 1;
-    const int tiles = ((stop - r) * shared + QUERIES - 1) / QUERIES;
-    for (int t = threadIdx.x; t < splits * tiles; t += blockDim.x)
-      tasks[next + t] = {r, (stop - r) << 1, t % tiles * QUERIES, t / tiles};
-    next += splits * tiles;
-    r = stop;
+  const auto share = [&](int first, int stop, int from, int to) {  // splits from … to - 1
+    const int tiles = ((stop - first) * shared + QUERIES - 1) / QUERIES;
+    for (int t = threadIdx.x; t < (to - from) * tiles; t += blockDim.x)
+      tasks[next + t] = {first, (stop - first) << 1, t % tiles * QUERIES, from + t / tiles};
+    next += max(to - from, 0) * tiles;
+  };
+  for (int r = 0, end; r < count; r = end) {  // every thread finds the same runs of rows
+    int least = 1 << 30;
+    for (end = r; end < count && slots[end] == slots[r]; ++end)
+      if (lanes[end] >= 0) least = min(least, trunks[end] / SPLIT);
+    if (slots[r] < 0) continue;
+    const int common = least < 1 << 30 ? least : 0;
+    share(r, end, 0, common);
+    for (int stop = r; r < end; r = stop) {
+      const bool lane = lanes[r] >= 0;
+      int most = 0;
+      while (stop < end && (lanes[stop] >= 0) == lane &&
+             (!lane || trunks[stop] / SPLIT == trunks[r] / SPLIT))
+        most = max(most, positions[stop++]);
+      share(r, stop, common, lane ? trunks[r] / SPLIT : most / SPLIT + 1);
+    }
   }
   if (threadIdx.x == 0) *task_count = next;
+}
+
+// Copies the first nodes of accepted lanes to the pages, all layers at once. grid (layers, sequences).
+// moves: like Sheet.moves of chained.py, in page-locked host memory; `more` is added to their counts.
+extern "C" __global__ void adopt(const int* moves, int more, CACHE, long long page_layer,
+                                 long long lane_layer) {
+  may_start_next();
+  wait_for_last();
+  const int* move = moves + 4 * blockIdx.y;
+  const int lane = move[0], slot = move[1], start = move[2], count = move[3] + more;
+  if (lane < 0) return;
+  const Cache cache = THE_CACHE;
+  const long long pages = blockIdx.x * page_layer, scratch = blockIdx.x * lane_layer;
+  for (int i = threadIdx.x; i < count * kv_heads * BLOCKS; i += blockDim.x) {
+    const int head = i / BLOCKS % kv_heads, step = i / BLOCKS / kv_heads, word = i % BLOCKS * 8;
+    const long long to = pages + cache.in_page(slot, head, start + step) + word;
+    const long long from = scratch + cache.in_lane(lane, head, step) + word;
+    *(uint4*)(keys + to) = *(const uint4*)(lane_keys + from);
+    *(uint4*)(values + to) = *(const uint4*)(lane_values + from);
+  }
 }
 
 // grid (blocks that share the tasks, kv heads). partial: [row][head][splits][HEAD], and largest and

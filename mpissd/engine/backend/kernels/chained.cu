@@ -2,20 +2,34 @@
 // model/transformer/chained.py, whose NumPy twin says the same. One block.
 //
 // state [sequences][4]: slot (-1: none), position of the last committed token, that token, and the
-// token before it (-1: its keys and values are stored). told [sequences][K + 2]: accepted tokens (-2:
-// a logit is not finite), bonus token, drafted tokens. forced [sequences][2 K + 1]: K drafted and
-// K + 1 target tokens that replace the forwards' own; -1: none.
-// A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
+// token before it (-1: its keys and values are stored). moves [sequences][4]: see Sheet. told
+// [sequences][N + 2]: the accepted node (-2: a logit is not finite), bonus token, drafted tokens.
+// forced [sequences][N + K + 1]: N drafted tokens, and K + 1 of the target by level, that replace the
+// forwards' own; -1: none. A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
+enum { PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK };  // see table_of
+
+struct Shape {
+  const int* table;
+  int nodes, lanes;
+  __device__ __forceinline__ int of(int what, int node) const {
+    return table[what * (nodes + 1) + node];
+  }
+};
+
 struct Side {
   int *tokens, *seats;
   int most_rows;
 
-  __device__ __forceinline__ void put(int row, int token, int slot, int position) const {
+  // position: of node 0.
+  __device__ __forceinline__ void put(const Shape& tree, int row, int node, int token, int slot,
+                                      int position) const {
+    const int level = tree.of(LEVEL, node), fork = tree.of(FORK, node);
+    const int lane = tree.of(LANE, node), spans = tree.of(SPANS, node);
     tokens[row] = token;
     seats[row] = slot;
-    seats[most_rows + row] = position;
-    seats[2 * most_rows + row] = -1;
-    seats[3 * most_rows + row] = position;
+    seats[most_rows + row] = position + level;
+    seats[2 * most_rows + row] = lane < 0 ? -1 : slot * tree.lanes + lane + spans;
+    seats[3 * most_rows + row] = position + fork;
   }
 };
 
@@ -23,47 +37,63 @@ __device__ __forceinline__ int token_of(int forced, const int* ids, int found) {
   return forced >= 0 ? forced : ids ? ids[found] : found;
 }
 
-extern "C" __global__ void chained(int stage, int sequences, int ahead, int* state, const int* forced,
-                                   int* told, const int* ids, const int* draft_best, int draft_k,
-                                   int* draft_tokens, int* draft_seats, int draft_most,
-                                   const int* target_best, const float* target_tops, int target_k,
-                                   int* target_tokens, int* target_seats, int target_most) {
+// first, width: the stage's nodes of a sequence; reads, puts: its rows in the draft's forwards before
+// and after the stage.
+extern "C" __global__ void chained(int stage, int sequences, int nodes, int depth, int lanes, int first,
+                                   int width, int reads, int puts, const int* table, int* state,
+                                   int* moves, const int* forced, int* told, const int* ids,
+                                   const int* draft_best, int draft_k, int* draft_tokens,
+                                   int* draft_seats, int draft_most, const int* target_best,
+                                   const float* target_tops, int target_k, int* target_tokens,
+                                   int* target_seats, int target_most) {
   may_start_next();
   wait_for_last();
   const Side draft = {draft_tokens, draft_seats, draft_most};
   const Side target = {target_tokens, target_seats, target_most};
-  const int rows = ahead + 1;
-  for (int s = threadIdx.x; s < sequences; s += blockDim.x) {
+  const Shape tree = {table, nodes, lanes};
+  const int rows = nodes + 1;
+  for (int i = threadIdx.x; i < sequences * width; i += blockDim.x) {
+    const int s = i / width, own = first + i % width;
     int* at = state + 4 * s;
-    const int* force = forced + s * (2 * ahead + 1);
-    int* tell = told + s * (ahead + 2);
+    const int* force = forced + s * (rows + depth);
+    int* tell = told + s * (nodes + 2);
     const int slot = at[0], position = at[1], last = at[2];
     if (stage == 0) {
       const int before = at[3];
-      if (ahead) {
-        draft.put(2 * s, before, before < 0 ? -1 : slot, position - 1);
-        draft.put(2 * s + 1, last, slot, position);
+      if (own == 0 && depth) {
+        draft.put(tree, 2 * s, 0, before, before < 0 ? -1 : slot, position - 1);
+        draft.put(tree, 2 * s + 1, 0, last, slot, position);
       }
-      for (int j = 0; j < rows; ++j) target.put(s * rows + j, j ? 0 : last, slot, position + j);
-    } else if (stage <= ahead) {
-      const int row = stage == 1 ? 2 * s + 1 : s;
-      const int token = token_of(force[stage - 1], ids, draft_best[row * draft_k]);
-      tell[1 + stage] = token;
-      target.tokens[s * rows + stage] = token;
-      if (stage < ahead) draft.put(s, token, slot, position + stage);
+      target.put(tree, i, own, own ? 0 : last, slot, position);
+    } else if (stage <= depth) {
+      const int row = s * reads + tree.of(LINE, own), next = tree.of(ROW, own);
+      const int token = token_of(force[own - 1], ids, draft_best[row * draft_k + tree.of(RANK, own)]);
+      if (next >= 0) draft.put(tree, s * puts + next, own, token, slot, position);
+      tell[1 + own] = token;
+      target.tokens[s * rows + own] = token;
     } else {
-      int accepted = 0, bonus = 0;
+      const int* best = target_best + s * rows * target_k;
+      int node = 0, bonus = token_of(force[nodes], nullptr, best[0]), before = last;
       bool finite = true;
-      for (int j = 0; j < rows; ++j) finite = finite && isfinite(target_tops[(s * rows + j) * target_k]);
-      for (;; ++accepted) {
-        bonus = token_of(force[ahead + accepted], nullptr, target_best[(s * rows + accepted) * target_k]);
-        if (accepted == ahead || tell[2 + accepted] != bonus) break;
+      for (int j = 0; j < rows; ++j) finite &= isfinite(target_tops[(s * rows + j) * target_k]) != 0;
+      for (int child = 1; child <= nodes; ++child) {  // a node's children are behind it
+        if (tree.of(PARENT, child) != node || tell[1 + child] != bonus) continue;
+        node = child;
+        before = bonus;
+        bonus = token_of(force[nodes + tree.of(LEVEL, node)], nullptr, best[node * target_k]);
       }
-      tell[0] = finite || slot < 0 ? accepted : -2;
+      const int level = tree.of(LEVEL, node), lane = tree.of(LANE, node), fork = tree.of(FORK, node);
+      tell[0] = finite || slot < 0 ? node : -2;
       tell[1] = bonus;
-      at[3] = accepted ? tell[1 + accepted] : last;
+      at[3] = before;
       at[2] = bonus;
-      at[1] = position + accepted + 1;
+      at[1] = position + level + 1;
+      if (!lanes) continue;
+      int* move = moves + 4 * s;
+      move[0] = lane < 0 ? -1 : slot * lanes + lane;
+      move[1] = slot;
+      move[2] = position + fork;
+      move[3] = level - fork;
     }
   }
 }

@@ -5,11 +5,12 @@ two of them a tiny operation (*stage*) writes the next forward's tokens and plac
 last one it applies the acceptance rule; so all of a round is launched at once, and the next round
 before this one is over. Nothing waits for the host.
 
-Stage 0 places the draft's first forward, of two rows a sequence, and the target's. Its first row
-computes the token before the last committed one once more: where all drafted tokens were accepted,
-the draft lacks its keys and values, elsewhere they are equal, since a row's numbers never depend
-on other rows. Stage j = 1 … K takes the j-th drafted token; stage K + 1 counts the accepted ones
-and begins the next round's state.
+A draft is a tree of K levels, in a chain of one node each. Stage 0 places the draft's first
+forward, of two rows a sequence, and the target's. Its first row computes the token before the last
+committed one once more: the draft may lack its keys and values, elsewhere they are equal, since a
+row's numbers never depend on other rows. Stage j = 1 … K takes the drafted tokens of level j; stage
+K + 1 walks the tree and begins the next round's state. Then an accepted path is copied from its
+lane into the trunk.
 """
 
 from __future__ import annotations
@@ -22,43 +23,68 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray, Program
+from mpissd.engine.model.forwards import SPAN
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import RowPlaces
 from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.spec.tree import Tree
 
 Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
+PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK = range(8)  # rows of table_of
 NOBODY = -1  # an empty slot, or a token that is not given
 NOT_FINITE = -2  # the accepted tokens of a sequence with a logit that is not finite
 RING = 3  # rounds whose numbers are kept: the one that runs, the one before and the one after it
 _IN_FLIGHT = 2  # rounds at once: one that runs, and the next one
 
 
+def table_of(tree: Tree) -> Ints:
+    """Returns what stages read of a tree by node, int32 [8, N + 1].
+
+    A node's parent (NOBODY: none), its level and its rank among its siblings; the rows, of one
+    sequence, that its parent and the node itself have in the draft's forwards (NOBODY: none); its
+    lane (NOBODY: the trunk), SPAN times the further lanes that hold it, and Tree.forks.
+    """
+    table = np.full((FORK + 1, len(tree.levels)), NOBODY, np.int32)
+    table[PARENT, 1:] = tree.parents
+    table[LINE, 1:] = np.concatenate([[], *tree.lines])
+    table[LINE, tree.depths == 1] = 1  # after the row of the token before the last one
+    for inner in tree.inner:
+        table[ROW, inner] = np.arange(len(inner))
+    table[[LEVEL, RANK, LANE, FORK]] = tree.depths, tree.ranks, tree.lanes, tree.forks
+    table[SPANS] = SPAN * (tree.spans - 1)
+    return table
+
+
 class Sheet:
     """Host arrays that stages read and write, views of one int32 buffer.
 
     state: [S, 4], each sequence's slot, the position of its last committed token, that token, and
-    the token before it (NOBODY: its keys and values are stored). forced: [RING, S, 2K + 1], by
-    round modulo RING, imposed tokens of the draft's forwards and of the target's rows (NOBODY:
-    none). decided: [RING, S, K + 2], also by round, num_accepted, the bonus and the drafts.
+    the token before it (NOBODY: its keys and values are stored). moves: [S, 4], the lane of the
+    path that was accepted last (NOBODY: the trunk), its slot, the position of the lane's first
+    node, and the nodes of the lane before the accepted one. forced: [RING, S, N + K + 1], by round
+    modulo RING, imposed tokens of the draft's nodes and of the target by level (NOBODY: none).
+    decided: [RING, S, N + 2], also by round, the accepted node, the bonus and the drafts.
     """
 
-    def __init__(self, ints: HostArray, sequences: int, lookahead: int) -> None:
-        """Lays the arrays out in `ints`, which has `size(sequences, lookahead)` elements."""
-        self.ints, self.sequences, self.lookahead = ints, sequences, lookahead
-        widths = 4, RING * (2 * lookahead + 1), RING * (lookahead + 2)
-        ends = np.cumsum([sequences * width for width in widths[:2]])
-        state, forced, decided = np.split(ints, ends)
+    def __init__(self, ints: HostArray, sequences: int, tree: Tree) -> None:
+        """Lays the arrays out in `ints`, which has `size(sequences, tree)` elements."""
+        self.ints, self.sequences, self.tree, self.table = ints, sequences, tree, table_of(tree)
+        nodes = len(tree.parents)
+        widths = 4, 4, RING * (nodes + tree.depth + 1), RING * (nodes + 2)
+        ends = np.cumsum([sequences * width for width in widths[:3]])
+        state, moves, forced, decided = np.split(ints, ends)
         self.state: Ints = state.reshape(sequences, 4)
+        self.moves: Ints = moves.reshape(sequences, 4)
         self.forced: Ints = forced.reshape(RING, sequences, -1)
         self.decided: Ints = decided.reshape(RING, sequences, -1)
         ints[...] = NOBODY
 
     @staticmethod
-    def size(sequences: int, lookahead: int) -> int:
+    def size(sequences: int, tree: Tree) -> int:
         """Returns the number of elements of the buffer."""
-        return sequences * (4 + RING * (3 * lookahead + 3))
+        return sequences * (8 + RING * (2 * len(tree.parents) + tree.depth + 3))
 
 
 @dataclass(frozen=True)
@@ -66,7 +92,7 @@ class Ends:
     """Both ends of one model's forwards.
 
     tokens: host int32 [max_rows], which the next one computes; seats: their places; best: the
-    likeliest token of each row of the last one, on the device.
+    likeliest tokens of each row of the last one, on the device.
     """
 
     tokens: HostArray
@@ -74,22 +100,17 @@ class Ends:
     best: Best
 
     @classmethod
-    def of(cls, stack: TransformerStack) -> Ends:
-        """Returns the ends of a stack's forwards."""
-        return cls(stack.buffers.tokens, stack.pages.seats, stack.candidates.by_k[1])
-
-    def put(self, row: int, token: int, slot: int, position: int) -> None:
-        """Sets a trunk row of the next forward."""
-        self.tokens[row] = token
-        self.seats.rows[:, row] = slot, position, NOBODY, position
+    def of(cls, stack: TransformerStack, k: int = 1) -> Ends:
+        """Returns the ends of a stack's forwards, the last of which gave k tokens a row."""
+        return cls(stack.buffers.tokens, stack.pages.seats, stack.candidates.by_k[k])
 
 
 @dataclass(frozen=True)
 class Stage:
     """One stage of a round: what an Ops needs to compute it.
 
-    number: 0 … K + 1. turn: the round modulo 3. ids: the tokens of the draft's outputs on the
-    device (None: output n is token n).
+    number: 0 … K + 1. turn: the round modulo 3. table: the sheet's, on the device. ids: the tokens
+    of the draft's outputs on the device (None: output n is token n).
     """
 
     number: int
@@ -97,77 +118,107 @@ class Stage:
     sheet: Sheet
     draft: Ends | None
     target: Ends
+    table: Any
     ids: Any = None
+
+    @property
+    def level(self) -> tuple[int, int, int, int]:
+        """Of one sequence: the stage's first node, the number of its nodes, and the rows of the
+        draft's forwards before and after it."""
+        tree, number = self.sheet.tree, self.number
+        if number == 0 or number > tree.depth:
+            return 0, 1 if number else len(tree.levels), 0, 0
+        first, rows = tree.ends[number - 1] + 1, [2, *map(len, tree.inner[1:]), 0]
+        return first, tree.ends[number] + 1 - first, rows[number - 1], rows[number]
+
+    def _put(self, ends: Ends, row: int, node: int, token: int, slot: int, position: int) -> None:
+        """Sets a row of the next forward to a node; position: of node 0."""
+        level, lane, spans, fork = self.sheet.table[[LEVEL, LANE, SPANS, FORK], node].tolist()
+        lane = NOBODY if lane < 0 else slot * self.sheet.tree.num_lanes + lane + spans
+        ends.tokens[row] = token
+        ends.seats.rows[:, row] = slot, position + level, lane, position + fork
 
     def run(self) -> None:
         """Computes the stage on host arrays, as chained.cu does on a device."""
         sheet, number, draft, target = self.sheet, self.number, self.draft, self.target
-        ahead, forced, every = sheet.lookahead, sheet.forced[self.turn], sheet.decided[self.turn]
+        tree, forced, every = sheet.tree, sheet.forced[self.turn], sheet.decided[self.turn]
+        count, (first, width, reads, puts) = len(tree.levels), self.level
         for row, decided in enumerate(every):
             slot, position, last, before = sheet.state[row].tolist()
-            first = row * (ahead + 1)
-            if number == 0:
-                if draft is not None:
-                    draft.put(2 * row, before, NOBODY if before < 0 else slot, position - 1)
-                    draft.put(2 * row + 1, last, slot, position)
-                for j in range(ahead + 1):
-                    target.put(first + j, 0 if j else last, slot, position + j)
-            elif number <= ahead:
-                assert draft is not None
-                token = int(forced[row, number - 1])
-                if token < 0:
-                    token = int(draft.best.ids[2 * row + 1 if number == 1 else row, 0])
-                    token = token if self.ids is None else int(self.ids[token])
-                decided[1 + number] = target.tokens[first + number] = token
-                if number < ahead:
-                    draft.put(row, token, slot, position + number)
-            else:
-                rows, given = slice(first, first + ahead + 1), forced[row, ahead:]
+            rows = slice(row * count, (row + 1) * count)  # the target's
+            if number == 0 and draft is not None:
+                none = NOBODY if before < 0 else slot
+                self._put(draft, 2 * row, 0, before, none, position - 1)
+                self._put(draft, 2 * row + 1, 0, last, slot, position)
+            for node in range(first, first + width):
+                if number == 0:
+                    token = 0 if node else last
+                    self._put(target, rows.start + node, node, token, slot, position)
+                elif number <= tree.depth:
+                    assert draft is not None
+                    rank, line, own = sheet.table[[RANK, LINE, ROW], node].tolist()
+                    token = int(forced[row, node - 1])
+                    if token < 0:
+                        token = int(draft.best.ids[row * reads + line, rank])
+                        token = token if self.ids is None else int(self.ids[token])
+                    decided[1 + node] = target.tokens[rows.start + node] = token
+                    if own >= 0:
+                        self._put(draft, row * puts + own, node, token, slot, position)
+            if number > tree.depth:
+                given = forced[row, count - 1 :][tree.depths]
                 best = np.where(given >= 0, given, target.best.ids[rows, 0])
-                accepted = 0
-                while accepted < ahead and decided[2 + accepted] == best[accepted]:
-                    accepted += 1
+                node = tree.walk(decided[2:].tolist(), best.tolist(), range(count), count)
                 is_finite = bool(np.isfinite(target.best.values[rows, 0]).all())
-                decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[accepted]
-                before = int(decided[1 + accepted]) if accepted else last
-                sheet.state[row] = slot, position + accepted + 1, best[accepted], before
+                decided[:2] = node if is_finite or slot < 0 else NOT_FINITE, best[node]
+                before = int(decided[1 + node]) if node else last
+                level, lane, fork = sheet.table[[LEVEL, LANE, FORK], node].tolist()
+                sheet.state[row] = slot, position + level + 1, best[node], before
+                if tree.num_lanes:
+                    lane = NOBODY if lane < 0 else slot * tree.num_lanes + lane
+                    sheet.moves[row] = lane, slot, position + fork, level - fork
 
 
 class ChainedForwards:
     """The programs of such rounds, over the steppers of a draft (None: AR) and of its target.
 
     Two rounds may be under way, of which the second takes its state from the first. The steppers,
-    whose stacks are transformers, must not be used meanwhile.
+    whose stacks are transformers, must not be used meanwhile. stored: drafted tokens of a round
+    whose keys and values the target stores in the trunk.
     """
 
     is_on = False  # whether the present round is chained; set by its speculator
 
-    def __init__(
-        self, draft: Stepper | None, target: Stepper, sequences: int, lookahead: int
-    ) -> None:
+    def __init__(self, draft: Stepper | None, target: Stepper, sequences: int, tree: Tree) -> None:
         """Compiles the programs for `sequences` sequences; both steppers share a backend."""
-        assert (draft is None) == (lookahead == 0), f"K={lookahead}"
+        assert (draft is None) == (tree.depth == 0), f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
         self._draft, self._target = stacks
-        ints = target.backend.host_ints(Sheet.size(sequences, lookahead))
-        self.sheet, ops = Sheet(ints, sequences, lookahead), self._target.weights.ops
+        ints = target.backend.host_ints(Sheet.size(sequences, tree))
+        self.sheet, ops = Sheet(ints, sequences, tree), self._target.weights.ops
+        self.tree, self.stored = tree, int((tree.lanes[1:] < 0).sum())
+        self._table = ops.ids(self.sheet.table)
         ids = None if self._draft is None else self._draft.weights.head_ids
         self._ids = None if ids is None else ops.ids(ids)
         self._programs: list[list[Program]] = [
-            [self._program(number, turn) for number in range(lookahead + 1)] for turn in range(RING)
+            [self._program(number, turn) for number in range(tree.depth + 1)]
+            for turn in range(RING)
         ]
         self._flying: list[int] = []  # rounds that are launched and not yet read
 
     def _program(self, number: int, turn: int) -> Program:
         """Compiles the draft's forward number + 1, or the target's, with the stages around it."""
-        sheet, is_last = self.sheet, number == self.sheet.lookahead
+        sheet, tree, is_last = self.sheet, self.tree, number == self.tree.depth
         stepper = self._steppers[is_last]
         stack: Any = stepper.stack
-        rows = sheet.sequences * (sheet.lookahead + 1 if is_last else 2 - (number > 0))
-        forward, ops = stack.body(rows, 1), self._target.weights.ops
-        ends = None if self._draft is None else Ends.of(self._draft), Ends.of(self._target)
-        first, last = (Stage(n, turn, sheet, *ends, self._ids) for n in (0, number + 1))
+        wide = not is_last and any(len(tree.children[node]) > 1 for node in tree.inner[number])
+        k = stepper.options.top_k if wide else 1
+        draft = None if self._draft is None else Ends.of(self._draft, 1 if is_last else k)
+        parts = turn, sheet, draft, Ends.of(self._target), self._table, self._ids
+        first, last = (Stage(n, *parts) for n in (0, number + 1))
+        each = len(tree.levels) if is_last else len(tree.inner[number]) if number else 2
+        rows, ops = sheet.sequences * each, self._target.weights.ops
+        forward = stack.body(rows, k)
 
         def body() -> None:
             if number == 0:
@@ -175,8 +226,11 @@ class ChainedForwards:
             stack.steer()
             forward()
             ops.chained(last)
+            if is_last and tree.num_lanes:
+                for more, one in enumerate((self._draft, self._target)):
+                    one.weights.ops.adopt(one.cache, sheet.moves, more)
 
-        return stepper.backend.program(body, stepper.cost(rows))
+        return stepper.backend.program(body, stepper.cost(rows, k))
 
     def begin(self, state: Ints) -> None:
         """Sets the sequences' places, [S, 4] like Sheet.state; no round may be under way."""
@@ -190,7 +244,7 @@ class ChainedForwards:
                 stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
-        """Launches a round after the rounds under way; forced: [S, 2K + 1] like Sheet.forced."""
+        """Launches a round after the rounds under way; forced: [S, N + K + 1] like Sheet.forced."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:
@@ -198,9 +252,14 @@ class ChainedForwards:
         self._flying.append(round_)
 
     @property
+    def nodes(self) -> int:
+        """N, 0 in AR."""
+        return len(self.tree.parents)
+
+    @property
     def lookahead(self) -> int:
         """K, 0 in AR."""
-        return self.sheet.lookahead
+        return self.tree.depth
 
     def is_flying(self, round_: int) -> bool:
         """Returns whether a round was launched, and neither read nor dropped."""
@@ -211,7 +270,7 @@ class ChainedForwards:
         return self._programs[round_ % RING][-1]
 
     def outcome(self, round_: int) -> Ints:
-        """Returns the outcome of a finished round, a copy of [S, K + 2] (Sheet.decided)."""
+        """Returns the outcome of a finished round, a copy of [S, N + 2] (Sheet.decided)."""
         first = self._flying.pop(0)
         assert round_ == first, f"round {round_} out of turn, {first} is the next one"
         outcome: Ints = self.sheet.decided[round_ % RING].copy()

@@ -19,7 +19,6 @@ from mpissd.engine.comm.group import Group
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import library
 
 _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakernel", "chosen")}
@@ -152,22 +151,19 @@ class Ops(Protocol):
         Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
         """
 
-    def chunks(self, shard: TransformerShard, weights: Any, cache: Array) -> Any:
-        """Returns what computes large chunks of a prompt by these TransformerWeights, or None.
-
-        It has `rows`, the positions of a chunk; `upload(slot, start, tokens)`, which sets the next
-        chunk, tokens [<= rows] of positions start …, a multiple of rows; `body()`, which issues
-        operations that store keys and values, and no logits; and `refresh()`, which reads weights
-        again that were overwritten.
-        """
-        return None
-
     def ids(self, ids: Ints) -> Array:
         """Returns the tokens of an LM head's outputs, as `chained` reads them."""
         return ids
 
     def chained(self, stage: Any) -> None:
         """Computes a chained.Stage between two forwards that the device chains."""
+
+    def adopt(self, cache: Array, moves: Ints, more: int) -> None:
+        """Copies accepted paths from their lanes into the trunk; moves: like chained.Sheet.moves,
+        read when it runs; more: nodes of a lane that are copied after those."""
+        for lane, slot, start, count in moves.tolist():
+            if lane >= 0:
+                self.move(cache, lane, slot, start, start + count + more)
 
     def draws(self, logits: Array) -> Any:
         """Returns what draws tokens from these logits on the device; None: the host does."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -236,10 +235,6 @@ class TransformerStack(Stack):
         if ops is not None and options.states:
             self.states = ops.states(max_sequences, options.capacity + 1)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
-        # Whether long prompts may be computed in chunks, by other products than single rows use. A
-        # server (pool > 0) may not: it stores a prompt's rows together with other rows, and again
-        # after a preemption, and both must give the same values. Chunks keep no hidden states.
-        self.library_prefill = options.pool == 0 and not options.states
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
         self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
@@ -253,26 +248,6 @@ class TransformerStack(Stack):
         """Makes the next forward compute its whole bucket: its rows' places are in the seats."""
         self._placed, self._reads = 0, True
 
-    @property
-    def chunk_rows(self) -> int:  # type: ignore[override]
-        """Rows of the chunks in which prompts are computed by themselves; 0: there are none."""
-        if not self.library_prefill or self.chunks is None:
-            return 0
-        return int(self.chunks.rows)
-
-    @cached_property
-    def chunks(self) -> Any:
-        """What computes the chunks (Ops.chunks), made when a long prompt needs it."""
-        weights = self.weights
-        return None if weights.ops is None else weights.ops.chunks(self.shard, weights, self.cache)
-
-    def place_chunk(self, slot: int, start: int, tokens: Ints) -> Callable[[], None]:
-        """Sets the next chunk, and takes the pages that it needs; returns the chunks' body."""
-        self.pages.hold(np.array([slot]), np.array([start + len(tokens) - 1]))
-        self.chunks.upload(slot, start, tokens)
-        body: Callable[[], None] = self.chunks.body
-        return body
-
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
         """Replaces the weights by these tensors, None: by its files', in steps; see reload.
 
@@ -284,8 +259,6 @@ class TransformerStack(Stack):
         yield from reload(self.weights, version, self.shard)
         if arrays is None and ops is not None:
             ops.clear(self.cache)
-        if "chunks" in vars(self) and self.chunks is not None:
-            self.chunks.refresh()
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
         """Copies the first K and V of a lane to positions start … stop − 1 of a slot."""

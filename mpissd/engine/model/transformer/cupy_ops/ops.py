@@ -21,7 +21,6 @@ from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
-from mpissd.engine.model.transformer.cupy_ops.prefill import CupyChunks
 from mpissd.engine.model.transformer.cupy_ops.products import (
     PAIR,
     TILE,
@@ -30,7 +29,6 @@ from mpissd.engine.model.transformer.cupy_ops.products import (
     values_and_factors,
 )
 from mpissd.engine.model.transformer.ops import Layer, Ops
-from mpissd.engine.model.transformer.shard import TransformerShard
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -111,7 +109,6 @@ class CupyOps(Ops):
         self._head = config.shape.head_dim
         self.macros = (("HEAD", self._head), ("PAGE", self.page), ("QUERY_TILES", QUERY_TILES))
         self._gathered: dict[int, Any] = {}
-        self.unpacked: dict[int, Any] = {}  # see CupyChunks
 
     def matrix(self, parts: Sequence[Part]) -> PackedWeight:
         """Packs parts side by side."""
@@ -261,8 +258,24 @@ class CupyOps(Ops):
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
     def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
+        """Takes q, k and v of the rows to the queries and the cache."""
         multiply(self.launcher, x, layer.qkv, cache.qkv, rows)
-        self.rotate(layer, cache, number, q, rows)
+        args = (
+            cache.qkv,
+            layer.qkv_bias,
+            layer.q_norm,
+            layer.k_norm,
+            np.float32(self._config.norm_eps),
+            cache.turns,
+            cache.words,
+            np.int32(cache.seats.rows.shape[1]),
+            *self.arguments(cache, number),
+            np.int32(self._heads),
+            np.float32(self.scale),
+            q,
+            np.int32(layer.qkv.head > 0),
+        )
+        self._attention("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
 
     @property
     def scale(self) -> float:
@@ -321,38 +334,6 @@ class CupyOps(Ops):
         grid = (1 + ceil_div(table, _BEGIN_THREADS),)
         self._attention("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
 
-    def rotate(
-        self,
-        layer: Layer,
-        cache: Cache,
-        number: int,
-        q: Any,
-        rows: int,
-        own: tuple[Any, Any, int] | None = None,
-    ) -> None:
-        """Takes q, k and v to the queries and the cache.
-
-        own: q, k and v of a chunk's rows, their seats [4, most_rows] on the device, and most_rows
-        (None: the forward's).
-        """
-        qkv, *seats = own or (cache.qkv, cache.words, cache.seats.rows.shape[1])
-        args = (
-            qkv,
-            layer.qkv_bias,
-            layer.q_norm,
-            layer.k_norm,
-            np.float32(self._config.norm_eps),
-            cache.turns,
-            seats[0],
-            np.int32(seats[1]),
-            *self.arguments(cache, number),
-            np.int32(self._heads),
-            np.float32(self.scale),
-            q,
-            np.int32(layer.qkv.head > 0 and own is None),
-        )
-        self._attention("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
-
     def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
         """Attends all splits, then adds them up."""
         heads, splits = np.int32(self._heads), np.int32(cache.splits)
@@ -398,12 +379,6 @@ class CupyOps(Ops):
     def top_k(self, logits: Any, k: int, ids: Any, values: Any, rows: int) -> None:
         self.backend.top_k(logits[:rows], k, ids[:rows], values[:rows])
 
-    def chunks(self, shard: TransformerShard, weights: Any, cache: Any) -> CupyChunks | None:
-        """Returns chunks of a prompt by cuBLAS; None on a shard, or where it cannot be captured."""
-        if self._is_shard or not self.backend.capture:
-            return None
-        return CupyChunks(self, shard, weights, cache)
-
     def ids(self, ids: Ints) -> Any:
         return self.launcher.uploaded(ids, np.int32)
 
@@ -411,9 +386,11 @@ class CupyOps(Ops):
         """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
         sheet, target = stage.sheet, stage.target
         draft = stage.draft or target  # without a draft, nothing is read of it
-        parts = sheet.state, sheet.forced[stage.turn], sheet.decided[stage.turn]
-        arrays = [np.uintp(part.ctypes.data) for part in parts]
-        sizes = np.int32(stage.number), np.int32(sheet.sequences), np.int32(sheet.lookahead)
+        parts = sheet.state, sheet.moves, sheet.forced[stage.turn], sheet.decided[stage.turn]
+        arrays = [stage.table, *(np.uintp(part.ctypes.data) for part in parts)]
+        tree = sheet.tree
+        shape = len(tree.parents), tree.depth, tree.num_lanes
+        sizes = map(np.int32, (stage.number, sheet.sequences, *shape, *stage.level))
         # Where the host keeps the tokens and the seats of a forward, and their most rows.
         drafts, targets = (
             (
@@ -423,10 +400,17 @@ class CupyOps(Ops):
             )
             for ends in (draft, target)
         )
-        best = stage.ids, draft.best.ids, np.int32(1)
+        best = stage.ids, draft.best.ids, np.int32(draft.best.ids.shape[1])
         tops = target.best.ids, target.best.values, np.int32(1)
         args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
         self.launcher.launch("chained", kernels.CHAINED, (1,), (_CHAINED_THREADS,), args)
+
+    def adopt(self, cache: Cache, moves: Ints, more: int) -> None:
+        """Copies by attention.cu, which reads page-locked host memory."""
+        strides = np.int64(cache.keys[0].size), np.int64(cache.lane_keys[0].size)
+        args = np.uintp(moves.ctypes.data), np.int32(more), *self.arguments(cache, 0), *strides
+        grid = cache.sizes.layers, len(moves)
+        self._attention("adopt", grid, (_BEGIN_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
         return CupyDraws(self.backend, self.launcher, logits)

@@ -354,7 +354,6 @@ def round_inputs(x, first, last, groups, records):
 def _product(kind: int) -> Any:
     inputs = LAYOUTS[kind].inputs
 
-    @njit(**JIT)
     def product(x, packed, out, first, rows):
         """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it.
 
@@ -381,7 +380,9 @@ def _product(kind: int) -> Any:
                     out.shape[1],
                 )
 
-    return product
+    # Ranks that compile two types at once must not write the same file of Numba's cache.
+    product.__qualname__ = f"product_{kind}"
+    return njit(**JIT)(product)
 
 
 PRODUCTS = {kind: _product(kind) for kind in LAYOUTS}

@@ -14,6 +14,7 @@ import numba
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 
@@ -38,16 +39,10 @@ MOST_ROWS = 6  # the most rows of one tile
 AHEAD = 2048  # distance, in words, by which prefetches run ahead of reads
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
-
-
-def _features() -> dict[str, bool]:
-    """Returns the processor's features by LLVM's names; those of NUMBA_CPU_FEATURES, if given."""
-    if (given := numba.config.CPU_FEATURES) is not None:
-        return {each[1:]: each[0] == "+" for each in given.split(",") if each}
-    return dict(binding.get_host_cpu_features())
-
-
-FEATURES = _features()
+# The processor's features by LLVM's names, as Numba's settings leave them.
+_GIVEN = numba.config.CPU_FEATURES
+_EVERY = get_host_cpu_features() if _GIVEN is None else _GIVEN
+FEATURES = {each[1:]: each[0] == "+" for each in _EVERY.split(",") if each}
 HAS_VNNI = bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
 # LLVM splits VPDPWSSD into two instructions for the processors that it knows; older versions have
 # another name for this feature.
