@@ -164,7 +164,7 @@ class Batch:
     """
 
     tree: Tree = CHAIN
-    layout: Tree | Branched = CHAIN  # the places of the tree's nodes, and of branches after them
+    layout: Branched | None = None  # the places of nodes and branches; None: the tree's own
     _has_leaves = False  # whether the last round stored nodes without children
     _moves_itself = False  # whether the device copied the last round's accepted paths itself
 
@@ -222,7 +222,7 @@ class Batch:
 
     def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
         """Returns the moves of an outcome, and notes what the cache holds after them."""
-        tree, moves = self.layout, list[tuple[int, Gap]]()
+        tree, moves = self.layout or self.tree, list[tuple[int, Gap]]()
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
         for slot, last, (_, _, event, node, _) in places:
             if event == Event.COMMIT and tree.lanes[node] >= 0:
@@ -395,8 +395,9 @@ class Batch:
         """Returns the places of nodes, or of branches' (Branched), after the positions `last`; all
         are [n]."""
         self._moves_itself = False
-        tree, lanes = self.layout, self.layout.lanes[nodes]
-        in_trunk, positions = lanes < 0, last + tree.depths[nodes]
+        tree = self.layout or self.tree
+        lanes, positions = tree.lanes[nodes], last + tree.depths[nodes]
+        in_trunk = lanes < 0
         self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
         ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
         return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
@@ -439,7 +440,7 @@ class Batch:
         They are placed at its end, so that they read only stored positions.
         """
         slots = self.slots[rows]
-        if isinstance(self.layout, Branched):
+        if self.layout is not None:
             ids = self.layout.firsts[k] + place * self.layout.size
             return LanePlaces(slots, self.last()[rows], ids)
         first = np.minimum(self.last()[rows] + k + 1, self.filled[slots])
@@ -454,7 +455,7 @@ class Batch:
         if self.tree.num_lanes:
             nodes = self.tree.inner[steps]
             slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
-            if isinstance(self.layout, Branched) and (lanes.ids != TRUNK).all():
+            if self.layout is not None and (lanes.ids != TRUNK).all():
                 nodes = (lanes.ids[:, None] + self.layout.inner[nodes]).reshape(-1)
             else:
                 self._has_leaves, nodes = False, np.tile(nodes, len(lanes.slots))

@@ -71,7 +71,7 @@ class Worker(Generic[AnyOracle]):
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
         batch = Batch(capacity, self.placement, prompt)
         batch.tree = self.oracle.tree
-        batch.layout = self.oracle.layout or self.oracle.tree
+        batch.layout = self.oracle.layout
         return batch
 
     def wait(self, waiter: Waiter) -> None:
