@@ -27,7 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 _UNREAD = (
     "prompt prompts prompt_ids batch_size rounds num_tokens warmup_rounds seed trace "
     "dry_run out progress show beside json chat_template temperature top_p stop stop_token backend "
-    "all_reduce graph deadline_s on_draft_loss groups"
+    "all_reduce graph deadline_s on_draft_loss groups tree"
 ).split()
 _SIMULATED = frozenset(flags_of(RunConfig)).difference(_UNREAD)
 

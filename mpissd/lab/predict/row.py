@@ -68,8 +68,8 @@ def predict_row(
     """
     if not is_predictable(job):
         raise ConfigError(
-            "no prediction for what is sampled (markov), recorded (replay), "
-            "or drafts several tokens a forward: allowed: gemm"
+            "no prediction for what is sampled (markov), recorded (replay), drafts several "
+            "tokens a forward, or branches from trees (ssd): allowed: gemm, trees with sd"
         )
     replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
