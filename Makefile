@@ -24,7 +24,7 @@
 ##   TP=1  DRAFTS=1 (0 for ar)  LEARNERS=0  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
 ##   GROUPS=1 (each of TP target ranks; they share the drafts: docs/pools.md)
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
-##   K=7 (--lookahead)  TREE=15 (sd)  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
+##   K=7 (--lookahead)  TREE=15  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
 ##   BATCH=1  ROUNDS=200  SEED=0  OUT=out  PROMPT="…"|PROMPTS=FILE.jsonl (with PAIR=smollm2)
 ##   ARGS="--lm_head …" (any other flag)
 ## Of sweep, beside those of run, which then hold in all its configurations (docs/sweep.md):

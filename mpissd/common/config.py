@@ -71,9 +71,11 @@ def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
     is_shipped = flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
-    if is_text and is_shipped and on_cpu and mode == "ssd":
+    if not (is_text and is_shipped and on_cpu) or "tree" in flags:
+        return dict(flags)
+    if mode == "ssd":
         return {**_ON_CPUS, **flags}
-    if is_text and is_shipped and on_cpu and mode == "sd" and "tree" not in flags:
+    if mode == "sd":
         return {"lookahead": _ON_CPUS["lookahead"], **flags}
     return dict(flags)
 
@@ -124,8 +126,8 @@ class MethodFlags(Checked):
     tree: int | None = drafting(
         None,
         integer(1, 256),
-        "number of tokens drafted in a round, as the best tree of K levels (sd; default: a chain)",
-        needs="mode=sd backup=jit learners=0",
+        "number of tokens drafted in a round, as the best tree of K levels (default: a chain)",
+        needs="backup=jit learners=0",
     )
     fan_out: str = growing(
         "uniform:3",

@@ -71,7 +71,7 @@ class Row(Mapping[str, Any]):
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
     tree_nodes: int | None = setting("drafted tokens of a tree, a round")
     tree_depth: int | None = setting("levels of a tree: K")
-    fan_out: list[int] | None = setting("F_0 … F_K after a hit")
+    fan_out: list[int] | None = setting("F_0 … F_K after a hit; of a tree by node")
     branch_budget: int | None = setting("the sum of `fan_out`")
     fan_out_miss: list[int] | None = setting("F_0 … F_K after a miss")
     acceptance: str | None = setting("the imposed acceptance model")

@@ -22,11 +22,12 @@ from mpissd.common.workloads import class_of
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
+from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
-from mpissd.engine.spec.fanout import FanOuts, resolve_fan_out
+from mpissd.engine.spec.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
 from mpissd.engine.spec.tree import CHAIN, shape
 from mpissd.engine.workload.base import Resolved, Serving, Workload
 
@@ -38,7 +39,6 @@ _PREFILL_ROWS = {"numpy": 32, "cupy": 128}
 _FLOAT32 = 4  # bytes of an entry of a distribution, and of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
 _LEAST_CONTEXT = 256  # tokens; a default context is not made smaller
-_MOST_CANDIDATES = 64  # candidates that an LM head reads out for a row
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Job(Resolved):
         own = self.lookahead // 2 + 1 if self.options.context else 1
         if not self.drafts_by_transformer:
             return ForwardOptions(config.fuse, config.lm_head, config.context, top_k, own)
-        lanes = config.groups * (self.group_lanes if self.fan_out else self.tree_lanes)
-        steps = self.lookahead if lanes else 0
+        lanes = config.groups * self.draft_lanes
+        steps = self.lookahead * (1 + (self.layout is not None)) if lanes else 0
         return replace(self.options, top_k=top_k, own_tokens=own, lanes=lanes, steps=steps)
 
     def target_buckets(self) -> list[int]:
@@ -104,7 +104,8 @@ class Job(Resolved):
     def draft_buckets(self) -> list[int]:
         """Returns the row counts to compile for the draft: glue, growth and backup steps."""
         batch, groups = self.config.batch_size, self.config.groups
-        exact = [n for n in (self.verify_rows, self.group_lanes, self.prefill_rows) if n]
+        grown = self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
+        exact = [n for n in (self.verify_rows, grown, self.prefill_rows) if n]
         if groups > 1:  # one forward may carry the rows of all groups
             exact += [groups * rows for rows in (batch, *exact)]
         return buckets(batch, *exact)
@@ -325,16 +326,15 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         backup = (fast if config.backup == "fast" else primary).hazards
         cut = [rate * (n < backup_lookahead) for n, rate in enumerate(backup)]
         fan_outs = FanOuts(after_hit, fan_out(text_after_miss or text, backup_lookahead, cut))
-        most = min(_MOST_CANDIDATES, draft.vocab_size if draft else _MOST_CANDIDATES) - 1
-        if (config.lm_head or config.is_transformer) and draft and fan_outs.widest > most:
-            raise ConfigError(
-                f"fan_out {config.fan_out} with lm_head: {fan_outs.widest} a row: allowed: at most "
-                f"{most}"
-            )
     if config.tree is not None:
         tree = shape(config.tree, primary.hazards, hit_law)
+        if fan_outs.branches and backup_lookahead < lookahead:
+            what = f"backup_lookahead={backup_lookahead} with tree={config.tree} and mode=ssd"
+            raise ConfigError(f"{what}: keys are by node of the whole tree: allowed: {lookahead}")
         lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
         primary = replace(primary, hazards=primary.hazards[:lookahead])
+        totals = [sum(each) for each in fan_outs.lists if each]
+        fan_outs = FanOuts(*(tree_fan_out(tree, primary.hazards, hit_law, n) for n in totals))
     job = Job(
         config=config,
         tp=tp,
@@ -351,6 +351,16 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         tree=tree,
         prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
+    most = min(MOST_CANDIDATES, draft.vocab_size if draft else MOST_CANDIDATES) - 1
+    if (config.lm_head or config.is_transformer) and draft and job.fan_out and job.widest > most:
+        raise ConfigError(
+            f"fan_out {config.fan_out} with lm_head: {job.widest} a row: allowed: at most {most}"
+        )
+    if job.layout is not None and job.drafts_by_transformer:
+        lanes, allowed = job.layout.num_lanes, min(MOST_SPAN, SPAN // job.draft_sequences)
+        if lanes > allowed:
+            what = f"fan_out {config.fan_out} with tree={config.tree}: {lanes} lanes a sequence"
+            raise ConfigError(f"{what}: allowed: at most {allowed}")
     if tree is not CHAIN and (job.reads_states or (draft and draft.head)):
         what = f"tree={config.tree} with draft={draft_where}"
         raise ConfigError(f"{what}: allowed: a draft model of its own")

@@ -314,8 +314,9 @@ def _counts(facts: Facts) -> Faults:
     for name, count in {**counts, "round_us.n": facts.get("round_us.n")}.items():
         if count is not None and count != row.num_rounds:
             yield f"num_rounds is {row.num_rounds}, {name} has {count:g}"
-    if row.fan_out is not None and len(row.fan_out) != row.lookahead + 1:
-        yield f"lookahead is {row.lookahead}, fan_out has {len(row.fan_out)}"
+    nodes = row.lookahead if row.tree_nodes is None else row.tree_nodes
+    if row.fan_out is not None and len(row.fan_out) != nodes + 1:
+        yield f"lookahead is {row.lookahead}, fan_out has {len(row.fan_out)}, of {nodes} tokens"
 
 
 def _tokens(facts: Facts) -> Faults:

@@ -81,7 +81,7 @@ def test_a_lane_is_a_trunk(gpu: Any) -> None:
 
 def test_a_tree_is_its_paths(gpu: Any) -> None:
     for backend in (gpu, NumpyBackend()):
-        check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=5), 126)
+        check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=8), 126)
 
 
 @pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])

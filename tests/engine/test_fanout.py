@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
-from mpissd.engine.spec.fanout import MAX_BRANCHES, optimal_fan_out, resolve_fan_out
+from mpissd.engine.spec.acceptance import named_hit_law
+from mpissd.engine.spec.fanout import (
+    MAX_BRANCHES,
+    key_chances,
+    optimal_fan_out,
+    resolve_fan_out,
+    tree_fan_out,
+)
+from mpissd.engine.spec.tree import Tree
 
 Hazards = st.lists(st.floats(0, 1), min_size=0, max_size=9)
 
@@ -126,3 +134,20 @@ def test_errors_name_the_value_and_what_is_allowed(text: str, message: str) -> N
 def test_a_budget_below_the_minimum_says_how_much_is_needed() -> None:
     with pytest.raises(ConfigError, match="a budget of 3 or more"):
         resolve_fan_out("geometric:2", 2, [0.8] * 2, 1.0, 1.0, minimum=1)
+
+
+@pytest.mark.parametrize("law", ["power:A=.64/.23,r=.4/.5", "power:A=1,r=1", "p_hit:.7"])
+@pytest.mark.parametrize("parents", [(0, 0, 1), (0, 1, 1, 2), (0,)])
+def test_a_tree_s_branches_follow_the_likeliest_outcomes(law: str, parents: tuple[int]) -> None:
+    told = Tree(parents), (0.6, 0.7, 0.5)[: Tree(parents).depth], named_hit_law(law)
+    chances = key_chances(*told, 5)
+    assert all((np.diff(each) >= 0).all() for each in chances)
+    assert sum(each[-1] for each in key_chances(*told, 10**4)) <= 1 + 1e-9
+
+    def hits(fan_out: Any) -> float:
+        return math.fsum(each[f] for each, f in zip(chances, fan_out, strict=True))
+
+    every = itertools.product(range(6), repeat=len(chances))
+    best = tree_fan_out(*told, 5)
+    assert sum(best) <= 5
+    assert hits(best) == pytest.approx(max(hits(each) for each in every if sum(each) <= 5))

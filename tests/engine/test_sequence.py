@@ -204,7 +204,7 @@ def test_a_prompt_is_missing_until_it_is_filled() -> None:
     trunk = batch.trunk(np.array([2, 0], np.int32))
     assert trunk.slots.tolist() == [0, 0, 0, 1] and trunk.positions.tolist() == [2, 3, 4, 0]
     assert (trunk.lanes == -1).all() and batch.filled.tolist() == [5, 1]
-    lanes = batch.lanes(np.array([0, 0, 1]), np.array([0, 2, 0], np.int32))
+    lanes = batch.lanes(np.array([0, 0, 1]), np.array([0, 2, 0], np.int32), np.zeros(3, np.int32))
     step = batch.step(lanes, 1)
     assert step.positions.tolist() == [4, 6, 2] and step.trunks.tolist() == [3, 5, 1]
     assert step.lanes.tolist() == [0, 1, 2] and batch.filled.tolist() == [5, 1]
@@ -243,7 +243,7 @@ def test_branches_after_a_short_trunk_stay_within_its_pages() -> None:
     pages.place(batch.fill(batch.gaps(range(1))))
     pages.place(batch.trunk(np.array([1], np.int32)))
     assert pages.held == [1] and batch.filled[0] == 16
-    lanes = batch.lanes(np.zeros(3, np.int64), np.arange(3, dtype=np.int32))
+    lanes = batch.lanes(np.zeros(3, np.int64), np.arange(3, dtype=np.int32), np.zeros(3, np.int32))
     assert lanes.first.tolist() == [15, 16, 16]  # the third can never hit
     pages.place(batch.step(lanes, 0))
     assert pages.held == [1]

@@ -24,7 +24,7 @@ from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerCon
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
-from mpissd.engine.spec.tree import Tree
+from mpissd.engine.spec.tree import Branched, Tree
 from mpissd.engine.workload.sequence import Batch, Placement
 from tests import transformer_reference
 from tests.transformer_rig import joined as joined
@@ -175,8 +175,8 @@ def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
 
 
 def check_tree(rig: Rig, trunk: int) -> None:
-    """Rows of a tree have the logits that their paths have in the trunk, bit for bit, and so has
-    the row after a path that moved there."""
+    """Rows of a tree have the logits that their paths have in the trunk, bit for bit, and so have
+    the first rows of branches after them, and the row after a path that moved there."""
     common, tokens = prompt(rig, trunk + 1), prompt(rig, 7, seed=9)
     tails = [[tokens[column] for column in path] for path in FORKED.paths]
     expected = [rig.fill([*common, *tail, 7], 8, slot=1)[-2:] for tail in tails]
@@ -184,10 +184,16 @@ def check_tree(rig: Rig, trunk: int) -> None:
     batch = Batch(1, Placement())
     batch.tree = FORKED
     batch.apply(Outcome.admission(-1, [Request(0, common[-1], prompt=tuple(common))]))
-    batch.filled[0] = trunk
-    found = rig.forward([common[-1], *tokens], batch.trunk(np.array([7], np.int32)))
-    for node, (own, _) in enumerate(expected):
-        assert np.array_equal(found[node], own), f"node {node}"
+    for batch.layout in (None, Branched(FORKED, [1] * 8)):
+        batch.filled[0] = trunk
+        found = rig.forward([common[-1], *tokens], batch.trunk(np.array([7], np.int32)))
+        for node, (own, _) in enumerate(expected):
+            assert np.array_equal(found[node], own), f"node {node}"
+    zeros = np.zeros(8, np.int64)
+    branches = batch.lanes(zeros, np.arange(8, dtype=np.int32), zeros.astype(np.int32))
+    found = rig.forward([7] * 8, batch.step(branches, 0))
+    for node, (_, after) in enumerate(expected):
+        assert np.array_equal(found[node], after), f"a branch after node {node}"
     ((lane, gap),) = batch.apply(Outcome(0, np.array([[0, 0, 0, 7, 7]], np.int32))).moves
     moves = rig.backend.host_ints(4).reshape(1, 4)
     moves[0] = lane, gap.slot, gap.start, gap.size - 1

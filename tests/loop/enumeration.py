@@ -18,7 +18,6 @@ from mpissd.engine.comm.link import queue_link
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.speculator import RemoteSpeculator
-from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload import markov, oracle
 from mpissd.engine.workload.oracle import Branches, Proposals, SampledDraft, SampledTarget
@@ -41,13 +40,11 @@ class Watching(SampledDraft):
     decoding: Decoding
     grown: Branches | None = None
     lanes: list[Any]
-    lost: list[object]
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         found = super().branches(batch, speculation, fan_outs)
         self.grown = found
         self.lanes = list(found.rollout.lanes)  # type: ignore[attr-defined]
-        self.lost = []
         return found
 
     def winner(self, row: int, k: int, bonus: int) -> int | None:
@@ -57,10 +54,6 @@ class Watching(SampledDraft):
         is_key = self.grown.rollout.first == bonus
         lanes = np.flatnonzero((self.grown.lanes.rows == row) & (self.grown.lanes.k == k) & is_key)
         return int(lanes[0]) if len(lanes) else None
-
-    def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
-        unseen = any(lane is lost for lost in self.lost)
-        return super()._propose(lane, place, _UNSEEN if unseen else u)
 
 
 class Watched(Watching, markov.MarkovDraft):
@@ -136,7 +129,7 @@ class Decoding(RemoteSpeculator):
         drafts, target = (case.workers or _markov)(case)
         self.worker, judge = drafts.oracle, target.oracle
         assert isinstance(self.worker, Watching) and isinstance(judge, Judging)
-        self.worker.decoding, self.worker.lost, judge.decoding = self, [], self
+        self.worker.decoding, judge.decoding = self, self
         self.drafter = Drafter(drafts, pair.policy, pair.batch, WAITER)
         self.loop = TargetLoop(target, self, None, pair.batch, WAITER)
         self.emitted: list[list[int]] = [[] for _ in range(pair.batch)]
@@ -217,7 +210,9 @@ class Decoding(RemoteSpeculator):
         pairs = zip(outcome.num_accepted.tolist(), outcome.bonus.tolist(), strict=True)
         won = {self.worker.winner(row, k, bonus) for row, (k, bonus) in enumerate(pairs)}
         if self.worker.grown is not None:
-            self.worker.lost = [x for n, x in enumerate(self.worker.lanes) if n not in won]
+            for n, lane in enumerate(self.worker.lanes):
+                if n not in won:  # so have its copies, in a tree
+                    lane.u = lambda place, drawn: _UNSEEN
 
     def _grow(self) -> None:
         for _ in range(self.case.steps(self)):

@@ -60,7 +60,7 @@ class Pair:
     def fans(self) -> FanOuts:
         if self.mode != "ssd":
             return FanOuts()
-        hit = self.fan_out or (2,) * (self.K + 1)
+        hit = self.fan_out or (2,) * (self.tree.ends[self.K] + 1)
         return FanOuts(hit, self.fan_out_miss or hit)
 
     @property

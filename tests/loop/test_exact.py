@@ -73,6 +73,11 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
         Case(replace(SD, vocab=3, tree=FORKED), confirms=lambda decoding: False),
         {(JIT, 4)},
     ),
+    "a tree, hit or jit": (Case(replace(SMALL, tree=FORKED)), {(CACHE, 4), (JIT, 4)}),
+    "a tree, C=0.5": (
+        Case(replace(SMALL, tree=FORKED, fan_out=(1, 0, 2, 1, 1), saguaro_c=0.5)),
+        {(CACHE, 4), (JIT, 4)},
+    ),
     "every distribution lost": (
         Case(SMALL, confirms=lambda decoding: False),
         {(CACHE, 2), (JIT, 2)},

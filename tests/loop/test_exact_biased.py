@@ -175,6 +175,7 @@ def siblings_alike(purpose: Purpose) -> Callable[[Name], Name]:
 
 
 TREE = replace(SD, tree=Tree((0, 0, 1, 1)))
+BRANCHED = replace(SSD, tree=TREE.tree)
 WARY = Case(SD, tamper=wary, remembers=lambda decoding: decoding.last_q)
 
 BIASED: dict[str, Case] = {
@@ -193,6 +194,8 @@ BIASED: dict[str, Case] = {
     "7: stopped by rounds": Case(SD, rounds=2),
     "tree: the first draw's q": Case(TREE, worker=FirstQ),
     "tree: siblings share a draw": Case(TREE, rename=siblings_alike(Purpose.DRAFT)),
+    "branches of trees: the first draw's q": Case(BRANCHED, worker=FirstQ),
+    "branches of trees: an unlikely token is not served": Case(BRANCHED, tamper=drop_unlikely),
     "tree: siblings share a coin": Case(TREE, rename=siblings_alike(Purpose.ACCEPT)),
 }
 

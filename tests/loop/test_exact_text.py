@@ -19,6 +19,7 @@ from tests.tiny_pair import tiny_pair
 
 V = 4
 CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
+FORKED = Tree((0, 0, 1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,8 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
         ({"temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
         ({"top_p": 0.7}, {CACHE, JIT}),
         ({"backup": "fast"}, {CACHE, FAST}),
-        ({"mode": "sd", "tree": Tree((0, 0, 1, 1)), "top_p": 0.8}, {JIT}),
+        ({"mode": "sd", "tree": FORKED, "top_p": 0.8}, {JIT}),
+        ({"tree": Tree((0, 0)), "lookahead": 1}, {CACHE, JIT}),
     ],
 )
 def test_the_law_of_the_text_is_the_target_s(
@@ -67,7 +69,7 @@ def test_the_law_of_the_text_is_the_target_s(
 
 def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
     """q = 0 for tokens that the draft lacks, which only the target emits."""
-    for pair in (narrow, replace(narrow, mode="sd", tree=Tree((0, 0, 1, 1)))):
+    for pair in (narrow, replace(narrow, mode="sd", tree=FORKED)):
         found = enumerated(pair)
         assert any(1 in text for text in found.law) and found.bias <= EXACT
 

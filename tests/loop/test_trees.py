@@ -14,6 +14,7 @@ from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine import job as jobs
 from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.spec.fanout import key_chances
 from mpissd.engine.spec.tree import Tree
 from mpissd.lab.measure.beside import rival
 from mpissd.lab.predict.grid import Outcomes
@@ -22,6 +23,7 @@ from tests.tiny_pair import TinyPair, tiny_pair
 NULL = {"pair": "toy", "backend": "emulated", "device": "null", "num_drafts": 0}
 REPLAY = {"workload": "replay", "recording": "results/recordings/smollm2-chat.npz"}
 NARROW = {**REPLAY, "recording": "results/recordings/smollm2-chat-350.npz"}  # 4 candidates
+LANES = {"mode": "ssd", "pair": "toy", "forward": "transformer"}
 COUNT = 90  # tokens of a sequence: a page has 64
 
 
@@ -30,14 +32,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(tmp_path_factory.mktemp("pair"), hidden=32, heads=2, kv_heads=1, vocab=19)
 
 
-def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], int]:
-    """The tokens, and how many rounds they took."""
+def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], Any]:
+    """The tokens, and the rounds that they took (RoundRecords.sequences)."""
     folders = {"target": str(pair.target), "draft": str(pair.draft), "workload": "text"}
     config = RunConfig(**{**folders, "backend": "numpy", "num_tokens": COUNT, **flags})
     with Decoder(config) as decoder:
         while not decoder.is_over:
             decoder.step()
-        return {n: of[:COUNT] for n, of in decoder.tokens.items()}, len(decoder.records)
+        tokens = {n: of[:COUNT] for n, of in decoder.tokens.items()}
+        return tokens, decoder.records.sequences()
 
 
 TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
@@ -46,18 +49,28 @@ TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
 
 
 @settings(max_examples=8)
-@given(tree=TREES, batch=st.integers(1, 3), drafts=st.integers(0, 1), chains=st.booleans())
+@given(
+    tree=TREES,
+    batch=st.integers(1, 3),
+    drafts=st.integers(0, 1),
+    chains=st.booleans(),
+    fans=st.integers(1, 4),
+)
 def test_any_tree_decodes_as_the_target_alone(
-    pair: TinyPair, tree: Tree, batch: int, drafts: int, chains: bool
+    pair: TinyPair, tree: Tree, batch: int, drafts: int, chains: bool, fans: int
 ) -> None:
+    """And with branches it accepts what it accepts without: the keys and values of each are its
+    own."""
     told: dict[str, Any] = {"prompt_ids": "1,2,3;4,5;6,7,8;9", "batch_size": batch}
     tokens, rounds = decode(pair, mode="ar", **told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "shape", lambda *_: tree)
         patch.setattr(NumpyBackend, "chains", chains)
-        told |= {"num_drafts": drafts, "lookahead": tree.depth, "tree": 1}
-        found = decode(pair, mode="sd", **told)
-    assert found[0] == tokens and found[1] < rounds
+        told |= {"lookahead": tree.depth, "tree": 1}
+        found = decode(pair, mode="sd", num_drafts=drafts, **told)
+        branched = decode(pair, mode="ssd", fan_out=f"uniform:{fans}", **told)
+    assert found[0] == branched[0] == tokens and len(found[1]) < len(rounds)
+    assert (found[1][:, :5] == branched[1][:, :5]).all() and branched[1][:, 6].any()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -65,15 +78,20 @@ def test_any_tree_decodes_as_the_target_alone(
 def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch: int) -> None:
     told = {**NULL, "batch_size": batch, **flags}
     found = []
-    for more in ({"mode": "ar"}, {"mode": "sd"}, {"mode": "sd", "tree": 12}):
+    trees = {"tree": 12}, {"mode": "ssd", "num_drafts": 1, "fan_out": "uniform:4", "tree": 12}
+    for more in ({"mode": "ar"}, {"mode": "sd"}, *({"mode": "sd", **tree} for tree in trees)):
         with Decoder(RunConfig(**{**told, **more, "rounds": 2000})) as decoder:
             for _ in range(300):
                 decoder.step()
             found.append(decoder)
-    ar, chain, tree = (decoder.tokens[0] for decoder in found)
-    assert ar == chain[: len(ar)] == tree[: len(ar)]
+    ar, chain, tree, branched = (decoder.tokens[0] for decoder in found)
+    assert ar == chain[: len(ar)] == tree[: len(ar)] and tree == branched
     accepted = [float(of.records.sequences()[:, 3].mean()) for of in found]
-    assert accepted[2] > 1.1 * accepted[1]
+    assert accepted[2] > 1.1 * accepted[1] and accepted[2] == accepted[3]
+    own, hits = found[3].job, found[3].records.sequences()[batch:, 6].mean()
+    chances = key_chances(own.tree, own.acceptance[Source.JIT].hazards, own.hit_law, 20)
+    wanted = sum(of[count] for of, count in zip(chances, own.fan_out, strict=True))
+    assert "recording" in flags or abs(hits - wanted) < 0.08
     job, position = found[2].job, 1
     assert {rival(job.config, mode).tree for mode in ("ar", "sd")} == {None}
     assert "recording" in flags or abs(np.cumprod(job.rates(Source.JIT)).sum() - accepted[2]) < 0.25
@@ -87,7 +105,11 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     ("flags", "message"),
     [
         ({"draft": "eagle:8b", "target": "8b"}, "draft=eagle:8b: allowed: a draft model"),
-        ({"mode": "ssd"}, "tree=8 with mode=ssd: allowed: mode=sd"),
+        ({"mode": "ssd", "num_drafts": 1, "backup_lookahead": 2}, "mode=ssd: keys .* allowed: 4"),
+        (
+            {**LANES, "fan_out": "uniform:60", "tree": 200, "lookahead": 9},
+            "fan_out uniform:60 with tree=200: [0-9]+ lanes a sequence: allowed: at most 2048",
+        ),
         ({"backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
         ({**NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
         ({"workload": "markov", "vocab": 4, "lookahead": 1}, "8 children .* at most vocab=4"),

@@ -19,6 +19,7 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
+from mpissd.engine.spec.tree import Branched
 from mpissd.engine.workload.sequence import Placement
 from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -31,7 +32,7 @@ _CAPACITY, _LANES = 32, 32
 @lru_cache(maxsize=8)
 def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) -> Stepper:
     """A model on a cache of its own; `which` separates two models of the same weights."""
-    sizes = {"capacity": _CAPACITY, "lanes": _LANES, "steps": max(1, lookahead)}
+    sizes = {"capacity": _CAPACITY, "lanes": _LANES, "steps": max(1, 2 * lookahead)}
     config = config_of(where, target)
     top_k = min(4, config.head_vocab)
     return Stepper(
@@ -145,5 +146,7 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
     judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
+    if pair.mode == "ssd" and pair.tree.num_lanes:
+        drafter.layout = Branched(pair.tree, pair.fans.after_hit)
     places = Placement()
     return DraftWorker(draft, drafter, places), TargetWorker(target, judge, places)

@@ -75,6 +75,8 @@ def config(pair: TinyPair, **flags: object) -> RunConfig:
     if flags["mode"] in ("inline", "tree"):
         flags |= {"tree": 7} if flags["mode"] == "tree" else {}
         flags |= {"mode": "sd", "num_drafts": 0}
+    if flags["mode"] == "branches of trees":
+        flags |= {"mode": "ssd", "tree": 7}
     return text_config(pair, lookahead=K, batch_size=SLOTS, **flags)
 
 
@@ -199,7 +201,7 @@ def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair,
     assert mail.tokens() == {0: alone(pair, [5, 6, 7], 150), 1: alone(pair, long, 12)}
 
 
-@pytest.mark.parametrize("mode", ["ssd", "tree"])
+@pytest.mark.parametrize("mode", ["ssd", "tree", "branches of trees"])
 def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) -> None:
     told = {"temperature": 0.9, "top_p": 0.95}
     mine = [Submit(n, [4, 5, 6], 40, seed=7, **told) for n in (0, 40)]

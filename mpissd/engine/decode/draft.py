@@ -56,8 +56,9 @@ class SpeculationCache:
     """The branches that were grown for predicted verification outcomes; a lane is one branch.
 
     A key is (round, request id, epoch, k, t*): the outcome v = (k, t*) of verifying round `round`
-    (Kumar, Dao, May 2026, §3). The cache holds the branches of one round only; a key of an older
-    round never matches. branches: None if nothing was grown.
+    (Kumar, Dao, May 2026, §3); in a tree k is the node where the accepted path ends. The cache
+    holds the branches of one round only; a key of an older round never matches. branches: None if
+    nothing was grown.
     """
 
     def __init__(self) -> None:
@@ -313,13 +314,14 @@ class Drafter:
         yield from self._fill(every)
         self._growth_start = perf_counter()
         self.worker.launch_glue(self.batch, speculation)
-        fan_outs = self._fan_outs = self.policy.fan_outs.within(control.width, control.lookahead)
+        ends, limit = self.worker.oracle.tree.ends, control.lookahead
+        served = None if limit is None else ends[limit]
+        fan_outs = self._fan_outs = self.policy.fan_outs.within(control.width, served)
         yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self.worker.oracle.branches(self.batch, speculation, fan_outs)
         self.cache.fill(self.batch, speculation, branches)
-        lanes = branches.lanes
-        self.worker.place_branches(self.batch, branches.rollout, lanes.rows, lanes.k)
+        self.worker.place_branches(self.batch, branches)
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
@@ -428,5 +430,6 @@ def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
         backup_lookahead=job.backup_lookahead,
         sampled=link_shape(job).sampled,
     )
-    counts = RankCounts() if job.workload.reports_outcomes else None
+    # In a tree the children of a node take the first ranks.
+    counts = RankCounts() if job.workload.reports_outcomes and not job.tree_lanes else None
     return Drafter(worker, policy, job.config.batch_size, waiter, counts)

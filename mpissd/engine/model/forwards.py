@@ -13,6 +13,7 @@ from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
 SPAN = 1 << 20  # more lanes than 4,096 sequences may have, at most 255 each
+MOST_SPAN = (1 << 31) // SPAN  # lanes that a row may be stored in: their sum is an int32
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ uniform:F      F_k = F
 geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the hit model (without
                rounding: the geometric series of SSD's theorem 12)
 list:a,b,…     K+1 given numbers
+
+Of a tree (`--tree`) k is the node where the accepted path ends, and ΣF_k is spread over its nodes.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.rounds import Source
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
+from mpissd.engine.spec.acceptance import HitLaw
+from mpissd.engine.spec.tree import Tree, positional
 
 Ints = NDArray[np.int32]
 
 # The largest ΣF_k of a sequence: more than any run uses, and planned within 0.1 s.
 MAX_BRANCHES = 4096
+MOST_CANDIDATES = 64  # candidates that an LM head reads out for a row
 # Costs that differ by less count as equal, so that rounding errors do not pick the plan.
 _TIE = 1e-12
 
@@ -94,14 +99,52 @@ def optimal_fan_out(
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
     assert spare >= 0, (budget, minimum, len(weights))
-    best = np.zeros(spare + 1)  # [spare+1], the least sum over the k so far, by candidates spent
-    choices: list[NDArray[np.intp]] = []
+    costs = []
     for weight, *law in zip(weights, hit_a, slopes, floors, strict=True):
         misses = [power_law_miss(minimum + extra, *law) for extra in range(spare + 1)]
-        cost = weight * np.array(misses)
+        costs.append(weight * np.array(misses))
+    return tuple(minimum + extra for extra in _cheapest(costs, spare))
+
+
+def tree_fan_out(
+    tree: Tree, hazards: Sequence[float], hit_law: HitLaw, budget: int
+) -> tuple[int, ...]:
+    """Returns F_n by node: the whole numbers with ΣF_n ≤ B for which most outcomes are keys.
+
+    Raises ConfigError if no candidate ever hits.
+    """
+    most = min(budget, MOST_CANDIDATES - 1)
+    best = _cheapest([-each for each in key_chances(tree, hazards, hit_law, most)], budget)
+    if not any(best):
+        raise ConfigError(f"fan_out of {budget} branches: no candidate of the tree's nodes hits")
+    return best
+
+
+def key_chances(
+    tree: Tree, hazards: Sequence[float], hit_law: HitLaw, most: int
+) -> list[NDArray[np.float64]]:
+    """Returns P(the outcome is node n and one of F bonus candidates) by n and F = 0 … most.
+
+    A path ends at node n, of depth d, before the draft's r-th candidate with P(n is reached) ·
+    law[d, r]; r counts from the number of n's children on.
+    """
+    law = positional(hazards, hit_law, tree.width + most)
+    law = np.vstack([law, np.diff(hit_law.hit_probabilities(tree.width + most)[1])])
+    chances = []
+    for chance, depth, children in zip(tree.chances(law), tree.levels, tree.children, strict=True):
+        ahead = law[depth, len(children) : len(children) + most]
+        chances.append(chance * np.array([0.0, *np.cumsum(ahead)]))
+    return chances
+
+
+def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, ...]:
+    """Returns the whole n_k with Σn_k ≤ budget that minimise Σ costs[k][n_k]."""
+    best = np.zeros(budget + 1)  # the least sum over the k so far, by candidates spent
+    choices: list[NDArray[np.intp]] = []
+    for cost in costs:
         # total[s] = min_e best[s−e] + cost[e], and the e that attains it
         total, chosen = best + cost[0], np.zeros(len(best), np.intp)
-        for extra in range(1, len(best)):
+        for extra in range(1, len(cost)):
             candidate = best[:-extra] + cost[extra]
             better = candidate < total[extra:] - _TIE
             total[extra:][better] = candidate[better]
@@ -111,7 +154,7 @@ def optimal_fan_out(
     left = int(np.flatnonzero(best <= best.min() + _TIE)[0])
     fan_out = []
     for chosen in reversed(choices):
-        fan_out.append(minimum + int(chosen[left]))
+        fan_out.append(int(chosen[left]))
         left -= int(chosen[left])
     return tuple(reversed(fan_out))
 
@@ -146,9 +189,14 @@ class FanOuts:
         return self if width is served is None else _within(self, width, served)
 
     @property
+    def widest_each(self) -> tuple[int, ...]:
+        """The larger F_k of both lists, by k."""
+        return tuple(map(max, zip(*self.lists, strict=True)))
+
+    @property
     def widest(self) -> int:
         """The largest F_k of all lists."""
-        return max((0, *(f for fan_out in self.lists for f in fan_out)))
+        return max(self.widest_each, default=0)
 
     @property
     def branches(self) -> int:

@@ -58,24 +58,8 @@ class Tree:
         self.reads = [int(of[0]) - 1 if len(of) == 1 else of - 1 for of in self.inner]
         pairs = zip(self.inner, levels[1:], strict=True)
         self.lines: list[Index] = [np.searchsorted(inner, every[level]) for inner, level in pairs]
-        self.lanes, self.forks, self.spans = self._places()
-        self.num_lanes = int((self.lanes + self.spans).max()) if (self.lanes >= 0).any() else 0
-
-    def _places(self) -> tuple[Index, Index, Index]:
-        leaves = [int(not each) for each in self.children]
-        for node in range(len(self.parents), 0, -1):
-            leaves[self.parents[node - 1]] += leaves[node]
-        free = [0] * len(leaves)  # the first lane of a node's next child; [0]: of the next fork
-        lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
-        for node, parent in enumerate(self.parents, 1):
-            is_side = lanes[parent] >= 0
-            forks[node] = forks[parent] if is_side else self.depths[node]
-            if is_side or node != self.children[parent][0]:
-                of = parent if is_side else 0
-                lanes[node] = free[node] = free[of]
-                spans[node] = leaves[node]
-                free[of] += leaves[node]
-        return lanes, forks, spans
+        self.lanes, self.forks, self.spans = _lay_out(parents, self.depths, count)
+        self.num_lanes = _count(self.lanes, self.spans)
 
     def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
         """Returns the node that a greedy target stops at; best[at[n]]: its token after node n.
@@ -105,14 +89,73 @@ class Tree:
             chains.tokens[n, : len(path)] = speculation.tokens[n, path]
         return chains, Outcome(outcome.round, rows)
 
+    def chances(self, law: NDArray[np.float64]) -> list[float]:
+        """Returns P(the path to a node is accepted) by node, of a law as in `optimal`."""
+        chances = [1.0]
+        for node, parent in enumerate(self.parents, 1):
+            rate = law[self.levels[node] - 1, self.ranks[node]]
+            chances.append(chances[parent] * float(rate))
+        return chances
+
     def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
         """Returns the acceptance rates by level, as a chain has them, of a law as in `optimal`."""
-        chances, reached = [1.0], [1.0] + [0.0] * self.depth
-        for node, parent in enumerate(self.parents, 1):
-            level = self.levels[node]
-            chances.append(chances[parent] * float(law[level - 1, self.ranks[node]]))
-            reached[level] += chances[-1]
+        reached = np.bincount(self.depths, self.chances(law)).tolist()
         return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
+
+
+class Branched:
+    """The places of a tree's nodes, and of the branches that grow after them in the same shape.
+
+    fan_out: the branches after each node. Of a branch only nodes with children have a place: a
+    draft computes no others. By place (first the tree's nodes): depths, lanes, spans and forks as
+    in Tree; the trunk holds no branch. By node: firsts, the place of its first branch; inner, a
+    node's place within a branch, of `size` places.
+    """
+
+    def __init__(self, tree: Tree, fan_out: Sequence[int]) -> None:
+        nodes = [node for node, children in enumerate(tree.children) if children]
+        self.size, self.inner = len(nodes), np.full(len(tree.children), -1)
+        self.inner[nodes] = np.arange(self.size)
+        counts, count = np.asarray(fan_out), len(tree.children)
+        self.firsts: Index = count + (np.cumsum(counts) - counts) * self.size
+        parents, depths = list(tree.parents), list(tree.levels)
+        for node in np.repeat(np.arange(count), counts).tolist():
+            root = len(parents) + 1
+            parents.append(node)
+            parents += [root + int(self.inner[tree.parents[inner - 1]]) for inner in nodes[1:]]
+            depths += [tree.levels[node] + 1 + tree.levels[inner] for inner in nodes]
+        self.depths: Index = np.array(depths)
+        self.lanes, self.forks, self.spans = _lay_out(parents, self.depths, count)
+        self.num_lanes = _count(self.lanes, self.spans)
+
+
+def _lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
+    """Returns lanes, forks and spans (Tree) of the nodes of these parents.
+
+    Every parent comes before its children, its likeliest child first; nodes from `end` on are never
+    in the trunk.
+    """
+    waiting = set(parents)  # for their first children
+    leaves = [int(node not in waiting) for node in range(len(parents) + 1)]
+    for node in range(len(parents), 0, -1):
+        leaves[parents[node - 1]] += leaves[node]
+    free = [0] * len(leaves)  # the first lane of a node's next child; [0]: of the next fork
+    lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
+    for node, parent in enumerate(parents, 1):
+        is_side = lanes[parent] >= 0
+        forks[node] = forks[parent] if is_side else depths[node]
+        is_first = parent in waiting
+        waiting.discard(parent)
+        if is_side or not is_first or node >= end:
+            of = parent if is_side else 0
+            lanes[node] = free[node] = free[of]
+            spans[node] = leaves[node]
+            free[of] += leaves[node]
+    return lanes, forks, spans
+
+
+def _count(lanes: Index, spans: Index) -> int:
+    return int((lanes + spans).max()) if (lanes >= 0).any() else 0
 
 
 CHAIN = Tree(range(MOST_NODES))

@@ -23,7 +23,7 @@ from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.tree import CHAIN, Tree, positional
+from mpissd.engine.spec.tree import CHAIN, Branched, Tree, positional
 from mpissd.engine.workload.oracle import DraftOracle, OpenGather, TargetOracle
 from mpissd.engine.workload.sequence import Placement
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -56,7 +56,7 @@ class Resolved:
     target: ModelShape
     draft: ModelShape | None
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # F_0 … F_K after a hit; empty unless SSD
+    fan_out: tuple[int, ...]  # F_0 … F_K after a hit (of a tree: by node); empty unless SSD
     fan_out_miss: tuple[int, ...]  # F_0 … F_K after a trunk that a backup drafted
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
@@ -185,6 +185,20 @@ class Resolved:
         """The lanes in which the side paths of a batch's trees are stored."""
         return self.config.batch_size * self.tree.num_lanes
 
+    @cached_property
+    def layout(self) -> Branched | None:
+        """The places of a tree's nodes and of the branches after them; None unless they grow."""
+        if not (self.fan_out and self.tree.num_lanes):
+            return None
+        return Branched(self.tree, self.fan_outs.widest_each)
+
+    @property
+    def draft_lanes(self) -> int:
+        """The lanes of a target group in the draft's cache: of side paths, and of branches."""
+        if self.layout is not None:
+            return self.config.batch_size * self.layout.num_lanes
+        return self.group_lanes if self.fan_out else self.tree_lanes
+
     @property
     def draft_sequences(self) -> int:
         """Number of sequences of all target groups, which a draft keeps in its cache."""
@@ -202,9 +216,12 @@ class Resolved:
 
     @property
     def widest(self) -> int:
-        """The largest number of candidates that a row may keep, at least 1; in a tree, of siblings
-        of a node's first child."""
-        return max(1, self.fan_outs.widest, self.tree.width - 1)
+        """The largest number of candidates that a row may keep, at least 1; in a tree, with the
+        siblings of a node's first child."""
+        if self.layout is None:
+            return max(1, self.fan_outs.widest, self.tree.width - 1)
+        each = zip(self.fan_outs.widest_each, self.tree.children, strict=True)
+        return max(1, *(most + max(0, len(children) - 1) for most, children in each))
 
 
 class Endings:
@@ -332,7 +349,7 @@ class Workload(ABC):
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of one draft, over the whole draft model."""
         oracle = self.draft_oracle(stepper)
-        oracle.tree = self.job.tree
+        oracle.tree, oracle.layout = self.job.tree, self.job.layout
         return DraftWorker(stepper, oracle, self.job.placement(drafts=True))
 
     @abstractmethod

@@ -80,10 +80,18 @@ class Stream:
         stream."""
         raise NotImplementedError
 
-    def nodes(self, tree: Tree, rows: Index) -> Ints:
-        """Returns the tokens of trees [n, N] after batch rows `rows` [n], of a draft's stream: its
-        candidates for each level after true tokens. Beyond the accepted path none is right."""
+    def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
+        """Returns the draft's candidates [n, m] of these ranks [m] (0: the likeliest one) after
+        `depths` [m] true tokens of batch rows `rows` [n], of a draft's stream.
+
+        ahead: tokens of each row [n] before these.
+        """
         raise NotImplementedError
+
+    def nodes(self, tree: Tree, rows: Index, ahead: Index | int = 0) -> Ints:
+        """Returns the tokens of trees [n, N] by `ranked`. Beyond the accepted path none is
+        right."""
+        return self.ranked(rows, tree.depths[1:] - 1, tree.ranks[1:], ahead)
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
         """Returns the table entries at n + offsets, [b, …], or of batch rows `rows` if given."""
@@ -240,13 +248,17 @@ class DraftStream(TokenStream):
     def restarts(self, source: Source, rows: Index) -> Ints:
         return self.drafts(source, np.zeros((), np.int64), rows)
 
-    def nodes(self, tree: Tree, rows: Index) -> Ints:
-        level, rank = tree.depths[1:] - 1, tree.ranks[1:]
-        firsts, origin = self.restarts(Source.JIT, rows), self._origin[rows][:, None]
-        is_first = firsts == self._table.take(origin + np.arange(self.lookahead))
-        index = (origin + level) * self._widest + np.maximum(rank - 1, 0)
-        index += np.where(is_first[:, level], 0, self._decoys[0].size)  # as after a rejection
-        return np.where(rank == 0, firsts[:, level], self._flat_decoys.take(index))
+    def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
+        """Returns candidates, as Stream.ranked; after K tokens they are bonus candidates only."""
+        origin, is_end = (self._origin[rows] + ahead)[:, None], depths == self.lookahead
+        level = np.minimum(depths, self.lookahead - 1)
+        firsts = self._flat_drafts[Source.JIT].take(origin + self._places[level])
+        is_first = firsts == self._table.take(origin + level)
+        later = np.where(is_end, ranks, np.maximum(ranks - 1, 0))
+        # Of the planes of decoys: as after a rejection, or after K accepted tokens.
+        plane = np.where(is_end, len(self._decoys) - 1, np.where(is_first, 0, 1))
+        index = (origin + depths) * self._widest + later + plane * self._decoys[0].size
+        return np.where(is_end | (ranks > 0), self._flat_decoys.take(index), firsts)
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
         tables = [table[:, slot] for table in self._drafts.values()]
@@ -367,17 +379,24 @@ class ImposedDraft(Imposed, DraftOracle):
     def _branches(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> Branches:
-        candidates, tokens = self._stream.grown(speculation, fan_out, rows)
+        tree, every = self.tree, np.arange(len(speculation.rows)) if rows is None else rows
+        if tree.num_lanes:
+            node, place = lanes_of(fan_out)
+            taken: Index = np.array([len(children) for children in tree.children])
+            candidates = self._stream.ranked(every, tree.depths[node], taken[node] + place)
+            ahead = np.tile(tree.depths[node] + 1, len(every))
+            tokens = self._stream.nodes(tree, np.repeat(every, len(node)), ahead)
+        else:
+            candidates, tokens = self._stream.grown(speculation, fan_out, rows)
         key = fan_out, len(candidates)
         lanes = self._full.get(key) if rows is None else None
         if lanes is None:
-            chosen = np.arange(len(candidates)) if rows is None else rows
-            k, place = (np.tile(part, len(chosen)) for part in lanes_of(fan_out))
-            lanes = Lanes(np.repeat(chosen, sum(fan_out)), k, place)
+            k, place = (np.tile(part, len(every)) for part in lanes_of(fan_out))
+            lanes = Lanes(np.repeat(every, sum(fan_out)), k, place)
             if rows is None:
                 self._full[key] = lanes
         first = candidates.reshape(-1)
-        return Branches(lanes, Rollout(_NOBODY, first, tokens.reshape(len(first), self.lookahead)))
+        return Branches(lanes, Rollout(_NOBODY, first, tokens.reshape(len(first), -1)))
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
         chosen = np.asarray(rows, np.int64)

@@ -31,7 +31,7 @@ from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import LONGEST
-from mpissd.engine.spec.tree import CHAIN, Tree
+from mpissd.engine.spec.tree import CHAIN, Branched, Tree
 from mpissd.engine.workload.sequence import Batch, Index, LanePlaces
 from mpissd.engine.workload.sequence import Sequence as Live
 
@@ -134,14 +134,14 @@ class Rollout:
 
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
         """Keeps only `lanes`, chosen for batch rows `rows`, and drops all other lanes."""
-        chosen = np.array(lanes, np.int64)
+        chosen, each = np.array(lanes, np.int64), len(self.lanes or ()) // max(1, len(self))
         self.rows = np.array(rows, np.int64)
         self.first, self.tokens = self.first.take(chosen), self.tokens.take(chosen, axis=0)
         if self.places is not None:
             self.places = self.places.keep(chosen)
         if self.lanes is not None and self.q is not None:
             self.q = self.q.take(chosen, axis=0)
-            self.lanes = [self.lanes[n] for n in lanes]
+            self.lanes = [one for n in lanes for one in self.lanes[n * each : (n + 1) * each]]
             self.recorded = [self.recorded[n] for n in lanes]
 
     def fill(self, count: int) -> None:
@@ -167,8 +167,8 @@ class Rollout:
 class Lanes:
     """The outcome for which each lane is grown; all arrays are [lanes].
 
-    rows: the lane's batch row. k: the number of accepted tokens in its outcome. place: the rank of
-    its bonus candidate among the candidates of that k, from 0.
+    rows: the lane's batch row. k: the number of accepted tokens in its outcome; of a tree the node.
+    place: the rank of its bonus candidate among the candidates of that k, from 0.
     """
 
     rows: Index
@@ -193,10 +193,12 @@ class Oracle:
 
     reads_tokens: whether the batch keeps tokens for it. reads_forwards: whether the forwards'
     results decide. chains: whether the device may decide whole greedy rounds by itself
-    (decode.chained). tree: the shape of a draft, a chain of any length by default.
+    (decode.chained). tree: the shape of a draft, a chain of any length by default. layout: the
+    places of its nodes and of branches after them, if any grow (None: the tree's own).
     """
 
     tree: Tree = CHAIN
+    layout: Branched | None = None
     reads_tokens: ClassVar[bool] = False
     reads_forwards: ClassVar[bool] = False
     chains: bool = False
@@ -279,7 +281,7 @@ class DraftOracle(Oracle, ABC):
 
         The candidates are the rollout's `first`. A sequence whose speculation was a hit keeps
         fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that
-        was served after k accepted tokens is never one of them.
+        was served after k accepted tokens (in a tree: a child of node k) is never one of them.
         """
 
     @abstractmethod
@@ -339,12 +341,13 @@ class SampledDraft(DraftOracle):
         """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
         self._fan_outs = fan_outs
         entries: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
-        best = self._likeliest(batch, fan_outs.widest + 1)
+        tree = self.tree
+        best = self._likeliest(batch, fan_outs.widest + tree.width)
         for row, source in enumerate(speculation.source.tolist()):
             served, fan_out = batch.sequences[row].served, fan_outs.behind(source)
             for k in range(len(served) + 1):
-                token = served[k] if k < len(served) else None
-                others = [candidate for candidate in next(best) if candidate != token]
+                drafted = [served[child - 1] for child in tree.children[k] if child <= len(served)]
+                others = [candidate for candidate in next(best) if candidate not in drafted]
                 entries += [(row, k, place, t) for place, t in enumerate(others[: fan_out[k]])]
         table = np.array(entries, np.int64).reshape(-1, 4)
         rows, k_of = table[:, 0], table[:, 1].astype(np.int32)
@@ -380,17 +383,20 @@ class SampledDraft(DraftOracle):
         """Returns lanes after the tokens `first` of batch rows `rows`, not grown yet.
 
         chosen: the batch rows that the lanes answer. k: by lane, the served tokens before its first
-        token, of branches that are verified in the next round; None: lanes of this round.
+        token (in a tree the node), of branches that are verified in the next round; None: lanes of
+        this round.
         """
         first = first.astype(np.int32)
         tokens = np.zeros((len(first), self.tree.ends[self.lookahead]), np.int32)
         if not self.samples:
             return Rollout(chosen, first, tokens)
         fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
-        lanes = []
+        if fan_out and self.tree.num_lanes:  # by token, of the node that it follows
+            fan_out = tuple(fan_out[parent] for parent in self.tree.parents)
+        lanes, paths = [], self.tree.paths
         for n, row in enumerate(rows.tolist()):
             one = batch.sequences[row]
-            ahead = [] if k is None else [*one.served[: k[n]], int(first[n])]
+            ahead = [] if k is None else [*map(one.served.__getitem__, paths[k[n]]), int(first[n])]
             draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
             seed, name = one.stream(self._seed)
             lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))

@@ -34,7 +34,6 @@ from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.fanout import lanes_of
 from mpissd.engine.spec.lookup import make_lookup
-from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.base import Endings, Workload, laws_label
 from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.workload.sequence import Batch, Index
@@ -298,9 +297,9 @@ class RecordedDraft(RecordedStream):
         assert self._fast is not None, "a fast backup without its table"
         return self._fast[origin]
 
-    def nodes(self, tree: Tree, rows: Index) -> Ints:
-        level, rank = tree.depths[1:] - 1, tree.ranks[1:]
-        return self._top.take((self._origin[rows][:, None] + level) * self._width + rank)
+    def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
+        origin = (self._origin[rows] + ahead)[:, None]
+        return self._top.take((origin + depths) * self._width + ranks)
 
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:

@@ -27,7 +27,7 @@ from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
 from mpissd.engine.model.forwards import SPAN, Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
-from mpissd.engine.spec.tree import CHAIN, Tree
+from mpissd.engine.spec.tree import CHAIN, Branched, Tree
 
 Index = NDArray[np.int64]
 Prompt = abc.Callable[[Request], abc.Sequence[int]]
@@ -76,8 +76,9 @@ class Gap(NamedTuple):
 class LanePlaces:
     """Places where a rollout's lanes (branch slots) grow; all are [lanes].
 
-    slots: the cache slot. first: the position of the token that the first step reads. ids: the
-    lane's scratch, or TRUNK for a lane that continues the committed tokens in the cache.
+    slots: the cache slot. first: the position of the token that the first step reads; of a tree's
+    branch, of the last committed token when it began. ids: the lane's scratch, of a tree's branch
+    its place (Branched), or TRUNK for a lane that continues the committed tokens in the cache.
     """
 
     slots: Index
@@ -163,6 +164,7 @@ class Batch:
     """
 
     tree: Tree = CHAIN
+    layout: Branched | None = None  # the places of nodes and branches; None: the tree's own
     _has_leaves = False  # whether the last round stored nodes without children
     _moves_itself = False  # whether the device copied the last round's accepted paths itself
 
@@ -220,11 +222,11 @@ class Batch:
 
     def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
         """Returns the moves of an outcome, and notes what the cache holds after them."""
-        tree, moves = self.tree, list[tuple[int, Gap]]()
+        tree, moves = self.layout or self.tree, list[tuple[int, Gap]]()
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
         for slot, last, (_, _, event, node, _) in places:
             if event == Event.COMMIT and tree.lanes[node] >= 0:
-                stop = last + tree.levels[node] + self._has_leaves
+                stop = last + int(tree.depths[node]) + self._has_leaves
                 gap = Gap(slot, last + int(tree.forks[node]), stop)
                 if not self._moves_itself:
                     moves.append((slot * tree.num_lanes + int(tree.lanes[node]), gap))
@@ -390,10 +392,12 @@ class Batch:
         return _trunk(self.slots[rows], last[rows] + ahead)
 
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of nodes of trees after the positions `last`; all are [n]."""
+        """Returns the places of nodes, or of branches' (Branched), after the positions `last`; all
+        are [n]."""
         self._moves_itself = False
-        tree, lanes = self.tree, self.tree.lanes[nodes]
-        in_trunk, positions = lanes < 0, last + tree.depths[nodes]
+        tree = self.layout or self.tree
+        lanes, positions = tree.lanes[nodes], last + tree.depths[nodes]
+        in_trunk = lanes < 0
         self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
         ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
         return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
@@ -428,13 +432,17 @@ class Batch:
             return capacity - 1 - last
         return np.minimum(capacity, self._base[self.slots] + window) - 1 - last
 
-    def lanes(self, rows: Index, k: Ints) -> LanePlaces:
-        """Returns the places of branches after k accepted tokens of batch rows `rows`.
+    def lanes(self, rows: Index, k: Ints, place: Ints) -> LanePlaces:
+        """Returns the places of branches after k accepted tokens (in a tree: after node k) of batch
+        rows `rows`; place: among the branches after those.
 
         Imposed tokens also make branches after tokens that a short trunk lacks. These never hit.
         They are placed at its end, so that they read only stored positions.
         """
         slots = self.slots[rows]
+        if self.layout is not None:
+            ids = self.layout.firsts[k] + place * self.layout.size
+            return LanePlaces(slots, self.last()[rows], ids)
         first = np.minimum(self.last()[rows] + k + 1, self.filled[slots])
         return LanePlaces(slots, first, np.arange(len(rows)))
 
@@ -445,9 +453,13 @@ class Batch:
     def step(self, lanes: LanePlaces, steps: int) -> Places:
         """Returns the places of the next step of these lanes, which have grown `steps` levels."""
         if self.tree.num_lanes:
-            self._has_leaves, nodes = False, self.tree.inner[steps]
+            nodes = self.tree.inner[steps]
             slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
-            return self._nodes(slots, last, np.tile(nodes, len(lanes.slots)))
+            if self.layout is not None and (lanes.ids != TRUNK).all():
+                nodes = (lanes.ids[:, None] + self.layout.inner[nodes]).reshape(-1)
+            else:
+                self._has_leaves, nodes = False, np.tile(nodes, len(lanes.slots))
+            return self._nodes(slots, last, nodes)
         positions = lanes.first + steps
         in_trunk = lanes.ids == TRUNK
         self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1

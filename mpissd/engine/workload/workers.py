@@ -17,12 +17,18 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
-from mpissd.engine.workload.oracle import DraftOracle, Oracle, Proposals, Rollout, TargetOracle
+from mpissd.engine.workload.oracle import (
+    Branches,
+    DraftOracle,
+    Oracle,
+    Proposals,
+    Rollout,
+    TargetOracle,
+)
 from mpissd.engine.workload.sequence import (
     Batch,
     Change,
     Gap,
-    Index,
     Placement,
     places_of,
 )
@@ -65,6 +71,7 @@ class Worker(Generic[AnyOracle]):
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
         batch = Batch(capacity, self.placement, prompt)
         batch.tree = self.oracle.tree
+        batch.layout = self.oracle.layout
         return batch
 
     def wait(self, waiter: Waiter) -> None:
@@ -213,8 +220,8 @@ class DraftWorker(Worker[DraftOracle]):
     """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
-        """Starts the forward that scores the served trunk, K+1 rows a sequence."""
-        rows = len(batch) * (self.oracle.lookahead + 1)
+        """Starts the forward that scores the served trunk, N+1 rows a sequence."""
+        rows = len(batch) * (self.oracle.tree.ends[self.oracle.lookahead] + 1)
         self._upload_trunk(batch, speculation, rows, lists=True)
         self.stepper.launch()
 
@@ -226,10 +233,12 @@ class DraftWorker(Worker[DraftOracle]):
             rollout.places = batch.restart(np.asarray(rows, np.int64))
         return rollout
 
-    def place_branches(self, batch: Batch, rollout: Rollout, rows: Index, k: Ints) -> None:
-        """Gives new branches, after k accepted tokens of batch rows `rows`, their places."""
+    def place_branches(self, batch: Batch, branches: Branches) -> None:
+        """Gives new branches their shape, and their places in the cache."""
+        lanes, rollout = branches
+        rollout.tree = self.oracle.tree
         if self.placement is not None:
-            rollout.places = batch.lanes(rows, k)
+            rollout.places = batch.lanes(lanes.rows, lanes.k, lanes.place)
 
     def launch_step(self, batch: Batch, rollouts: Sequence[Rollout]) -> None:
         """Starts one forward that grows every lane of every rollout by one level of its tree.

@@ -62,7 +62,7 @@ def print_card(session: Session) -> None:
     law = "none: every round emits one token a sequence"
     if job.draft is not None:
         law = session.workload.law
-    if job.draft is not None and job.fan_out and job.hit_law.p_hit:
+    if job.draft is not None and job.fan_out and job.hit_law.p_hit and job.layout is None:
         # The branches that the default hit model would need for the imposed hit rate.
         hazards, rows = job.acceptance[Source.CACHE].hazards, len(job.fan_out)
         least = least_uniform(job.hit_law.p_hit, hazards, DEFAULT, MAX_BRANCHES // rows)

@@ -31,9 +31,10 @@ def is_predictable(job: Job) -> bool:
     """Returns whether the simulation can predict this job.
 
     The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
-    same in every round.
+    same in every round. The branches of a tree are not simulated.
     """
-    return job.workload.is_imposed and (job.draft is None or job.draft.num_tokens == 1)
+    has_steps = job.draft is None or job.draft.num_tokens == 1
+    return job.workload.is_imposed and has_steps and job.layout is None
 
 
 def is_followable(job: Job) -> bool:
@@ -42,6 +43,7 @@ def is_followable(job: Job) -> bool:
     Of text and of replays: acceptance and hits are a pair's own.
     """
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
+    has_steps &= job.layout is None
     return job.workload.reports_outcomes and has_steps  # looking up has no forwards
 
 
@@ -64,8 +66,8 @@ def predict_row(
     """
     if not is_predictable(job):
         raise ConfigError(
-            "no prediction for what is sampled (markov), recorded (replay), "
-            "or drafts several tokens a forward: allowed: gemm"
+            "no prediction for what is sampled (markov), recorded (replay), drafts several "
+            "tokens a forward, or branches from trees (ssd): allowed: gemm, trees with sd"
         )
     replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
@@ -153,6 +155,7 @@ def job_of_row(row: Row) -> Job:
     reasons = {
         decided.get(row.workload, "their tokens are sampled (markov)"): row.workload != "gemm",
         "they adapt": row.learned,
+        "their branches are trees": row.tree_nodes and row.fan_out,
         "their draft was lost": row.draft_lost_round is not None,
         "several target groups share their drafts": (row.groups or 1) > 1,
         f"{row.schedule} keeps candidates behind the last served token alone": row.schedule

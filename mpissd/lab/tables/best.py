@@ -198,7 +198,7 @@ def mode_of(row: Row) -> str:
     Under imposed acceptance all kinds of lookup are one use.
     """
     if not is_lookup(row):
-        return TREE if row.tree_nodes else str(row.mode)
+        return TREE if row.tree_nodes and row.mode == "sd" else str(row.mode)
     kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
     return LOOKUPS[0] if kind == "prompt" else kind
 
