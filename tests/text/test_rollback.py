@@ -122,7 +122,7 @@ def draft(worker: Worker, walk: Walk, speculation: Speculation) -> None:
         worker.wait(WAITER)
         fans = FanOuts((1, 1, 0, 0, 2), (0, 1, 2, 0, 1))
         found = worker.oracle.branches(batch, speculation, fans)
-        worker.place_branches(batch, found.rollout, found.lanes.rows, found.lanes.k)
+        worker.place_branches(batch, found)
         if len(found.rollout):
             grow(worker, batch, [found.rollout], dice.randint(0, K))
 
