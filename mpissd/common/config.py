@@ -73,11 +73,8 @@ def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
     if not (is_text and is_shipped and on_cpu) or "tree" in flags:
         return dict(flags)
-    if mode == "ssd":
-        return {**_ON_CPUS, **flags}
-    if mode == "sd":
-        return {"lookahead": _ON_CPUS["lookahead"], **flags}
-    return dict(flags)
+    names = {"ssd": [*_ON_CPUS], "sd": ["lookahead"]}.get(mode, [])
+    return {**{name: _ON_CPUS[name] for name in names}, **flags}
 
 
 def _wants_text(flags: Mapping[str, str]) -> bool:
