@@ -60,6 +60,7 @@ RANKS = {  # on every rank
 ALONE = {  # without MPI
     "compare": "mpissd.cli.compare:compare",
     "plan": "mpissd.cli.commands:plan",
+    "draft": "mpissd.engine.decode.draft_server:draft",
     "pair": "mpissd.lab.pair.record:pair",
     "replicas": "mpissd.serve.replicas:replicas",
     "load": "mpissd.lab.load.command:load",

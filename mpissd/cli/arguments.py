@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpissd.common.config import RunConfig
+from mpissd.common.draft_config import DraftConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import (
     Checked,
@@ -131,6 +132,7 @@ SPECS = {
         ReplicasConfig, "Lists the servers of a folder; makes HAProxy's file of them.", ("folder",)
     ),
     "load": Spec(LoadConfig, "Sends requests to a server as they arrive; takes their times."),
+    "draft": Spec(DraftConfig, "Drafts for vLLM or another engine over a local socket."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),

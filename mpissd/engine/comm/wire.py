@@ -40,6 +40,7 @@ class Kind(IntEnum):
     PLAN = 3
     PROPOSALS = 4
     PROMPT = 5
+    HELLO = 6  # of a link over a socket
 
 
 class Header(NamedTuple):

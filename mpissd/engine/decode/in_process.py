@@ -34,8 +34,6 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
-from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.workload.tokenizer import (
     AnswerText,
@@ -49,6 +47,38 @@ from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")
 _JOIN_S = 10.0  # The longest wait, in seconds, for a draft's thread to end its last forward.
+
+
+def open_stepper(
+    job: Job,
+    backend_name: str,
+    resources: ExitStack,
+    *,
+    drafts: bool = False,
+    source: Stepper | None = None,
+) -> Stepper:
+    """Returns a whole model with the weights of `mpissd run`, on a backend of its own.
+
+    drafts: the draft instead of the target. source: the target whose hidden states it reads.
+    """
+    config, shard = job.config, job.draft_shard if drafts else job.target_shard
+    assert shard is not None, "a drafter without a draft model"
+    device = (drafts and config.draft_device) or config.device
+    backend = open_backend(backend_name, device=device, local_rank=0)
+    resources.callback(backend.close)
+    stepper = Stepper(
+        backend,
+        SoloGroup(),
+        shard,
+        job.draft_options if drafts else job.options,
+        buckets=job.draft_buckets() if drafts else job.target_buckets(),
+        num_sequences=config.batch_size,
+        model=job.workload.draft_model if drafts else job.workload.target_model,
+        seed=2 * config.seed + drafts,
+        source=source,
+    )
+    resources.callback(stepper.close)
+    return stepper
 
 
 class Loops:
@@ -68,34 +98,10 @@ class Loops:
         self._faults: list[Exception] = []
         # Not a method of this object, which would keep itself, and its models, until a collection.
         self._waiter.alarm = partial(_raise_first, self._faults)
-        self.target_stepper = self._stepper(
-            job.target_shard, job.options, job.target_buckets(), drafts=False
-        )
+        self.target_stepper = open_stepper(job, backend, self._resources)
         self.worker, speculator = self._sides(self.workload.target_worker(self.target_stepper))
         batch = job.config.batch_size
         self.loop = TargetLoop(self.worker, speculator, None, batch, self._waiter)
-
-    def _stepper(
-        self, shard: AnyShard, options: ForwardOptions, buckets: list[int], *, drafts: bool
-    ) -> Stepper:
-        """Returns a whole model with the weights of `mpissd run`, on a backend of its own."""
-        config = self.job.config
-        device = (drafts and config.draft_device) or config.device
-        backend = open_backend(self._backend, device=device, local_rank=0)
-        self._resources.callback(backend.close)
-        stepper = Stepper(
-            backend,
-            SoloGroup(),
-            shard,
-            options,
-            buckets=buckets,
-            num_sequences=config.batch_size,
-            model=self.workload.draft_model if drafts else self.workload.target_model,
-            seed=2 * config.seed + drafts,
-            source=self.target_stepper if drafts and self.job.reads_states else None,
-        )
-        self._resources.callback(stepper.close)
-        return stepper
 
     def _sides(self, target: TargetWorker) -> tuple[TargetWorker, Speculator]:
         job, waiter = self.job, self._waiter
@@ -116,10 +122,8 @@ class Loops:
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job
-        assert job.draft_shard is not None, "a drafter without a draft model"
-        stepper = self._stepper(
-            job.draft_shard, job.draft_options, job.draft_buckets(), drafts=True
-        )
+        source = self.target_stepper if job.reads_states else None
+        stepper = open_stepper(job, self._backend, self._resources, drafts=True, source=source)
         self.draft_steppers.append(stepper)
         worker = self.workload.draft_worker(stepper)
         worker.oracle.prepare(self.workload.tabulated())

@@ -1,0 +1,133 @@
+"""`mpissd draft`: the draft's rounds for an engine of another project, over a Unix socket.
+
+One client at a time; the next one waits in the socket's queue. A client that leaves, or breaks the
+protocol, ends its rounds and nothing else: the model stays, and the pages of what it has read.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from mpissd.common.draft_config import DraftConfig
+from mpissd.common.errors import ConfigError, MpissdError, ProtocolError
+from mpissd.common.rounds import Event, Outcome, Request
+from mpissd.common.wait import Waiter, sharpen_sleep
+from mpissd.engine.backend.registry import choose
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.comm.socket_link import MOST_PROMPTS, SocketWaiter, boxes, packets, send_hello
+from mpissd.engine.decode.draft import Drafter, link_shape, make_drafter
+from mpissd.engine.decode.in_process import open_stepper
+from mpissd.engine.decode.round import draft_rounds
+from mpissd.engine.job import Job, Serving, resolve
+from mpissd.engine.model.transformer.sources import fetch_missing
+from mpissd.engine.workload.workers import DraftWorker
+
+_KNOWN = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
+
+
+class CheckedEnd(DraftEnd):
+    """A draft's end whose peer is not trusted: nothing that it sends leaves the vocabulary, the
+    cache or the last speculation."""
+
+    drafter: Drafter
+    vocab: int
+    longest: int
+
+    def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
+        """Waits for OUTCOME, as DraftEnd; raises ProtocolError for what cannot be applied."""
+        try:
+            outcome, stop = super().outcome(round_)
+        except (struct.error, IndexError) as error:
+            raise ProtocolError(f"outcome: {error}") from error
+        live, rows = self.drafter.batch.sequences, outcome.rows.tolist()
+        prompts = [one.prompt for one in outcome.prompts.values()]
+        room = [min(len(one.served), self.longest - 1 - len(one.tokens)) for one in live]
+        tokens = [*outcome.bonus.tolist(), *(token for prompt in prompts for token in prompt)]
+        commits = zip(rows, room, strict=False)  # the rows after them are new
+        fits = (
+            {*outcome.events.tolist()} <= _KNOWN
+            and all(event or 0 <= k <= most for (_, _, event, k, _), most in commits)
+            and len(outcome.fresh) == len(prompts)
+            and all(0 < len(prompt) < self.longest for prompt in prompts)
+            and all(0 <= token < self.vocab for token in tokens)
+        )
+        if not fits:
+            raise ProtocolError(f"outcome {rows}: does not fit the sequences or the vocabulary")
+        return outcome, stop
+
+
+def draft(config: DraftConfig) -> int:
+    """Serves drafting until the process is ended; with --socket=fd:N, until that client leaves."""
+    sharpen_sleep()
+    run, backend, serving = config.run, choose(config.run.backend), Serving(samples=False)
+    fetch_missing(run.pair, run.target, run.draft)
+    job = resolve(run, 1, backend=backend, memory_bytes=None, serving=serving)
+    if job.longest > MOST_PROMPTS:
+        raise ConfigError(f"context={job.longest} with draft: allowed: at most {MOST_PROMPTS}")
+    with ExitStack() as resources:
+        clients = _clients(config.socket, resources)
+        worker = job.workload.draft_worker(open_stepper(job, backend, resources, drafts=True))
+        _warm(job, worker)
+        _tell(f"ready: {run.batch_size} sequences of {job.longest} tokens, K={job.lookahead}")
+        for client in clients:
+            with client:
+                _serve(job, worker, client)
+    return 0
+
+
+def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
+    """Returns the clients, one after another; raises ConfigError for a path that cannot be."""
+    kind, _, number = where.partition(":")
+    if kind == "fd":
+        return iter([socket.socket(fileno=int(number))])
+    listener = resources.enter_context(packets())
+    try:
+        if Path(where).is_socket():  # of a process that has ended
+            os.unlink(where)
+        listener.bind(where)
+        os.chmod(where, 0o600)
+        listener.listen()
+    except OSError as error:
+        raise ConfigError(f"socket={where}: {error.strerror or error}") from error
+    resources.callback(os.unlink, where)
+    return iter(lambda: listener.accept()[0], None)
+
+
+def _warm(job: Job, worker: DraftWorker) -> None:
+    """Runs a round, so that no client waits for compilers."""
+    drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
+    speculation = drafter.answer(Outcome.admission(-1, [Request(0, 1, 0, (0, 1))]))
+    drafter.verification_started(speculation)
+    if drafter.finish(drafter.begin_growth(speculation)):
+        drafter.finish(drafter.grow_step())
+    worker.leave(drafter.batch)
+
+
+def _serve(job: Job, worker: DraftWorker, client: socket.socket) -> None:
+    """Serves one client until it leaves."""
+    waiter, shape = Waiter(job.config.deadline_s, spin=False), link_shape(job)
+    link, idle = CheckedEnd(shape, waiter, *boxes(client)), SocketWaiter(client)
+    drafter = link.drafter = make_drafter(job, worker, waiter)
+    link.vocab, link.longest = job.workload.vocab, job.longest
+    drafter.keep_no_rounds()
+    try:
+        send_hello(client, shape, link.vocab)
+        for awaited in draft_rounds(link, drafter):
+            if awaited is None:
+                worker.wait(waiter)
+            else:
+                idle.until(awaited, "outcome")
+    except (OSError, MpissdError) as error:
+        _tell(str(error))
+        worker.leave(drafter.batch)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"mpissd: draft: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,77 @@
+"""Drafts of `mpissd draft` for vLLM's custom proposers, which vLLM asks after every step.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class",
+        "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}'
+
+MPISSD_DRAFT is the path of a draft's socket, or the flags of a draft that is started here
+(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.engine.comm.draft_client import LOG, DraftClient
+
+_PATIENCE_MS, _REPORT_S = "200", 60.0
+_MOST_ROWS, _MOST_TOKENS = 16, 4096  # of a draft whose flags say nothing else
+
+
+class Proposer:
+    """Proposes what a draft process drafts: greedy tokens, without probabilities.
+
+    client: None on a rank whose drafts vLLM does not read.
+    """
+
+    client: DraftClient | None = None
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Starts the draft while vLLM loads; raises KeyError without MPISSD_DRAFT."""
+        parallel, self._reported = vllm_config.parallel_config, perf_counter()
+        group = parallel.tensor_parallel_size
+        group *= getattr(parallel, "prefill_context_parallel_size", 1)
+        if parallel.rank % group == 0:  # of the last pipeline stage, the only one that drafts
+            self.client = DraftClient(
+                os.environ["MPISSD_DRAFT"],
+                vllm_config.speculative_config.num_speculative_tokens,
+                float(os.environ.get("MPISSD_PATIENCE_MS", _PATIENCE_MS)) / 1e3,
+                batch=min(vllm_config.scheduler_config.max_num_seqs, _MOST_ROWS),
+                longest=min(vllm_config.model_config.max_model_len, _MOST_TOKENS),
+            )
+            self.client.drafts([(np.zeros(1, np.int32), 1)])
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Loads nothing: the draft process has the model. vLLM calls it on CPUs."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Returns the drafts of each row; an empty list for a row that sampled nothing.
+
+        sampled_token_ids: by row, the accepted tokens and the bonus token. num_tokens_no_spec:
+        int32 [≥ rows], the tokens of a row, these included. token_ids_cpu: int32 [≥ rows, length].
+        """
+        answers: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.client is None:
+            return answers
+        rows = {
+            row: (token_ids_cpu[row, : num_tokens_no_spec[row]].copy(), len(new))
+            for row, new in enumerate(sampled_token_ids)
+            if len(new)  # none: a part of a prompt
+        }
+        for row, tokens in zip(rows, self.client.drafts([*rows.values()]), strict=True):
+            answers[row] = tokens
+        if perf_counter() - self._reported > _REPORT_S:
+            self._reported = perf_counter()
+            LOG.info("mpissd: drafts so far: %s", dict(self.client.counts))
+        return answers

@@ -1,0 +1,258 @@
+"""`mpissd draft` and its clients: vLLM's calls, recorded and random ones, and drafts that fail."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpissd.common.rounds import Event, Outcome, Request
+from mpissd.engine.comm.draft_client import DraftClient
+from mpissd.engine.comm.socket_link import packets, send_hello
+from mpissd.engine.comm.wire import HEADER, Kind, LinkShape, write_outcome, write_prompts
+from mpissd.vllm import Proposer
+from tests.loop.text_rig import logits_behind
+from tests.tiny_pair import TinyPair, tiny_pair
+
+V, K, LONGEST = 61, 3, 96
+SHAPE = LinkShape(0, 4, K, prompt_tokens=LONGEST)
+START_S, PATIENCE_S = 120.0, 5.0
+# Recorded of vLLM 0.32 with a proposer of its own: [sampled tokens by row, lengths, requests], one
+# list a call; 4 rows that move as requests end, and with a KV cache so small that it preempts.
+CALLS = json.loads((Path(__file__).parents[1] / "data/vllm/calls.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    folder = tmp_path_factory.mktemp("pair")
+    return tiny_pair(folder, vocab=V, noise=0.15, heads=4, kv_heads=2, head_dim=32)
+
+
+def until(test: Callable[[], bool]) -> None:
+    end = time.monotonic() + START_S
+    while not test():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.01)
+
+
+class Engine:
+    """The calls of vLLM: a live buffer of tokens, and rows that hold nothing known after them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, draft: str, rank: int = 0) -> None:
+        monkeypatch.setenv("MPISSD_DRAFT", draft)
+        monkeypatch.setenv("MPISSD_PATIENCE_MS", str(1e3 * PATIENCE_S))
+        self.asked = Proposer(
+            SimpleNamespace(
+                parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
+                speculative_config=SimpleNamespace(num_speculative_tokens=K),
+                scheduler_config=SimpleNamespace(max_num_seqs=4),
+                model_config=SimpleNamespace(max_model_len=LONGEST),
+            )
+        )
+        self.buffer = np.full((6, LONGEST + 8), V + 99, np.int32)
+
+    @property
+    def client(self) -> DraftClient:
+        assert self.asked.client is not None
+        return self.asked.client
+
+    def call(self, rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+        """Rows of (all tokens, those that were sampled)."""
+        lengths = np.full(6, 7, np.int32)
+        for row, (tokens, _) in enumerate(rows):
+            self.buffer[row, : len(tokens)] = tokens
+            lengths[row] = len(tokens)
+        start = time.monotonic()
+        answers = self.asked.propose([new for _, new in rows], lengths, self.buffer, {})
+        assert time.monotonic() - start < 2 * PATIENCE_S  # of which a busy machine has a part
+        self.buffer[:] = V + 99
+        limits = [K * bool(new) for _, new in rows]
+        assert all(len(own) <= most for own, most in zip(answers, limits, strict=True))
+        return answers
+
+    def connect(self) -> None:
+        until(lambda: any(self.call([([1, 2], [2])])))
+
+
+@pytest.fixture
+def flags(pair: TinyPair) -> str:
+    """A draft's own; it runs on the GPU where there is one."""
+    return f"--target={pair.target} --draft={pair.draft} --fan_out=uniform:2"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, flags: str) -> Engine:
+    engine = Engine(monkeypatch, flags)
+    engine.connect()
+    return engine
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_recorded_request_is_new_once_and_when_it_returns(engine: Engine, name: str) -> None:
+    texts, last = dict[str, list[int]](), dict[str, list[int]]()
+    num_new, counts = 1, engine.client.counts
+    for sampled, lengths, names in CALLS[name]:
+        rows = []
+        for own, length, request in zip(sampled, lengths, names, strict=True):
+            new, known = [token % V for token in own], texts.setdefault(request, [])
+            known[:] = known[: length - len(new)]
+            known += [len(request) + n for n in range(length - len(new) - len(known))] + new
+            k = len(new) - 1
+            num_new += bool(new) and (request not in last or last[request][:k] != new[:k])
+            rows.append((known, new))
+        answers = engine.call(rows)
+        asked = zip(names, answers, rows, strict=True)
+        last = {request: answer for request, answer, (_, new) in asked if new} or last
+    assert counts["new"] == num_new < counts["rows"] / 3
+    assert not counts["lost"] and not counts["late"]
+    engine.client.close()
+
+
+@pytest.mark.parametrize("fault", ["none", "stopped", "killed", "refused"])
+def test_tokens_are_the_targets_whatever_happens_to_the_draft(
+    engine: Engine, pair: TinyPair, fault: str
+) -> None:
+    """Requests join, end, swap rows and are preempted, and some steps do not ask."""
+
+    def greedy(tokens: list[int]) -> int:
+        return int(np.argmax(logits_behind(str(pair.target), tuple(tokens))))
+
+    client, counts, rng = engine.client, engine.client.counts, random.Random(3)
+    process, is_faulty, before = client._process, False, 0
+    assert process is not None
+    waiting, running, texts = [*range(8)], list[int](), [[n + 1, 7, 2 * n, 5] for n in range(8)]
+    drafted: dict[int, list[int]] = {}
+    while waiting or running:
+        while waiting and len(running) < 3:
+            running.append(waiting.pop(0))
+        if rng.random() < 0.2:
+            waiting.insert(0, running.pop(rng.randrange(len(running))))
+        rng.shuffle(running)
+        rows = []
+        for name in running:
+            text, new, drafts = texts[name], list[int](), drafted.pop(name, [])
+            while not new or (drafts and new[-1] == drafts.pop(0)):
+                new.append(greedy(text + new))
+            text += new
+            rows.append((text, new))
+        if rng.random() < 0.9:
+            drafted = dict(zip(running, engine.call(rows), strict=True))
+        running = [name for name in running if len(texts[name]) < 24]
+        if counts["accepted"] > 3 and not is_faulty:
+            is_faulty = True
+            if fault == "stopped":
+                client._patience_s = 0.1
+                process.send_signal(signal.SIGSTOP)
+                assert not any(engine.call([([1, 2, 3], [3])]) + engine.call([([1, 2, 3], [3])]))
+                process.send_signal(signal.SIGCONT)
+                client._patience_s = PATIENCE_S
+                engine.connect()
+            elif fault == "killed":
+                process.kill()
+                process.wait()
+            elif fault == "refused":  # more accepted tokens than were drafted
+                engine.call([([1, 2], [2])])
+                client._live[0].drafted = [5] * (K + 1)
+                engine.call([([1, 2, *[5] * (K + 1), 3], [*[5] * (K + 1), 3])])
+            if fault in ("killed", "refused"):
+                engine.connect()  # to another one, which was started for it
+                before = counts["accepted"]
+    for text in texts:
+        alone = text[:4]
+        while len(alone) < len(text):
+            alone.append(greedy(alone))
+        assert text == alone and len(text) >= 24
+    assert counts["accepted"] > before + 3 and counts["hits"] > 3
+    assert counts["lost"] == (fault in ("killed", "refused"))
+    assert bool(counts["late"]) == (fault == "stopped")
+    client.close()
+    assert process.poll() is not None
+
+
+def test_a_rank_whose_drafts_are_not_read_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Engine(monkeypatch, "--pair=none", rank=1).asked.client is None
+
+
+def test_a_path_serves_one_client_after_another(flags: str, tmp_path: Path) -> None:
+    where = str(tmp_path / "s")
+    sizes = f"--lookahead={K} --batch_size=1 --context={LONGEST} --socket={where}"
+    command = [sys.executable, "-m", "mpissd", "draft", *flags.split(), *sizes.split()]
+    first, second = (DraftClient(where, K, PATIENCE_S, 1, LONGEST) for _ in range(2))
+    rows = [(np.array([1, 2], np.int32), 1), (np.array([1, 3], np.int32), 1)]
+    with subprocess.Popen(command) as process:
+        until(Path(where).is_socket)
+        until(lambda: any(first.drafts(rows)))
+        assert second.drafts(rows) == [[], []]  # waits for its turn, and its engine does not
+        (drafted, none) = first.drafts([(np.array([1, 2, 4], np.int32), 1), rows[1]])
+        assert len(drafted) == K and none == []  # room for one
+        first.close()
+        until(lambda: any(second.drafts(rows)))
+        second.close()
+        process.kill()
+
+
+def nonsense(peer: socket.socket) -> None:
+    peer.send(b"\x07" * 4096)
+
+
+def other_answer(peer: socket.socket) -> None:
+    """Says HELLO, and answers a question with another round's SPECULATION."""
+    send_hello(peer, SHAPE, V)
+    peer.recv(1 << 16)
+    message = SHAPE.message(Kind.SPECULATION)
+    size = message.write(9, 1, [np.array([[1, 1, K, 1, 2, 3]], np.int32)])
+    peer.send(message.array[:size].tobytes())
+
+
+@pytest.mark.parametrize("spoken", [nonsense, other_answer, socket.socket.close])
+def test_a_draft_that_speaks_otherwise_costs_drafts_only(
+    tmp_path: Path, spoken: Callable[[socket.socket], None]
+) -> None:
+    with packets() as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client = DraftClient(str(tmp_path / "s"), K, PATIENCE_S, 4, LONGEST)
+        peers: list[socket.socket] = []
+        thread = threading.Thread(target=lambda: peers.append(listener.accept()[0]), daemon=True)
+        thread.start()
+        asked = np.array([1, 2], np.int32), 1
+        assert client.drafts([asked]) == [[]]
+        thread.join(START_S)
+        spoken_to = threading.Thread(target=spoken, args=peers, daemon=True)
+        spoken_to.start()
+        until(lambda: client.drafts([asked]) == [[]] and client._retry_s > 1)
+        spoken_to.join(START_S)
+        client.close()
+        peers[0].close()
+
+
+@pytest.mark.parametrize(
+    ("event", "bonus", "token"), [(4, 2, 5), (0, 2, 5), (9, 2, 5), (1, V, 5), (1, -1, 5), (1, 2, V)]
+)
+def test_a_client_that_breaks_the_protocol_is_left(
+    flags: str, event: int, bonus: int, token: int
+) -> None:
+    client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
+    until(lambda: client._open() is not None)
+    peer, process = client._socket, client._process
+    assert peer is not None and process is not None
+    sent, prompt = map(SHAPE.message, (Kind.OUTCOME, Kind.PROMPT))
+    prompts = {(0, 0): Request(0, bonus, 0, (1, token, bonus))}
+    outcome = Outcome(-1, np.array([[0, 0, event, 0, bonus]], np.int32), prompts)
+    write_outcome(sent, outcome)
+    peer.send(sent.array[: HEADER + Outcome.WIDTH].data)
+    if event == Event.ADMIT:
+        peer.send(prompt.array[: write_prompts(prompt, outcome)].data)
+    assert process.wait(START_S) == 0  # its only client was left
+    client.close()
