@@ -1,0 +1,55 @@
+"""Drafts of `mpissd draft` for Hugging Face's `generate`: assisted generation of one sequence.
+
+    with drafted(model, "--pair=smollm2", lookahead=3) as client:
+        model.generate(**inputs, prompt_lookup_num_tokens=3)
+
+The argument asks for assisted generation; what assists is then the draft process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpissd.engine.comm.draft_client import DraftClient
+
+
+class Candidates:
+    """A CandidateGenerator of transformers 5.19: greedy candidates, without logits."""
+
+    requires_model_outputs = False
+
+    def __init__(self, client: DraftClient, longest: int) -> None:
+        self._client, self._longest, self._seen = client, longest, 0
+
+    def get_candidates(self, input_ids: Any, **_: object) -> tuple[Any, None]:
+        """Returns input_ids [1, n] with up to K drafted tokens after them."""
+        (tokens,) = input_ids.tolist()
+        added, self._seen = len(tokens) - self._seen if self._seen else 1, len(tokens)
+        ((*drafted,),) = self._client.drafts([(np.array(tokens, np.int32), added)])
+        room = max(0, self._longest - len(tokens) - 1)
+        return input_ids.new_tensor([[*tokens, *drafted[:room]]]), None
+
+    def update_candidate_strategy(self, *_: object) -> None:
+        """Changes nothing: the next tokens say what was accepted."""
+
+
+@contextmanager
+def drafted(
+    model: Any, where: str, lookahead: int, patience_s: float = 0.2, longest: int = 4096
+) -> Iterator[DraftClient]:
+    """Lets `generate` of a model ask a draft; the other arguments are DraftClient's."""
+    client = DraftClient(where, lookahead, patience_s, 1, longest)
+
+    def generator(generation_config: Any, **_: object) -> Candidates:
+        return Candidates(client, generation_config.max_length)
+
+    model._get_candidate_generator = generator
+    try:
+        yield client
+    finally:
+        del model._get_candidate_generator
+        client.close()
