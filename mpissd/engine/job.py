@@ -326,7 +326,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         backup = (fast if config.backup == "fast" else primary).hazards
         cut = [rate * (n < backup_lookahead) for n, rate in enumerate(backup)]
         fan_outs = FanOuts(after_hit, fan_out(text_after_miss or text, backup_lookahead, cut))
-    if config.tree is not None:
+    if config.tree is not None and lookahead:  # AR drafts nothing
         tree = shape(config.tree, primary.hazards, hit_law)
         if fan_outs.branches and backup_lookahead < lookahead:
             what = f"backup_lookahead={backup_lookahead} with tree={config.tree} and mode=ssd"

@@ -79,7 +79,8 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     told = {**NULL, "batch_size": batch, **flags}
     found = []
     trees = {"tree": 12}, {"mode": "ssd", "num_drafts": 1, "fan_out": "uniform:4", "tree": 12}
-    for more in ({"mode": "ar"}, {"mode": "sd"}, *({"mode": "sd", **tree} for tree in trees)):
+    ways = {"mode": "ar", **trees[0]}, {"mode": "sd"}, *({"mode": "sd", **tree} for tree in trees)
+    for more in ways:
         with Decoder(RunConfig(**{**told, **more, "rounds": 2000})) as decoder:
             for _ in range(300):
                 decoder.step()

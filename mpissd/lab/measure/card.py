@@ -33,6 +33,8 @@ def print_card(session: Session) -> None:
         for count in job.rank_bytes(backend.itemsize)
     ]
     mode = "AR (K=0)" if config.mode == "ar" else f"SD, K={job.lookahead}"
+    if config.tree and job.lookahead:
+        mode += f", a tree of {job.num_nodes} tokens"
     if job.fan_out:
         fan_out = ",".join(str(f) for f in job.fan_out)
         mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
