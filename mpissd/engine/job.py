@@ -332,7 +332,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
             what = f"backup_lookahead={backup_lookahead} with tree={config.tree} and mode=ssd"
             raise ConfigError(f"{what}: keys are by node of the whole tree: allowed: {lookahead}")
         lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
-        primary = replace(primary, hazards=primary.hazards[:lookahead])
+        primary, fast = (replace(law, hazards=law.hazards[:lookahead]) for law in (primary, fast))
         totals = [sum(each) for each in fan_outs.lists if each]
         fan_outs = FanOuts(*(tree_fan_out(tree, primary.hazards, hit_law, n) for n in totals))
     job = Job(

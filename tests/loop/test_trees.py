@@ -102,6 +102,13 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
         position += k + 1
 
 
+@pytest.mark.parametrize("flags", [{"tree": 1, "alpha": 0.7}, {"tree": 8, "alpha": 0}], ids=str)
+def test_a_tree_may_have_fewer_levels_than_k(flags: dict[str, Any]) -> None:
+    for more in ({"mode": "sd"}, {"mode": "ssd", "num_drafts": 1}):
+        with Decoder(RunConfig(**{**NULL, **more, **flags, "rounds": 20})) as decoder:
+            assert decoder.job.lookahead < decoder.job.config.lookahead and decoder.step()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
