@@ -130,7 +130,8 @@ FORWARDS: list[Any] = [  # ms by rows of target and draft, and what is chosen
 @pytest.mark.parametrize(("verify", "draft", "chosen"), FORWARDS)
 def test_k_and_fan_out_follow_the_forwards(verify: Any, draft: Any, chosen: Any) -> None:
     for mode, wanted in (("ssd", chosen), ("sd", (chosen[0], "uniform:3"))):
-        config = parse_flags({"prompt": "Why?", "backend": "numpy", "mode": mode})
+        own: Any = {"fan_out": "uniform:2"} if mode == "ssd" else {}
+        config = RunConfig(pair="toy", backend="numpy", mode=mode, lookahead=2, **own)
         told = resolve(config, 1, backend="numpy", memory_bytes=None)
         assert calibrate.fastest(told, verify, draft) == wanted
 
