@@ -168,7 +168,7 @@ def job_of_row(row: Row) -> Job:
     if row.mode == "ar":
         flags["draft"] = None
     else:
-        flags |= {name: row.get(name) for name in _DRAFTED}
+        flags |= {name: row.get(name) for name in _DRAFTED} | {"tree": row.tree_nodes}
     lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
     if lists:
         flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
