@@ -21,9 +21,9 @@ _KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the 
 class Driver:
     """Receives requests from the front, has the loop decode them, and sends their tokens.
 
-    It reads messages between two rounds and sends while the target verifies. A simulation passes a
-    loop in virtual time, and simulated arrivals as `mail`. times: of forwards. goodput: chooses
-    each round's way; None: `mode` and `lookahead` stay. is_over: the front has left.
+    It reads messages between two rounds and sends while the target verifies. times: of forwards.
+    goodput: chooses each round's way; None: `mode` and `lookahead` stay. is_over: the front has
+    left.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Schedules requests: a queue, the pages of the KV cache, and who ends, waits or joins.
 
 The scheduler is a pure object: it reads no clock and knows no model. Its caller asks `turn` between
-two rounds which sequences leave and join, and passes it each round's result by `take`. The server
-and the simulation of arrivals use the same one.
+two rounds which sequences leave and join, and passes it each round's result by `take`.
 
 Order. Requests are admitted in the order in which they arrived: the queue waits for the first one,
 so that no request waits for ever. If pages run out, the sequence that arrived last is preempted:
