@@ -300,6 +300,11 @@ class WorkloadFlags(Checked):
         words,
         'text that ends an answer: a string, or a JSON list of strings, ["\\n\\n","###"] (text)',
     )
+    grammar: str | None = of_text(
+        None,
+        words,
+        "what answers are: json, regex:…, choice:A|B, or a file with a JSON schema (text)",
+    )
     recording: str | None = flag(
         None, words, "file of `mpissd pair` that decides the tokens (replay)", workloads="replay"
     )

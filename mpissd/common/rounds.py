@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+MOST_GRAMMAR = 1 << 15  # bytes of a request's grammar
 
 
 class Source(IntEnum):
@@ -59,7 +60,9 @@ class Request:
 
     prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
     its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: whether the
-    target's log-probabilities of its tokens are returned.
+    target's log-probabilities of its tokens are returned. grammar: which tokens may follow
+    (workload.grammar; "": any), of at most MOST_GRAMMAR bytes. answered: how many of the prompt's
+    last tokens belong to the answer already.
     """
 
     request_id: int
@@ -70,6 +73,8 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
+    grammar: str = ""
+    answered: int = 0
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

@@ -216,6 +216,11 @@ class Endpoints:
         if request.temperature and not config.sampling:
             message = f"temperature={request.temperature}: allowed: 0, without sampling"
             raise Problem(400, message, "temperature")
+        if request.form is not None and not (config.sampling and self._tokenizer.stop_ids):
+            message = (
+                f"{request.form[0]}: allowed: with sampling, and a model that ends its answers"
+            )
+            raise Problem(400, message, request.form[0])
         if not request.temperature:
             request.top_p = 1.0  # unused
 

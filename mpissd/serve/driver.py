@@ -112,6 +112,7 @@ class Driver:
             top_p=asked.top_p,
             seed=asked.seed,
             logprobs=asked.logprobs,
+            grammar=asked.grammar,
             stop_ids=self._stop_ids,
         )
         try:

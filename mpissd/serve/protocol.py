@@ -30,7 +30,7 @@ class Submit:
 
     id: chosen by the front, never reused. seed: None lets the lead choose. deadline_s: seconds from
     now after which the answer ends as it is, or None. mode: "ar", "sd" or "ssd" for the rounds of
-    this request, or None: the server's own choice.
+    this request, or None: the server's own choice. grammar: which tokens may follow ("": any).
     """
 
     op: ClassVar[str] = "submit"
@@ -43,6 +43,7 @@ class Submit:
     logprobs: bool = False
     deadline_s: float | None = None
     mode: str | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True)

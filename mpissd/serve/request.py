@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
+from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, check_text
 from mpissd.serve.protocol import End, Tokens
 
@@ -61,9 +62,11 @@ class Request:
     """A request and the state of its answer.
 
     The first fields are the body's; None means that the server's default is missing yet. subject: a
-    conversation, a text, or token ids. prompt: its tokens. id: of the lead's messages, chosen by
-    `Lead.submit`. messages: of the lead, or the reason why it is gone. num_tokens: up to the end of
-    the text, also if the lead decoded further. finish: the finish reason, None until the end.
+    conversation, a text, or token ids. form: what the answer must be: the field that says so, and
+    make_grammar's kind and value; grammar: made from it. prompt: its tokens. id: of the lead's
+    messages, chosen by `Lead.submit`. messages: of the lead, or the reason why it is gone.
+    num_tokens: up to the end of the text, also if the lead decoded further. finish: the finish
+    reason, None until the end.
     """
 
     is_chat: bool
@@ -80,7 +83,9 @@ class Request:
     include_sources: bool = False
     deadline_s: float | None = None
     mode: str | None = None
+    form: tuple[str, str, Any] | None = None
 
+    grammar: str = ""
     prompt: list[int] = field(default_factory=list)
     id: int = 0
     messages: asyncio.Queue[Tokens | End | Problem] = field(default_factory=asyncio.Queue)
@@ -95,8 +100,16 @@ class Request:
     _tokenizer: Tokenizer = field(init=False)
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens of the subject; raises Problem if there are none."""
+        """Returns the tokens of the subject, and makes the grammar.
+
+        Raises Problem if there are no tokens, or no answer can meet the grammar.
+        """
         subject = self.subject
+        if self.form is not None:
+            try:
+                self.grammar = make_grammar(*self.form)
+            except ConfigError as error:
+                raise Problem(400, str(error), self.form[0]) from error
         try:
             if self.is_chat:
                 tokens = tokenizer.chat(subject)
@@ -318,6 +331,31 @@ def _prompt(name: str, value: Any) -> str | list[int]:
     return value
 
 
+def _response_format(name: str, value: Any) -> tuple[str, str, Any] | None:
+    """Parses {"type": "text"}, "json_object" or "json_schema"; returns the request's `form`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        inner = value.get(kind)
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        allowed = '{"type": "text"}, "json_object", or "json_schema" with {"schema": {…}}'
+        raise _refused(name, value, allowed)
+    return name, "json", json.dumps(schema)
+
+
+def _guided(kind: str, is_allowed: Callable[[Any], bool], allowed: str) -> Parser:
+    """Returns a parser of a field whose value is of a kind that make_grammar takes."""
+    parse = _field(is_allowed, allowed)
+    return lambda name, value: (name, kind, parse(name, value))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) and v for v in value)
+
+
 _boolean = _field(lambda value: isinstance(value, bool), "true, false")
 _text = _field(lambda value: isinstance(value, str), "a string")
 _STREAM_OPTIONS = {"include_usage": _boolean, "include_sources": _boolean}
@@ -337,14 +375,18 @@ _COMMON: dict[str, Parser] = {
     "presence_penalty": _only(0, 0.0),
     "frequency_penalty": _only(0, 0.0),
     "logit_bias": _only({}),
+    "response_format": _response_format,
+    "guided_regex": _guided("regex", lambda value: isinstance(value, str), "a string"),
+    "guided_choice": _guided("choice", _are_texts, "a list of strings, none empty"),
 }
+_FORMS = "response_format", "guided_regex", "guided_choice"
+
 _CHAT: dict[str, Parser] = {
     **_COMMON,
     "messages": _messages,
     "max_completion_tokens": _integer(1),
     "logprobs": _boolean,
     "top_logprobs": _only(0),
-    "response_format": _only({"type": "text"}),
     "tools": _only([]),
     "store": _only(False),
 }
@@ -378,12 +420,16 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
     if subject not in values:
         raise Problem(400, f"{subject}: needed", subject)
     logprobs = values.get("logprobs")
+    forms = [values[name] for name in _FORMS if values.get(name) is not None]
+    if len(forms) > 1:
+        raise Problem(400, f"{forms[1][0]} with {forms[0][0]}: allowed: one of them", forms[1][0])
     names = ("model", "temperature", "top_p", "seed", "stop", "stream", "deadline_s", "mode")
     return Request(
         is_chat,
         values[subject],
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
         logprobs=bool(logprobs) if is_chat else logprobs is not None,
+        form=forms[0] if forms else None,
         **values.get("stream_options", {}),
         **{name: values[name] for name in names if name in values},
     )

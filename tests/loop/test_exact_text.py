@@ -74,6 +74,23 @@ def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
         assert any(1 in text for text in found.law) and found.bias <= EXACT
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"top_p": 0.7}, {"backup": "fast", "saguaro_c": 0.3}, {"mode": "sd", "tree": FORKED}],
+)
+def test_the_law_under_a_grammar_is_the_masked_target_s(
+    base: TextPair, narrow: TextPair, changed: dict[str, object]
+) -> None:
+    """The texts of four tokens 0 … 3 are 64 without the grammar."""
+    for pair in (base, narrow)[: 2 - len(changed)]:
+        found = enumerated(replace(pair, has_grammar=True, **changed))  # type: ignore[arg-type]
+        assert 4 < len(found.law) < 50 and found.bias <= EXACT
+
+
+def test_a_target_that_masks_every_row_as_the_first_is_found(base: TextPair) -> None:
+    assert enumerated(replace(base, has_grammar=True, forgets_path=True)).bias > 0.01
+
+
 def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
     assert enumerated(replace(base, top_p=0.7, wrong_top_p=1.0)).bias > 0.01
 

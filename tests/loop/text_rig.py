@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from mpissd.common.rounds import Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
@@ -20,13 +22,30 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.tree import Branched
+from mpissd.engine.workload.grammar import Grammars
 from mpissd.engine.workload.sequence import Placement
+from mpissd.engine.workload.sequence import Sequence as Live
 from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
+from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
 _CAPACITY, _LANES = 32, 32
+# A grammar over the tokens a, b, c and the end, 0 … 3, and by state the next state of each token
+# that it allows; state 3 is behind the end, where no token is masked.
+GRAMMAR = json.dumps({"grammars": [{"lark_grammar": "start: /(ab|b[bc]|c)*/"}]})
+MOVES = ({0: 1, 1: 2, 2: 0, 3: 3}, {1: 0}, {1: 0, 2: 0}, dict.fromkeys(range(4), 3))
+
+
+@lru_cache(maxsize=1)
+def grammars() -> Grammars:
+    vocabulary = {"a": 0, "b": 1, "c": 2, "<|e|>": 3}
+    end = tokenizers.AddedToken("<|e|>", special=True)
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.add_special_tokens([end])
+    return Grammars(Tokenizer("four", frozenset({3}), None, {}, words), 4, {3})
 
 
 @lru_cache(maxsize=8)
@@ -55,17 +74,24 @@ def logits_behind(where: str, context: tuple[int, ...]) -> Any:
 
 @dataclass(frozen=True)
 class TextModel:
-    """The target in the form that the enumeration reads; a token that top_p cuts has −inf."""
+    """The target in the form that the enumeration reads; a token that top_p or the grammar cuts
+    has −inf. begins: the tokens of the prompt before an answer to GRAMMAR; None: without it."""
 
     where: str
     temperature: float
     top_p: float
+    begins: int | None = None
 
     def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
 
     def logits(self, context: tuple[int, ...]) -> Any:
-        probs = sampling.probabilities(logits_behind(self.where, context), self.temperature)
+        logits, state = logits_behind(self.where, context), 0
+        if self.begins is not None:
+            for token in context[self.begins :]:
+                state = MOVES[state].get(token, 3)
+            logits = np.where([token in MOVES[state] for token in range(4)], logits, -np.inf)
+        probs = sampling.probabilities(logits, self.temperature)
         with np.errstate(divide="ignore"):
             return np.log(sampling.nucleus(probs, self.top_p)) * self.temperature
 
@@ -91,16 +117,23 @@ class TextPair(Pair):
     top_p: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
     wrong_top_p: float | None = None  # the target's top_p, if it is to differ from top_p
+    has_grammar: bool = False
+    forgets_path: bool = False  # whether the target masks each row as the first one
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
-        model = TextModel(self.target_where, self.temperature, self.top_p)
+        begins = len(self.prompts[0]) if self.has_grammar else None
+        model = TextModel(self.target_where, self.temperature, self.top_p, begins)
         return TextLaws(model, self.temperature, self.prompts)
 
     def requests(self) -> list[Request]:
         asked = self.prompts[: self.batch]
         told = self.temperature, self.top_p
-        return [Request(n, prompt[-1], 0, prompt, *told) for n, prompt in enumerate(asked)]
+        grammar = GRAMMAR if self.has_grammar else ""
+        return [
+            Request(n, prompt[-1], 0, prompt, *told, grammar=grammar)
+            for n, prompt in enumerate(asked)
+        ]
 
     @property
     def ids(self) -> Any:
@@ -122,13 +155,20 @@ class JudgedText(Judging, LogitsTarget):
     """The target oracle of the `text` workload, forked."""
 
     wrong_top_p: float | None = None
+    forgets_path = False
 
-    def _target_row(
-        self, request: Request, start: int, i: int
-    ) -> sampling.Floats | sampling.Weights:
+    def _masked(self, sequence: Live, start: int, node: int) -> Any:
+        if not self.forgets_path:
+            return super()._masked(sequence, start, node)
+        grammar = self.grammar(sequence)
+        assert grammar is not None
+        return grammar.masked(self.logits_of(start + node), sequence.answer)
+
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
         if self.wrong_top_p is not None:
-            request = replace(request, top_p=self.wrong_top_p)
-        return super()._target_row(request, start, i)
+            wrong = replace(sequence.request, top_p=self.wrong_top_p)
+            sequence = replace(sequence, request=wrong)
+        return super()._target_row(sequence, start, i)
 
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
@@ -145,6 +185,7 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
+    judge.forgets_path, drafter.grammars, judge.grammars = pair.forgets_path, grammars, grammars
     judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
     if pair.mode == "ssd" and pair.tree.num_lanes:
         drafter.layout = Branched(pair.tree, pair.fans.after_hit)

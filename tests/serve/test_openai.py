@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import Tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
@@ -107,6 +110,49 @@ def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> N
     )
     streamed = [c.choices[0].logprobs for c in chunks if c.choices]
     assert sum(len(each.content) for each in streamed if each is not None) == len(ids)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_forms_reach_the_lead_as_grammars(rig: Rig) -> None:
+    module("llguidance", "grammars")
+    strict = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    for form in ({"type": "json_object"}, strict):
+        client(rig).chat.completions.create(model="tiny", messages=QUESTION, response_format=form)
+    for form in ({"guided_regex": "a+"}, {"guided_choice": ["yes", "n|o"]}, {}):
+        client(rig).completions.create(model="tiny", prompt="x", extra_body=form)
+    made = [make_grammar("", "json", json.dumps(each)) for each in ({"type": "object"}, SCHEMA)]
+    made += [make_grammar("", "regex", "a+"), make_grammar("", "choice", ["yes", "n|o"]), ""]
+    assert [asked.grammar for asked in rig.script.submitted] == made
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format=.*: allowed: "),
+        ({"response_format": {"type": "json_schema"}}, "response_format=.*: allowed: "),
+        ({"guided_choice": []}, r"guided_choice=\[\]: allowed: a list of strings"),
+        ({"guided_regex": "(a"}, "guided_regex: .*unclosed group"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice with guided_regex"),
+        ({"guided_regex": "a" * 40_000}, "guided_regex: .* bytes: allowed: at most 32768"),
+        ({"schema": {"type": "wat"}}, "response_format: Invalid type: wat"),
+        ({"schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
+        ({"schema": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
+    ],
+)
+def test_a_form_that_no_answer_meets_is_refused_in_a_line(
+    rig: Rig, form: dict[str, Any], said: str
+) -> None:
+    module("llguidance", "grammars")
+    if "schema" in form:
+        form = {"response_format": {"type": "json_schema", "json_schema": form}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client(rig).completions.create(model="tiny", prompt="x", extra_body=form)
+    error = caught.value.body
+    assert re.match(said, error["message"]) or said in error["message"]
+    assert error["type"] == "invalid_request_error" and error["param"] in error["message"]
+    assert "\n" not in error["message"] and not rig.script.submitted
 
 
 def test_the_models(rig: Rig) -> None:

@@ -20,14 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Control, Ints, Outcome, Request, Speculation
+from mpissd.common.rounds import MOST_GRAMMAR, Control, Ints, Outcome, Request, Speculation
 
-VERSION = 0x5D04
+VERSION = 0x5D05
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
-# Of a prompt, before its tokens: their number, flags, temperature, top_p, seed.
-_PROMPT = Struct("=iiddQ")
+# Of a prompt, before its tokens: their number, flags, how many of them are answered, the int32 of
+# the grammar that follows the tokens, temperature, top_p, seed.
+_PROMPT = Struct("=iiiiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
 _WANTS_LOGPROBS, _HAS_SEED = 1, 2
 
@@ -103,7 +104,7 @@ class LinkShape:
             Kind.SPECULATION: self.speculation_width,
             Kind.PLAN: outcome + self.speculation_width,
             Kind.PROPOSALS: self.lookahead * self.vocab,
-            Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens,
+            Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens + MOST_GRAMMAR // 4,
         }
         return self.batch * each[kind]
 
@@ -288,8 +289,12 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
         request = outcome.prompts[id_, epoch]
         flags = _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
         sampling = request.temperature, request.top_p, request.seed or 0
-        head = _PROMPT.pack(len(request.prompt), flags, *sampling)
+        grammar = request.grammar.encode()
+        grammar += b"\0" * (-len(grammar) % 4)
+        sizes = request.answered, len(grammar) // 4
+        head = _PROMPT.pack(len(request.prompt), flags, *sizes, *sampling)
         parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
+        parts.append(np.frombuffer(grammar, np.int32))
     return message.write(outcome.round, len(fresh), parts)
 
 
@@ -300,10 +305,11 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
     prompts, at = dict[tuple[int, int], Request](), 0
     for id_, epoch, _, _, last in fresh:
         head, at = body[at : at + _PROMPT_HEAD], at + _PROMPT_HEAD
-        size, flags, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
+        size, flags, answered, rest, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
         tokens, at = body[at : at + size], at + size
+        grammar, at = body[at : at + rest].tobytes().rstrip(b"\0").decode(), at + rest
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
         logprobs = bool(flags & _WANTS_LOGPROBS)
-        request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, logprobs)
-        prompts[id_, epoch] = request
+        told = tuple(tokens.tolist()), *sampling, logprobs, grammar, answered
+        prompts[id_, epoch] = Request(id_, last, epoch, *told)
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

@@ -50,7 +50,8 @@ class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    stop_ids: tokens that end it. cached: tokens of its prompt that were reused from the cache.
+    grammar: of its answer. stop_ids: tokens that end it. cached: tokens of its prompt that were
+    reused from the cache.
     """
 
     request_id: int
@@ -62,6 +63,7 @@ class Task:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
+    grammar: str = ""
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -80,8 +82,9 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        asked = self.temperature, self.top_p, self.seed, self.logprobs
-        return Request(self.request_id, known[-1], self.epoch, known, *asked)
+        asked = self.temperature, self.top_p, self.seed, self.logprobs, self.grammar
+        told = self.request_id, known[-1], self.epoch, known, *asked
+        return Request(*told, answered=len(self.tokens))
 
 
 class Emitted(NamedTuple):

@@ -35,6 +35,7 @@ from mpissd.engine.workload.oracle import (
     SampledTarget,
 )
 from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.workload.sequence import Sequence as Live
 
 Logits = NDArray[np.float32]
 
@@ -153,9 +154,9 @@ class MarkovDraft(SampledDraft):
             for context in trunk(self._laws.draft, one.tokens, one.served, self.tree):
                 yield sampling.largest(self._laws.draft.logits(context), count).tolist()
 
-    def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
+    def _context(self, one: Live, ahead: list[int]) -> tuple[int, ...]:
         model = self._laws.draft
-        return model.context([*tokens[-model.order :], *ahead])
+        return model.context([*one.tokens[-model.order :], *ahead])
 
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         laws = self._laws
@@ -192,7 +193,7 @@ class MarkovTarget(SampledTarget):
         self._contexts = [context for contexts in every for context in contexts]
         return super().judge(batch, speculation, proposals)
 
-    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats:
         logits = self._laws.target.logits(self._contexts[start + i])
         return sampling.probabilities(logits, self._laws.temperature)
 

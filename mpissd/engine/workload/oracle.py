@@ -32,6 +32,7 @@ from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.lookup import LONGEST
 from mpissd.engine.spec.tree import CHAIN, Branched, Tree
+from mpissd.engine.workload.grammar import Grammar, Grammars
 from mpissd.engine.workload.sequence import Batch, Index, LanePlaces
 from mpissd.engine.workload.sequence import Sequence as Live
 
@@ -58,7 +59,7 @@ class Lane:
     seed, sequence: of its random draws. first_draw: the index of the first one of the round that
     will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
     keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
-    the two the oracle uses.
+    the two the oracle uses. grammar: of its sequence; context is then its answer so far.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class Lane:
     fan_out: tuple[int, ...]
     temperature: float
     logits: Logits | None = None
+    grammar: Grammar | None = None
 
     def u(self, place: int, drawn: Draws) -> float:
         """Returns the uniform that draws token `place`; lanes of a sequence share it."""
@@ -193,8 +195,9 @@ class Oracle:
 
     reads_tokens: whether the batch keeps tokens for it. reads_forwards: whether the forwards'
     results decide. chains: whether the device may decide whole greedy rounds by itself
-    (decode.chained). tree: the shape of a draft, a chain of any length by default. layout: the
-    places of its nodes and of branches after them, if any grow (None: the tree's own).
+    (decode.chained). grammars: returns what makes sequences' grammars (None: they have none). tree:
+    the shape of a draft, a chain of any length by default. layout: the places of its nodes and of
+    branches after them, if any grow (None: the tree's own).
     """
 
     tree: Tree = CHAIN
@@ -202,6 +205,13 @@ class Oracle:
     reads_tokens: ClassVar[bool] = False
     reads_forwards: ClassVar[bool] = False
     chains: bool = False
+    grammars: Callable[[], Grammars] | None = None
+
+    def grammar(self, one: Live) -> Grammar | None:
+        """Returns the state of a sequence's grammar; None without one."""
+        if one.grammar is None and one.request.grammar and self.grammars is not None:
+            one.grammar = self.grammars().begin(one.request.grammar)
+        return one.grammar
 
     def prompt(self, request: Request) -> Sequence[int]:
         """Returns the tokens of a request up to its first_token, if tokens are read."""
@@ -313,7 +323,7 @@ class Case:
 
     row: int
     start: int
-    request: Request
+    sequence: Live
     tokens: Sequence[int]
     q: Sequence[float]
     proposal: Callable[[int], sampling.Row]
@@ -397,13 +407,15 @@ class SampledDraft(DraftOracle):
         for n, row in enumerate(rows.tolist()):
             one = batch.sequences[row]
             ahead = [] if k is None else [*map(one.served.__getitem__, paths[k[n]]), int(first[n])]
-            draw, context = one.first_draw(k is not None), self._context(one.tokens, ahead)
+            draw, context = one.first_draw(k is not None), self._context(one, ahead)
             seed, name = one.stream(self._seed)
-            lanes.append(Lane(seed, name, draw, context, fan_out, one.request.temperature))
+            lane = Lane(seed, name, draw, context, fan_out, one.request.temperature)
+            lane.grammar = self.grammar(one)
+            lanes.append(lane)
         return Rollout(chosen, first, tokens, lanes)
 
-    def _context(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
-        """Returns the context of a lane after committed tokens and the tokens `ahead` of it."""
+    def _context(self, one: Live, ahead: list[int]) -> tuple[int, ...]:
+        """Returns the context of a lane after a sequence's tokens and the tokens `ahead` of it."""
         return ()
 
     def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
@@ -474,9 +486,7 @@ class SampledTarget(TargetOracle):
         self._seed = seed
 
     @abstractmethod
-    def _target_row(
-        self, request: Request, start: int, i: int
-    ) -> sampling.Floats | sampling.Weights:
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
         """Returns the target's distribution [V] of row start + i of the finished forward."""
 
     def judge(
@@ -500,7 +510,7 @@ class SampledTarget(TargetOracle):
                 coins = self._draws(Purpose.ACCEPT, one, len(q))
                 (u,) = self._draws(Purpose.BONUS, one, 1)
                 proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]
-                cases.append(Case(row, start, one.request, served, q, proposal, coins, u))
+                cases.append(Case(row, start, one, served, q, proposal, coins, u))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
             accepted[case.row], bonus[case.row] = verdict
@@ -510,7 +520,7 @@ class SampledTarget(TargetOracle):
         return [self._judge_one(case) for case in cases]
 
     def _judge_one(self, case: Case) -> tuple[int, int]:
-        p = partial(self._target_row, case.request, case.start)
+        p = partial(self._target_row, case.sequence, case.start)
         drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
 

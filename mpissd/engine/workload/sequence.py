@@ -28,6 +28,7 @@ from mpissd.engine.model.forwards import SPAN, Places
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
 from mpissd.engine.spec.tree import CHAIN, Branched, Tree
+from mpissd.engine.workload.grammar import Grammar
 
 Index = NDArray[np.int64]
 Prompt = abc.Callable[[Request], abc.Sequence[int]]
@@ -96,7 +97,8 @@ class Sequence:
 
     slot: its place on this rank, which other ranks never see. tokens: its committed tokens, prompt
     included; served: its tokens under verification; both are kept only if the oracle reads tokens.
-    rounds: its number of committed rounds. lookups: by kind, the index of its tokens.
+    rounds: its number of committed rounds. lookups: by kind, the index of its tokens. grammar: the
+    state of its request's grammar, once it is read.
     """
 
     request: Request
@@ -105,6 +107,12 @@ class Sequence:
     served: list[int] = field(default_factory=list)
     rounds: int = 0
     lookups: dict[str, Lookup] = field(default_factory=dict)
+    grammar: Grammar | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """The committed tokens after the prompt, those before a preemption included."""
+        return self.tokens[len(self.request.prompt) - self.request.answered :]
 
     def commit(self, path: abc.Sequence[int], bonus: int) -> None:
         """Appends the served tokens at these places, which were accepted, and the bonus token."""

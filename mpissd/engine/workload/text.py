@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from mpissd.engine.workload.base import (
     Workload,
     laws_label,
 )
+from mpissd.engine.workload.grammar import Grammars, read_grammar
 from mpissd.engine.workload.oracle import (
     Case,
     Draws,
@@ -88,7 +90,7 @@ class LogitsTarget(SampledTarget):
             return
         self._live, requests = batch.sequences, [one.request for one in batch.sequences]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        asked = self._teaches or any(one.logprobs for one in requests)
+        asked = self._teaches or any(one.logprobs or one.grammar for one in requests)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -117,6 +119,9 @@ class LogitsTarget(SampledTarget):
             return None
         served, best = sequence.served, self._best
         count = len(served)
+        if sequence.request.grammar:
+            for n in range(count + 1):
+                best[start + n] = int(np.argmax(self._masked(sequence, start, n)))
         node = self.tree.walk(served, best, range(start, start + count + 1), count)
         return node, best[start + node]
 
@@ -124,11 +129,12 @@ class LogitsTarget(SampledTarget):
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is None or self.gather_logits is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
-        drawn = [case for case in cases if case.request.top_p >= 1]
+        asked = [case.sequence.request for case in cases]
+        is_drawn = [one.top_p >= 1 and not one.grammar for one in asked]
+        drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
-        return [
-            next(verdicts) if case.request.top_p >= 1 else self._judge_one(case) for case in cases
-        ]
+        both = zip(cases, is_drawn, strict=True)
+        return [next(verdicts) if on_device else self._judge_one(case) for case, on_device in both]
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
@@ -168,11 +174,18 @@ class LogitsTarget(SampledTarget):
         parts = zip(self._parts[:, row], self._widths, strict=True)
         return np.concatenate([part[:width] for part, width in parts])
 
-    def _target_row(
-        self, request: Request, start: int, i: int
-    ) -> sampling.Floats | sampling.Weights:
-        logits = self.logits_of(start + i)
+    def _masked(self, sequence: Live, start: int, node: int) -> Logits:
+        """Returns the logits [V] after a node, −inf where a grammar forbids the token."""
+        logits = self.logits_of(start + node)
         check_finite(logits, "target")
+        grammar = self.grammar(sequence)
+        if grammar is None:
+            return logits
+        path = [sequence.served[column] for column in self.tree.paths[node]]
+        return grammar.masked(logits, [*sequence.answer, *path])
+
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+        request, logits = sequence.request, self._masked(sequence, start, i)
         weights = sampling.weigh(logits, request.temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
 
@@ -185,7 +198,7 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
     """
     asked = []
     for case in cases:
-        how, every = (case.request.temperature, case.u), list[Judging]()
+        how, every = (case.sequence.request.temperature, case.u), list[Judging]()
         for token, q, coin in zip(case.tokens, case.q, case.coins, strict=False):
             if not 0 < q <= 1:
                 raise ProtocolError(f"token {token} was proposed with probability {q}")
@@ -242,7 +255,27 @@ class LogitsDraft(SampledDraft):
         self._is_replaced = False
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        return iter(self._stepper.results().ids[0].tolist())
+        best = self._stepper.results().ids[0].tolist()
+        row = 0
+        for one in batch.sequences:
+            grammar = self.grammar(one)
+            for node in range(len(one.served) + 1):
+                if grammar is None:
+                    yield best[row]
+                else:
+                    path = map(one.served.__getitem__, self.tree.paths[node])
+                    logits = self._stepper.logits([row])[0]
+                    logits = grammar.masked(logits, [*one.answer, *path], self._ids)
+                    ranked = sampling.largest(logits, count).tolist()
+                    yield [self._named(entry) for entry in ranked if logits[entry] > -np.inf]
+                row += 1
+
+    def _context(self, one: Live, ahead: list[int]) -> tuple[int, ...]:
+        return (*one.answer, *ahead) if one.request.grammar else ()
+
+    def _follow(self, lane: Lane, token: int) -> None:
+        if lane.grammar is not None:
+            lane.context = (*lane.context, token)
 
     def forget(self) -> None:
         self._is_replaced = self.is_sound = True
@@ -256,6 +289,9 @@ class LogitsDraft(SampledDraft):
             if self._is_replaced and results.values is not None:
                 self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
             drawn, row = Draws(), head * results.ids.shape[1] + first_row
+            lanes = [lane for rollout in rollouts for lane in rollout.lanes or ()]
+            if any(lane.grammar is not None for lane in lanes):
+                best = self._masked(lanes, best, row)
             firsts = self._drawn(rollouts, best[:, 0], row, drawn)
             for rollout, count, end in zip(rollouts, counts, np.cumsum(counts), strict=True):
                 part = slice(end - count, end)
@@ -263,6 +299,19 @@ class LogitsDraft(SampledDraft):
                     self._grow(rollout, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
                     rollout.take(best[part])
+
+    def _masked(self, lanes: Sequence[Lane], best: Ints, first: int) -> Ints:
+        """Returns the likeliest tokens [rows, k] that grammars allow; keeps the masked logits in
+        their lanes. first: the first lane's row of logits."""
+        best = best.copy()
+        for n, lane in enumerate(lanes):
+            if lane.grammar is not None:
+                logits = self._stepper.logits([first + n])[0]
+                check_finite(logits, "draft")
+                lane.logits = lane.grammar.masked(logits, lane.context, self._ids)
+                ranked = sampling.largest(lane.logits, best.shape[1])
+                best[n] = ranked if self._ids is None else self._ids[ranked]
+        return best
 
     def _drawn(
         self, rollouts: Sequence[Rollout], best: Ints, first: int, shared: Draws
@@ -275,30 +324,32 @@ class LogitsDraft(SampledDraft):
             return None
         lanes = [pair for rollout in rollouts for pair in self._pairs(rollout)]
         chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
-        if not chosen:
+        if not chosen and all(lane.grammar is None for lane, _ in lanes):
             return None
         tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
-        u = [lanes[n][0].u(lanes[n][1], shared) for n in chosen]
-        tops = [self._damped(*lanes[n]) for n in chosen]
+        u = {n: lanes[n][0].u(lanes[n][1], shared) for n in chosen}
+        free = [n for n in chosen if lanes[n][0].grammar is None]
+        tops = [self._damped(*lanes[n]) for n in free]
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
-        if draws is not None and max(tops) <= draws.most_damped:
+        if draws is not None and free and max(tops) <= draws.most_damped:
             asked = [
-                Drafting(first + n, lanes[n][0].temperature, draw, top)
-                for n, draw, top in zip(chosen, u, tops, strict=True)
+                Drafting(first + n, lanes[n][0].temperature, u.pop(n), top)
+                for n, top in zip(free, tops, strict=True)
             ]
             proposed = draws.propose(asked, self._saguaro_c)
-            for n, one in zip(chosen, proposed, strict=True):
+            for n, one in zip(free, proposed, strict=True):
                 tokens[n] = self._named(one.token), one.q, one.kept
-            return tokens
-        logits = self._stepper.logits(range(first, first + len(lanes)))
-        for n, draw in zip(chosen, u, strict=True):
-            lanes[n][0].logits = logits[n]
+        elif free:
+            logits = self._stepper.logits(range(first, first + len(lanes)))
+            for n in free:
+                check_finite(logits[n], "draft")
+                lanes[n][0].logits = logits[n]
+        for n, draw in u.items():
             tokens[n] = self._propose(*lanes[n], draw)
         return tokens
 
     def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
         assert lane.logits is not None, "a step without logits"
-        check_finite(lane.logits, "draft")
         top = self._damped(lane, place)
         probs = sampling.probabilities(lane.logits, lane.temperature, top, self._saguaro_c)
         entry, q, row = sampling.propose(probs, u)
@@ -350,9 +401,22 @@ class TextWorkload(Workload):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The target's tokenizer; None for --prompt_ids."""
-        if self.job.config.prompt_ids is not None:
+        if self.job.config.prompt_ids is not None and self.job.config.grammar is None:
             return None
         return load_tokenizer(self.job.target_where)
+
+    @cached_property
+    def grammar(self) -> str:
+        """The grammar of all answers, read only on the lead; raises ConfigError."""
+        flag = self.job.config.grammar
+        if flag is not None and not self.stop_ids:
+            raise ConfigError(f"grammar={flag}: the model has no token that ends an answer")
+        return "" if flag is None else read_grammar(flag)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Makes the grammars of answers."""
+        return Grammars(load_tokenizer(self.job.target_where), self.vocab, self.stop_ids)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -390,7 +454,8 @@ class TextWorkload(Workload):
     @property
     def samples(self) -> bool:
         serving = self.job.serving
-        return self.job.config.temperature > 0 or (serving is not None and serving.samples)
+        own = self.job.config.temperature > 0 or self.job.config.grammar is not None
+        return own or (serving is not None and serving.samples)
 
     @property
     def law(self) -> str:
@@ -417,7 +482,7 @@ class TextWorkload(Workload):
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
         ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
-        return LogitsTarget(
+        oracle = LogitsTarget(
             stepper,
             job.config.seed,
             samples=self.samples,
@@ -425,10 +490,12 @@ class TextWorkload(Workload):
             widths=[part.vocab for part in ranks],
             teaches=job.config.learners > 0,
         )
+        oracle.grammars = lambda: self.grammars
+        return oracle
 
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
         job, config, shard = self.job, self.job.config, self.job.draft_shard
-        return LogitsDraft(
+        oracle = LogitsDraft(
             stepper,
             config.seed,
             job.lookahead,
@@ -439,12 +506,14 @@ class TextWorkload(Workload):
             lookup=config.lookup,
             heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
         )
+        oracle.grammars = lambda: self.grammars
+        return oracle
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled according to the flags."""
         config = self.job.config
         sampled = config.temperature, config.top_p
-        return Request(request_id, tokens[-1], 0, tuple(tokens), *sampled)
+        return Request(request_id, tokens[-1], 0, tuple(tokens), *sampled, grammar=self.grammar)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns prompts first_id …; beyond their number, short ones to warm the job up."""
@@ -488,6 +557,8 @@ def check_prompts(job: Resolved) -> None:
     """
     if not job.config.is_text:
         return
-    count, groups = len(TextWorkload(job).prompts), job.config.groups
+    workload = TextWorkload(job)
+    count, groups = len(workload.prompts), job.config.groups
+    _ = workload.grammar
     if count < groups:
         raise ConfigError(f"groups={groups} with {count} prompts: allowed: at most {count}")

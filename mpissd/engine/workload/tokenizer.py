@@ -55,6 +55,10 @@ class Tokenizer:
         """The number of tokens, added ones included; ids are below it."""
         return self._vocabulary.get_vocab_size()
 
+    def to_json(self) -> str:
+        """Returns the vocabulary as a tokenizer.json."""
+        return self._vocabulary.to_str()
+
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, preceded by those that the model expects at a beginning."""
         return self._vocabulary.encode(text).ids

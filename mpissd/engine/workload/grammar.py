@@ -1,0 +1,145 @@
+"""Grammars: which tokens may follow those of an answer, by the library llguidance.
+
+A grammar is a text in llguidance's own form, as `make_grammar` returns it: a JSON schema, a regular
+expression or a choice of texts. JSON has ", " and ": " between its parts and no other white space,
+as json.dumps writes it, so that a model cannot go on with white space for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import MOST_GRAMMAR, Ints
+from mpissd.engine.workload.tokenizer import Tokenizer
+
+Logits = NDArray[np.float32]
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NEVER = np.float32(-np.inf)
+
+
+def make_grammar(name: str, kind: str, value: Any) -> str:
+    """Returns the grammar of a value; raises ConfigError if no answer can meet it.
+
+    name: of the field or flag, for errors. kind: "json" (a schema), "regex" (a text), or "choice"
+    (a list of texts).
+    """
+    library = _library()
+    try:
+        if kind == "json":
+            text = library.LLMatcher.grammar_from_json_schema(value, overrides=_SEPARATORS)
+        else:
+            pattern = value if kind == "regex" else "|".join(map(re.escape, value))
+            text = library.LLMatcher.grammar_from_regex(pattern)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())[:200]}") from error
+    if (size := len(text.encode(errors="replace"))) > MOST_GRAMMAR:
+        raise ConfigError(f"{name}: {size} bytes: allowed: at most {MOST_GRAMMAR}")
+    matcher = library.LLMatcher(library.LLTokenizer("byte"), text, log_level=0)
+    reason = matcher.get_error()
+    if not reason and not matcher.is_accepting() and not any(matcher.compute_bitmask()):
+        reason = matcher.get_error() or "no text meets it"
+    if reason:
+        raise ConfigError(f"{name}: {' '.join(reason.split())[:200]}")
+    return str(text)
+
+
+def read_grammar(flag: str) -> str:
+    """Returns the grammar of --grammar: json, regex:…, choice:A|B|…, or a file with a JSON schema.
+
+    Raises ConfigError for a file that cannot be read, and as `make_grammar`.
+    """
+    kind, colon, value = flag.partition(":")
+    if flag == "json":
+        return make_grammar("grammar", "json", {"type": "object"})
+    if colon and kind in ("regex", "choice"):
+        return make_grammar("grammar", kind, value if kind == "regex" else value.split("|"))
+    try:
+        schema = json.loads(Path(flag).expanduser().read_bytes())
+    except OSError as error:
+        allowed = "allowed: json, regex:…, choice:A|B, or a file with a JSON schema"
+        raise ConfigError(f"grammar={flag}: {error.strerror}: {allowed}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"grammar={flag}: is no JSON: {error}") from error
+    return make_grammar("grammar", "json", json.dumps(schema))
+
+
+class Grammar:
+    """The state of one answer's grammar, which moves to any tokens: to those of a verified node, or
+    of a branch that a draft grows, and back. Tokens beyond an answer's end are not masked."""
+
+    def __init__(self, matcher: Any, vocab: int, stop_ids: Collection[int]) -> None:
+        """matcher: llguidance's, at the beginning of an answer. stop_ids: tokens that end it."""
+        self._first, self._matcher = matcher, matcher.deep_copy()
+        self._vocab, self._stop_ids = vocab, sorted(stop_ids)
+        self._tokens: list[int] = []  # those that the matcher has read
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Returns which tokens may follow the answer's first `tokens`, [V]; None after tokens that
+        the grammar or the answer's end excludes, which no answer has.
+
+        Tokens that end an answer are allowed where it is complete, and only there. They are also
+        all that is allowed where llguidance gives up: a state too large for its limits.
+        """
+        if any(token in self._stop_ids for token in tokens):
+            return None
+        pairs = enumerate(zip(self._tokens, tokens, strict=False))
+        same = next((n for n, (a, b) in pairs if a != b), min(len(self._tokens), len(tokens)))
+        self._matcher.rollback(len(self._tokens) - same)
+        taken = same + self._matcher.try_consume_tokens(list(tokens[same:]))
+        self._tokens = list(tokens[:taken])
+        if taken < len(tokens) and not self._matcher.is_error():
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
+        mask[self._stop_ids] = self._matcher.is_accepting()
+        if self._matcher.is_error() or not mask.any():
+            mask[:] = False
+            mask[self._stop_ids] = True
+        if self._matcher.is_error():
+            self._matcher, self._tokens = self._first.deep_copy(), []
+        return mask
+
+    def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
+        """Returns the logits after the answer's first `tokens`, −inf where no token is allowed.
+
+        logits: float32 [V], or of the tokens `ids` only. They stay as they are where nothing is
+        known, or where the grammar allows none of these tokens.
+        """
+        allowed = self.allowed(tokens)
+        if allowed is not None and ids is not None:
+            allowed = allowed[ids]
+        if allowed is None or not allowed.any():
+            return logits
+        return np.where(allowed, logits, _NEVER)
+
+
+class Grammars:
+    """Makes the states of answers' grammars in the vocabulary of a target model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
+        """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end answers."""
+        self._vocab, self._stop_ids = vocab, stop_ids
+        library = _library()
+        words = library.LLTokenizer(tokenizer.to_json(), vocab, sorted(stop_ids))
+        self._matcher = lru_cache(maxsize=64)(partial(library.LLMatcher, words, log_level=0))
+
+    def begin(self, text: str) -> Grammar:
+        """Returns the state of a new answer to the grammar `text`."""
+        return Grammar(self._matcher(text), self._vocab, self._stop_ids)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as missing:
+        raise ConfigError("grammars need llguidance: pip install 'mpissd[text]'") from missing
+    return llguidance

@@ -1,0 +1,192 @@
+"""Answers to grammars: each meets its own, and every mode gives the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpissd.__main__ import main
+from mpissd.common.config import parse_flags
+from mpissd.engine import Decoder
+from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.decode.scheduler import Scheduler
+from mpissd.engine.job import Serving
+from mpissd.engine.workload.grammar import make_grammar
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.serve.driver import Driver
+from mpissd.serve.protocol import Submit
+from tests.needs import module
+from tests.serve.test_driver import Script, room_of
+from tests.text import tiny
+from tests.tiny_pair import TinyPair, tiny_pair
+
+module("llguidance", "grammars")
+COUNT = int(os.environ.get("MPISSD_GRAMMARS", "50"))
+CONTEXT, MOST, SLOTS = 224, 200, 6
+MODES: dict[str, dict[str, Any]] = {
+    "inline": {"mode": "sd", "num_drafts": 0},
+    "inline tree": {"mode": "sd", "num_drafts": 0, "tree": 7},
+    "ssd": {"mode": "ssd", "fan_out": "uniform:2"},
+    "ssd, fast backup": {"mode": "ssd", "fan_out": "uniform:2", "backup": "fast"},
+    "branches of trees": {"mode": "ssd", "fan_out": "uniform:2", "tree": 7},
+}
+Asked = tuple[str, Any]  # make_grammar's kind and value
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """The draft knows two of three tokens, and no stop token."""
+    vocab = len(tiny.tokens())
+    known = [n for n in range(vocab) if n % 3 != 1]
+    made = tiny_pair(tmp_path_factory.mktemp("narrow"), vocab=vocab, head_ids=known)
+    tiny.write(made.target)
+    return made
+
+
+def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose answers are short; every kind nests, down to depth 2."""
+    kinds = ["integer", "boolean", "null", "enum", "string"]
+    nested = ["array", "anyOf", "object", "object"]
+    kind = rng.choice((nested, kinds + nested, kinds)[depth])
+    if kind == "integer":
+        low = rng.randint(-200, 200)
+        return {"type": kind, "minimum": low, "maximum": low + rng.randint(0, 3000)}
+    if kind == "string":
+        return {"type": kind, "maxLength": rng.randint(0, 4)}
+    if kind == "enum":
+        return {kind: rng.sample(["hello", "hell", 'a"b', "wörld", 7, -1.5, None, True], 3)}
+    if kind == "array":
+        most = rng.randint(0, 3)
+        return {"type": kind, "items": schema_of(rng, depth + 1), "maxItems": most}
+    if kind == "anyOf":
+        return {kind: [schema_of(rng, depth + 1) for _ in range(2)]}
+    if kind == "object":
+        names = rng.sample(["a", "hello", "wörld", 'q"', "line\n"], rng.randint(0, 4))
+        return {
+            "type": kind, "properties": {name: schema_of(rng, depth + 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.7],
+            "additionalProperties": False,
+        }  # fmt: skip
+    return {"type": kind}
+
+
+def meets(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is valid, by the definitions of the keywords of schema_of."""
+    if "anyOf" in schema:
+        return any(meets(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    kind = schema["type"]
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    if kind == "string":
+        return isinstance(value, str) and len(value) <= schema["maxLength"]
+    if kind == "array":
+        is_short = isinstance(value, list) and len(value) <= schema["maxItems"]
+        return is_short and all(meets(each, schema["items"]) for each in value)
+    if kind == "object":
+        known = schema["properties"]
+        is_whole = isinstance(value, dict) and set(schema["required"]) <= value.keys() <= set(known)
+        return is_whole and all(meets(value[name], known[name]) for name in value)
+    return value is None if kind == "null" else isinstance(value, bool)
+
+
+def is_met(asked: Asked, text: str) -> bool:
+    kind, value = asked
+    if kind == "json":
+        return meets(json.loads(text), json.loads(value))
+    return text in value if kind == "choice" else re.fullmatch(value, text) is not None
+
+
+@lru_cache(maxsize=1)
+def requests(count: int) -> list[tuple[Submit, Asked | None]]:
+    """Requests to random schemas, a few other grammars, and none; some are sampled."""
+    rng, made = random.Random(count), list[tuple[Submit, Asked | None]]()
+    for n in range(count):
+        asked: Asked | None = ("json", json.dumps(schema_of(rng)))
+        if n % 7 == 5:
+            regex = "regex", rng.choice(["[a-c]{3}(hello)?", "(ab|c)d*e{2}|x", "[0-9]{2}"])
+            asked = rng.choice([None, regex, ("choice", ["yes", "no", "hello (all) | wörld"])])
+        grammar = "" if asked is None else make_grammar("x", *asked)
+        prompt = [rng.randrange(3, len(tiny.tokens())) for _ in range(rng.randint(1, 20))]
+        is_long = asked is not None and asked[0] != "regex"
+        told = {"temperature": 1.0 if n % 4 == 3 else 0.0, "top_p": rng.choice([1.0, 0.8])}
+        made.append((Submit(n, prompt, MOST if is_long else 40, **told, grammar=grammar), asked))
+    return made
+
+
+def answers(pair: TinyPair, asked: list[Submit], serving: Serving, **flags: Any) -> Script:
+    told = {"target": pair.target, "draft": pair.draft, "backend": "numpy", "workload": "text"}
+    told |= {"prompt": "x", "context": CONTEXT, "batch_size": SLOTS, "lookahead": 4, **flags}
+    config = parse_flags({name: str(value) for name, value in told.items()})
+    mail = Script(*((n, one) for n, one in enumerate(asked)))
+    with Loops(*in_one_process(config, serving)) as loops:
+        scheduler, job = Scheduler(room_of(loops)), loops.job
+        stops: Any = {"stop_ids": job.workload.stop_ids, "tree": job.tree}  # type: ignore[attr-defined]
+        driver = Driver(scheduler, mail, "", job.lookahead, clock=lambda: 0.0, **stops)
+        while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
+            driver.wait(1.0)
+            driver.drive(loops.loop)
+        mail.watched = [scheduler.num_preempted]
+    return mail
+
+
+@pytest.fixture(scope="module")
+def expected(pair: TinyPair) -> dict[int, list[int]]:
+    return answers(pair, [one for one, _ in requests(COUNT)], Serving(), mode="ar").tokens()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_answer_meets_its_grammar_and_all_modes_are_equal(
+    pair: TinyPair, words: Tokenizer, expected: dict[int, list[int]], mode: str
+) -> None:
+    found = answers(pair, [one for one, _ in requests(COUNT)], Serving(), **MODES[mode])
+    tokens, ends, counts = found.tokens(), found.ends(), [0, 0]
+    for one, asked in requests(COUNT):
+        assert one.temperature or tokens[one.id] == expected[one.id]
+        if asked is not None:
+            end, text = ends[one.id], words.decode(tokens[one.id])
+            assert end.reason == "stop" and is_met(asked, text), (asked, text)
+            counts = [counts[0] + end.accepted, counts[1] + end.drafted]
+    assert counts[0] > 0.2 * counts[1], "the draft drafts what can be accepted"
+
+
+@pytest.mark.parametrize("mode", ["ssd", "inline tree"])
+def test_a_preempted_answer_and_a_draft_of_fewer_tokens_meet_theirs(
+    narrow: TinyPair, mode: str
+) -> None:
+    item = {"enum": ["hello", "hell", "x y"]}
+    schema = json.dumps({"type": "array", "items": item, "minItems": 16, "maxItems": 18})
+    grammar, words = make_grammar("x", "json", schema), load_tokenizer(str(narrow.target))
+    asked = [Submit(n, [n + 5] * (n + 1), MOST, grammar=grammar) for n in range(5)]
+    found = answers(narrow, asked, Serving(kv_tokens=CONTEXT), **MODES[mode])
+    assert found.watched[0] > 0 or mode != "ssd", "some are preempted"
+    assert found.tokens() == answers(narrow, asked, Serving(), mode="ar").tokens()
+    for tokens in found.tokens().values():
+        assert 16 <= len(json.loads(words.decode(tokens))) <= 18
+
+
+def test_run_takes_a_grammar_from_its_flag(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "s.json"
+    where.write_text(json.dumps({"enum": ["hello", 7]}))
+    for flag, allowed in (("choice:yes|no", ("yes", "no")), (str(where), ('"hello"', "7"))):
+        flags = {"target": pair.target, "draft": pair.draft, "backend": "numpy", "context": 99}
+        told = {"workload": "text", "prompt": "hello", "mode": "sd", **flags, "grammar": flag}
+        with Decoder(parse_flags({name: str(value) for name, value in told.items()})) as decoder:
+            while not decoder.is_over:
+                decoder.step()
+            (tokens,) = decoder.tokens.values()
+        assert load_tokenizer(str(pair.target)).decode(tokens) in allowed
+    asked = [f"--{name}={value}" for name, value in flags.items()]
+    for wrong, said in (("regex:(a", "unclosed group"), ("nowhere.json", "allowed: json, regex:")):
+        assert main(["run", "--workload=text", "--prompt=x", *asked, f"--grammar={wrong}"]) == 2
+        assert said in capsys.readouterr().err
