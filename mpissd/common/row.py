@@ -120,6 +120,7 @@ class Row(Mapping[str, Any]):
     prompt_tokens: int | None = setting("length of each prompt (`markov`)", "tokens")
     top_p: float | None = setting("share of the target's distribution that is kept (`text`)")
     stop: list[str] | None = setting("the stop strings (`text`)")
+    grammar: str | None = setting("the grammar of answers: its flag and CRC-32 (`text`)")
     num_prompts: int | None = setting("number of prompts (`text`)")
     prompts_sha256: str | None = setting("SHA-256 of the prompts' tokens (`text`)")
     recording: str | None = setting("file and SHA-256 of the recording (`replay`)")

@@ -6,6 +6,7 @@ them spins. A pass without a round ends the job.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -41,6 +42,9 @@ def execute_serve(config: ServeConfig) -> int:
         session = session_of(machine, run, serving)
         if machine.topology.is_lead:
             tell_doubts(session.job)
+        with contextlib.suppress(ConfigError):  # without llguidance the front refuses grammars
+            if isinstance(session.workload, TextWorkload):
+                _ = session.workload.grammars  # takes a second, for which no request should wait
         rank = Rank(session)
         gc.collect()
         gc.freeze()  # exempts objects that live as long as the job from later collections

@@ -23,6 +23,7 @@ UNSEEN = {
     "lookup",
     "top_p",
     "stop",
+    "grammar",
     "num_prompts",
     "prompts_sha256",
     "recording",

@@ -256,7 +256,7 @@ class Endings:
 # The keys of a result row that a workload fills, in their order; null if it does not.
 ROW_FIELDS = (
     "acceptance acceptance_fast hit_law laws temperature vocab order divergence saguaro_c "
-    "prompt_tokens top_p stop num_prompts prompts_sha256 recording lookup"
+    "prompt_tokens top_p stop grammar num_prompts prompts_sha256 recording lookup"
 ).split()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
@@ -536,7 +537,7 @@ class TextWorkload(Workload):
         return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
 
     def row_fields(self) -> dict[str, Any]:
-        config = self.job.config
+        config, digest = self.job.config, crc32(self.grammar.encode())
         return {
             "temperature": config.temperature,
             "vocab": self.vocab,
@@ -545,6 +546,7 @@ class TextWorkload(Workload):
             "laws": laws_label(config),
             "top_p": config.top_p,
             "stop": list(config.stop_strings),
+            "grammar": None if config.grammar is None else f"{config.grammar} ({digest:08x})",
             "num_prompts": len(self.prompts),
             "prompts_sha256": digest_of(self.prompts),
         }
