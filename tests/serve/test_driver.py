@@ -89,6 +89,7 @@ def served(
 ) -> Driver:
     scheduler, job = Scheduler(room_of(loops)), loops.job
     told: Any = {"times": times, "goodput": goodput, "clock": clock, "tree": job.tree}
+    told["stop_ids"] = job.workload.stop_ids  # type: ignore[attr-defined]
     driver = Driver(scheduler, mail, "", job.lookahead, **told)
     while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
         driver.wait(1.0)

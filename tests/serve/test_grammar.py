@@ -16,14 +16,12 @@ from mpissd.__main__ import main
 from mpissd.common.config import parse_flags
 from mpissd.engine import Decoder
 from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.decode.scheduler import Scheduler
 from mpissd.engine.job import Serving
 from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Submit
 from tests.needs import module
-from tests.serve.test_driver import Script, room_of
+from tests.serve.test_driver import Script, served
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -128,13 +126,7 @@ def answers(pair: TinyPair, asked: list[Submit], serving: Serving, **flags: Any)
     config = parse_flags({name: str(value) for name, value in told.items()})
     mail = Script(*((n, one) for n, one in enumerate(asked)))
     with Loops(*in_one_process(config, serving)) as loops:
-        scheduler, job = Scheduler(room_of(loops)), loops.job
-        stops: Any = {"stop_ids": job.workload.stop_ids, "tree": job.tree}  # type: ignore[attr-defined]
-        driver = Driver(scheduler, mail, "", job.lookahead, clock=lambda: 0.0, **stops)
-        while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
-            driver.wait(1.0)
-            driver.drive(loops.loop)
-        mail.watched = [scheduler.num_preempted]
+        mail.watched = [served(loops, mail).scheduler.num_preempted]
     return mail
 
 

@@ -79,7 +79,7 @@ class Grammar:
     def __init__(self, matcher: Any, vocab: int, stop_ids: Collection[int]) -> None:
         """matcher: llguidance's, at the beginning of an answer. stop_ids: tokens that end it."""
         self._first, self._matcher = matcher, matcher.deep_copy()
-        self._vocab, self._stop_ids = vocab, sorted(stop_ids)
+        self._vocab, self._ends = vocab, frozenset(stop_ids)
         self._tokens: list[int] = []  # those that the matcher has read
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
@@ -89,22 +89,23 @@ class Grammar:
         Tokens that end an answer are allowed where it is complete, and only there. They are also
         all that is allowed where llguidance gives up: a state too large for its limits.
         """
-        if any(token in self._stop_ids for token in tokens):
+        tokens, same = list(tokens), min(len(self._tokens), len(tokens))
+        if not self._ends.isdisjoint(tokens):
             return None
-        pairs = enumerate(zip(self._tokens, tokens, strict=False))
-        same = next((n for n, (a, b) in pairs if a != b), min(len(self._tokens), len(tokens)))
+        while self._tokens[:same] != tokens[:same]:  # they differ only near their ends
+            same -= 1
         self._matcher.rollback(len(self._tokens) - same)
-        taken = same + self._matcher.try_consume_tokens(list(tokens[same:]))
-        self._tokens = list(tokens[:taken])
-        if taken < len(tokens) and not self._matcher.is_error():
+        self._tokens = tokens[: same + self._matcher.try_consume_tokens(tokens[same:])]
+        if len(self._tokens) < len(tokens) and not self._matcher.is_error():
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
-        mask[self._stop_ids] = self._matcher.is_accepting()
-        if self._matcher.is_error() or not mask.any():
+        ends, is_lost = list(self._ends), self._matcher.is_error()
+        mask[ends] = self._matcher.is_accepting()
+        if is_lost or not mask.any():
             mask[:] = False
-            mask[self._stop_ids] = True
-        if self._matcher.is_error():
+            mask[ends] = True
+        if is_lost:
             self._matcher, self._tokens = self._first.deep_copy(), []
         return mask
 
