@@ -4,7 +4,8 @@
         "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}'
 
 MPISSD_DRAFT is the path of a draft's socket, or the flags of a draft that is started here
-(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step.
+(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step; with
+MPISSD_ALWAYS=1 it is asked even while its drafts do not pay.
 """
 
 from __future__ import annotations

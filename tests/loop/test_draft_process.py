@@ -40,6 +40,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return tiny_pair(folder, vocab=V, noise=0.15, heads=4, kv_heads=2, head_dim=32)
 
 
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISSD_ALWAYS", "1")
+
+
 def until(test: Callable[[], bool]) -> None:
     end = time.monotonic() + START_S
     while not test():

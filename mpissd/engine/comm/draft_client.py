@@ -25,6 +25,7 @@ import numpy as np
 from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Request
 from mpissd.common.wait import Overdue
+from mpissd.engine.comm.draft_switch import DraftSwitch
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.comm.socket_link import (
     MOST_PROMPTS,
@@ -60,7 +61,8 @@ class DraftClient:
     """Asks a draft process, and starts it where it is told how.
 
     counts: calls, answered rows, sequences that are new, hits, drafted and accepted tokens, late
-    (calls whose answer did not come in time), lost (connections), waited_us.
+    (calls whose answer did not come in time), off (calls while drafts did not pay), lost
+    (connections), waited_us.
     """
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
@@ -72,7 +74,8 @@ class DraftClient:
         """
         self._where, self._lookahead, self._patience_s = where, lookahead, patience_s
         self._sizes = {"lookahead": lookahead, "batch_size": batch, "context": longest}
-        self.counts = Counter[str]()
+        self.counts, self._switch = Counter[str](), DraftSwitch()
+        self._always = os.environ.get("MPISSD_ALWAYS") == "1"
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._link: LeadEnd | None = None
@@ -85,11 +88,16 @@ class DraftClient:
         Raises nothing. Waits for at most patience_s; the start of a process is not awaited.
         """
         answers: list[list[int]] = [[] for _ in rows]
-        start = perf_counter()
+        start, added = perf_counter(), sum(added for _, added in rows)
+        length = sum(len(tokens) for tokens, _ in rows)
         try:
-            if rows and (link := self._link or self._open()):
-                if self._pending:  # an answer that comes after its call is dropped
-                    self._answer(link, 0.0)
+            link = (self._link or self._open()) if rows else None
+            pays = self._switch.choose(start, len(rows), length, added, link is not None)
+            if link and self._pending:  # an answer that comes after its call is dropped
+                self._answer(link, 0.0)
+            if link and not (pays or self._always):
+                self.counts["off"] += 1
+            elif link:
                 for number, drafted in self._ask(link, rows, start + self._patience_s):
                     answers[number] = drafted
                     self.counts.update(rows=1, drafted=len(drafted))
