@@ -5,13 +5,16 @@
 
 MPISSD_DRAFT is the path of a draft's socket, or the flags of a draft that is started here
 (--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step; with
-MPISSD_ALWAYS=1 it is asked even while its drafts do not pay.
+MPISSD_ALWAYS=1 it is asked even while its drafts do not pay. If PROMETHEUS_MULTIPROC_DIR names a
+folder, vLLM's /metrics has the client's counts, as vllm:mpissd_total.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +25,13 @@ from mpissd.engine.comm.draft_client import LOG, DraftClient
 
 _PATIENCE_MS, _REPORT_S = "200", 60.0
 _MOST_ROWS, _MOST_TOKENS = 16, 4096  # of a draft whose flags say nothing else
+
+
+@cache  # a process has it once
+def _metric() -> Any:
+    from prometheus_client import Counter as Metric  # vLLM's
+
+    return Metric("vllm:mpissd", "Counts of the client of mpissd's draft", ["count"])
 
 
 class Proposer:
@@ -35,6 +45,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         """Starts the draft while vLLM loads; raises KeyError without MPISSD_DRAFT."""
         parallel, self._reported = vllm_config.parallel_config, perf_counter()
+        self._published = Counter[str]()
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
         if parallel.rank % group == 0:  # of the last pipeline stage, the only one that drafts
@@ -72,6 +83,11 @@ class Proposer:
         }
         for row, tokens in zip(rows, self.client.drafts([*rows.values()]), strict=True):
             answers[row] = tokens
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            news = self.client.counts - self._published
+            self._published += news
+            for name, more in news.items():
+                _metric().labels(name).inc(more)
         if perf_counter() - self._reported > _REPORT_S:
             self._reported = perf_counter()
             LOG.info("mpissd: drafts so far: %s", dict(self.client.counts))

@@ -98,7 +98,7 @@ STARTS_TORCH = (
     "mpissd.online.trainer",
 )
 # The libraries of an HTTP server are an extra: only `serve` uses them.
-MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load")
+MAY_NAME_HTTP = ("mpissd.serve", "mpissd.lab.chat", "mpissd.lab.load", "mpissd.vllm")
 STARTS_HTTP = ("mpissd.serve.app", "mpissd.serve.front", "mpissd.lab.chat")
 BELOW_ALL = {"fire", "numpy", *sys.stdlib_module_names}  # what they may import besides mpissd
 

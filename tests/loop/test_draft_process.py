@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from mpissd.common.rounds import Event, Outcome, Request
 from mpissd.engine.comm.draft_client import DraftClient
@@ -122,6 +123,16 @@ def test_a_recorded_request_is_new_once_and_when_it_returns(engine: Engine, name
         last = {request: answer for request, answer, (_, new) in asked if new} or last
     assert counts["new"] == num_new < counts["rows"] / 3
     assert not counts["lost"] and not counts["late"]
+    engine.client.close()
+
+
+def test_counts_are_published(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    engine.call([([1, 2, 4], [2, 4])])
+    for name, count in (+engine.client.counts).items():
+        assert REGISTRY.get_sample_value("vllm:mpissd_total", {"count": name}) == count
     engine.client.close()
 
 
