@@ -16,9 +16,8 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
 from mpissd.serve import replicas
-from mpissd.serve.config import ReplicasConfig
 from mpissd.serve.replicas import Entry, Member
-from tests.needs import missing, module, needs, needs_linux
+from tests.needs import module, needs_linux
 from tests.serve.rig import answered, until
 from tests.tiny_pair import TinyPair
 
@@ -108,15 +107,6 @@ def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
         assert serving.process.wait(60) == 0
     assert replicas.ask(found) == "no answer"
     assert f"--register={folder}" not in serving.log  # the ranks do not
-
-
-@needs("haproxy", not missing("haproxy"))
-def test_what_haproxy_refuses_does_not_take_the_files_place(tmp_path: Path) -> None:
-    file = tmp_path / "haproxy.cfg"
-    file.write_text("before")
-    with pytest.raises(ConfigError, match="haproxy -c refuses"):
-        replicas.install(ReplicasConfig("out", str(file), "300.1.1.1.:70000"), [ONE])
-    assert file.read_text() == "before" and os.listdir(tmp_path) == ["haproxy.cfg"]
 
 
 @pytest.mark.parametrize(
