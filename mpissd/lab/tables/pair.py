@@ -107,17 +107,6 @@ class Pair:
         wrap = textwrap.TextWrapper(100, initial_indent="   ", subsequent_indent="      ")
         return "\n".join(wrap.fill(line) for line in lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as JSON; a speedup is null if its interval holds 1."""
-        return {
-            "a": self.a.run_id,
-            "b": self.b.run_id,
-            **self.comparison.to_dict(),
-            "per_gpu": self.per_gpu.to_dict(),
-            "from_rounds": self.comparison.how in (How.BLOCKS, How.ROUNDS),
-            "differ": self.differ,
-        }
-
 
 def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
     """Returns the row, and the others of the same configuration and length under any seed."""
