@@ -101,9 +101,6 @@ class Pair:
             lines.append(f"({FEW_VISITS})")
         elif gain.is_real and not gain.is_headline:
             lines.append(f"({FEW_SEEDS})")
-        for name, row in sides.items():
-            if row.stable is False:
-                lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
         wrap = textwrap.TextWrapper(100, initial_indent="   ", subsequent_indent="      ")
         return "\n".join(wrap.fill(line) for line in lines)
 
