@@ -72,11 +72,6 @@ class Times:
             most_k=int(max(sd["lookahead"].max(), ssd["lookahead"].max())),
         )
 
-    def drafting(self, factor: float) -> Times:
-        """Returns the times with a draft device whose steps take `factor` times as long."""
-        slower = {name: factor * getattr(self, name) for name in ("step", "miss_step", "grow")}
-        return replace(self, **slower)
-
     def sd(self, alpha: float, lookahead: int) -> float:
         """Returns the gain of SD over AR on the same target GPUs."""
         tokens = expected_tokens(alpha, lookahead)

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -296,20 +295,6 @@ class Comparison:
             return f"no difference ({self.interval})"
         gain = f"{self.speedup:.2f}× ({self.interval})"
         return gain if self.is_headline else f"{self.interval} (few seeds)"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON form; the speedup is null if the interval contains 1."""
-        verdict = "faster" if self.speedup > 1 else "slower"
-        return {
-            "verdict": verdict if self.is_real else "no difference",
-            "speedup": self.speedup if self.is_real else None,
-            "low": self.low,
-            "high": self.high,
-            "how": self.how.value,
-            "seeds": self.num_seeds,
-            "headline": self.is_headline,
-            "one_visit": self.one_visit,
-        }
 
 
 def bound(value: float, digits: int = 2) -> str:

@@ -180,6 +180,4 @@ def print_summary(row: Row, out: str = "") -> None:
         lines.append(("hits", f"{row.hit_rate:.3f} of the lookups"))
     if (row.num_prompts or 0) > 1 and out:
         lines.append(("answers", f"{answers_file(out, row.run_id)}: of {row.num_prompts} prompts"))
-    if row.stable is False:
-        lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
