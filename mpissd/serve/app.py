@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
@@ -109,6 +109,7 @@ class Endpoints:
             "/metrics": self._page,
         }
         routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+        self._paths = {_CHAT, "/v1/completions", *gets}
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
         self._app.router.redirect_slashes = False
 
@@ -119,13 +120,20 @@ class Endpoints:
         make a browser call 127.0.0.1 under a name of the page's own, but cannot change that header.
         503 while REQUESTS requests are under way.
         """
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._responses.labels(path, str(message["status"])).inc()
+            await send(message)
+
         problem = self._refused(Headers(scope=scope), scope["path"])
         if problem is not None:
-            await refusal(problem)(scope, receive, send)
+            await refusal(problem)(scope, receive, counted)
             return
         self._under_way += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, counted)
         finally:
             self._under_way -= 1
 
@@ -150,13 +158,11 @@ class Endpoints:
 
     async def _post(self, http: Http) -> Response:
         try:
-            response = await self._answer(http)
+            return await self._answer(http)
         except Problem as problem:
-            response = refusal(problem)
+            return refusal(problem)
         except ClientDisconnect:
-            response = Response(status_code=499)  # the client is gone
-        self._responses.labels(http.url.path, str(response.status_code)).inc()
-        return response
+            return Response(status_code=499)  # the client is gone
 
     async def _answer(self, http: Http) -> Response:
         """Answers a chat or a completion: as a whole, or as a stream."""

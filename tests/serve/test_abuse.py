@@ -127,6 +127,9 @@ def test_a_web_page_cannot_use_a_server_of_this_machine(rig: Rig) -> None:
     ):
         found, answer = get(rig, path, method)
         assert found == status and path in answer["error"]["message"]
+    counted = get(rig, "/metrics")[1]
+    for path, status in (("/health", 403), ("/v1/completions", 405), ("other", 404)):
+        assert f'_total{{endpoint="{path}",status="{status}"}}' in counted
 
 
 def test_100_connections_on_a_queue_of_16(words: Tokenizer) -> None:
