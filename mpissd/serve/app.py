@@ -217,6 +217,10 @@ class Endpoints:
         if request.mode is not None and request.mode not in config.modes:
             allowed = ", ".join(config.modes)
             raise Problem(400, f"mode={request.mode}: allowed: {allowed}", "mode")
+        most = 0 if config.run.mode == "ar" else config.run.lookahead
+        if (request.lookahead or 0) > most:
+            message = f"speculation.lookahead={request.lookahead}: allowed: 0 to {most}"
+            raise Problem(400, message, "speculation")
         if request.temperature is None:
             request.temperature = config.run.temperature
         if request.temperature and not config.sampling:

@@ -30,7 +30,8 @@ class Submit:
 
     id: chosen by the front, never reused. seed: None lets the lead choose. deadline_s: seconds from
     now after which the answer ends as it is, or None. mode: "ar", "sd" or "ssd" for the rounds of
-    this request, or None: the server's own choice.
+    this request, or None: the server's own choice. lookahead: most tokens that are drafted for it
+    in a round, or None: the server's K.
     """
 
     op: ClassVar[str] = "submit"
@@ -43,6 +44,7 @@ class Submit:
     logprobs: bool = False
     deadline_s: float | None = None
     mode: str | None = None
+    lookahead: int | None = None
 
 
 @dataclass(frozen=True)

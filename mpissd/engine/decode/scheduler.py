@@ -49,7 +49,8 @@ class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    stop_ids: tokens that end it. cached: tokens of its prompt that were reused from the cache.
+    lookahead: most tokens that a round drafts (None: K). stop_ids: tokens that end it. cached:
+    tokens of its prompt that were reused from the cache.
     """
 
     request_id: int
@@ -61,6 +62,7 @@ class Task:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
+    lookahead: int | None = None
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -79,7 +81,7 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        asked = self.temperature, self.top_p, self.seed, self.logprobs
+        asked = self.temperature, self.top_p, self.seed, self.logprobs, self.lookahead
         return Request(self.request_id, known[-1], self.epoch, known, *asked)
 
 
