@@ -281,7 +281,7 @@ class Endpoints:
         yield
 
     async def _models(self, http: Http) -> Response:
-        names = ("max_running", "context", "backend", "device_name")
+        names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(self._lead.ready, name, None) for name in names}
         model = {"object": "model", "created": 0, "owned_by": "mpissd"}
         model["mpissd"] = {**self._about, **known}

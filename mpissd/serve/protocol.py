@@ -60,7 +60,8 @@ class Ready:
     """The lead decodes from now on.
 
     model: the target's name. context: most tokens of prompt and answer together. vocab: token ids
-    are below it. backend, device_name: the lead's.
+    are below it. backend, device_name: the lead's. draws:
+    where it draws sampled tokens, "device" or "host"; None: it never samples.
     """
 
     op: ClassVar[str] = "ready"
@@ -72,6 +73,7 @@ class Ready:
     vocab: int
     backend: str | None = None
     device_name: str | None = None
+    draws: str | None = None
 
 
 @dataclass(frozen=True)
