@@ -30,6 +30,7 @@ class LoadRow:
     mode: str | None = key("ar, sd, ssd or auto; null if unknown")
     backend: str | None = key("of the server; null if unknown")
     device_name: str | None = key("of the server: the lead's device")
+    draws: str | None = key("of the server: where it draws sampled tokens; null: unknown, or never")
     tp: int | None = key("of the server: T")
     num_drafts: int | None = key("of the server: D")
     replicas: int | None = key("of the server: servers that share the requests")

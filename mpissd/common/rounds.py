@@ -59,7 +59,8 @@ class Request:
 
     prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
     its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: whether the
-    target's log-probabilities of its tokens are returned.
+    target's log-probabilities of its tokens are returned. lookahead: most tokens that are drafted
+    for it in a round (None: K; 0: the draft skips it).
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
+    lookahead: int | None = None
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

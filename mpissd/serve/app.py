@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
@@ -109,6 +109,7 @@ class Endpoints:
             "/metrics": self._page,
         }
         routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+        self._paths = {_CHAT, "/v1/completions", *gets}
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
         self._app.router.redirect_slashes = False
 
@@ -119,13 +120,20 @@ class Endpoints:
         make a browser call 127.0.0.1 under a name of the page's own, but cannot change that header.
         503 while REQUESTS requests are under way.
         """
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._responses.labels(path, str(message["status"])).inc()
+            await send(message)
+
         problem = self._refused(Headers(scope=scope), scope["path"])
         if problem is not None:
-            await refusal(problem)(scope, receive, send)
+            await refusal(problem)(scope, receive, counted)
             return
         self._under_way += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, counted)
         finally:
             self._under_way -= 1
 
@@ -150,13 +158,11 @@ class Endpoints:
 
     async def _post(self, http: Http) -> Response:
         try:
-            response = await self._answer(http)
+            return await self._answer(http)
         except Problem as problem:
-            response = refusal(problem)
+            return refusal(problem)
         except ClientDisconnect:
-            response = Response(status_code=499)  # the client is gone
-        self._responses.labels(http.url.path, str(response.status_code)).inc()
-        return response
+            return Response(status_code=499)  # the client is gone
 
     async def _answer(self, http: Http) -> Response:
         """Answers a chat or a completion: as a whole, or as a stream."""
@@ -211,6 +217,10 @@ class Endpoints:
         if request.mode is not None and request.mode not in config.modes:
             allowed = ", ".join(config.modes)
             raise Problem(400, f"mode={request.mode}: allowed: {allowed}", "mode")
+        most = 0 if config.run.mode == "ar" else config.run.lookahead
+        if (request.lookahead or 0) > most:
+            message = f"speculation.lookahead={request.lookahead}: allowed: 0 to {most}"
+            raise Problem(400, message, "speculation")
         if request.temperature is None:
             request.temperature = config.run.temperature
         if request.temperature and not config.sampling:
@@ -271,7 +281,7 @@ class Endpoints:
         yield
 
     async def _models(self, http: Http) -> Response:
-        names = ("max_running", "context", "backend", "device_name")
+        names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(self._lead.ready, name, None) for name in names}
         model = {"object": "model", "created": 0, "owned_by": "mpissd"}
         model["mpissd"] = {**self._about, **known}

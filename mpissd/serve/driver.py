@@ -112,6 +112,7 @@ class Driver:
             top_p=asked.top_p,
             seed=asked.seed,
             logprobs=asked.logprobs,
+            lookahead=asked.lookahead,
             stop_ids=self._stop_ids,
         )
         try:
@@ -130,7 +131,7 @@ class Driver:
         if loop.unstored:
             fill = times.prefill_rows(rows, loop.most_rows, way.lookahead)
         is_fixed = self.goodput is None
-        loop.control = Control(prefill_rows=fill) if is_fixed else Control(*way, fill)
+        loop.control = Control(way.lookahead, None if is_fixed else way.width, fill)
         start = self._clock()
         result = loop.step()
         if live:
@@ -148,7 +149,7 @@ class Driver:
         verified.
         """
         if self.goodput is None or self.draft_lost:
-            return Way(0 if self.draft_lost else self.lookahead)
+            return self._within(Way(0 if self.draft_lost else self.lookahead), live)
         modes = {self._modes.get(request_id) for request_id in live} if self._modes else {None}
         mode = modes.pop() if len(modes) == 1 else None
         if mode is not None:
@@ -160,7 +161,13 @@ class Driver:
                 self._choose(self.goodput)
             way = self.goodput.way
         self.mode = way.mode
-        return way
+        return self._within(way, live)
+
+    def _within(self, way: Way, live: list[int]) -> Way:
+        """Returns a way with the K that the live requests allow: the largest one of them."""
+        limits = [task.lookahead for task in self.scheduler.tasks(live)]
+        most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
+        return way if way.lookahead <= most else way._replace(lookahead=most)
 
     def _choose(self, goodput: Goodput) -> None:
         """Chooses the next round's way for the live sequences; the others that run wait for it.

@@ -30,7 +30,8 @@ class Submit:
 
     id: chosen by the front, never reused. seed: None lets the lead choose. deadline_s: seconds from
     now after which the answer ends as it is, or None. mode: "ar", "sd" or "ssd" for the rounds of
-    this request, or None: the server's own choice.
+    this request, or None: the server's own choice. lookahead: most tokens that are drafted for it
+    in a round, or None: the server's K.
     """
 
     op: ClassVar[str] = "submit"
@@ -43,6 +44,7 @@ class Submit:
     logprobs: bool = False
     deadline_s: float | None = None
     mode: str | None = None
+    lookahead: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Ready:
     """The lead decodes from now on.
 
     model: the target's name. context: most tokens of prompt and answer together. vocab: token ids
-    are below it. backend, device_name: the lead's.
+    are below it. backend, device_name: the lead's. draws:
+    where it draws sampled tokens, "device" or "host"; None: it never samples.
     """
 
     op: ClassVar[str] = "ready"
@@ -70,6 +73,7 @@ class Ready:
     vocab: int
     backend: str | None = None
     device_name: str | None = None
+    draws: str | None = None
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
             vocab=workload.vocab,
             backend=backend.name,
             device_name=backend.info.name,
+            draws=rank.draws if config.sampling else None,
         )
     )
     while not driver.is_over:

@@ -1,7 +1,7 @@
 """One request at the front: its parsed body, its prompt, and its answer while that arrives.
 
 A field of OpenAI's API that would change an answer and is not supported is refused, unless its
-value changes nothing. `deadline_s` and `mode` are this server's own.
+value changes nothing. `deadline_s`, `mode` and `speculation` are this server's own.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Request:
     include_sources: bool = False
     deadline_s: float | None = None
     mode: str | None = None
+    lookahead: int | None = None
 
     prompt: list[int] = field(default_factory=list)
     id: int = 0
@@ -321,6 +322,7 @@ def _prompt(name: str, value: Any) -> str | list[int]:
 _boolean = _field(lambda value: isinstance(value, bool), "true, false")
 _text = _field(lambda value: isinstance(value, str), "a string")
 _STREAM_OPTIONS = {"include_usage": _boolean, "include_sources": _boolean}
+_SPECULATION = {"lookahead": _integer(0)}
 _COMMON: dict[str, Parser] = {
     "model": _text,
     "max_tokens": _integer(1),
@@ -332,6 +334,7 @@ _COMMON: dict[str, Parser] = {
     "stop": _stops,
     "deadline_s": _real(0, 86400, is_open=True),
     "mode": _field(lambda value: value in MODES, ", ".join(MODES)),
+    "speculation": lambda name, value: _members(name, value, _SPECULATION),
     "user": _text,
     "n": _only(1),
     "presence_penalty": _only(0, 0.0),
@@ -385,6 +388,7 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
         logprobs=bool(logprobs) if is_chat else logprobs is not None,
         **values.get("stream_options", {}),
+        **values.get("speculation", {}),
         **{name: values[name] for name in names if name in values},
     )
 

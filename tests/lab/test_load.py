@@ -113,7 +113,7 @@ def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["load_id"] == rows[-1].load_id
     for each in rows:
         assert each.num_answered == 10 and (each.mode, each.world_size) == ("ssd", 2)
-        assert (each.backend, each.device_name) == ("numpy", "a device")
+        assert (each.backend, each.device_name, each.draws) == ("numpy", "a device", "host")
         assert each.num_tokens == 2 * (1 + 2 + 3 + 4 + 5)
         assert (each.drafted, each.accepted, each.rounds) == (80, 50, 40)
         assert each.ttft_s is not None and each.ttft_s["p50"] >= pace

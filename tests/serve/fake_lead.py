@@ -45,7 +45,7 @@ class FakeLead:
         reader, self._writer = await asyncio.open_unix_connection(self._path, limit=1 << 24)
         self._room = asyncio.Semaphore(self.script.max_running)
         said = self.script
-        about = ("ssd", 1 << 16, "numpy", "a device")
+        about = ("ssd", 1 << 16, "numpy", "a device", "host")
         self._tell(Ready("tiny", said.context, said.stop_ids, said.max_running, *about))
         self._tell(
             Stats(running=1, pages=8, free_pages=7, mode="ssd", lookahead=4, draft=said.draft)

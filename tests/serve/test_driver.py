@@ -268,3 +268,38 @@ def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     end = mail.ends()[0]
     assert (end.drafted > 0) == (mode != "ar") and (end.hits > 0) == (mode == "ssd")
     assert goodput.rounds_by[mode] >= end.rounds - 1
+
+
+@pytest.mark.parametrize("mode", ["inline", "ssd", "tree", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_limits_its_drafts_in_a_mixed_batch(
+    pair: TinyPair, mode: str, temperature: float
+) -> None:
+    """Limits change no token, of no request; drafted tokens keep to them."""
+    limits = [0, 1, None, 2, 0]
+    asked = [
+        Submit(n, prompt, 30, temperature, seed=n, lookahead=limit)
+        for n, (prompt, limit) in enumerate(zip(prompts(5), limits, strict=True))
+    ]
+    mail = Script(*((3 * n, one) for n, one in enumerate(asked)))
+    goodput = Goodput(K, [None], ForwardTimes()) if mode == "auto" else None
+    run(pair, "ssd" if mode == "auto" else mode, mail, goodput=goodput)
+    ends = mail.ends()
+    for n, one in enumerate(asked):
+        limit = limits[n]
+        if not temperature:
+            assert mail.tokens()[n] == alone(pair, list(one.prompt), 30)
+        if limit is not None:  # of a tree: its nodes up to that level
+            most = 7 if mode == "tree" and limit else limit
+            assert ends[n].drafted <= most * ends[n].rounds
+            assert ends[n].accepted <= limit * ends[n].rounds
+            assert (ends[n].drafted > 0) == (limit > 0) or mode == "auto"
+
+
+def test_a_draft_rests_while_no_request_lets_it_draft(pair: TinyPair) -> None:
+    mail, times = (
+        Script(*((n, Submit(n, [5, 6, n], 20, lookahead=0)) for n in range(3))),
+        ThreeRows(),
+    )
+    run(pair, "inline", mail, times=times)
+    assert not times.drafts and max(times.seen) <= 3 + 3

@@ -57,6 +57,8 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("prompt", "", "is empty"),
     ("prompt", ["a", "b"], "one list of token ids"),
     ("prompt", [-1], "one list of token ids"),
+    ("speculation", {"lookahead": -1}, "lookahead=-1: allowed: a whole number >= 0"),
+    ("speculation", {"K": 1}, "unknown field 'K': allowed: lookahead"),
     ("prompt", "\ud800", "no UTF-8 text"),
     ("prompt", {"a": 1}, "is no text"),
     ("max_token", 5, "did you mean 'max_tokens'"),

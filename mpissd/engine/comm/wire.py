@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Control, Ints, Outcome, Request, Speculation
 
-VERSION = 0x5D04
+VERSION = 0x5D05
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
-# Of a prompt, before its tokens: their number, flags, temperature, top_p, seed.
-_PROMPT = Struct("=iiddQ")
+# Of a prompt, before its tokens: their number, flags, lookahead (−1: None), temperature,
+# top_p, seed.
+_PROMPT = Struct("=iiiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
 _WANTS_LOGPROBS, _HAS_SEED = 1, 2
 
@@ -288,7 +289,8 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
         request = outcome.prompts[id_, epoch]
         flags = _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
         sampling = request.temperature, request.top_p, request.seed or 0
-        head = _PROMPT.pack(len(request.prompt), flags, *sampling)
+        most = -1 if request.lookahead is None else request.lookahead
+        head = _PROMPT.pack(len(request.prompt), flags, most, *sampling)
         parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
     return message.write(outcome.round, len(fresh), parts)
 
@@ -300,10 +302,10 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
     prompts, at = dict[tuple[int, int], Request](), 0
     for id_, epoch, _, _, last in fresh:
         head, at = body[at : at + _PROMPT_HEAD], at + _PROMPT_HEAD
-        size, flags, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
+        size, flags, most, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
         tokens, at = body[at : at + size], at + size
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
-        logprobs = bool(flags & _WANTS_LOGPROBS)
-        request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, logprobs)
+        more = bool(flags & _WANTS_LOGPROBS), None if most < 0 else most
+        request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, *more)
         prompts[id_, epoch] = request
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

@@ -11,8 +11,7 @@ forwards are batch-invariant, bit for bit, its tokens stay the same (temperature
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -50,7 +49,8 @@ class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    stop_ids: tokens that end it. cached: tokens of its prompt that were reused from the cache.
+    lookahead: most tokens that a round drafts (None: K). stop_ids: tokens that end it. cached:
+    tokens of its prompt that were reused from the cache.
     """
 
     request_id: int
@@ -62,6 +62,7 @@ class Task:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: bool = False
+    lookahead: int | None = None
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -80,7 +81,7 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        asked = self.temperature, self.top_p, self.seed, self.logprobs
+        asked = self.temperature, self.top_p, self.seed, self.logprobs, self.lookahead
         return Request(self.request_id, known[-1], self.epoch, known, *asked)
 
 
@@ -115,7 +116,7 @@ class Scheduler:
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # running in the last round, released before the next one
         self._ended: list[Emitted] = []
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id)
+        self._deadlines: list[tuple[float, int]] = []  # rising (time, request id), until it ends
         self.num_preempted = self.num_rounds = 0
 
     @property
@@ -157,7 +158,7 @@ class Scheduler:
             )
         insort(self._waiting, task, key=_ORDER)
         if task.deadline_s is not None:
-            heapq.heappush(self._deadlines, (task.deadline_s, task.request_id))
+            insort(self._deadlines, (task.deadline_s, task.request_id))
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
         """Ends a request; one that is over or unknown is ignored."""
@@ -169,12 +170,17 @@ class Scheduler:
             if task is None:
                 return
             self._waiting.remove(task)
+        self._forget_deadline(task)
         self._ended.append(Emitted(task, reason, [], [], None))
+
+    def _forget_deadline(self, task: Task) -> None:
+        if task.deadline_s is not None:
+            del self._deadlines[bisect_left(self._deadlines, (task.deadline_s, task.request_id))]
 
     def turn(self, now: float) -> Turn:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
+            self.cancel(self._deadlines[0][1], "deadline")
         room, join, before = self.room, list[Request](), self.num_preempted
         while self.free_pages < 0:
             # The sequence that arrived last goes back until the others have the pages that they
@@ -231,6 +237,7 @@ class Scheduler:
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)
+                self._forget_deadline(task)
             kept = slice(len(tokens))
             shown = None if logprobs is None else logprobs[kept]
             given.append(Emitted(task, reason, tokens, sources[kept], shown))

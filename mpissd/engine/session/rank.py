@@ -112,7 +112,7 @@ class Rank:
         """The place where a target's sampled tokens are drawn: device or host."""
         stepper = None if self.target is None else self.target.stepper
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
-        return "device" if on_device else "host"
+        return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def drafter(self, worker: DraftWorker) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.draft)."""
