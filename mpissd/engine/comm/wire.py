@@ -1,9 +1,10 @@
 """The messages of a round: their layout, and the checks of what arrives.
 
 A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
-holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), or prompts
-(PROMPT). A receiver compares the header with the expected one, and the whole message with its
-checksum. A difference raises ProtocolError with both values.
+holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), prompts
+(PROMPT), or a chained round's imposed tokens (START). A receiver compares the header with the
+expected one, and the whole message with its checksum. A difference raises ProtocolError with both
+values.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Kind(IntEnum):
     PROPOSALS = 4
     PROMPT = 5
     HELLO = 6  # of a link over a socket
+    START = 7  # of a chained round, by all target ranks
 
 
 class Header(NamedTuple):
@@ -105,6 +107,7 @@ class LinkShape:
             Kind.PLAN: outcome + self.speculation_width,
             Kind.PROPOSALS: self.lookahead * self.vocab,
             Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens,
+            Kind.START: 2 * self.lookahead + 1,
         }
         return self.batch * each[kind]
 

@@ -49,7 +49,7 @@ class Rank:
         self.target = None if target is None else session.target_worker(target)
         # One draft worker and one link for each target group; inline: one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
-        self.chained = chained_forwards(job, self.target, self.draft)
+        self.chained = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
@@ -147,6 +147,10 @@ class Rank:
                 self.ledger, self.digest = drafter.ledger, drafter.batch.digest
                 return None
             assert target is not None, "a target rank without a worker"
+            end = self.receiver or self.sender
+            if self.chained is not None and end is not None:
+                limit = session.workload.longest_answer
+                target = ChainedTarget(target, drafter, self.chained, limit, waiter, end.start)
             if self.receiver is not None:
                 self.ledger = (Ledger if is_kept else NullLedger)(FollowPhase)
                 plan = self.receiver.plan
@@ -154,9 +158,6 @@ class Rank:
                 return None
             assert self.sender is not None, "a lead without a plan channel"
             speculator = self._speculator(drafter)
-            if self.chained is not None:
-                limit = session.workload.longest_answer
-                target = ChainedTarget(target, drafter, self.chained, limit, waiter)
             publish = self.sender.publish if self.sender.num_followers else None
             loop = TargetLoop(target, speculator, publish, batch, waiter)
             if not is_kept:
