@@ -12,7 +12,6 @@ low, high    95% interval of tok_per_s (mpissd/common/compare.py); both equal it
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
 other_draft  the drafts' device if it is another than the lead's
-real_smollm2 tok_per_s that an SSD row would give with the shipped draft's hits (real_pairs.py)
 step_s       t_draft_s / lookahead: one sequential draft step
 folder, commit    where the row's file is, and what wrote it
 
@@ -34,13 +33,11 @@ import pandas as pd
 
 from mpissd.common.compare import NORMAL_Z, Rate
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import DEFAULT, under_real_pair
 from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text, flags_of
 from mpissd.lab.tables.load import read_lines
 
 Line = dict[str, Any]
-REAL = "real_smollm2"
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
 _DEFAULTS: Line = {  # None for the other keys
     **dict.fromkeys(("num_drafts", "lookahead", "context", "seed"), 0),
@@ -119,10 +116,10 @@ def load(paths: Iterable[str | Path]) -> Data:
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:
     """Makes a frame of complete lines; it has all columns also without a line."""
-    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS, REAL))
+    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS))
     every = [{**names, **line} for line in lines]
     frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
-    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in (*_NUMBERS, REAL)}
+    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in _NUMBERS}
     return frame.assign(**{name: of.astype(float) for name, of in numbers.items()}).copy()
 
 
@@ -209,7 +206,6 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
             "other_draft": row.other_draft_device,
             "commit": str((row.provenance or {}).get("commit") or ""),
             **{name: None if us is None else us / 1e6 for name, us in parts.items()},
-            REAL: under_real_pair(row, DEFAULT),
         }
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
