@@ -215,12 +215,9 @@ def test_the_largest_forward_of_a_job_chooses_the_kernel(
          r"latency_s of \[2\], bytes_per_s of \[\]"),
         ("all_reduce/latency_s", {"2": 1e-6}, "malformed"),
         ("tables/forwards", [{}], "missing 'tp'"),
-        ("tables/forwards/0/fuse", "yes", "fuse='yes'"),
-        ("tables/forwards/0/tp", 2.0, "2.0: allowed: whole numbers"),
         ("tables/forwards/0/seconds", {}, "0 points"),
         ("tables/forwards/0/seconds", {"1": float("nan")}, "at least 0"),
         ("tables/forwards/0/seconds", {"0": 1}, "rising whole numbers from 1"),
-        ("tables/forwards/0/most_rows", 0, "most_rows=0: allowed: a whole number >= 1, or null"),
         ("host", [{}], "missing 'tp'"),
     ],
 )  # fmt: skip
