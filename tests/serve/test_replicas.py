@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,3 +135,24 @@ def test_a_pid_that_is_no_haproxys_is_left_alone(tmp_path: Path, text: str) -> N
             replicas.reload(tmp_path / "pid")
         assert other.poll() is None
         other.kill()
+
+
+def test_a_watch_keeps_the_file_where_the_folder_is_gone(tmp_path: Path) -> None:
+    """As where a file system is not mounted; each fault is printed once."""
+    folder, file = tmp_path / "replicas", tmp_path / "haproxy.cfg"
+    folder.mkdir()
+    replicas.write(folder, ONE)
+    words = ["replicas", str(folder), f"--haproxy={file}", "--watch"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mpissd", *words], stderr=subprocess.PIPE, text=True
+    ) as watch:
+        try:
+            until(file.exists)
+            folder.rename(tmp_path / "away")
+            assert watch.stderr is not None
+            assert "the file stays as it is" in watch.stderr.readline()
+            assert "server r-one node1:8001" in file.read_text()
+            watch.send_signal(signal.SIGTERM)
+            assert watch.communicate(timeout=60)[1] == "" and watch.returncode == 0
+        finally:
+            watch.kill()
