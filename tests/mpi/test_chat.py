@@ -1,4 +1,4 @@
-"""A chat with real ranks, in every mode."""
+"""A chat with real ranks in every mode, and the answers of a run."""
 
 from __future__ import annotations
 

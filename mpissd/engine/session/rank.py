@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from time import monotonic, sleep
+from time import sleep
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -34,8 +34,6 @@ from mpissd.engine.session.session import REST_S, Session
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
-_COLLECT_S = 5.0  # shortest time between two full garbage collections
-_collected_at = -_COLLECT_S
 
 
 class Rank:
@@ -217,16 +215,8 @@ class Rank:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Disables garbage collection inside the block: a full one takes some milliseconds.
-
-    Collects before the block, unless a collection ran in the last _COLLECT_S seconds: it takes
-    30 ms.
-    """
-    global _collected_at
-    now = monotonic()
-    if now - _collected_at > _COLLECT_S:
-        gc.collect()
-        _collected_at = now
+    """Collects garbage, 30 ms, and then disables collections inside the block."""
+    gc.collect()
     gc.disable()
     try:
         yield
