@@ -22,7 +22,8 @@ MODES = ("ar", "sd", "ssd")
 DRAFTING = ("sd", "ssd")  # The modes with a draft.
 ANY = "any value"
 GROWING = ("ssd",)  # The mode that fills a speculation cache.
-RETIRED = {  # what takes the place of a retired flag
+# What takes the place of a retired flag.
+RETIRED = {
     "num_layers": "--pair=70b@8L/1b, a target of 8 layers",
     "fan_out_miss": "--fan_out=A/B, B after a miss",
     **dict.fromkeys(("hit_a", "hit_r"), "--hit_law=power:A=.75,r=1"),
@@ -32,7 +33,6 @@ RETIRED = {  # what takes the place of a retired flag
     "publish_s": "--learn=publish_s=…",
     "world_size": "--dry_run=N",
     "to": "--out=FILE",
-    "seconds": "--seconds_sampling, --seconds_training, --seconds_evaluating",
     "drafts": "--num_drafts",
     "host": "plan's --profile=FILE, whose host costs are used",
     "arrivals": "--requests=N or --duration=S, with --rate",

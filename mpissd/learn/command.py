@@ -75,8 +75,8 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
             print(f"{time.monotonic() - begun:7.1f} s  {text}", flush=True)
 
     gpu = config.device != "cpu" and torch.cuda.is_available()
-    group = join(rank, config.processes, place, gpu)
-    code = Distillation(config, source, log, group).run()
+    group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
+    code = Distillation(config, source, log, group, begun).run()
     if config.processes > 1:
         torch.distributed.destroy_process_group()
     return code

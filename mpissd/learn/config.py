@@ -81,9 +81,14 @@ class DistillConfig(Checked):
     steps: int = flag(10**6, integer(1), "training steps at most")
     optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
     learning_rate: float = flag(1.5e-3, number(0, 1), "the highest of the schedule")
-    seconds_sampling: float = flag(120.0, number(0), "time for samples; the last batch is finished")
+    seconds_sampling: float = flag(
+        120.0, number(0), "time for samples; the last batch is finished, within `seconds`"
+    )
     seconds_training: float = flag(240.0, number(0), "time for training, of each draft")
     seconds_evaluating: float = flag(60.0, number(0), "time for evaluation, answers included")
+    seconds: float = flag(
+        86400.0, number(0), "time for everything: samples take .4 of it at most, the evaluation .2"
+    )
     save_every: float = flag(300.0, number(1), "seconds of training between copies of the draft")
     prompts: str | None = flag(
         None,

@@ -37,7 +37,9 @@ from mpissd.learn.train import Group, learn
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
+SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
 LOGITS = 1 << 21  # most logits of a sampling step on a CPU: more would outlast the time in one call
+HELD = 32  # one conversation in so many of the first batch is held out for the curves
 FEWEST = 1 / 64  # answered tokens of the sampled ones, below which a target does not end its turns
 Log = Callable[[str], None]
 
@@ -45,9 +47,13 @@ Log = Callable[[str], None]
 class Distillation:
     """Drafts in the making, in one of the processes that make them."""
 
-    def __init__(self, config: DistillConfig, source: Source, log: Log, group: Group) -> None:
-        """Loads the target."""
+    def __init__(
+        self, config: DistillConfig, source: Source, log: Log, group: Group, begun: float
+    ) -> None:
+        """Loads the target. begun: when the command began, in seconds of time.monotonic()."""
         self.config, self.source, self.log, self.group = config, source, log, group
+        self.deadline = begun + config.seconds
+        self.sampled_by = begun + SAMPLING * config.seconds
         self.rate: int | None = None  # tokens a second that all processes sampled
         self.on_gpu = config.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", group.rank) if self.on_gpu else torch.device("cpu")
@@ -79,7 +85,8 @@ class Distillation:
             if not result.try_save(result.draft):
                 code = 1
                 continue
-            deadline = time.monotonic() + self.config.seconds_evaluating
+            seconds = self.config.seconds_evaluating
+            deadline = min(self.deadline, time.monotonic() + seconds)
             try:
                 result.evaluate(self._answers(deadline), deadline)
             except (RuntimeError, OSError) as error:
@@ -90,12 +97,11 @@ class Distillation:
     def _sample(self) -> None:
         """Has the target write conversations until the time for it is over, or answer lessons."""
         if self.source.lessons:
-            deadline = time.monotonic() + self.config.seconds_sampling
             for lesson in self.source.lessons.values():
                 # A process has its share of the prompts, or all of them if there are too few.
                 mine = lesson[self.group.rank :: self.group.size]
                 few = len(lesson) < self.group.size
-                self.parts.append(self._answered(lesson if few else mine, deadline))
+                self.parts.append(self._answered(lesson if few else mine, self.sampled_by))
             self._count()
             return
         config, template, begun = self.config, self.source.template, time.monotonic()
@@ -113,6 +119,7 @@ class Distillation:
             elapsed = time.monotonic() - begun
             is_full = self._free() < 1.25 * num * each
             is_late = elapsed + last > config.seconds_sampling
+            is_late |= time.monotonic() + last > self.sampled_by
             if self.parts and (is_late or is_full):
                 break
             choose = random.Random(f"{config.seed}, {self.group.rank}, {number}")
@@ -122,7 +129,11 @@ class Distillation:
                 for who in ("user", "answer")
             )
             given = blank(starts, config.length, self.device)
-            part = sampler.write(given, template, USER, (user, answer), keep=True)
+            part = sampler.write(
+                given, template, USER, (user, answer), keep=True, deadline=self.sampled_by
+            )
+            if self.parts and part.tokens.shape[1] < config.length:  # cut at the deadline
+                break
             self.parts.append(part)
             tokens = int(part.answered.sum())  # waits for the device
             last = time.monotonic() - begun - elapsed
@@ -147,11 +158,15 @@ class Distillation:
         return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _count(self) -> None:
-        """Adds up the samples of all processes: conversations, answered tokens, their counts.
+        """Holds some conversations out; adds up the samples of all processes: conversations,
+        answered tokens, their counts.
 
         Raises ConfigError if fewer tokens were answered than one conversation has, or FEWEST.
         """
-        config = self.config
+        config, first, num = self.config, self.parts[0], len(self.parts[0].tokens)
+        few = -(-num // HELD)
+        self.held = first.take(slice(0, few))
+        self.parts[0] = first.take(slice(few, num)) if num > 1 else self.held
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         sizes = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -164,8 +179,13 @@ class Distillation:
         is_own = not self.source.lessons
         if self.num_answered < (max(config.length, FEWEST * num_tokens) if is_own else 1):
             why = f"{self.num_answered} of {num_tokens} sampled tokens answer a message: allowed: "
-            allowed = "a greater length, more --sequences, a chat model"
-            raise ConfigError(f"length={config.length}: {why}{allowed}")
+            refusal = (
+                f"length={config.length}: {why}a greater length, more --sequences, a chat model"
+            )
+            if self.parts[0].tokens.shape[1] < config.length and is_own:
+                within = f"seconds={config.seconds}: in {SAMPLING:.0%} of that time "
+                refusal = f"{within}{why}more time, or fewer --sequences"
+            raise ConfigError(refusal)
         self.log(f"{self.num_answered:,} answered tokens")
 
     def _answered(self, prompts: Prompts | None, deadline: float) -> Samples:
@@ -187,7 +207,11 @@ class Distillation:
         stops = sorted(self.source.tokenizer.stop_ids)
         ids = frequent_tokens(self.counts.numpy(), config.vocab, stops)
         wanted = architectures(config, self.source.checkpoint.config, len(ids))
-        for name, architecture in wanted.items():
+        for number, (name, architecture) in enumerate(wanted.items()):
+            now = time.monotonic()
+            evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
+            saving, left = SAVING * config.seconds, len(wanted) - number
+            until = now + (self.deadline - evaluating - saving - now) / left
             draft = self._start(architecture, np.asarray(ids, np.int64))
             facts: dict[str, Any] = {"origin": f"the target's layers {config.layers}"}
             if architecture.kind:
@@ -205,7 +229,9 @@ class Distillation:
                 config,
                 (lambda point: None) if rank else result.point,
                 save=(lambda draft: None) if rank else result.try_save,
+                held=self.held,
                 group=self.group,
+                until=until,
             )
             yield result
 

@@ -19,11 +19,12 @@ from mpissd.learn.config import DistillConfig
 from mpissd.learn.draft import Draft
 from mpissd.learn.sample import Samples
 
+WAIT_S = 300  # for the slowest process, whose first steps may still compile
 WARM_UP = 100  # steps until the learning rate is at its highest
 LEVEL, LAST_RATE = 0.3, 0.01  # share of the time at the full learning rate; its last value
 VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
-EVERY = 50  # steps between two points of the curves
+EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
 NAMES = ("cross_entropy", "tv", "agreement", "state_error")
 REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
 AT_ONCE = 8  # conversations of a forward, where nothing is compiled: more would outlast the time
@@ -53,16 +54,17 @@ class Group:
         return float(largest)
 
 
-def join(rank: int, size: int, place: str, gpu: bool) -> Group:
+def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> Group:
     """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo.
 
-    They wait for one another for a day: torch.multiprocessing ends all when one dies.
+    busy_s: how long one of them may work, while the others wait for it.
     """
     if size > 1:
         if gpu:
             torch.cuda.set_device(rank)
         where = {"init_method": f"file://{place}", "rank": rank, "world_size": size}
-        dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(days=1), **where)
+        wait = timedelta(seconds=WAIT_S + min(busy_s, 86400.0))
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=wait, **where)
     return Group(rank, size)
 
 
@@ -86,15 +88,18 @@ def learn(
     observe: Callable[[dict[str, Any]], None],
     *,
     save: Callable[[Any], object] = lambda draft: None,
+    held: Samples | None = None,
     group: Group | None = None,
+    until: float = float("inf"),
 ) -> Any:
     """Trains a draft in place and returns it without gradients.
 
     parts: samples of equal numbers of sequences. plan: the training's length (without the first
     steps, which wait for the compiler), steps, batch, rates and copies. observe: receives the
-    points of the curves. save: receives copies of the draft so far. An error of the device after
-    the first point ends the training early: the draft that it has reached is returned, and the last
-    point has the reason.
+    points of the curves. save: receives copies of the draft so far. held: sequences whose losses
+    are in the curves and that are not trained on. until: when the training has to be over, in
+    seconds of time.monotonic(). An error of the device after the first point ends the training
+    early: the draft that it has reached is returned, and the last point has the reason.
     """
     group, tensors = group or Group(), draft.trained
     optimizer, device = draft.optimizer(plan.optimizer), tensors[0].device
@@ -114,7 +119,7 @@ def learn(
             falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
             rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
             late, batch, now, done = share >= VARIATION_FROM, next(stream), time.monotonic(), 0
-            step_s = plan.seconds_training / STEPS
+            step_s = min(plan.seconds_training, until - begun) / STEPS
             flat.zero_()
             while done * most < size and (not done or time.monotonic() < now + step_s):
                 part = slice(done * most, (done + 1) * most)
@@ -133,7 +138,7 @@ def learn(
                 begun = time.monotonic()
             if step % check == 0 or step >= plan.steps:
                 seconds = time.monotonic() - begun if step >= untimed else 0.0
-                allowed = max(plan.seconds_training, 1e-9)
+                allowed = max(min(plan.seconds_training, until - begun), 1e-9)
                 share = group.largest(max(seconds / allowed, step / plan.steps), device)
                 if seconds - saved >= plan.save_every and share < 1:
                     saved = seconds
@@ -141,6 +146,11 @@ def learn(
             if step % EVERY == 0 or share >= 1:
                 point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1)}
                 point |= {"rate": rate, **_rounded(losses)}
+                is_watched = step == EVERY or step % WATCHED == 0 or share >= 1
+                if held is not None and is_watched:
+                    # With gradients, for which the losses are compiled.
+                    some = draft.losses(held.take(slice(0, most)), num_rows)
+                    point["held"] = _rounded(some)
                 observe(point)
     except RuntimeError as error:
         if step < EVERY:
