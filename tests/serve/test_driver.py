@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Serving
@@ -180,10 +180,11 @@ def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> Non
     with Loops(*in_one_process(many, Serving(kv_tokens=64))) as loops:
         room = room_of(loops)
         assert room.pages < 8
-        warm(loops.loop, loops.job, times, room)
+        goodput = Goodput(K, [None], times)
+        warm(loops.loop, loops.job, times, room, goodput)
         mail = Script((0, Submit(0, [5, 6, 7], 12)))
         served(loops, mail, times=times)
-    assert times.seconds(K + 1) > 0
+    assert times.seconds(K + 1) > 0 and goodput._rest_s(1)[Way(K)] > 0
     assert mail.tokens()[0] == alone(pair, [5, 6, 7], 12)
 
 

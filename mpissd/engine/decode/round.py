@@ -129,6 +129,7 @@ class TargetLoop:
         mark(LeadPhase.UPLOAD)
         worker.launch()
         mark(LeadPhase.LAUNCH)
+        speculator.meanwhile()
         if self.meanwhile is not None:
             self.meanwhile()
         worker.wait(self._waiter)
