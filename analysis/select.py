@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
 
 from analysis.rows import Data, Notes, NothingLeft
-from mpissd.common.compare import Comparison, Rounds, compare_rows, student_t
+from mpissd.common.compare import Comparison, compare_rows, student_t
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.lab.tables.best import are_predicted, setting_of
 from mpissd.lab.tables.claims import Claim, judged
@@ -260,17 +259,9 @@ def short(name: str | None) -> str:
 
 
 def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
-    """Returns the speedup of one configuration's rows over another's; None if they are too short.
-
-    The rounds that they kept are used, FOLDER/rounds/RUN_ID.npz.
-    """
-    rounds = {}
-    for folder, row in pd.concat([base, rows])[["folder", "row"]].itertuples(index=False):
-        path = Path(folder, "rounds", f"{row.run_id}.npz")
-        if path.is_file():
-            rounds[str(row.run_id)] = Rounds.read(path, row)
+    """Returns the speedup of one configuration's rows over another's, or None if too short."""
     try:
-        return compare_rows(list(base["row"]), list(rows["row"]), rounds)
+        return compare_rows(list(base["row"]), list(rows["row"]))
     except ConfigError:
         return None
 

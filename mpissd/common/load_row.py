@@ -70,11 +70,6 @@ class LoadRow:
     client_late_s: float = key("longest time by which a request was sent too late", "s")
     provenance: Mapping[str, Any] = key("versions, host, command line and time")
 
-    @classmethod
-    def from_dict(cls, line: Mapping[str, Any]) -> LoadRow:
-        """Makes a row from a line: missing keys are None, unknown ones are left out."""
-        return cls(**{f.name: line[f.name] for f in fields(cls) if f.name in line})
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the line as a dict, keys in the order of the fields."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -91,7 +91,7 @@ def test_goodput_counts_what_kept_the_objective(tmp_path: Path) -> None:
     assert (row.drafted, row.rounds) == (16, 6) and (row.mode, row.tp) == ("ssd", 1)
     assert row.tpot_s is not None and row.tpot_s["p50"] == pytest.approx(0.1)
     assert row.ttft_s is not None and row.ttft_s["mean"] == pytest.approx(0.8)
-    assert LoadRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    assert LoadRow(**json.loads(json.dumps(row.to_dict()))) == row
 
 
 def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,10 +105,7 @@ def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with serving(tokenizer(tmp_path), script, about=about) as rig:
         flags = {"url": f"{rig.url}/v1", "rate": "20,40", "requests": "10", "out": str(tmp_path)}
         assert load(config(tmp_path, **flags)) == 0
-    rows = [
-        LoadRow.from_dict(json.loads(x))
-        for x in (tmp_path / "loads.jsonl").read_text().splitlines()
-    ]
+    rows = [LoadRow(**json.loads(x)) for x in (tmp_path / "loads.jsonl").read_text().splitlines()]
     assert [each.rate for each in rows] == [20, 40]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["load_id"] == rows[-1].load_id
     for each in rows:

@@ -93,7 +93,7 @@ def test_no_difference_is_no_number(tmp_path: Path, capfd: pytest.CaptureFixture
     low, high = interval(out)
     assert "a = one: " in out and "b = two: " in out and low < 1 < high
     assert "b over a: no difference (95% interval 0." in out and "1.01" not in out
-    assert "rounds not kept" in out and "per GPU: 0.5" in out
+    assert "by their rows" in out and "per GPU: 0.5" in out
 
 
 REFUSED = [

@@ -13,9 +13,8 @@ from mpissd.common.row import Row
 
 _HOW = {
     How.SEEDS: "by pairs: {} seeds",
-    How.BLOCKS: "by pairs: blocks of the tokens that both emitted, one seed",
-    How.ROUNDS: "as independent runs, by their rounds",
-    How.ROWS: "rounds not kept: intervals from the rows' draws and percentiles, which don't see "
+    How.BLOCKS: "by blocks of the tokens that both emitted",
+    How.ROWS: "by their rows: intervals from the rows' draws and percentiles, which don't see "
     "what neighbouring rounds have in common",
 }
 # Keys that decide which tokens are decoded, and how much work a token is.
