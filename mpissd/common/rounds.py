@@ -40,6 +40,13 @@ LIVE = (True, True, False, False, True)  # by Event: takes part in the next roun
 _FRESH = np.array([False, True, False, True, False])  # by Event: its request is new
 
 
+class Logprob(NamedTuple):
+    """ln of a token's probability, and (token, ln of its probability) of the likeliest ones."""
+
+    value: float
+    top: Sequence[tuple[int, float]] = ()
+
+
 class Control(NamedTuple):
     """The lead's decisions on the next round, for all ranks.
 
@@ -58,8 +65,9 @@ class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
 
     prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
-    its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: whether the
-    target's log-probabilities of its tokens are returned.
+    its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: how many of the
+    target's likeliest tokens are returned beside each of its own (None: no log-probabilities); only
+    the lead knows the number.
     """
 
     request_id: int
@@ -69,7 +77,7 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

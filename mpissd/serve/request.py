@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
+from mpissd.common.rounds import Logprob
 from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, check_text
 from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null
 MOST_STOPS, LONGEST_STOP = 16, 1024
+MOST_TOP = 5  # likeliest tokens that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -47,13 +49,13 @@ class Problem(Exception):
 class Piece(NamedTuple):
     """A token of an answer, and the text that is shown with it; token: None for held-back text.
 
-    source: what drafted the token. logprob: the natural logarithm of its probability, if asked for.
+    source: what drafted the token. logprob: its own and the likeliest tokens', if asked for.
     """
 
     text: str
     token: int | None = None
     source: str = ""
-    logprob: float | None = None
+    logprob: Logprob | None = None
 
 
 @dataclass(eq=False)
@@ -74,7 +76,7 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logprobs: bool = False
+    logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
     include_sources: bool = False
@@ -189,26 +191,29 @@ class Request:
 
     def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
         """Returns the probabilities; `bytes` is None for a token that is a part of a character."""
-        decode, names, values = self._tokenizer.decode, list[str](), list[float]()
-        for _, token, _, logprob in new:
-            if token is not None and logprob is not None:
-                names.append(decode([token], specials=True))
-                values.append(logprob)
-        if not names:
-            return None
-        if not self.is_chat:
-            parts = {"tokens": names, "token_logprobs": values}
-            return {**parts, "top_logprobs": None, "text_offset": None}
+
+        def named(token: int, value: float) -> dict[str, Any]:
+            name = self._tokenizer.decode([token], specials=True)
+            raw = None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode())
+            return {"token": name, "logprob": value, "bytes": raw}
+
         content = [
-            {
-                "token": name,
-                "logprob": value,
-                "bytes": None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode()),
-                "top_logprobs": [],
-            }
-            for name, value in zip(names, values, strict=True)
+            {**named(token, found[0]), "top_logprobs": [named(*each) for each in found[1]]}
+            for _, token, _, found in new
+            if token is not None and found is not None
         ]
-        return {"content": content, "refusal": None}
+        if not content or self.is_chat:
+            return {"content": content, "refusal": None} if content else None
+        tops = [
+            {one["token"]: one["logprob"] for one in [*each["top_logprobs"], each]}
+            for each in content
+        ]
+        return {
+            "tokens": [each["token"] for each in content],
+            "token_logprobs": [each["logprob"] for each in content],
+            "top_logprobs": tops if self.logprobs else None,
+            "text_offset": None,
+        }
 
 
 def shown(value: Any) -> str:
@@ -343,7 +348,7 @@ _CHAT: dict[str, Parser] = {
     "messages": _messages,
     "max_completion_tokens": _integer(1),
     "logprobs": _boolean,
-    "top_logprobs": _only(0),
+    "top_logprobs": _integer(0, MOST_TOP),
     "response_format": _only({"type": "text"}),
     "tools": _only([]),
     "store": _only(False),
@@ -351,7 +356,7 @@ _CHAT: dict[str, Parser] = {
 _COMPLETION: dict[str, Parser] = {
     **_COMMON,
     "prompt": _prompt,
-    "logprobs": _only(0),
+    "logprobs": _integer(0, MOST_TOP),
     "best_of": _only(1),
     "echo": _only(False),
     "suffix": _only(""),
@@ -378,12 +383,17 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
     if subject not in values:
         raise Problem(400, f"{subject}: needed", subject)
     logprobs = values.get("logprobs")
+    if is_chat:
+        top = values.get("top_logprobs")
+        if top and not logprobs:
+            raise Problem(400, f"top_logprobs={top}: allowed: with logprobs=true", "top_logprobs")
+        logprobs = (top or 0) if logprobs else None
     names = ("model", "temperature", "top_p", "seed", "stop", "stream", "deadline_s", "mode")
     return Request(
         is_chat,
         values[subject],
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
-        logprobs=bool(logprobs) if is_chat else logprobs is not None,
+        logprobs=logprobs,
         **values.get("stream_options", {}),
         **{name: values[name] for name in names if name in values},
     )

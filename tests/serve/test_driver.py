@@ -220,7 +220,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
     for mode in ("ar", "ssd", "tree"):
-        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=True)), (0, Submit(1, [9], 20)))
+        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=3)), (0, Submit(1, [9], 20)))
         run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
@@ -229,8 +229,11 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
     context = (4, 5, 6)
     for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
         logits = logits_behind(str(pair.target), context).astype(np.float64)
-        own = logits[token] - np.log(np.exp(logits).sum())
-        assert told == pytest.approx(own, abs=1e-4)
+        own = logits - np.log(np.exp(logits).sum())
+        assert told.value == pytest.approx(own[token], abs=1e-4)
+        top = np.argsort(-own, kind="stable")[:3]
+        assert [n for n, _ in told.top] == top.tolist() and top[0] == token  # it is greedy
+        assert [value for _, value in told.top] == pytest.approx(own[top], abs=1e-4)
         context = (*context, token)
 
 

@@ -42,7 +42,7 @@ def test_a_chat(rig: Rig, words: Tokenizer) -> None:
     assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4}
     asked = rig.script.submitted[0]
     assert list(asked.prompt) == words.chat(QUESTION)
-    assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, False)
+    assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, None)
     assert asked.max_tokens == rig.script.context - prompt
     assert asked.deadline_s is not None and 570 < asked.deadline_s < 600  # from the arrival on
 
@@ -97,6 +97,16 @@ def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> N
     assert [each.logprob for each in found] == [-0.25] * len(ids)
     assert [each.token for each in found] == [words.decode([i], specials=True) for i in ids]
     assert found[0].token == "hello" and found[0].bytes == list(b"hello")
+    assert found[0].top_logprobs == [] and rig.script.submitted[-1].logprobs == 0
+    asked = {"model": "tiny", "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    tops = client(rig).chat.completions.create(**asked).choices[0].logprobs.content[3].top_logprobs
+    assert [each.logprob for each in tops] == [-0.25, -2.0] and rig.script.submitted[
+        -1
+    ].logprobs == 2
+    assert [each.token for each in tops] == [words.decode([n]) for n in (20, 21)]
+    told = client(rig).completions.create(model="tiny", prompt="x", logprobs=2)
+    told = told.choices[0].logprobs.top_logprobs[0]
+    assert told == {words.decode([20]): -0.25, words.decode([21]): -2.0, "hello": -0.25}
     told = client(rig).completions.create(model="tiny", prompt="x", logprobs=0)
     assert told.choices[0].logprobs.token_logprobs == [-0.25] * len(ids)
     assert client(rig).completions.create(model="tiny", prompt="x").choices[0].logprobs is None

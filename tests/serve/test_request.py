@@ -46,7 +46,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("deadline_s", -1, "above 0"),
     ("n", 2, "allowed: 1"),
     ("echo", True, "allowed: false"),
-    ("logprobs", 5, "allowed: 0"),
+    ("logprobs", 6, "in [0, 5]"),
     ("presence_penalty", 0.5, "allowed: 0"),
     ("stream", "yes", "true, false"),
     ("stream_options", {"include_usages": True}, "did you mean 'include_usage'"),

@@ -286,7 +286,8 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
-        flags = _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
+        flags = _WANTS_LOGPROBS * (request.logprobs is not None)
+        flags += _HAS_SEED * (request.seed is not None)
         sampling = request.temperature, request.top_p, request.seed or 0
         head = _PROMPT.pack(len(request.prompt), flags, *sampling)
         parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
@@ -303,7 +304,7 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
         size, flags, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
         tokens, at = body[at : at + size], at + size
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
-        logprobs = bool(flags & _WANTS_LOGPROBS)
+        logprobs = 0 if flags & _WANTS_LOGPROBS else None
         request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, logprobs)
         prompts[id_, epoch] = request
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

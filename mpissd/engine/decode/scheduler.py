@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Request, Source
+from mpissd.common.rounds import Logprob, Request, Source
 from mpissd.engine.decode.round import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
@@ -61,7 +61,7 @@ class Task:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -95,7 +95,7 @@ class Emitted(NamedTuple):
     ended: str | None
     tokens: list[int]
     sources: list[Source]
-    logprobs: list[float] | None
+    logprobs: list[Logprob] | None
 
 
 class Turn(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
-from mpissd.common.rounds import Ints, Request, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
@@ -88,7 +88,7 @@ class LogitsTarget(SampledTarget):
             return
         self._live, requests = batch.sequences, [one.request for one in batch.sequences]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        asked = self._teaches or any(one.logprobs for one in requests)
+        asked = self._teaches or any(one.logprobs is not None for one in requests)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -130,20 +130,22 @@ class LogitsTarget(SampledTarget):
             next(verdicts) if case.request.top_p >= 1 else self._judge_one(case) for case in cases
         ]
 
-    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
+    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
-        logprobs, start = dict[int, list[float]](), 0
+        logprobs, start = dict[int, list[Logprob]](), 0
         for row, one in enumerate(batch.sequences):
-            if one.request.logprobs:
+            if (count := one.request.logprobs) is not None:
                 path = self.tree.paths[accepted[row]]
                 tokens = [*(one.served[node] for node in path), int(bonus[row])]
                 logprobs[row] = []
                 for node, token in zip([-1, *path], tokens, strict=True):
                     logits = self.logits_of(start + 1 + node).astype(np.float64)
-                    most = logits.max()
-                    total = np.log(np.exp(logits - most).sum())
-                    logprobs[row].append(float(logits[token] - most - total))
+                    logits -= logits.max()
+                    logits -= np.log(np.exp(logits).sum())
+                    likeliest = sampling.largest(logits, count).tolist()
+                    top = [(other, float(logits[other])) for other in likeliest]
+                    logprobs[row].append(Logprob(float(logits[token]), top))
             start += len(one.served) + 1
         return logprobs
 
