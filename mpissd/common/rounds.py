@@ -60,14 +60,37 @@ class Control(NamedTuple):
     prefill_rows: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Adjustment:
+    """What a request adds to the target's logits, before temperature and top_p.
+
+    start: tokens of its prompt; the answer follows them. bias: addends by token. presence,
+    frequency: subtracted once, and for each time, from a token that the answer has [OpenAI API
+    reference, presence_penalty and frequency_penalty].
+    """
+
+    start: int
+    bias: Mapping[int, float]
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def apply(self, logits: NDArray[np.float32], answer: Sequence[int]) -> NDArray[np.float64]:
+        """Returns the logits [V] of the row after these tokens of the answer."""
+        adjusted = logits.astype(np.float64)
+        adjusted[list(self.bias)] += list(self.bias.values())
+        tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
+        adjusted[tokens] -= self.presence + self.frequency * counts
+        return adjusted
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
 
     prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
     its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: how many of the
-    target's likeliest tokens are returned beside each of its own (None: no log-probabilities); only
-    the lead knows the number.
+    target's likeliest tokens are returned beside each of its own (None: no log-probabilities).
+    Ranks other than the lead know neither this number nor `adjustment`, but only `reads_logits`.
     """
 
     request_id: int
@@ -78,6 +101,12 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    adjustment: Adjustment | None = None
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the lead reads the target's logits, also if it is greedy."""
+        return self.logprobs is not None or self.adjustment is not None
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

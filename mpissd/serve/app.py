@@ -231,6 +231,9 @@ class Endpoints:
         if max(request.prompt) >= ready.vocab:
             message = f"prompt: token {max(request.prompt)}: allowed: 0..{ready.vocab - 1}"
             raise Problem(400, message, subject)
+        if (biased := max((token for token, _ in request.logit_bias), default=0)) >= ready.vocab:
+            message = f"logit_bias: token {biased}: allowed: 0..{ready.vocab - 1}"
+            raise Problem(400, message, "logit_bias")
         room = ready.context - len(request.prompt)
         if room < 1 or (request.max_tokens or 0) > room:
             raise Problem(

@@ -42,6 +42,9 @@ class Submit:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     deadline_s: float | None = None
     mode: str | None = None
 

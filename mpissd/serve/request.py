@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null
 MOST_STOPS, LONGEST_STOP = 16, 1024
+MOST_BIASES = 1024
 MOST_TOP = 5  # likeliest tokens that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -77,6 +79,9 @@ class Request:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stream: bool = False
     include_usage: bool = False
     include_sources: bool = False
@@ -274,6 +279,15 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(check_text(name, text) if text.strip() else text for text in texts)
 
 
+def _bias(name: str, value: Any) -> list[tuple[int, float]]:
+    """Parses an object of addends by token id."""
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise _refused(name, value, f'{{"TOKEN": NUMBER}} of at most {MOST_BIASES} tokens')
+    if wrong := [token for token in value if not re.fullmatch("[0-9]{1,9}", token)]:
+        raise ConfigError(f"{name}: token {shown(wrong[0])}: allowed: a token's number")
+    return [(int(token), _real(-100, 100)(name, addend)) for token, addend in value.items()]
+
+
 def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, Any]:
     """Parses an object's fields; fields that are null count as absent."""
     if not isinstance(value, dict):
@@ -339,9 +353,9 @@ _COMMON: dict[str, Parser] = {
     "mode": _field(lambda value: value in MODES, ", ".join(MODES)),
     "user": _text,
     "n": _only(1),
-    "presence_penalty": _only(0, 0.0),
-    "frequency_penalty": _only(0, 0.0),
-    "logit_bias": _only({}),
+    "presence_penalty": _real(-2, 2),
+    "frequency_penalty": _real(-2, 2),
+    "logit_bias": _bias,
 }
 _CHAT: dict[str, Parser] = {
     **_COMMON,
@@ -388,7 +402,8 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
         if top and not logprobs:
             raise Problem(400, f"top_logprobs={top}: allowed: with logprobs=true", "top_logprobs")
         logprobs = (top or 0) if logprobs else None
-    names = ("model", "temperature", "top_p", "seed", "stop", "stream", "deadline_s", "mode")
+    names = "model temperature top_p seed stop stream deadline_s mode".split()
+    names += ["logit_bias", "presence_penalty", "frequency_penalty"]
     return Request(
         is_chat,
         values[subject],

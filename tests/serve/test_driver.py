@@ -237,6 +237,47 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
         context = (*context, token)
 
 
+def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> None:
+    """Greedy ones among others, some of them sampled; their definition decodes one by one."""
+    every, greedy = (
+        [[5, 6, 7 + n] for n in range(4)],
+        {"presence_penalty": 0.8, "frequency_penalty": 0.5},
+    )
+    asked = [
+        Submit(0, every[0], 25, **greedy),
+        Submit(1, every[1], 25, logit_bias=[(7, 3.0), (8, -100.0)], logprobs=1),
+        Submit(2, every[2], 25),
+        Submit(3, every[3], 25, temperature=0.9, **greedy),
+    ]
+    want = {2: alone(pair, every[2], 25)}
+    for one in asked[:2]:
+        tokens = tuple(one.prompt)
+        for _ in range(25):
+            logits, answer = logits_behind(str(pair.target), tokens), tokens[len(one.prompt) :]
+            counts = np.bincount(answer, minlength=len(logits)) if answer else 0
+            z = logits - one.presence_penalty * np.sign(counts) - one.frequency_penalty * counts
+            for token, addend in one.logit_bias:
+                z[token] += addend
+            tokens = (*tokens, int(np.argmax(z)))
+        want[one.id] = list(tokens[len(one.prompt) :])
+        assert want[one.id] != alone(pair, every[one.id], 25)
+    for mode in ("ar", "inline", "ssd", "tree", "branches of trees"):
+        mail = Script(*((n, one) for n, one in enumerate(asked)))
+        run(pair, mode, mail)
+        found = mail.tokens()
+        assert len(found.pop(3)) == 25 and found == want, mode
+        assert mode == "ar" or mail.ends()[0].accepted > 0
+
+
+def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair) -> None:
+    asked = [Submit(n, [4, 5, 6 + n], 80, frequency_penalty=0.7) for n in range(3)]
+    want = Script(*((200 * n, one) for n, one in enumerate(asked)))
+    run(pair, "ar", want)
+    mail = Script(*((0, one) for one in asked))
+    driver = run(pair, "ssd", mail, serving=Serving(kv_tokens=320))
+    assert mail.tokens() == want.tokens() and driver.scheduler.num_preempted > 0
+
+
 def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:
     mail = Script((0, Submit(0, [1, 2], 200, deadline_s=12.0)), (0, Submit(1, [1, 2], 30)))
     run(pair, "ar", mail, clock=lambda: float(mail.turn))

@@ -119,6 +119,16 @@ def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> N
     assert sum(len(each.content) for each in streamed if each is not None) == len(ids)
 
 
+def test_bias_and_penalties_reach_the_lead(rig: Rig) -> None:
+    asked = {"model": "tiny", "prompt": "x", "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    client(rig).completions.create(**asked, logit_bias={"7": -100, "8": 2.5})
+    told = rig.script.submitted[-1]
+    assert (told.presence_penalty, told.frequency_penalty) == (0.5, -0.5)
+    assert told.logit_bias == [[7, -100.0], [8, 2.5]]
+    with pytest.raises(openai.BadRequestError, match=r"token 70000: allowed: 0\.\.65535"):
+        client(rig).completions.create(**asked, logit_bias={"70000": 1})
+
+
 def test_the_models(rig: Rig) -> None:
     assert [model.id for model in client(rig).models.list()] == ["tiny", "nick"]
     with pytest.raises(openai.NotFoundError, match="model='gpt': allowed: tiny, nick"):

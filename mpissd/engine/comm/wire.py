@@ -29,7 +29,7 @@ _FOLD = 1 << 10  # numbers that are left of a folded body
 # Of a prompt, before its tokens: their number, flags, temperature, top_p, seed.
 _PROMPT = Struct("=iiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
-_WANTS_LOGPROBS, _HAS_SEED = 1, 2
+_READS_LOGITS, _HAS_SEED = 1, 2
 
 
 class Kind(IntEnum):
@@ -286,8 +286,7 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
-        flags = _WANTS_LOGPROBS * (request.logprobs is not None)
-        flags += _HAS_SEED * (request.seed is not None)
+        flags = _READS_LOGITS * request.reads_logits + _HAS_SEED * (request.seed is not None)
         sampling = request.temperature, request.top_p, request.seed or 0
         head = _PROMPT.pack(len(request.prompt), flags, *sampling)
         parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
@@ -304,7 +303,7 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
         size, flags, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
         tokens, at = body[at : at + size], at + size
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
-        logprobs = 0 if flags & _WANTS_LOGPROBS else None
+        logprobs = 0 if flags & _READS_LOGITS else None
         request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, logprobs)
         prompts[id_, epoch] = request
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

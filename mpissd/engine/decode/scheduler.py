@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Logprob, Request, Source
+from mpissd.common.rounds import Adjustment, Logprob, Request, Source
 from mpissd.engine.decode.round import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
@@ -62,6 +62,7 @@ class Task:
     top_p: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    adjustment: Adjustment | None = None
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -80,7 +81,7 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        asked = self.temperature, self.top_p, self.seed, self.logprobs
+        asked = self.temperature, self.top_p, self.seed, self.logprobs, self.adjustment
         return Request(self.request_id, known[-1], self.epoch, known, *asked)
 
 

@@ -313,7 +313,7 @@ class Case:
 
     row: int
     start: int
-    request: Request
+    sequence: Live
     tokens: Sequence[int]
     q: Sequence[float]
     proposal: Callable[[int], sampling.Row]
@@ -474,10 +474,8 @@ class SampledTarget(TargetOracle):
         self._seed = seed
 
     @abstractmethod
-    def _target_row(
-        self, request: Request, start: int, i: int
-    ) -> sampling.Floats | sampling.Weights:
-        """Returns the target's distribution [V] of row start + i of the finished forward."""
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+        """Returns the distribution [V] of row start + i of the finished forward, after node i."""
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -500,7 +498,7 @@ class SampledTarget(TargetOracle):
                 coins = self._draws(Purpose.ACCEPT, one, len(q))
                 (u,) = self._draws(Purpose.BONUS, one, 1)
                 proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]
-                cases.append(Case(row, start, one.request, served, q, proposal, coins, u))
+                cases.append(Case(row, start, one, served, q, proposal, coins, u))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
             accepted[case.row], bonus[case.row] = verdict
@@ -510,7 +508,7 @@ class SampledTarget(TargetOracle):
         return [self._judge_one(case) for case in cases]
 
     def _judge_one(self, case: Case) -> tuple[int, int]:
-        p = partial(self._target_row, case.request, case.start)
+        p = partial(self._target_row, case.sequence, case.start)
         drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
 
