@@ -129,6 +129,30 @@ def test_bias_and_penalties_reach_the_lead(rig: Rig) -> None:
         client(rig).completions.create(**asked, logit_bias={"70000": 1})
 
 
+def test_choices_are_answers_of_their_own(rig: Rig) -> None:
+    """The others are sent when the first one's prompt is stored, and count before."""
+    text, said = "hello wörld\nand more", len(rig.script.answer)
+    asked = {"model": "tiny", "messages": QUESTION, "n": 3, "seed": 7, "temperature": 1.0}
+    answer = client(rig).chat.completions.create(**asked)
+    assert [(c.index, c.message.content) for c in answer.choices] == [(n, text) for n in range(3)]
+    assert answer.usage.completion_tokens == 3 * said and answer.usage.speculation["accepted"] == 15
+    asked_first = rig.script.submitted[0]
+    assert answer.usage.prompt_tokens == len(asked_first.prompt)
+    assert [one.seed for one in rig.script.submitted] == [7, 8, 9]
+    streamed: dict[int, str] = {}
+    for chunk in client(rig).chat.completions.create(**asked, stream=True, max_tokens=said):
+        (choice,) = chunk.choices
+        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+    assert streamed == dict.fromkeys(range(3), text)
+    rig.script.gate = lambda: False
+    with rig.send(b'{"prompt": "x", "n": 8}'):
+        until(lambda: rig.lead.outstanding == 8)
+        with pytest.raises(openai.RateLimitError):  # 4 run and 8 wait at most
+            client(rig).completions.create(model="tiny", prompt="x", n=5)
+    until(lambda: not rig.lead.outstanding)
+    assert len(rig.script.submitted) == 7
+
+
 def test_the_models(rig: Rig) -> None:
     assert [model.id for model in client(rig).models.list()] == ["tiny", "nick"]
     with pytest.raises(openai.NotFoundError, match="model='gpt': allowed: tiny, nick"):

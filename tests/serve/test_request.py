@@ -44,7 +44,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("top_p", 0, "above 0"),
     ("seed", 2**63, "a whole number in"),
     ("deadline_s", -1, "above 0"),
-    ("n", 2, "allowed: 1"),
+    ("n", 9, "in [1, 8]"),
     ("echo", True, "allowed: false"),
     ("logprobs", 6, "in [0, 5]"),
     ("presence_penalty", 2.5, "at most 2"),
