@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Control
+from mpissd.common.rounds import Adjustment, Control
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
@@ -100,7 +100,10 @@ class Driver:
         self._unsent += self._turn.ended
 
     def _submit(self, asked: Submit) -> None:
-        now = self._clock()
+        now, adjustment = self._clock(), None
+        if asked.logit_bias or asked.presence_penalty or asked.frequency_penalty:
+            penalties = asked.presence_penalty, asked.frequency_penalty
+            adjustment = Adjustment(len(asked.prompt), dict(asked.logit_bias), *penalties)
         task = Task(
             asked.id,
             tuple(asked.prompt),
@@ -112,6 +115,7 @@ class Driver:
             seed=asked.seed,
             logprobs=asked.logprobs,
             lookahead=asked.lookahead,
+            adjustment=adjustment,
             stop_ids=self._stop_ids,
         )
         try:

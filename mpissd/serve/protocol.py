@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mpissd.common.errors import ProtocolError
+from mpissd.common.rounds import Logprob
 
 SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # path of the front's socket, for the ranks
 _CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; reads between two rounds, at most
@@ -41,7 +42,10 @@ class Submit:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     deadline_s: float | None = None
     mode: str | None = None
     lookahead: int | None = None
@@ -80,15 +84,15 @@ class Ready:
 class Tokens:
     """New tokens of a request, from one round; a stop token is among them.
 
-    sources: the origin of each token. logprobs: natural logarithms of the target's probabilities,
-    if the request asked for them. hits: rounds so far whose outcome was in the speculation cache.
+    sources: the origin of each token. logprobs: by the target, if the request asked for them. hits:
+    rounds so far whose outcome was in the speculation cache.
     """
 
     op: ClassVar[str] = "tokens"
     id: int
     tokens: Sequence[int]
     sources: Sequence[str] = ()
-    logprobs: Sequence[float] | None = None
+    logprobs: Sequence[Logprob] | None = None
     hits: int = 0
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from mpissd.common.rounds import Request
+from mpissd.common.rounds import Adjustment, Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
@@ -20,13 +20,14 @@ from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.tree import Branched
-from mpissd.engine.workload.sequence import Placement
+from mpissd.engine.workload.sequence import Placement, Sequence
 from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
 _CAPACITY, _LANES = 32, 32
+Penalties = tuple[tuple[tuple[int, float], ...], float, float] | None  # bias, presence, frequency
 
 
 @lru_cache(maxsize=8)
@@ -60,12 +61,21 @@ class TextModel:
     where: str
     temperature: float
     top_p: float
+    prompt_tokens: int = 0
+    penalties: Penalties = None
 
-    def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def context(self, tokens: abc.Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
 
     def logits(self, context: tuple[int, ...]) -> Any:
-        probs = sampling.probabilities(logits_behind(self.where, context), self.temperature)
+        logits = logits_behind(self.where, context).astype(np.float64)
+        answer = context[self.prompt_tokens :]
+        if self.penalties is not None:
+            bias, presence, frequency = self.penalties
+            for token in range(len(logits)):
+                logits[token] += dict(bias).get(token, 0.0) - presence * (token in answer)
+                logits[token] -= frequency * answer.count(token)
+        probs = sampling.probabilities(logits, self.temperature)
         with np.errstate(divide="ignore"):
             return np.log(sampling.nucleus(probs, self.top_p)) * self.temperature
 
@@ -91,16 +101,23 @@ class TextPair(Pair):
     top_p: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
     wrong_top_p: float | None = None  # the target's top_p, if it is to differ from top_p
+    penalties: Penalties = None
+    forgets_drafts: bool = False  # whether penalties count only committed tokens
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
-        model = TextModel(self.target_where, self.temperature, self.top_p)
+        told = self.top_p, len(self.prompts[0]), self.penalties
+        model = TextModel(self.target_where, self.temperature, *told)
         return TextLaws(model, self.temperature, self.prompts)
 
     def requests(self) -> list[Request]:
         asked = self.prompts[: self.batch]
         told = self.temperature, self.top_p
-        return [Request(n, prompt[-1], 0, prompt, *told) for n, prompt in enumerate(asked)]
+        more = dict[str, Any]()
+        if self.penalties is not None:
+            bias, *penalties = self.penalties
+            more["adjustment"] = Adjustment(len(asked[0]), dict(bias), *penalties)
+        return [Request(n, prompt[-1], 0, prompt, *told, **more) for n, prompt in enumerate(asked)]
 
     @property
     def ids(self) -> Any:
@@ -122,13 +139,17 @@ class JudgedText(Judging, LogitsTarget):
     """The target oracle of the `text` workload, forked."""
 
     wrong_top_p: float | None = None
+    forgets_drafts = False
 
     def _target_row(
-        self, request: Request, start: int, i: int
+        self, sequence: Sequence, start: int, i: int
     ) -> sampling.Floats | sampling.Weights:
         if self.wrong_top_p is not None:
-            request = replace(request, top_p=self.wrong_top_p)
-        return super()._target_row(request, start, i)
+            sequence.request = replace(sequence.request, top_p=self.wrong_top_p)
+        return super()._target_row(sequence, start, i)
+
+    def _answer(self, sequence: Sequence, node: int) -> list[int]:
+        return super()._answer(sequence, 0 if self.forgets_drafts else node)
 
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
@@ -145,6 +166,7 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
+    judge.forgets_drafts = pair.forgets_drafts
     judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
     if pair.mode == "ssd" and pair.tree.num_lanes:
         drafter.layout = Branched(pair.tree, pair.fans.after_hit)

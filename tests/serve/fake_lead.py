@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mpissd.common.rounds import Logprob
 from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, Tokens, pack, unpack
 
 
@@ -25,7 +26,7 @@ class Script:
     refuses: bool = False
     gate: Callable[[], bool] = lambda: True
     dies_after: int | None = None
-    logprob: float = -0.25
+    likeliest: Sequence[tuple[int, float]] = ((20, -0.25), (21, -2.0))
     draft: str = "present"
     submitted: list[Submit] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
@@ -83,7 +84,9 @@ class FakeLead:
         if self.script.rounds == self.script.dies_after:
             self._writer.transport.abort()
             return
-        logprobs = [self.script.logprob] * len(tokens) if asked.logprobs else None
+        logprobs = None
+        if asked.logprobs is not None:
+            logprobs = [Logprob(-0.25, self.script.likeliest[: asked.logprobs])] * len(tokens)
         self._tell(Tokens(asked.id, tokens, ["cache"] * len(tokens), logprobs))
 
     def _end(self, number: int, reason: str) -> None:

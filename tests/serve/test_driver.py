@@ -221,7 +221,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
     for mode in ("ar", "ssd", "tree"):
-        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=True)), (0, Submit(1, [9], 20)))
+        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=3)), (0, Submit(1, [9], 20)))
         run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
@@ -230,9 +230,53 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
     context = (4, 5, 6)
     for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
         logits = logits_behind(str(pair.target), context).astype(np.float64)
-        own = logits[token] - np.log(np.exp(logits).sum())
-        assert told == pytest.approx(own, abs=1e-4)
+        own = logits - np.log(np.exp(logits).sum())
+        assert told.value == pytest.approx(own[token], abs=1e-4)
+        top = np.argsort(-own, kind="stable")[:3]
+        assert [n for n, _ in told.top] == top.tolist() and top[0] == token  # it is greedy
+        assert [value for _, value in told.top] == pytest.approx(own[top], abs=1e-4)
         context = (*context, token)
+
+
+def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> None:
+    """Greedy ones among others, some of them sampled; their definition decodes one by one."""
+    every, greedy = (
+        [[5, 6, 7 + n] for n in range(4)],
+        {"presence_penalty": 0.8, "frequency_penalty": 0.5},
+    )
+    asked = [
+        Submit(0, every[0], 25, **greedy),
+        Submit(1, every[1], 25, logit_bias=[(7, 3.0), (8, -100.0)], logprobs=1),
+        Submit(2, every[2], 25),
+        Submit(3, every[3], 25, temperature=0.9, **greedy),
+    ]
+    want = {2: alone(pair, every[2], 25)}
+    for one in asked[:2]:
+        tokens = tuple(one.prompt)
+        for _ in range(25):
+            logits, answer = logits_behind(str(pair.target), tokens), tokens[len(one.prompt) :]
+            counts = np.bincount(answer, minlength=len(logits)) if answer else 0
+            z = logits - one.presence_penalty * np.sign(counts) - one.frequency_penalty * counts
+            for token, addend in one.logit_bias:
+                z[token] += addend
+            tokens = (*tokens, int(np.argmax(z)))
+        want[one.id] = list(tokens[len(one.prompt) :])
+        assert want[one.id] != alone(pair, every[one.id], 25)
+    for mode in ("ar", "inline", "ssd", "tree", "branches of trees"):
+        mail = Script(*((n, one) for n, one in enumerate(asked)))
+        run(pair, mode, mail)
+        found = mail.tokens()
+        assert len(found.pop(3)) == 25 and found == want, mode
+        assert mode == "ar" or mail.ends()[0].accepted > 0
+
+
+def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair) -> None:
+    asked = [Submit(n, [4, 5, 6 + n], 80, frequency_penalty=0.7) for n in range(3)]
+    want = Script(*((200 * n, one) for n, one in enumerate(asked)))
+    run(pair, "ar", want)
+    mail = Script(*((0, one) for one in asked))
+    driver = run(pair, "ssd", mail, serving=Serving(kv_tokens=320))
+    assert mail.tokens() == want.tokens() and driver.scheduler.num_preempted > 0
 
 
 def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:

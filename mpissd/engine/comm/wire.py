@@ -31,7 +31,7 @@ _FOLD = 1 << 10  # numbers that are left of a folded body
 # top_p, seed.
 _PROMPT = Struct("=iiiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
-_WANTS_LOGPROBS, _HAS_SEED = 1, 2
+_READS_LOGITS, _HAS_SEED = 1, 2
 
 
 class Kind(IntEnum):
@@ -290,7 +290,7 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
-        flags = _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
+        flags = _READS_LOGITS * request.reads_logits + _HAS_SEED * (request.seed is not None)
         sampling = request.temperature, request.top_p, request.seed or 0
         most = -1 if request.lookahead is None else request.lookahead
         head = _PROMPT.pack(len(request.prompt), flags, most, *sampling)
@@ -308,7 +308,7 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
         size, flags, most, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
         tokens, at = body[at : at + size], at + size
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
-        more = bool(flags & _WANTS_LOGPROBS), None if most < 0 else most
+        more = 0 if flags & _READS_LOGITS else None, None if most < 0 else most
         request = Request(id_, last, epoch, tuple(tokens.tolist()), *sampling, *more)
         prompts[id_, epoch] = request
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

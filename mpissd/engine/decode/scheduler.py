@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Request, Source
+from mpissd.common.rounds import Adjustment, Logprob, Request, Source
 from mpissd.engine.decode.round import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
@@ -61,8 +61,9 @@ class Task:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
     lookahead: int | None = None
+    adjustment: Adjustment | None = None
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -81,7 +82,8 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        asked = self.temperature, self.top_p, self.seed, self.logprobs, self.lookahead
+        sampling = self.temperature, self.top_p, self.seed
+        asked = *sampling, self.logprobs, self.lookahead, self.adjustment
         return Request(self.request_id, known[-1], self.epoch, known, *asked)
 
 
@@ -96,7 +98,7 @@ class Emitted(NamedTuple):
     ended: str | None
     tokens: list[int]
     sources: list[Source]
-    logprobs: list[float] | None
+    logprobs: list[Logprob] | None
 
 
 class Turn(NamedTuple):

@@ -35,6 +35,7 @@ from mpissd.engine.workload.oracle import (
     SampledTarget,
 )
 from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.workload.sequence import Sequence as Live
 
 Logits = NDArray[np.float32]
 
@@ -192,7 +193,7 @@ class MarkovTarget(SampledTarget):
         self._contexts = [context for contexts in every for context in contexts]
         return super().judge(batch, speculation, proposals)
 
-    def _target_row(self, request: Request, start: int, i: int) -> sampling.Floats:
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats:
         logits = self._laws.target.logits(self._contexts[start + i])
         return sampling.probabilities(logits, self._laws.temperature)
 

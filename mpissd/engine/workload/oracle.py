@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Ints, Request, Source, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.spec import sampling
@@ -41,7 +41,7 @@ Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
 Proposal = tuple[int, float, sampling.Row | None]
 Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a step's row
 _NOBODY: Index = np.zeros(0, np.int64)
-_NO_LOGPROBS: Mapping[int, list[float]] = {}
+_NO_LOGPROBS: Mapping[int, list[Logprob]] = {}
 # (batch row, i) → float32 [V]: the distribution from which uncertain token i was drawn.
 Proposals = Callable[[int, int], NDArray[np.float32]]
 
@@ -246,7 +246,7 @@ class TargetOracle(Oracle, ABC):
         """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards decide."""
         return None
 
-    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
+    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
 
         Only for sequences that asked for them (Request.logprobs). The default returns none.
@@ -313,7 +313,7 @@ class Case:
 
     row: int
     start: int
-    request: Request
+    sequence: Live
     tokens: Sequence[int]
     q: Sequence[float]
     proposal: Callable[[int], sampling.Row]
@@ -474,10 +474,8 @@ class SampledTarget(TargetOracle):
         self._seed = seed
 
     @abstractmethod
-    def _target_row(
-        self, request: Request, start: int, i: int
-    ) -> sampling.Floats | sampling.Weights:
-        """Returns the target's distribution [V] of row start + i of the finished forward."""
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+        """Returns the distribution [V] of row start + i of the finished forward, after node i."""
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -500,7 +498,7 @@ class SampledTarget(TargetOracle):
                 coins = self._draws(Purpose.ACCEPT, one, len(q))
                 (u,) = self._draws(Purpose.BONUS, one, 1)
                 proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]
-                cases.append(Case(row, start, one.request, served, q, proposal, coins, u))
+                cases.append(Case(row, start, one, served, q, proposal, coins, u))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
             accepted[case.row], bonus[case.row] = verdict
@@ -510,7 +508,7 @@ class SampledTarget(TargetOracle):
         return [self._judge_one(case) for case in cases]
 
     def _judge_one(self, case: Case) -> tuple[int, int]:
-        p = partial(self._target_row, case.request, case.start)
+        p = partial(self._target_row, case.sequence, case.start)
         drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
 

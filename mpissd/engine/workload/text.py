@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
-from mpissd.common.rounds import Ints, Request, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
@@ -88,7 +89,7 @@ class LogitsTarget(SampledTarget):
             return
         self._live, requests = batch.sequences, [one.request for one in batch.sequences]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        asked = self._teaches or any(one.logprobs for one in requests)
+        asked = self._teaches or any(one.reads_logits for one in requests)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -112,8 +113,9 @@ class LogitsTarget(SampledTarget):
 
     def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
         """Returns the served tokens that are the likeliest of their rows, and the next one; None if
-        the sequence is sampled."""
-        if sequence.request.temperature > 0 and self._draws_any:
+        the sequence is sampled, or its logits are adjusted."""
+        request = sequence.request
+        if request.adjustment is not None or (request.temperature > 0 and self._draws_any):
             return None
         served, best = sequence.served, self._best
         count = len(served)
@@ -124,26 +126,29 @@ class LogitsTarget(SampledTarget):
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is None or self.gather_logits is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
-        drawn = [case for case in cases if case.request.top_p >= 1]
+        asked = [case.sequence.request for case in cases]
+        is_drawn = [one.top_p >= 1 and one.adjustment is None for one in asked]
+        drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
-        return [
-            next(verdicts) if case.request.top_p >= 1 else self._judge_one(case) for case in cases
-        ]
+        pairs = zip(cases, is_drawn, strict=True)
+        return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
-    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
+    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
-        logprobs, start = dict[int, list[float]](), 0
+        logprobs, start = dict[int, list[Logprob]](), 0
         for row, one in enumerate(batch.sequences):
-            if one.request.logprobs:
+            if (count := one.request.logprobs) is not None:
                 path = self.tree.paths[accepted[row]]
                 tokens = [*(one.served[node] for node in path), int(bonus[row])]
                 logprobs[row] = []
                 for node, token in zip([-1, *path], tokens, strict=True):
                     logits = self.logits_of(start + 1 + node).astype(np.float64)
-                    most = logits.max()
-                    total = np.log(np.exp(logits - most).sum())
-                    logprobs[row].append(float(logits[token] - most - total))
+                    logits -= logits.max()
+                    logits -= np.log(np.exp(logits).sum())
+                    likeliest = sampling.largest(logits, count).tolist()
+                    top = [(other, float(logits[other])) for other in likeliest]
+                    logprobs[row].append(Logprob(float(logits[token]), top))
             start += len(one.served) + 1
         return logprobs
 
@@ -168,13 +173,23 @@ class LogitsTarget(SampledTarget):
         parts = zip(self._parts[:, row], self._widths, strict=True)
         return np.concatenate([part[:width] for part, width in parts])
 
-    def _target_row(
-        self, request: Request, start: int, i: int
-    ) -> sampling.Floats | sampling.Weights:
-        logits = self.logits_of(start + i)
+    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+        logits, request = self.logits_of(start + i), sequence.request
         check_finite(logits, "target")
-        weights = sampling.weigh(logits, request.temperature)
+        adjustment, temperature = request.adjustment, request.temperature
+        if adjustment is None:
+            weights = sampling.weigh(logits, temperature)
+        else:
+            adjusted = adjustment.apply(logits, self._answer(sequence, i))
+            weights = sampling.weigh(adjusted, temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
+
+    def _answer(self, sequence: Live, node: int) -> list[int]:
+        """Returns the tokens of an adjusted sequence's answer, up to a node of its draft."""
+        adjustment, served = sequence.request.adjustment, sequence.served
+        assert adjustment is not None, "the answer of a sequence that is not adjusted"
+        ahead = [served[column] for column in self.tree.paths[node]]
+        return sequence.tokens[adjustment.start :] + ahead
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
@@ -185,7 +200,7 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
     """
     asked = []
     for case in cases:
-        how, every = (case.request.temperature, case.u), list[Judging]()
+        how, every = (case.sequence.request.temperature, case.u), list[Judging]()
         for token, q, coin in zip(case.tokens, case.q, case.coins, strict=False):
             if not 0 < q <= 1:
                 raise ProtocolError(f"token {token} was proposed with probability {q}")
