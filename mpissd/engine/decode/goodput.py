@@ -11,8 +11,9 @@ of all ways by the same share, so they do not count.
 A way is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. A round lasts
 from its beginning to the next one's. What it takes beyond the mean forward of its rows, the rest,
 is measured as a whole for each way: work on the host, drafting or waiting for the draft, and a
-target that a working draft slows. In SSD rounds in which all sequences hit count apart. An untried
-K gets the rest of the nearest one, and after a miss a draft's step for each token of difference.
+target that a working draft slows. In SSD, rounds in which all sequences hit count separately: a K
+has the rest of the nearest measured one. Otherwise a draft's steps follow one another, so the rest
+of all K is a line through the measured ones.
 Acceptance rates come from each sequence's outcomes, shrunk to the rates of all sequences. The
 choice reads counts and clocks, never the proposed tokens, so decoding stays lossless (docs/ssd.md,
 "Sampling").
@@ -49,6 +50,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
 _SAMPLE = 1 / 16  # weight of a new duration
+_MOST_SAMPLES = 16  # weight of a K that was measured as often, or more
 _STORED = 1 / 64  # weight of a round's new seconds of storing
 _HITS = np.array([5.6, 8.0])  # hits and sequences before any was seen
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
@@ -59,6 +61,7 @@ _GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
 _APART = 10  # rounds within the limit after one beyond it, so that the 90th percentile is within
 
 Floats = NDArray[np.float64]
+Known = tuple[int, float, int]  # K, seconds beyond the forward, weight
 
 
 class ForwardTimes:
@@ -216,22 +219,19 @@ class ByLoad:
     def __init__(self) -> None:
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._means: dict[int, float] = {}
+        self.samples = Counter[int]()  # by step
 
     def add(self, load: int, value: float) -> None:
         """Takes a sample at this load."""
         step = load.bit_length()
         recent = self._recent[step]
         recent.append(value)
+        self.samples[step] += 1
         if len(recent) == _RECENT:
             usual, mean = sorted(recent)[_RECENT // 2], self._means[step]
             self._means[step] += _SAMPLE * ((value if value <= _FAR * usual else usual) - mean)
         elif len(recent) >= _LEAST:
             self._means[step] = min(recent)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a load is known."""
-        return bool(self._means)
 
     def at(self, load: int, otherwise: float) -> float:
         """Returns the mean at this load; if unknown, the nearest larger load's in proportion, then
@@ -347,30 +347,30 @@ class Goodput:
     def _rest_s(self, count: int) -> dict[Way, float]:
         """Returns each way's seconds beyond its forward at this load."""
         ar_s = self._rest[AR, True].at(count, 0.0)
-        rest, misses = {AR: ar_s}, {0: ar_s}  # by K, of SD if a width of SSD had no miss
+        rest, line = {AR: ar_s}, (0.0, ar_s, 0.0)  # of SD if a width of SSD had no miss
         for width in dict.fromkeys(way.width for way in self.ways):
-            hit, missed = (
-                {
-                    way.lookahead: by_load.at(count, ar_s)
-                    for (way, all_hit), by_load in self._rest.items()
-                    if way.lookahead
-                    and way.width == width
-                    and all_hit == which
-                    and by_load.is_known
-                }
-                for which in (True, False)
-            )
-            misses = {0: ar_s, **missed} if missed else misses
-            low, high = sorted(misses)[len(misses) > 2], max(misses)
-            step_s = max(0.0, misses[high] - misses[low]) / max(1, high - low)
+            hit = self._known(width, count, all_hit=True)
+            if missed := self._known(width, count, all_hit=False):
+                line = _line(missed, ar_s)
+            mean_k, mean_s, step_s = line
             hits, served = self._hits[width]
             all_hit = (hits / served) ** count
             for k in range(1, self._lookahead + 1):
-                near = min(misses, key=lambda n: (n == 0, abs(n - k)))
-                miss_s = max(0.0, misses[near] + (k - near) * step_s)
-                hit_s = hit[min(hit, key=lambda n: abs(n - k))] if hit else ar_s
+                hit_s = min(hit, key=lambda known: abs(known[0] - k))[1] if hit else ar_s
+                miss_s = max(0.0, mean_s + (k - mean_k) * step_s)
                 rest[Way(k, width)] = all_hit * hit_s + (1 - all_hit) * miss_s
         return rest
+
+    def _known(self, width: int | None, count: int, *, all_hit: bool) -> list[Known]:
+        """Returns the measured K of a width: those at this load, or if there are none all."""
+        ways = [Way(k, width) for k in range(1, self._lookahead + 1)]
+        every = [(way.lookahead, self._rest[way, all_hit]) for way in ways]
+        here = [(k, one) for k, one in every if one.samples[count.bit_length()] >= _LEAST]
+        return [
+            (k, one.at(count, 0.0), max(1, min(one.samples[count.bit_length()], _MOST_SAMPLES)))
+            for k, one in here or every
+            if one.samples.total() >= _LEAST
+        ]
 
     def _expected(self, tasks: Sequence[Task]) -> list[tuple[float, int]]:
         """Returns by K (expected tokens of all sequences, rows that verify them)."""
@@ -386,6 +386,22 @@ class Goodput:
         ahead = len(tasks) + np.cumsum((np.cumprod(each, axis=1) * drafts).sum(axis=0))
         rows = len(tasks) + np.cumsum(drafts.sum(axis=0))
         return [(len(tasks), len(tasks)), *zip(ahead.tolist(), rows.tolist(), strict=True)]
+
+
+def _line(known: Sequence[Known], ar_s: float) -> tuple[float, float, float]:
+    """Returns (mean K, mean seconds, seconds of a step) of the line through (K, seconds, weight).
+
+    If only one K is known, the line begins at AR's seconds.
+    """
+    k, seconds, weights = np.array(known, np.float64).T
+    weights = weights / weights.sum()
+    mean_k, mean_s = float(weights @ k), float(weights @ seconds)
+    spread = float(weights @ (k - mean_k) ** 2)
+    if spread:
+        step_s = float(weights @ ((k - mean_k) * (seconds - mean_s))) / spread
+    else:
+        step_s = (mean_s - ar_s) / mean_k
+    return mean_k, mean_s, max(0.0, step_s)
 
 
 def widths_of(job: Job) -> list[int | None]:
