@@ -172,7 +172,8 @@ parity:
 vllm = $(or $(call given,VLLM),.venv-vllm/bin/python)
 test-vllm: $(if $(call given,VLLM),,.venv-vllm/complete)
 	$(call check_only,test-vllm,VLLM)$(setup) --pair=smollm2
-	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(call quote,$(vllm)) tests/parity/vllm_tokens.py "$$(realpath -s $(python))"
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(call quote,$(vllm)) tests/parity/vllm_tokens.py \
+	    "$$(realpath -s $(python))" out/smollm2-hf
 
 # torchvision of the registry does not import with PyTorch's CPU build.
 .venv-vllm/complete:

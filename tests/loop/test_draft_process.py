@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -134,7 +133,7 @@ def test_counts_are_published(
     engine.client.close()
 
 
-@pytest.mark.parametrize("fault", ["none", "stopped", "killed", "refused"])
+@pytest.mark.parametrize("fault", ["none", "killed", "refused"])
 def test_tokens_are_the_targets_whatever_happens_to_the_draft(
     engine: Engine, pair: TinyPair, fault: str
 ) -> None:
@@ -166,21 +165,14 @@ def test_tokens_are_the_targets_whatever_happens_to_the_draft(
         running = [name for name in running if len(texts[name]) < 24]
         if counts["accepted"] > 3 and not is_faulty:
             is_faulty = True
-            if fault == "stopped":
-                client._patience_s = 0.1
-                process.send_signal(signal.SIGSTOP)
-                assert not any(engine.call([([1, 2, 3], [3])]) + engine.call([([1, 2, 3], [3])]))
-                process.send_signal(signal.SIGCONT)
-                client._patience_s = PATIENCE_S
-                engine.connect()
-            elif fault == "killed":
+            if fault == "killed":
                 process.kill()
                 process.wait()
             elif fault == "refused":  # more accepted tokens than were drafted
                 engine.call([([1, 2], [2])])
                 client._live[0].drafted = [5] * (K + 1)
                 engine.call([([1, 2, *[5] * (K + 1), 3], [*[5] * (K + 1), 3])])
-            if fault in ("killed", "refused"):
+            if fault != "none":
                 engine.connect()  # to another one, which was started for it
                 before = counts["accepted"]
     for text in texts:
@@ -189,8 +181,7 @@ def test_tokens_are_the_targets_whatever_happens_to_the_draft(
             alone.append(greedy(alone))
         assert text == alone and len(text) >= 24
     assert counts["accepted"] > before + 3 and counts["hits"] > 3
-    assert counts["lost"] == (fault in ("killed", "refused"))
-    assert bool(counts["late"]) == (fault == "stopped")
+    assert counts["lost"] == (fault != "none") and not counts["late"]
     client.close()
     assert process.poll() is not None
 

@@ -56,19 +56,15 @@ def draft(peer: socket.socket) -> None:
             fault, after = rng.choice(FAULTS), round_ + rng.randrange(1, 8)
 
 
-def main() -> None:
+if __name__ == "__main__":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with packets() as listener:
         listener.bind(sys.argv[1])
         listener.listen()
         while True:
-            peer, _ = listener.accept()
+            client, _ = listener.accept()
             if not os.fork():
                 with suppress(OSError, MpissdError):  # the client has left
-                    draft(peer)
+                    draft(client)
                 os._exit(0)
-            peer.close()
-
-
-if __name__ == "__main__":
-    main()
+            client.close()

@@ -1,4 +1,4 @@
-"""Greedy tokens of vLLM on the CPU, with our drafts and without: vllm_tokens.py PYTHON [FOLDER]
+"""Greedy tokens of vLLM on the CPU, with our drafts and without: vllm_tokens.py PYTHON FOLDER
 
 Runs with vLLM's Python; PYTHON is mpissd's, for the draft. FOLDER keeps SmolLM2 as vLLM reads it.
 64 prompts, 24 tokens each. Exit code 1 if a token differs, or no drafted one was accepted.
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "chat.jsonl"
 COUNT, TOKENS = 64, 24
 OURS = {"method": "custom_class", "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}
 FULL = {"kv_cache_memory_bytes": 512 << 20, "speculative_config": OURS}
-# Prompts in parts, and room for 160 tokens, so that requests are preempted.
-SMALL = {"max_num_batched_tokens": 32, "block_size": 32, "kv_cache_memory_bytes": 7_500_000}
+# Prompts in parts, and room for 190 tokens, so that requests are preempted.
+SMALL = {"max_num_batched_tokens": 32, "block_size": 32, "kv_cache_memory_bytes": 9_000_000}
 RUNS: dict[str, dict[str, Any]] = {
     "alone": {**FULL, "max_num_seqs": 4, "speculative_config": None},
     "batch 4": {**FULL, "max_num_seqs": 4},
@@ -66,7 +65,7 @@ def main() -> None:
     if sys.argv[1] in RUNS:  # one engine a process
         print("\n" + json.dumps(decode(sys.argv[2], RUNS[sys.argv[1]])))
         return
-    python, folder = [*sys.argv[1:], tempfile.mkdtemp()][:2]
+    python, folder = sys.argv[1:]
     where = "from mpissd.common.presets import files_of; print(files_of('smollm2'))"
     if not Path(folder, "config.json").exists():
         convert(Path(subprocess.check_output([python, "-c", where], text=True).strip()), folder)

@@ -38,6 +38,7 @@ from mpissd.engine.comm.socket_link import (
 LOG = logging.getLogger("vllm.mpissd")  # shown with vLLM's own lines where there are any
 _START_S, _SILENT_S = 600.0, 30.0  # a draft that is silent for longer is left
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_COMMIT = int(Event.COMMIT)  # NumPy converts members of an IntEnum slowly
 Row = tuple[Ints, int]  # all tokens of a sequence, and how many of them are new
 
 
@@ -54,7 +55,7 @@ class _Sequence:
         before, k = len(tokens) - added, added - 1
         if before != len(self.tokens) or tokens[before:-1].tolist() != self.drafted[:k]:
             return None
-        return k if (tokens[:before] == self.tokens).all() else None
+        return k if tokens[:before].tobytes() == self.tokens.tobytes() else None
 
 
 class DraftClient:
@@ -180,7 +181,7 @@ class DraftClient:
             for number in (place, *left):  # rows seldom move
                 if number in left and (k := one.accepted(*rows[number])) is not None:
                     tokens = rows[number][0]
-                    outcome.append((one.id, 0, Event.COMMIT, k, tokens[-1]))
+                    outcome.append((one.id, 0, _COMMIT, k, int(tokens[-1])))
                     live.append(_Sequence(one.id, tokens))
                     of.append(number)
                     left.remove(number)
