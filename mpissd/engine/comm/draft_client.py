@@ -38,7 +38,7 @@ from mpissd.engine.comm.socket_link import (
 LOG = logging.getLogger("vllm.mpissd")  # shown with vLLM's own lines where there are any
 _START_S, _SILENT_S = 600.0, 30.0  # a draft that is silent for longer is left
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_COMMIT = int(Event.COMMIT)  # NumPy converts members of an IntEnum slowly
+_COMMIT = int(Event.COMMIT)  # which NumPy converts faster
 Row = tuple[Ints, int]  # all tokens of a sequence, and how many of them are new
 
 
@@ -61,9 +61,8 @@ class _Sequence:
 class DraftClient:
     """Asks a draft process, and starts it where it is told how.
 
-    counts: calls, answered rows, sequences that are new, hits, drafted and accepted tokens, late
-    (calls whose answer did not come in time), off (calls while drafts did not pay), lost
-    (connections), waited_us.
+    counts: calls, answered rows, new sequences, hits, drafted and accepted tokens, late (calls
+    whose answer was), off (calls while drafts did not pay), lost (connections), waited_us.
     """
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
