@@ -4,9 +4,8 @@
         "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}'
 
 MPISSD_DRAFT is the path of a draft's socket, or the flags of a draft that is started here
-(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step; with
-MPISSD_ALWAYS=1 it is asked even while its drafts do not pay. If PROMETHEUS_MULTIPROC_DIR names a
-folder, vLLM's /metrics has the client's counts, as vllm:mpissd_total.
+(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step. It is asked
+while it pays (MPISSD_ALWAYS=1: always). PROMETHEUS_MULTIPROC_DIR, a folder, publishes the counts.
 """
 
 from __future__ import annotations
@@ -84,10 +83,9 @@ class Proposer:
         for row, tokens in zip(rows, self.client.drafts([*rows.values()]), strict=True):
             answers[row] = tokens
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            news = self.client.counts - self._published
-            self._published += news
-            for name, more in news.items():
+            for name, more in (self.client.counts - self._published).items():
                 _metric().labels(name).inc(more)
+            self._published = self.client.counts.copy()
         if perf_counter() - self._reported > _REPORT_S:
             self._reported = perf_counter()
             LOG.info("mpissd: drafts so far: %s", dict(self.client.counts))

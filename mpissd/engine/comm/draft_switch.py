@@ -1,8 +1,8 @@
 """Whether a client asks for drafts: the measured seconds a token with and without them decide.
 
 A step lasts from one question to the next. By number of rows, in steps of powers of two, the way
-with the lower mean cost is used. The other way is tried now and then, as long as what all trials
-have cost is at most EXPLORE of the time. A pure object: its caller has the clock.
+with the lower mean cost is used. The other way is tried as long as what all trials have cost is at
+most EXPLORE of the time. A pure object: its caller has the clock.
 """
 
 from __future__ import annotations
