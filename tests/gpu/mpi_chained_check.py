@@ -68,21 +68,15 @@ def main(backend: str, folder: Path) -> None:
         print("passed")
 
 
-def spoil() -> None:
-    """Makes this rank's logits infinite."""
-    launch = ChainedForwards.launch
-
-    def spoilt(self: ChainedForwards, round_: int, forced: Any) -> None:
-        self._target.weights.head.pieces[0][2][...] = 0x7F807F80  # in bfloat16
-        launch(self, round_, forced)
-
-    ChainedForwards.launch = spoilt  # type: ignore[method-assign]
+def spoil(self: ChainedForwards, _: object) -> None:
+    """Makes the LM head infinite, in bfloat16, before the first chained round."""
+    self._target.weights.head.pieces[0][2].fill(0x7F807F80)
 
 
 if __name__ == "__main__":
     NumpyBackend.chains = True
     if len(sys.argv) > 2 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
-        spoil()
+        ChainedForwards.begin = spoil  # type: ignore[method-assign]
     with TemporaryDirectory() as own:
         main(sys.argv[1], Path(MPI.COMM_WORLD.bcast(own)))
         MPI.COMM_WORLD.Barrier()

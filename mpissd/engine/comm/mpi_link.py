@@ -168,9 +168,8 @@ class PlanReceiver:
     def start(self, round_: int, forced: object) -> Ints | None:
         """Waits for the lead's start of a chained round; `forced` is the lead's to compute."""
         self._waiter.until(self._starts.arrived, "lead: start of a round")
-        message = self._starts.message
-        header = message.header(round_)
-        rows = message.body(header)
+        header = self._starts.message.header(round_)
+        rows = self._starts.message.body(header)
         self._starts.release()
         return rows.reshape(header.rows, -1) if header.rows else None
 

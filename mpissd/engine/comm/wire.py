@@ -2,9 +2,8 @@
 
 A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
 holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), prompts
-(PROMPT), or a chained round's imposed tokens (START). A receiver compares the header with the
-expected one, and the whole message with its checksum. A difference raises ProtocolError with both
-values.
+(PROMPT), or a round's imposed tokens (START). A receiver compares the header with the expected one,
+and the whole message with its checksum. A difference raises ProtocolError with both values.
 """
 
 from __future__ import annotations

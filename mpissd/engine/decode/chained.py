@@ -55,11 +55,8 @@ def chained_forwards(
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
     """Returns whether chained rounds are possible with the lead's workers."""
-    if job.serving or job.config.drafts:
-        return False
-    if job.lookahead and (
-        draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead
-    ):
+    is_jit = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
+    if job.serving or job.config.drafts or (job.lookahead and (draft is None or not is_jit)):
         return False
     workers = [worker for worker in (draft, target) if worker is not None]
     steppers = [worker.stepper for worker in workers if worker.oracle.chains]

@@ -151,9 +151,8 @@ class Stage:
         """Returns the target's likeliest tokens, and whether the logits are finite."""
         best, ranks = self.target.best, len(self.firsts)
         every = ranks * self.sheet.sequences * len(self.sheet.tree.levels)
-        ids, values = (
-            part[:every, 0].reshape(ranks, -1)[:, rows] for part in (best.ids, best.values)
-        )
+        both = best.ids, best.values
+        ids, values = (part[:every, 0].reshape(ranks, -1)[:, rows] for part in both)
         own = values.argmax(axis=0)[None]  # of equal logits the lowest rank's
         tokens = np.take_along_axis(ids + self.firsts[:, None], own, axis=0)[0]
         return tokens, bool(np.isfinite(values).all())
