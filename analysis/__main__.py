@@ -79,8 +79,8 @@ class Drawn:
 def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
     """Draws one figure of one machine; several if the figure is drawn for each pair."""
     spec = FIGURES[name]
-    here = on_machine(replace(data, notes=Notes()), device, of=spec.of)
-    machine = str(getattr(here, spec.of)["device_name"].iloc[0])
+    here = on_machine(replace(data, notes=Notes()), device)
+    machine = str(here.rows["device_name"].iloc[0])
     parts = {"": here}
     if spec.per_pair:
         parts = {f"-{pair}": part for pair, part in by_pair(here).items()} or parts
@@ -126,8 +126,7 @@ def usage() -> int:
 def execute(what: str, options: Options) -> int:
     """Draws a figure or all of them, and returns the exit code.
 
-    Notes go to stderr, the names of written files to stdout. A figure of runs is drawn for each
-    machine with runs, one of pools for each machine with pools.
+    Notes go to stderr, the names of written files to stdout.
     """
     data = load([path for path in options.results.split(",") if path])
     for line in data.notes.lines:
@@ -135,9 +134,7 @@ def execute(what: str, options: Options) -> int:
     out, kinds = Path(options.out), options.formats.split(",")
     if what == "all":
         data = data if options.device is None else on_machine(data, options.device)
-        have = {of: machines(getattr(data, of)) for of in ("rows", "pools")}
-        devices = dict.fromkeys(device for names in have.values() for device in names)
-        jobs = [(d, n) for d in devices for n, spec in FIGURES.items() if d in have[spec.of]]
+        jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
         if not jobs:
             raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
         drew = False

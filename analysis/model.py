@@ -1,21 +1,16 @@
-"""Predictions from measured times by closed formulas (mpissd/common/theory.py), and the branches
-that an imposed hit rate would cost."""
+"""Predictions from measured times by closed formulas (mpissd/common/theory.py)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-import pandas as pd
-
 from analysis.select import Case, where
 from mpissd.common.config import RunConfig
-from mpissd.common.real_pairs import DEFAULT, least_uniform
 from mpissd.common.rivals import between
 from mpissd.common.theory import expected_tokens, speedup_sd, speedup_ssd
 
 _LOOKED_UP = float(RunConfig.acceptance_fast.removeprefix("alpha:"))
-_MOST_BRANCHES = 4096
 
 
 @dataclass(frozen=True)
@@ -71,11 +66,6 @@ class Times:
             host=float((sd["round_s"] - sd["t_target_s"] - sd["t_draft_s"]).median()),
             most_k=int(max(sd["lookahead"].max(), ssd["lookahead"].max())),
         )
-
-    def drafting(self, factor: float) -> Times:
-        """Returns the times with a draft device whose steps take `factor` times as long."""
-        slower = {name: factor * getattr(self, name) for name in ("step", "miss_step", "grow")}
-        return replace(self, **slower)
 
     def sd(self, alpha: float, lookahead: int) -> float:
         """Returns the gain of SD over AR on the same target GPUs."""
@@ -141,21 +131,3 @@ def over_batch(
     """
     all_hit = rho * p_hit + (1 - rho) * p_hit**b
     return times.ssd(alpha, lookahead, all_hit ** (1 / b), b) / times.sd(alpha, lookahead)
-
-
-def price(case: Case, ssd: pd.DataFrame) -> str:
-    """Returns a caption's text on the branches that the default hit model would need for each
-    imposed p_hit that these do not exceed; "" without imposed hits."""
-    rates = sorted(ssd.loc[ssd["p_hit"] > 0, "p_hit"].unique())
-    if not rates:
-        return ""
-    first = ssd.iloc[0]
-    rows = int(first["lookahead"]) + 1
-    hazards = [float(first["alpha"])] * (rows - 1)
-    needed = {h: least_uniform(float(h), hazards, DEFAULT, _MOST_BRANCHES // rows) for h in rates}
-    run = first["branch_budget"]
-    many = {h: math.inf if least is None else rows * least for h, least in needed.items()}
-    needs = ", ".join(f"{n} for {h:g}" for h, n in many.items() if n >= run) or "no more"
-    needs = needs.replace("inf", "no number")
-    pair = case.label.split(",")[0]
-    return f"{pair}: hits imposed on {run:.0f} branches; the default law needs {needs}"

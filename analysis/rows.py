@@ -1,4 +1,4 @@
-"""Reads everything that figures are drawn from: result rows as one frame, pools, profiles.
+"""Reads everything that figures are drawn from: result rows as one frame, and profiles.
 
 The frame has a line for each measured row: the row itself in column `row`, its keys (docs/row.md),
 and what figures group by:
@@ -12,7 +12,6 @@ low, high    95% interval of tok_per_s (mpissd/common/compare.py); both equal it
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
 other_draft  the drafts' device if it is another than the lead's
-real_smollm2 tok_per_s that an SSD row would give with the shipped draft's hits (real_pairs.py)
 step_s       t_draft_s / lookahead: one sequential draft step
 folder, commit    where the row's file is, and what wrote it
 
@@ -24,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,15 +33,12 @@ import pandas as pd
 
 from mpissd.common.compare import NORMAL_Z, Rate
 from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import DEFAULT, under_real_pair
 from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text, flags_of
 from mpissd.lab.tables.load import read_lines
 
 Line = dict[str, Any]
-REAL = "real_smollm2"
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
-_POOL_NEEDS = ("device_name", "pair", "mode", "tp", "batch_size", "targets", "gpus", "tok_per_s")
 _DEFAULTS: Line = {  # None for the other keys
     **dict.fromkeys(("num_drafts", "lookahead", "context", "seed"), 0),
     **dict.fromkeys(("lm_head", "fuse", "graph", "inline_draft"), False),
@@ -55,10 +51,6 @@ _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
     "prediction_error expected_tok_per_s branch_budget tok_per_s temperature divergence "
     "round_s forward_s all_reduce_s wait_s other_s step_s"
-).split()
-_POOLS = (
-    "device_name backend pair acceptance hit_law method tp batch_size targets gpus lookahead "
-    "tok_per_s per_gpu token_ms hit_rate folder"
 ).split()
 
 
@@ -89,26 +81,20 @@ class Notes:
 
 @dataclass(frozen=True)
 class Data:
-    """Result rows, one a line, and probed profiles, with notes on the lines that were left out.
-
-    pools: one sized use a line (results/pools): tok/s over the GPUs of a draft's `targets` and the
-    draft, `token_ms` a token of a sequence.
-    """
+    """Result rows, one a line, and probed profiles, with notes on the lines that were left out."""
 
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
     notes: Notes = field(default_factory=Notes)
-    pools: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_POOLS))
 
 
 def load(paths: Iterable[str | Path]) -> Data:
-    """Reads all runs*.jsonl, pools*.jsonl and profiles/*.json below folders, and files of runs.
+    """Reads all runs*.jsonl and profiles/*.json below folders, and files of runs.
 
     Raises ConfigError if a path does not exist, NothingLeft if no row can be used.
     """
     notes, places = Notes(), [Path(path) for path in paths]
     rows: dict[str, Line] = {}
-    pools: list[Line] = []
     for path in places:
         try:
             is_there = path.exists()
@@ -116,41 +102,35 @@ def load(paths: Iterable[str | Path]) -> Data:
             is_there = False
         if not is_there:
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
-        is_folder = path.is_dir()
-        for file in sorted(path.rglob("runs*.jsonl")) if is_folder else [path]:
-            for where, line in _completed(file, complete, notes):
+        for file in sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]:
+            for where, line in _completed(file, notes):
                 kept = rows.setdefault(str(line["run_id"]), line)
                 if kept is not line and repr(dict(kept["row"])) != repr(dict(line["row"])):
                     run_id = line["run_id"]
                     notes.add(f"{where}: left out: run_id {run_id!r} is that of another row, too")
-        for file in sorted(path.rglob("pools*.jsonl")) if is_folder else ():
-            pools += [line for _, line in _completed(file, _pool, notes)]
-    if not rows and not pools:
+    if not rows:
         why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
         raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
-    sized = pd.DataFrame(pools, columns=_POOLS).astype({"device_name": object})
-    return Data(tidy(rows.values()), tuple(_profiles(places, notes)), notes, sized)
+    return Data(tidy(rows.values()), tuple(_profiles(places, notes)), notes)
 
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:
     """Makes a frame of complete lines; it has all columns also without a line."""
-    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS, REAL))
+    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS))
     every = [{**names, **line} for line in lines]
     frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
-    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in (*_NUMBERS, REAL)}
+    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in _NUMBERS}
     return frame.assign(**{name: of.astype(float) for name, of in numbers.items()}).copy()
 
 
-def _completed(
-    file: Path, make: Callable[[Mapping[str, Any], Path], Line], notes: Notes
-) -> Iterable[tuple[str, Line]]:
+def _completed(file: Path, notes: Notes) -> Iterable[tuple[str, Line]]:
     """Yields (FILE:LINE, columns) of a file's usable lines, and notes the others."""
     schemas: dict[str, int] = {}
     for where, line in read_lines(file):
         try:
             if isinstance(line, ConfigError):
                 raise line
-            yield where, make(line, file.parent)
+            yield where, complete(line, file.parent)
         except (ConfigError, ValueError) as error:
             text = str(error)
             if (schema := re.search(r"schema (\S+): allowed: .*", text)) is None:
@@ -226,7 +206,6 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
             "other_draft": row.other_draft_device,
             "commit": str((row.provenance or {}).get("commit") or ""),
             **{name: None if us is None else us / 1e6 for name, us in parts.items()},
-            REAL: under_real_pair(row, DEFAULT),
         }
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(f"not as a row's values are: {error!r}") from error
@@ -236,21 +215,3 @@ def _number(text: str | None, name: str) -> float:
     """Returns the number of a model `name:number`, or NaN for another model."""
     match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
     return float(match[1]) if match else float("nan")
-
-
-def _pool(line: Mapping[str, Any], folder: Path) -> Line:
-    """Returns the columns of a sized pool; raises ValueError for one that cannot be drawn."""
-    if missing := [name for name in _POOL_NEEDS if line.get(name) is None]:
-        raise ValueError(f"it has no {missing[0]}")
-    try:
-        gpus, rate = line["gpus"], line["tok_per_s"]
-        return {
-            **{name: line.get(name) for name in _POOLS},
-            "backend": "emulated",
-            "method": "SD inline" if line["mode"] == "sd" else str(line["mode"]).upper(),
-            "per_gpu": rate / gpus,
-            "token_ms": 1e3 * line["targets"] * line["batch_size"] / rate,
-            "folder": str(folder),
-        }
-    except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"not as a pool's values are: {error!r}") from error

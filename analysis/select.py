@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
 
 from analysis.rows import Data, Notes, NothingLeft
-from mpissd.common.compare import Comparison, Rounds, compare_rows, student_t
+from mpissd.common.compare import Comparison, compare_rows, student_t
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.lab.tables.best import are_predicted, setting_of
 from mpissd.lab.tables.claims import Claim, judged
 
-# The conditions that a figure's rows share besides the machine, unless the figure varies one.
+# The conditions that a figure's rows share besides the machine.
 CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()
 _OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have another value of these, or none.
 _POLICY = ("on_late", "backup", "backup_cut")
@@ -39,24 +38,19 @@ def machines(rows: pd.DataFrame) -> list[str]:
     return sorted(counts.index, key=lambda n: (n in cpus, "emulated" in n, -counts[n], n))
 
 
-def on_machine(data: Data, device: str | None = None, *, of: str = "rows") -> Data:
-    """Returns the rows, pools and profiles of one machine (None: the first of `machines`).
-
-    of: the frame that is drawn, rows or pools; only its machines can be named.
-    """
-    asked = getattr(data, of)
-    names = machines(asked)
+def on_machine(data: Data, device: str | None = None) -> Data:
+    """Returns the rows and profiles of one machine (None: the first of `machines`)."""
+    names = machines(data.rows)
     if not names:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
     if device is not None and device not in names:
         raise unknown("device", device, names)
     name = device or names[0]
-    others = asked.loc[asked["device_name"] != name, "device_name"]
+    others = data.rows.loc[data.rows["device_name"] != name, "device_name"]
     for other, count in others.value_counts().items():
         data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
-    rows, pools = (frame[frame["device_name"] == name] for frame in (data.rows, data.pools))
-    return Data(rows, profiles, data.notes, pools)
+    return Data(where(data.rows, device_name=name), profiles, data.notes)
 
 
 def plain(rows: pd.DataFrame) -> pd.Series:
@@ -177,7 +171,6 @@ def cases(
     data: Data,
     wanted: pd.Series,
     varies: Sequence[str],
-    vary: Sequence[str] = (),
     most: int = 9,
 ) -> list[Case]:
     """Returns the pairs and T with most `wanted` rows; none with less than a quarter of the
@@ -186,21 +179,18 @@ def cases(
     Pairs without SSD rows are returned only if no pair has any. Each case's rows come from one
     folder, as other folders are from other days and versions: of those with its target's AR, the
     one in which `varies` takes most values. Only AR and SD inline on T + 1 GPUs may come from
-    another folder. vary: conditions that the figure is about.
+    another folder.
     """
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
-    columns = [c for c in CONDITIONS if c not in vary]
     groups = rows.groupby(["target", "draft", "tp"], sort=True)
-    every = [_case(data, rows, group, varies, columns) for _, group in groups]
+    every = [_case(data, rows, group, varies) for _, group in groups]
     every = [case for case in every if len(case.method("SSD"))] or every
     every.sort(key=lambda case: (-len(case.rows), case.label))
     every = [case for case in every if 4 * len(case.rows) >= len(every[0].rows)]
     return sorted(every[:most], key=lambda case: (case.tp, case.target))
 
 
-def _case(
-    data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[str], columns: list[str]
-) -> Case:
+def _case(data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[str]) -> Case:
     first = group.iloc[0]
     target, draft, tp = str(first["target"]), str(first["draft"]), int(first["tp"])
     what = f"{short(target)}/{short(draft)}, T={tp}"
@@ -209,12 +199,12 @@ def _case(
     here = richest(beside_ar if len(beside_ar) else group, ["folder"], varies)
     folder = here["folder"].iloc[0]
     data.notes.left_out(len(group) - len(here), f"of {what}", f"another set than {folder}")
-    kept = usual(here, columns, data.notes, what)
+    kept = usual(here, CONDITIONS, data.notes, what)
     is_ssd = kept["mode"] == "ssd"
     ssd = usual(kept[is_ssd], _POLICY, data.notes, f"SSD, {what}")
     sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
 
-    alike = [c for c in columns if c not in _OF_DRAFTS]
+    alike = [c for c in CONDITIONS if c not in _OF_DRAFTS]
     wanted = key(kept, alike).iloc[0]
     sd_of_pair = where(rows, mode="sd", target=target, draft=draft)
     wide = sd_of_pair[(sd_of_pair["tp"] != tp) & (sd_of_pair["gpus"] <= tp + 1)]
@@ -269,17 +259,9 @@ def short(name: str | None) -> str:
 
 
 def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
-    """Returns the speedup of one configuration's rows over another's; None if they are too short.
-
-    The rounds that they kept are used, FOLDER/rounds/RUN_ID.npz.
-    """
-    rounds = {}
-    for folder, row in pd.concat([base, rows])[["folder", "row"]].itertuples(index=False):
-        path = Path(folder, "rounds", f"{row.run_id}.npz")
-        if path.is_file():
-            rounds[str(row.run_id)] = Rounds.read(path, row)
+    """Returns the speedup of one configuration's rows over another's, or None if too short."""
     try:
-        return compare_rows(list(base["row"]), list(rows["row"]), rounds)
+        return compare_rows(list(base["row"]), list(rows["row"]))
     except ConfigError:
         return None
 

@@ -27,9 +27,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
-from analysis.rows import REAL, NothingLeft
+from analysis.rows import NothingLeft
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
+from mpissd.common.real_pairs import ASSUMED_LAW
 
 # Colour and marker are the method, in Okabe and Ito's palette, whose colours are distinct for any
 # colour vision. An open marker: another placement; dashes: not measured.
@@ -316,7 +317,10 @@ def caption(
         rows += f", mpissd {commits[0]}" + f" +{len(commits) - 1}" * (len(commits) > 1)
     ssd = used[(used["mode"] == "ssd") & (pd.to_numeric(used["num_rounds"]) >= HEADLINE_ROUNDS)]
     few = NO_CLAIM if claims and ssd["seed"].nunique() < HEADLINE_SEEDS else ""
-    sentences = [" · ".join(words), *extra, few, _with_real_hits(used), rows]
+    laws = used.loc[used["mode"] == "ssd", "hit_law"].dropna()
+    assumed = "Hits assumed" if (laws == ASSUMED_LAW).any() else ""
+    imposed = "Hits imposed cost no branches" if laws.str.startswith("p_hit:").any() else ""
+    sentences = [" · ".join(words), *extra, few, assumed, imposed, rows]
     return ". ".join(sentence.rstrip(".") for sentence in sentences if sentence) + "."
 
 
@@ -346,17 +350,3 @@ def look(method: str) -> dict[str, Any]:
     """Returns the colour and marker of a method."""
     color, marker = METHODS[method]
     return {"color": color, "marker": marker}
-
-
-def _with_real_hits(rows: pd.DataFrame) -> str:
-    """Returns the sentence on these rows' SSD with a real pair's hits, relative to measured tok/s.
-
-    Returns "" if no row uses the assumed hit model, or none has the values that the prediction
-    needs.
-    """
-    share = (rows[REAL] / rows["tok_per_s"]).dropna()
-    if share.empty:
-        return ""
-    low, high = f"{share.min():.2f}", f"{share.max():.2f}"
-    span = low if low == high else f"{low} to {high}"
-    return f"Hits assumed; SmolLM2-135M-Instruct's give {span}× the tok/s"

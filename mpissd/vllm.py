@@ -4,13 +4,16 @@
         "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}'
 
 MPISSD_DRAFT is the path of a draft's socket, or the flags of a draft that is started here
-(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step.
+(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step. It is asked
+while it pays (MPISSD_ALWAYS=1: always). PROMETHEUS_MULTIPROC_DIR, a folder, publishes the counts.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +24,13 @@ from mpissd.engine.comm.draft_client import LOG, DraftClient
 
 _PATIENCE_MS, _REPORT_S = "200", 60.0
 _MOST_ROWS, _MOST_TOKENS = 16, 4096  # of a draft whose flags say nothing else
+
+
+@cache  # a process has it once
+def _metric() -> Any:
+    from prometheus_client import Counter as Metric  # vLLM's
+
+    return Metric("vllm:mpissd", "Counts of the client of mpissd's draft", ["count"])
 
 
 class Proposer:
@@ -34,6 +44,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         """Starts the draft while vLLM loads; raises KeyError without MPISSD_DRAFT."""
         parallel, self._reported = vllm_config.parallel_config, perf_counter()
+        self._published = Counter[str]()
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
         if parallel.rank % group == 0:  # of the last pipeline stage, the only one that drafts
@@ -71,6 +82,10 @@ class Proposer:
         }
         for row, tokens in zip(rows, self.client.drafts([*rows.values()]), strict=True):
             answers[row] = tokens
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            for name, more in (self.client.counts - self._published).items():
+                _metric().labels(name).inc(more)
+            self._published = self.client.counts.copy()
         if perf_counter() - self._reported > _REPORT_S:
             self._reported = perf_counter()
             LOG.info("mpissd: drafts so far: %s", dict(self.client.counts))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from analysis.figures.extra import break_even, heterogeneity
+from analysis.figures.break_even import break_even
 from analysis.figures.hits import batch_scaling, cache_hits, fan_out, pareto
 from analysis.figures.kinds import drafts, kinds, saguaro
 from analysis.figures.latency import latency
-from analysis.figures.pools import pools
 from analysis.figures.rates import equal_gpus, throughput
 from analysis.figures.roofline import roofline
 from analysis.rows import Data
@@ -18,13 +17,11 @@ from analysis.style import Poster
 
 @dataclass(frozen=True)
 class Spec:
-    """A figure: its function, its description, whether it is drawn for each pair, and the frame of
-    a Data that it is of: rows or pools."""
+    """A figure: its function, its description, and whether it is drawn for each pair."""
 
     draw: Callable[[Data], Poster]
     about: str
     per_pair: bool = False
-    of: str = "rows"
 
 
 FIGURES = {
@@ -40,6 +37,4 @@ FIGURES = {
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
     "break_even": Spec(break_even, "where the extra GPU pays"),
-    "heterogeneity": Spec(heterogeneity, "a slower or faster draft device"),
-    "pools": Spec(pools, "targets that share a draft, for a GPU and for a sequence", of="pools"),
 }

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.model import Times, over_batch, price
+from analysis.model import Times, over_batch
 from analysis.rows import Data
 from analysis.select import Case, cases, gains, plain, points, richest, where
 from analysis.style import (
@@ -52,8 +52,7 @@ def cache_hits(data: Data) -> Poster:
         used += _hits(poster, ax, case, ssd)
     grid[0].set_ylabel("SSD's tok/s over SD's, ×")
     grid[0].set_ylim(0, 1.06 * grid[0].get_ylim()[1])
-    imposed = [price(case, ssd) for case, ssd in shown]
-    text = caption(used, *imposed, BARS)
+    text = caption(used, BARS)
     return poster.finish("What are cache hits worth?", text)
 
 
@@ -152,7 +151,6 @@ def batch_scaling(data: Data) -> Poster:
         ax.set_ylim(0)
     text = caption(
         [part for case, ssd, sd in shown for part in (ssd, sd, case.own_ar)],
-        *(price(case, ssd[ssd["p_hit"].notna()]) for case, ssd, _ in shown),
         BARS,
     )
     return poster.finish("Does SSD's gain survive larger batches?", text)
@@ -218,11 +216,7 @@ def pareto(data: Data) -> Poster:
     for ax, (case, rows) in zip(grid, shown, strict=True):
         _panel(poster, ax, case, rows)
     grid[0].set_ylabel("tok/s per GPU (throughput)")
-    text = caption(
-        [rows for _, rows in shown],
-        *(price(case, where(rows, method=IMPOSED)) for case, rows in shown),
-        BARS,
-    )
+    text = caption([rows for _, rows in shown], BARS)
     return poster.finish("Which use gives most tok/s per GPU at a speed per sequence?", text)
 
 

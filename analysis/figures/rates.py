@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.rows import REAL, Data
+from analysis.rows import Data
 from analysis.select import (
     Case,
     best_points,
@@ -112,10 +112,9 @@ def _draw(
 ) -> None:
     share = 1 if name == "all GPUs" else medians["gpus"]
     y, low, high = (medians[column] / share for column in ("tok_per_s", "low", "high"))
-    also = {REAL: medians[REAL] / share}
     wide = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
     x = medians.iloc[:, 0]
-    poster.line(ax, label, x, y, low=low, high=high, also=also, **{**look(method), **wide})
+    poster.line(ax, label, x, y, low=low, high=high, **{**look(method), **wide})
 
 
 def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, case: Case, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mpissd.cli.arguments import CompareConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import print_json
 from mpissd.lab.tables import best, claims
 from mpissd.lab.tables.load import find_pair, load_rounds, load_rows, of_one_group
 from mpissd.lab.tables.pair import Pair
@@ -27,31 +26,22 @@ def compare(config: CompareConfig) -> int:
                 "runs.jsonl or a folder, or one folder that holds two configurations"
             )
         a, b, paths = named
-        pair = Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths))
-        print(pair)
-        print_json(pair.to_dict())
-    else:
-        places_of = config.a or ("results" if show == "claims" else config.out)
-        rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
-        if show == "claims":
-            for group in claims.tables_of(claims.claims(rows)).values():
-                known = group[0].setting
-                print(
-                    f"{known['target']}/{known['draft']}, {known['device_name']}, hits by "
-                    f"{group[0].hit_law}:"
-                )
-                for claim in group:
-                    head = ", LM head" * bool(claim.setting["lm_head"])
-                    print(f"  {claim.setting['acceptance']}{head}: {claim}")
-            return 0
-        comparisons = best.compare_methods(rows)
-        if not comparisons:
-            raise ConfigError(f"results {places_of!r}: no rows there")
-        judged = {n: claims.judged(one.setting, rows) for n, one in enumerate(comparisons)}
-        print(best.render(comparisons, judged))
-        methods = [
-            {**best.to_dict(one), "ssd_at_equal_gpus": [claim.to_dict() for claim in judged[n]]}
-            for n, one in enumerate(comparisons)
-        ]
-        print_json(methods)
+        print(Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths)))
+        return 0
+    places_of = config.a or ("results" if show == "claims" else config.out)
+    rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
+    if show == "claims":
+        for group in claims.tables_of(claims.claims(rows)).values():
+            known = group[0].setting
+            pair = f"{known['target']}/{known['draft']}"
+            print(f"{pair}, {known['device_name']}, hits by {group[0].hit_law}:")
+            for claim in group:
+                head = ", LM head" * bool(claim.setting["lm_head"])
+                print(f"  {claim.setting['acceptance']}{head}: {claim}")
+        return 0
+    comparisons = best.compare_methods(rows)
+    if not comparisons:
+        raise ConfigError(f"results {places_of!r}: no rows there")
+    judged = {n: claims.judged(one.setting, rows) for n, one in enumerate(comparisons)}
+    print(best.render(comparisons, judged))
     return 0

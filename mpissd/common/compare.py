@@ -8,9 +8,9 @@ claims nothing.
 The first level that the rows allow is used (How); docs/definitions.md describes them all. In level
 "seeds" several pairs of one seed count once, by the mean of their logarithms; if rows of 400 rounds
 share three seeds, shorter rows are left out. Level "blocks" cuts both runs at the same token
-positions, so that runs with different K are compared on the same coins. Single rounds are no
-independent sample: on H200s they correlate with their neighbours (.4 to .7 at lag 1, none after
-10). Levels "rounds" and "rows" do not remove shared luck, so their intervals are too wide.
+positions, so that runs of one seed with different K are compared on the same coins. Single rounds
+are no independent sample: on H200s they correlate with their neighbours (.4 to .7 at lag 1, none
+after 10). Level "rows" does not remove shared luck, so its intervals are too wide.
 
 tests/common/test_compare_levels.py simulates each level: 95% intervals cover the truth 93 to 97
 times in 100. The comparison draws no random numbers: the same rows give the same text.
@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -42,7 +41,6 @@ NORMAL_Z = 1.959964  # The 97.5% quantile of a standard normal.
 _SPREADS = (("p90", 1.281552), ("p99", 2.326348))
 _T = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582}
 
-Samples = Sequence[float] | NDArray[np.float64]
 SEVERAL = 3  # The number of seeds from which level "seeds" applies.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
@@ -50,7 +48,6 @@ FEW_VISITS = "few visits: the two sides share no machine and commit"
 DRIFT = 0.04  # The most by which one use's medians differ between visits.
 _VISIT_S = 12 * 3600  # Two runs of one visit begin within so many seconds.
 _LEAST_SHARE = 0.5  # Both runs must have emitted at least this share of the longer run's tokens.
-_LAW = "workload acceptance seed temperature vocab order divergence prompt_tokens recording".split()
 
 
 @dataclass(frozen=True)
@@ -101,29 +98,6 @@ class Rate:
     value: float
     variance: float
     freedom: int
-    from_rounds: bool = True
-
-    @classmethod
-    def of_rounds(cls, seconds: Samples, tokens: Samples | None = None) -> Rate:
-        """Computes a rate from the seconds of each round, and its tokens (None: all rounds alike).
-
-        Neighbouring rounds are correlated (a clock, a hot device), so the run is cut into blocks;
-        the variance is computed for a ratio of block sums. Raises ConfigError with fewer than 20
-        rounds, or if a round takes no time.
-        """
-        took = np.asarray(seconds, np.float64)
-        made = np.ones_like(took) if tokens is None else np.asarray(tokens, np.float64)
-        if len(took) < FEWEST_ROUNDS or len(made) != len(took):
-            counts = f"{len(took)} rounds ({len(made)} with tokens)"
-            raise ConfigError(f"{counts}: allowed: {FEWEST_ROUNDS} or more")
-        if not (took > 0).all() or not made.sum() > 0:
-            values = f"a round of {took.min():g} s, {made.sum():g} tokens"
-            raise ConfigError(f"{values}: allowed: above 0")
-        blocks = num_blocks(len(took))
-        time, done = (
-            np.array([part.sum() for part in np.array_split(of, blocks)]) for of in (took, made)
-        )
-        return cls(float(done.sum() / time.sum()), ratio_variance(done, time), blocks - 1)
 
     @classmethod
     def of_row(cls, row: Row) -> Rate:
@@ -153,26 +127,20 @@ class Rate:
         if count < FEWEST_ROUNDS or not 0 < rate < math.inf:
             values = f"row {row.get('run_id')!r}: {count} rounds, {rate:g} tok/s"
             raise ConfigError(f"{values}: allowed: {FEWEST_ROUNDS} or more, above 0")
-        return cls(rate, luck**2 + clock**2, count - 1, from_rounds=False)
+        return cls(rate, luck**2 + clock**2, count - 1)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], kept: Mapping[str, Rounds]) -> Rate:
+    def of_rows(cls, rows: Sequence[Row]) -> Rate:
         """Returns the median of the rows' rates with their largest variance.
 
-        A variance is that of the row's rounds, or of the row if no rounds were kept. It is not
-        divided by the number of rows, because equal seeds are not independent. kept: by run_id.
-        Raises ConfigError with fewer than 20 rounds, or if a row lacks values that `run` writes.
+        It is not divided by the number of rows, because equal seeds are not independent. Raises
+        ConfigError as of_row does.
         """
         rates = [cls.of_row(row) for row in rows]
-        for n, row in enumerate(rows):
-            if (rounds := kept.get(str(row.run_id))) is not None:
-                own = cls.of_rounds(rounds.seconds, rounds.tokens)
-                rates[n] = replace(own, value=rates[n].value)
         return cls(
             value=statistics.median(rate.value for rate in rates),
             variance=max(rate.variance for rate in rates),
             freedom=min(rate.freedom for rate in rates),
-            from_rounds=all(rate.from_rounds for rate in rates),
         )
 
 
@@ -230,7 +198,6 @@ class How(str, Enum):
 
     SEEDS = "seeds"
     BLOCKS = "blocks"
-    ROUNDS = "rounds"
     ROWS = "rows"
 
 
@@ -297,20 +264,6 @@ class Comparison:
         gain = f"{self.speedup:.2f}× ({self.interval})"
         return gain if self.is_headline else f"{self.interval} (few seeds)"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON form; the speedup is null if the interval contains 1."""
-        verdict = "faster" if self.speedup > 1 else "slower"
-        return {
-            "verdict": verdict if self.is_real else "no difference",
-            "speedup": self.speedup if self.is_real else None,
-            "low": self.low,
-            "high": self.high,
-            "how": self.how.value,
-            "seeds": self.num_seeds,
-            "headline": self.is_headline,
-            "one_visit": self.one_visit,
-        }
-
 
 def bound(value: float, digits: int = 2) -> str:
     """Returns a bound as text with 2 decimals, or up to 6 where fewer would round it to 1."""
@@ -357,9 +310,9 @@ def compare_rows(
             raise ConfigError("compare: no row on one side: allowed: rows of both")
         runs = [kept.get(str(of[0].run_id)) if len(of) == 1 else None for of in (a, b)]
         result = None
-        if runs[0] is not None and runs[1] is not None and shares_draws(a[0], b[0]):
+        if runs[0] is not None and runs[1] is not None:
             result = compare_blocks(runs[0], runs[1])
-        comparison = result or compare_rates(*(Rate.of_rows(of, kept) for of in (a, b)))
+        comparison = result or compare_rates(*(Rate.of_rows(of) for of in (a, b)))
     fewest = min(int(row.num_rounds or 0) for of in sides for row in of)
     return replace(comparison, num_seeds=len(ratios), num_rounds=fewest, one_visit=one_visit)
 
@@ -400,9 +353,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def compare_rates(a: Rate, b: Rate) -> Comparison:
     """Compares b with a as independent runs: adds the variances of both logarithms, with Student's
     t."""
-    how = How.ROUNDS if a.from_rounds and b.from_rounds else How.ROWS
     freedom = min(a.freedom, b.freedom)
-    return _interval(math.log(b.value / a.value), a.variance + b.variance, freedom, how)
+    return _interval(math.log(b.value / a.value), a.variance + b.variance, freedom, How.ROWS)
 
 
 def compare_blocks(a: Rounds, b: Rounds) -> Comparison | None:
@@ -420,12 +372,6 @@ def compare_blocks(a: Rounds, b: Rounds) -> Comparison | None:
     a_s, b_s = spent
     middle = math.log(a_s.sum() / b_s.sum())
     return _interval(middle, ratio_variance(a_s, b_s), blocks - 1, How.BLOCKS)
-
-
-def shares_draws(a: Row, b: Row) -> bool:
-    """Returns whether both runs draft, with one seed and the same token models."""
-    drafts = "ar" not in (a.mode, b.mode) and a.acceptance is not None
-    return drafts and all(a.get(key) == b.get(key) for key in _LAW)
 
 
 def _interval(middle: float, variance: float, freedom: int, how: How) -> Comparison:

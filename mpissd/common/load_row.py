@@ -30,6 +30,7 @@ class LoadRow:
     mode: str | None = key("ar, sd, ssd or auto; null if unknown")
     backend: str | None = key("of the server; null if unknown")
     device_name: str | None = key("of the server: the lead's device")
+    draws: str | None = key("of the server: where it draws sampled tokens; null: unknown, or never")
     tp: int | None = key("of the server: T")
     num_drafts: int | None = key("of the server: D")
     replicas: int | None = key("of the server: servers that share the requests")
@@ -68,11 +69,6 @@ class LoadRow:
     rounds: int | None = key("of the server: rounds, counted for each sequence")
     client_late_s: float = key("longest time by which a request was sent too late", "s")
     provenance: Mapping[str, Any] = key("versions, host, command line and time")
-
-    @classmethod
-    def from_dict(cls, line: Mapping[str, Any]) -> LoadRow:
-        """Makes a row from a line: missing keys are None, unknown ones are left out."""
-        return cls(**{f.name: line[f.name] for f in fields(cls) if f.name in line})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the line as a dict, keys in the order of the fields."""

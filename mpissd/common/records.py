@@ -182,21 +182,3 @@ def median(values: NDArray[Any] | Sequence[float]) -> float | None:
     array = np.asarray(values, np.float64)
     array = array[np.isfinite(array)]
     return float(np.median(array)) if len(array) else None
-
-
-def is_stable(seconds: Sequence[float], tolerance: float, blocks: int = 5) -> bool | None:
-    """Returns whether the medians of interleaved blocks differ by at most `tolerance`, relatively.
-
-    Rounds are dealt to the blocks in turn, and each deal begins one block later. Every block then
-    holds its share of a drift, of a burst, and of a period of any length, as a repeat of the whole
-    run would. Medians that still differ would differ between two runs as well: the rounds have two
-    levels that change by chance, or too much noise for their number. A drift does not count as
-    unstable here; it widens the intervals of mpissd.common.compare, whose blocks are consecutive.
-    Returns None with fewer than 10 samples a block.
-    """
-    if len(seconds) < 10 * blocks:
-        return None
-    times, number = np.asarray(seconds, np.float64), np.arange(len(seconds))
-    dealt = (number + number // blocks) % blocks
-    medians = [float(np.median(times[dealt == block])) for block in range(blocks)]
-    return max(medians) - min(medians) <= tolerance * float(np.median(medians))

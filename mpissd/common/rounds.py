@@ -41,6 +41,13 @@ LIVE = (True, True, False, False, True)  # by Event: takes part in the next roun
 _FRESH = np.array([False, True, False, True, False])  # by Event: its request is new
 
 
+class Logprob(NamedTuple):
+    """ln of a token's probability, and (token, ln of its probability) of the likeliest ones."""
+
+    value: float
+    top: Sequence[tuple[int, float]] = ()
+
+
 class Control(NamedTuple):
     """The lead's decisions on the next round, for all ranks.
 
@@ -54,15 +61,40 @@ class Control(NamedTuple):
     prefill_rows: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Adjustment:
+    """What a request adds to the target's logits, before temperature and top_p.
+
+    start: tokens of its prompt; the answer follows them. bias: addends by token. presence,
+    frequency: subtracted once, and for each time, from a token that the answer has [OpenAI API
+    reference, presence_penalty and frequency_penalty].
+    """
+
+    start: int
+    bias: Mapping[int, float]
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def apply(self, logits: NDArray[np.float32], answer: Sequence[int]) -> NDArray[np.float64]:
+        """Returns the logits [V] of the row after these tokens of the answer."""
+        adjusted = logits.astype(np.float64)
+        adjusted[list(self.bias)] += list(self.bias.values())
+        tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
+        adjusted[tokens] -= self.presence + self.frequency * counts
+        return adjusted
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
 
     prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
-    its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: whether the
-    target's log-probabilities of its tokens are returned. grammar: which tokens may follow
-    (workload.grammar; "": any), of at most MOST_GRAMMAR bytes. answered: how many of the prompt's
-    last tokens belong to the answer already.
+    its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: how many of the
+    target's likeliest tokens are returned beside each of its own (None: no log-probabilities).
+    lookahead: most tokens that are drafted for it in a round (None: K; 0: the draft skips it).
+    Ranks other than the lead know neither `logprobs` nor `adjustment`, but only `reads_logits`.
+    grammar: which tokens may follow (workload.grammar; "": any), of at most MOST_GRAMMAR bytes.
+    answered: how many of the prompt's last tokens belong to the answer already.
     """
 
     request_id: int
@@ -72,9 +104,17 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
+    lookahead: int | None = None
+    adjustment: Adjustment | None = None
     grammar: str = ""
     answered: int = 0
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the lead reads the target's logits, also if it is greedy."""
+        asked = self.logprobs is not None or self.adjustment is not None
+        return asked or bool(self.grammar)
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

@@ -274,10 +274,6 @@ class Row(Mapping[str, Any]):
     rank_digests: list[int | None] | None = key(
         "by world rank, a digest of the outcomes that the rank received"
     )
-    stable: bool | None = key(
-        "whether the p50 round varies ≤ 1% (GPU; 10% CPU) over five interleaved blocks of rounds;"
-        " null with under 50 rounds"
-    )
     config_digest: str = key("digest of the configuration; equal flags have equal digests")
     provenance: Mapping[str, Any] = key(
         "versions, hosts, devices, command line, commit; `calibrated_at`: the oldest measurement "

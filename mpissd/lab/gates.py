@@ -278,8 +278,9 @@ def host_s(row: Row, rounds: Rounds) -> Floats:
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
-    is_alone = row.graph and row.tp == 1 and not row.num_drafts and not row.temperature
-    if is_alone and row.forward == "transformer" and row.backup in (None, "jit"):
+    is_captured = row.graph and row.all_reduce in ("solo", "oneshot", "nccl")
+    is_greedy = not row.num_drafts and not row.temperature
+    if is_captured and is_greedy and row.forward == "transformer" and row.backup in (None, "jit"):
         # Rounds may be chained: launched in the round before (decode.chained).
         seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     return seconds

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 from mpissd.common.errors import ConfigError, MpissdError
-from mpissd.common.flags import said
 from mpissd.learn.config import DistillConfig
 
 
@@ -70,53 +68,15 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
 
     source = read(config)
     architectures(config, source.checkpoint.config, 0)  # refuses before time goes into samples
-    log = Log(Path(config.out), rank, begun)
-    if not rank:
-        flags = [f"--{name}={value}" for name, value in said(config).items()]
-        now = datetime.now(timezone.utc).isoformat(" ", "seconds")
-        log.keep(" ".join([now, "mpissd distill", *flags]))
-    try:
-        gpu = config.device != "cpu" and torch.cuda.is_available()
-        group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
-        code = Distillation(config, source, log, group, begun).run()
-        if config.processes > 1:
-            torch.distributed.destroy_process_group()
-    except BaseException as error:
-        log.keep(log.dated(f"ended: {type(error).__name__}: {error}"))
-        raise
+
+    def log(text: str) -> None:
+        """Prints a line with the seconds so far; of several processes the others only samples."""
+        if not rank or "batch" in text:
+            print(f"{time.monotonic() - begun:7.1f} s  {text}", flush=True)
+
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
+    code = Distillation(config, source, log, group, begun).run()
+    if config.processes > 1:
+        torch.distributed.destroy_process_group()
     return code
-
-
-class Log:
-    """Shows lines with the seconds since `begun` (of time.monotonic()); keeps them in `folder`.
-
-    Lines are appended to the log of earlier commands. Of several processes rank 0 logs all lines,
-    the others only their samples. A file that can no longer be written (a full disk) is reported
-    once; the work goes on.
-    """
-
-    def __init__(self, folder: Path, rank: int, begun: float) -> None:
-        self._path, self._rank, self._begun = folder / "log.txt", rank, begun
-        self._keeps = True
-
-    def __call__(self, text: str) -> None:
-        """Logs a line."""
-        if not self._rank or "batch" in text:
-            line = self.dated(text)
-            print(line, flush=True)
-            self.keep(line)
-
-    def dated(self, text: str) -> str:
-        """Returns a line with the seconds so far in front."""
-        return f"{time.monotonic() - self._begun:7.1f} s  {text}"
-
-    def keep(self, line: str) -> None:
-        """Adds a line to the file in one write, so that lines of several processes stay whole."""
-        if not self._keeps:
-            return
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-        except OSError as error:
-            self._keeps = False
-            print(self.dated(f"{self._path}: {error.strerror}: no further lines"), flush=True)

@@ -7,15 +7,15 @@ hidden states takes one chain of steps after each answered position.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from mpissd.learn.draft import Draft, ModelDraft, StateDraft
-from mpissd.learn.sample import OutOfTime, Samples, until
+from mpissd.learn.sample import Samples
 
 FAN_OUTS = (1, 2, 4, 8, 16)
 LOOKAHEADS = (4, 7)
@@ -31,9 +31,8 @@ def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
     steps = draft.config.shape.num_layers if medusa else max(LOOKAHEADS)
     agrees: list[list[list[bool]]] = []
     overlaps: list[list[float]] = [[] for _ in range(steps)]
-    with suppress(OutOfTime), until(deadline):
-        for part in _parts(samples):
-            _judge_chains(draft, part, agrees, overlaps)
+    for part in _parts(samples, deadline):
+        _judge_chains(draft, part, agrees, overlaps)
     flat = [row for answer in agrees for row in answer]
     by_place = [_mean([row[t] for row in flat if t < len(row)]) for t in range(steps)]
     return {
@@ -102,8 +101,8 @@ def judge(
     """
     answers, overlaps, surprises = list[list[int]](), list[float](), list[float]()
     models = (draft.target, draft.blocks), (draft.weights, draft.own_blocks)
-    with suppress(OutOfTime), until(deadline), torch.no_grad():
-        for part in _parts(samples):
+    with torch.no_grad():
+        for part in _parts(samples, deadline):
             tokens, angles = part.tokens.long(), draft.angles(part.tokens.shape[1])
             before = part.answered[:, 1:]  # the rows whose next token is an answer's
             p, q = (
@@ -124,9 +123,11 @@ def judge(
     return answers, overlaps, surprises
 
 
-def _parts(samples: Samples) -> Iterator[Samples]:
+def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:
     size = AT_ONCE[samples.tokens.device.type]
     for start in range(0, len(samples.tokens), size):
+        if time.monotonic() > deadline:
+            return
         yield samples.take(slice(start, start + size))
 
 

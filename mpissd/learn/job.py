@@ -232,7 +232,6 @@ class Distillation:
                 held=self.held,
                 group=self.group,
                 until=until,
-                cut=until + saving / (2 * left),
             )
             yield result
 

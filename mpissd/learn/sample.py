@@ -8,12 +8,8 @@ All sequences are at the same position, so one static cache serves all of them.
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,33 +25,6 @@ except ModuleNotFoundError:  # Triton comes with PyTorch for GPUs
 
 OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
-
-
-class OutOfTime(BaseException):
-    """Ends a block of `until`. It is no Exception, because libraries catch those."""
-
-
-@contextmanager
-def until(deadline: float) -> Iterator[None]:
-    """Raises OutOfTime inside the block at `deadline`, in seconds of time.monotonic().
-
-    One step on a CPU may take minutes, so that a look at the clock after it would be too late. Only
-    a process's main thread can be interrupted, between two operations of PyTorch.
-    """
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise OutOfTime
-
-    if math.isinf(deadline) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, min(max(deadline - time.monotonic(), 1e-6), 1e6))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Samples(NamedTuple):
@@ -121,13 +90,15 @@ class Sampler:
             total = torch.zeros_like(given, dtype=torch.float32)
             kept = [hidden, total, torch.zeros_like(given, dtype=torch.int32)]
         shape, done = (num, blocks.kv_heads, length, blocks.head_dim), 1
-        with suppress(OutOfTime), torch.no_grad(), until(deadline):
+        with torch.no_grad():
             caches = [
                 [torch.empty(shape, dtype=blocks.dtype, device=given.device) for _ in "kv"]
                 for _ in model.layers
             ]
             tokens = turns.next(0, None)
             for at in range(length - 1):
+                if time.monotonic() > deadline:
+                    break
                 x = model.embedding[tokens]
                 cos, sin = (part[at] for part in self.table)
                 for w, (keys, values) in zip(model.layers, caches, strict=True):

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.draft import Draft
-from mpissd.learn.sample import OutOfTime, Samples
-from mpissd.learn.sample import until as interrupted
+from mpissd.learn.sample import Samples
 
 WAIT_S = 300  # for the slowest process, whose first steps may still compile
 WARM_UP = 100  # steps until the learning rate is at its highest
@@ -92,7 +91,6 @@ def learn(
     held: Samples | None = None,
     group: Group | None = None,
     until: float = float("inf"),
-    cut: float = float("inf"),
 ) -> Any:
     """Trains a draft in place and returns it without gradients.
 
@@ -100,9 +98,8 @@ def learn(
     steps, which wait for the compiler), steps, batch, rates and copies. observe: receives the
     points of the curves. save: receives copies of the draft so far. held: sequences whose losses
     are in the curves and that are not trained on. until: when the training has to be over, in
-    seconds of time.monotonic(); cut: when a step that still runs is interrupted. An error of the
-    device after the first point, or `cut`, ends the training early: the draft that it has reached
-    is returned, and the last point has the reason.
+    seconds of time.monotonic(). An error of the device after the first point ends the training
+    early: the draft that it has reached is returned, and the last point has the reason.
     """
     group, tensors = group or Group(), draft.trained
     optimizer, device = draft.optimizer(plan.optimizer), tensors[0].device
@@ -116,54 +113,49 @@ def learn(
     flat = torch.zeros(sum(sizes), device=device)  # all gradients
     for tensor, own in zip(tensors, flat.split(sizes), strict=True):
         tensor.grad = own.view_as(tensor)
-        if not draft.compiled:
-            tensor.register_hook(lambda gradient: None)  # Python, where a signal ends a long step
     step, begun, share, seconds, saved = 0, time.monotonic(), 0.0, 0.0, 0.0
     try:  # a process that stops while others wait for its gradients would end them all
-        with interrupted(cut if group.size == 1 else float("inf")):
-            while share < 1:
-                falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
-                rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
-                late, batch, now, done = share >= VARIATION_FROM, next(stream), time.monotonic(), 0
-                step_s = min(plan.seconds_training, until - begun) / STEPS
-                flat.zero_()
-                while done * most < size and (not done or time.monotonic() < now + step_s):
-                    part = slice(done * most, (done + 1) * most)
-                    losses = draft.losses(batch.take(part), num_rows)
-                    loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
-                    if len(losses) > 3:
-                        loss = loss + REGRESSION * losses[3]
-                    loss.backward()
-                    done += 1
-                group.add(flat)
-                flat /= flat.norm().clamp(min=group.size * done)  # the mean, of norm 1 at most
-                optimizer.step(rate)
-                step += 1
-                if step == untimed:
-                    group.largest(float(flat[0]), device)  # waits for all devices
-                    begun = time.monotonic()
-                if step % check == 0 or step >= plan.steps:
-                    seconds = time.monotonic() - begun if step >= untimed else 0.0
-                    allowed = max(min(plan.seconds_training, until - begun), 1e-9)
-                    share = group.largest(max(seconds / allowed, step / plan.steps), device)
-                    if seconds - saved >= plan.save_every and share < 1:
-                        saved = seconds
-                        save(draft.mapped(lambda tensor: tensor.detach()))
-                if step % EVERY == 0 or share >= 1:
-                    point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1)}
-                    point |= {"rate": rate, **_rounded(losses)}
-                    is_watched = step == EVERY or step % WATCHED == 0 or share >= 1
-                    if held is not None and is_watched:
-                        # With gradients, for which the losses are compiled.
-                        some = draft.losses(held.take(slice(0, most)), num_rows)
-                        point["held"] = _rounded(some)
-                    observe(point)
+        while share < 1:
+            falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
+            rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
+            late, batch, now, done = share >= VARIATION_FROM, next(stream), time.monotonic(), 0
+            step_s = min(plan.seconds_training, until - begun) / STEPS
+            flat.zero_()
+            while done * most < size and (not done or time.monotonic() < now + step_s):
+                part = slice(done * most, (done + 1) * most)
+                losses = draft.losses(batch.take(part), num_rows)
+                loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
+                if len(losses) > 3:
+                    loss = loss + REGRESSION * losses[3]
+                loss.backward()
+                done += 1
+            group.add(flat)
+            flat /= flat.norm().clamp(min=group.size * done)  # the mean, of norm 1 at most
+            optimizer.step(rate)
+            step += 1
+            if step == untimed:
+                group.largest(float(flat[0]), device)  # waits for all devices
+                begun = time.monotonic()
+            if step % check == 0 or step >= plan.steps:
+                seconds = time.monotonic() - begun if step >= untimed else 0.0
+                allowed = max(min(plan.seconds_training, until - begun), 1e-9)
+                share = group.largest(max(seconds / allowed, step / plan.steps), device)
+                if seconds - saved >= plan.save_every and share < 1:
+                    saved = seconds
+                    save(draft.mapped(lambda tensor: tensor.detach()))
+            if step % EVERY == 0 or share >= 1:
+                point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1)}
+                point |= {"rate": rate, **_rounded(losses)}
+                is_watched = step == EVERY or step % WATCHED == 0 or share >= 1
+                if held is not None and is_watched:
+                    # With gradients, for which the losses are compiled.
+                    some = draft.losses(held.take(slice(0, most)), num_rows)
+                    point["held"] = _rounded(some)
+                observe(point)
     except RuntimeError as error:
         if step < EVERY:
             raise
         observe({"stopped": str(error).partition("\n")[0]})
-    except OutOfTime:
-        observe({"step": step, "stopped": "its time is over"})
     return draft.mapped(lambda tensor: tensor.detach())
 
 

@@ -10,7 +10,6 @@ far a job came that hangs or ends early. Drivers are asked in child processes wi
 
 from __future__ import annotations
 
-import csv
 import faulthandler
 import importlib.util
 import json
@@ -27,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mpissd
 from mpissd.common.config import PROMPTS, RunConfig
@@ -43,9 +42,6 @@ from mpissd.engine.comm.topology import (
     usable_cores,
 )
 
-if TYPE_CHECKING:
-    from mpissd.engine.session.session import Session  # importing it starts MPI
-
 OK, WARN, BAD = "ok", "warn", "BAD"
 Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses before MPI
 Facts = dict[str, Any]  # about one rank, or the report of all ranks, as JSON
@@ -55,8 +51,8 @@ _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
 _GRACE_S = 2.0  # time for a child to end after a signal
 _MORE_S = 10.0  # time beyond the deadline for mpirun to start and to end
 _SHM_A_RANK = 32 << 20  # shared memory of MPI and NCCL for each rank
-_DRIVER_13, _TURING = 580, 7.5
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
+_CUPY = "make venv, or pip install 'mpissd[cuda13]' (mpissd[cuda12] before driver 580 or Turing)"
 _INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
 # Prints which library mpi4py loads, and the files that the process maps, without starting MPI.
 _LIBRARY = """
@@ -67,11 +63,6 @@ print(MPI.Get_library_version().replace("\\n", " "))
 maps = pathlib.Path("/proc/self/maps")
 print(maps.read_text() if maps.exists() else "")
 """
-_WHY = {  # this all-reduce was chosen
-    "mpi": "host arrays",
-    "oneshot": "the target's GPUs map each other's memory",
-    "device": "--all_reduce=mpi",
-}
 # (pattern of an error of mpirun, MPI or a session, how to fix it); the first match is used.
 # Refusals of a configuration name the allowed values.
 _FIXES = (
@@ -130,14 +121,6 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class Gpu(NamedTuple):
-    """One GPU, from nvidia-smi. driver: the first number of its version, 0 if unknown."""
-
-    name: str
-    driver: int = 0
-    capability: float | None = None
-
-
 def doctor(config: DoctorConfig, check: Check) -> int:
     """Prints the table; returns 0 if a run with these flags works, 2 if not.
 
@@ -149,17 +132,9 @@ def doctor(config: DoctorConfig, check: Check) -> int:
         return examine_rank(run, check)
     if config.tp is None and launcher_size() is not None:
         raise ConfigError("doctor under a launcher: allowed: without one, it starts the ranks")
-
-    def checked(run: RunConfig) -> None:
-        if config.run.learners:
-            from mpissd.online.process import check_trainer
-
-            check_trainer()
-        check(run)
-
     num_ranks = run.world_size or run.groups * (config.tp or 1) + run.drafts
     gpus, gpu_error = read_gpus() if run.backend in ("auto", "cupy") else ([], "")
-    findings = [*_of_machine(run, num_ranks, checked), *_of_gpus(gpus, gpu_error)]
+    findings = [*_of_machine(config.run, num_ranks, check), *_of_gpus(gpus, gpu_error)]
     if not run.dry_run and all(finding.verdict != BAD for finding in findings):
         given = [f"--{name}={text}" for name, text in said(run).items() if name not in NOT_PASSED]
         command = ranks_command(["doctor", "--json", *given], num_ranks)
@@ -207,34 +182,32 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
             yield Finding(what, f"{version} {place}")
     try:
         program = launcher()[0]
-        words = " ".join(ask([program, "--version"])[0].split())
-        printed = re.match(r".{0,100}?\d+(\.\w+)+", words)
-        path = shutil.which(program) or program
-        yield Finding("mpirun", f"{path} ({printed[0]})" if printed else path)
+        printed, path = ask([program, "--version"])[0], shutil.which(program) or program
+        yield Finding("mpirun", f"{path} ({printed.partition(chr(10))[0]})" if printed else path)
     except ConfigError as error:
         yield Finding("mpirun", str(error), BAD, _INSTALL)
     groups = f"G={run.groups}, " * (run.groups > 1)
     tp = (num_ranks - run.drafts) // run.groups
     detail = f"MODE={run.mode}, {groups}T={tp}, D={run.drafts}, world size {num_ranks}"
     try:
-        check(replace(run, dry_run=num_ranks))
+        check(replace(run, dry_run=num_ranks + run.learners))
         yield Finding("run", detail)
     except ConfigError as error:
         yield _fault("run", f"{detail}: {error}")
 
 
-def _of_gpus(gpus: Sequence[Gpu], error: str) -> Iterator[Finding]:
+def _of_gpus(gpus: Sequence[str], error: str) -> Iterator[Finding]:
     """Yields the GPUs of this host, a driver that does not answer, and GPUs without CuPy."""
     if error:
         fix = "nvidia-smi has to answer: driver >= 525; reload it, reboot, or ask your site"
         yield Finding("driver", error, WARN, fix)
     if gpus:
-        yield Finding("driver", f"{gpus[0].driver}, {len(gpus)} × {gpus[0].name}")
+        yield Finding("GPUs", f"{len(gpus)} × {gpus[0]}")
     if gpus and importlib.util.find_spec("cupy") is None:
-        yield Finding("CuPy", "not installed, and there are GPUs", WARN, wanted(gpus))
+        yield Finding("CuPy", "not installed, and there are GPUs", WARN, _CUPY)
 
 
-def judge(report: Facts, num_ranks: int, gpus: Sequence[Gpu]) -> list[Finding]:
+def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
     """Returns the findings about the ranks and their session, in the order of the table."""
     findings, ranks, error = list[Finding](), report["ranks"], report["error"]
     first = ranks[0] if ranks else None
@@ -257,7 +230,8 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[Gpu]) -> list[Finding]:
         (own, _), *others = (rank["versions"][what] for rank in ranks)
         for rank, (version, place) in zip(ranks[1:], others, strict=True):
             if version != own:
-                detail = f"{version} {place} on {_place(rank)}, but {own} on {_place(first)}"
+                detail = f"{version} {place} on rank {rank['rank']} ({rank['host']}), but {own} "
+                detail += f"on rank 0 ({first['host']})"
                 findings.append(Finding(what, detail, verdict, fix))
                 break
     for rank in ranks:
@@ -277,26 +251,16 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[Gpu]) -> list[Finding]:
         findings.append(Finding("/dev/shm", detail, WARN, fix))
     if error:
         findings.append(_fault("session", error))
-    for finding in (Finding(*choice) for choice in report["choices"]):
-        if gpus and finding.detail.endswith(("CuPy finds no GPU", "CuPy is not installed")):
-            detail = f"{finding.detail}, though there are {len(gpus)} × {gpus[0].name}"
+    for what, detail in report["choices"].items():
+        verdict, fix = OK, ""
+        if what == "backend" and gpus and detail.startswith("numpy"):
+            verdict, detail = WARN, f"{detail}, though there are {len(gpus)} × {gpus[0]}"
             fix = "unset CUDA_VISIBLE_DEVICES; else reinstall CuPy: pip uninstall -y cupy-cuda12x "
-            fix += f"cupy-cuda13x; {wanted(gpus)}"
-            finding = Finding("backend", detail, WARN, fix)
-        findings.append(finding)
+            fix += f"cupy-cuda13x; {_CUPY}"
+        elif what == "draft":
+            verdict, fix = WARN, "a draft of this target: python -m mpissd distill --target=…"
+        findings.append(Finding(what, detail, verdict, fix))
     return findings
-
-
-def _place(rank: Facts) -> str:
-    return f"rank {rank['rank']} ({rank['host']})"
-
-
-def wanted(gpus: Sequence[Gpu]) -> str:
-    """Returns the command that installs the CuPy for the oldest driver and GPU."""
-    is_new = all(
-        gpu.driver >= _DRIVER_13 and (gpu.capability or _TURING) >= _TURING for gpu in gpus
-    )
-    return f"pip install 'mpissd[{'cuda13' if gpus and is_new else 'cuda12'}]'"
 
 
 def ask(
@@ -354,26 +318,15 @@ def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
     }
 
 
-def read_gpus(command: str = "nvidia-smi") -> tuple[list[Gpu], str]:
-    """Returns (this host's GPUs, why there are none); ([], "") where there is no nvidia-smi."""
+def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
+    """Returns (the name and driver of each GPU of this host, why there are none); ([], "") where
+    there is no nvidia-smi."""
     if shutil.which(command) is None:
         return [], ""
-    query = "--query-gpu=name,driver_version,compute_cap"
-    out, problem = ask([command, query, "--format=csv,noheader,nounits"])
-    gpus = [] if problem else parse_gpus(out)
+    out, problem = ask([command, "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    gpus = [] if problem else [line for line in out.splitlines() if "," in line]
     why = problem or out.strip()[:200] or "no answer"
     return gpus, "" if gpus else f"{command}: {why}"
-
-
-def parse_gpus(text: str) -> list[Gpu]:
-    """Returns the GPUs in the output of nvidia-smi, whose numbers may be "[N/A]"."""
-    gpus = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(row) == len(Gpu._fields):
-            major = row[1].partition(".")[0]
-            capability = float(row[2]) if re.fullmatch(r"\d+\.\d+", row[2]) else None
-            gpus.append(Gpu(row[0], int(major) if major.isdecimal() else 0, capability))
-    return gpus
 
 
 def last_report(out: str, problem: str) -> Facts:
@@ -384,7 +337,7 @@ def last_report(out: str, problem: str) -> Facts:
             if report["step"]:
                 report["error"] = f"{report['step']}: {problem or 'the ranks ended early'}"
             return report
-    return {"ranks": [], "choices": [], "error": problem or "mpirun printed no report"}
+    return {"ranks": [], "choices": {}, "error": problem or "mpirun printed no report"}
 
 
 def examine_rank(config: RunConfig, check: Check) -> int:
@@ -396,7 +349,7 @@ def examine_rank(config: RunConfig, check: Check) -> int:
     """
     from mpissd.engine.comm import mpi_patient
 
-    report: Facts = {"ranks": [], "choices": [], "error": ""}
+    report: Facts = {"ranks": [], "choices": {}, "error": ""}
 
     def reach(step: str) -> None:
         if launcher_rank() == 0:
@@ -441,13 +394,13 @@ def examine_rank(config: RunConfig, check: Check) -> int:
     return 0
 
 
-def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> list[Finding]:
-    """Opens and closes a session as a run would; returns the lead's findings about its choices.
+def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
+    """Opens and closes a session as a run would; returns what the lead chose, and its doubts.
 
     Adds the devices to the facts of the ranks. Removes the empty folders that it made. Raises
     ConfigError or Refused on every rank. Collective.
     """
-    from mpissd.engine.session.session import opened
+    from mpissd.engine.session.session import doubts, opened
 
     sharpen_sleep()
     out = Path(config.out)
@@ -457,57 +410,15 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> list[Finding]:
             for rank, info in zip(ranks, session.infos, strict=True):
                 ids = (info.uuid, info.bus_id) if info.kind == "gpu" else ()
                 rank["device"] = " ".join(filter(None, (info.name, *ids)))
-            return _choices(session)
+            job = session.job
+            chosen = {
+                "backend": f"{session.backend.name} on {session.infos[0].name}",
+                "all-reduce": session.group.name,
+                "pair": " / ".join(each.name for each in (job.target, job.draft) if each),
+            }
+            doubt = "; ".join(doubts(job))
+            return {**chosen, "draft": doubt} if doubt else chosen
     finally:
         for folder in made:
             with suppress(OSError):  # another rank removed it
                 folder.rmdir()
-
-
-def _choices(session: Session) -> list[Finding]:
-    """Returns the findings about a session's backend, all-reduce, pair and drafts. Collective."""
-    from mpissd.engine.comm.mpi_group import open_group
-    from mpissd.engine.session.session import doubts, memory_shares
-
-    job, topology, infos, group = session.job, session.topology, session.infos, session.group
-    run, backend = job.config, session.backend.name
-    device, draft = infos[0].name, infos[topology.first_draft :]
-    if draft and draft[0].name != device:
-        device = f"{device}, drafts on {draft[0].name}"
-    why = "asked for"
-    if run.backend == "auto":
-        has_cupy = importlib.util.find_spec("cupy") is not None
-        why = "CuPy finds no GPU" if has_cupy else "CuPy is not installed"
-        why = "CuPy finds a GPU" if backend == "cupy" else why
-    findings = [Finding("backend", f"{backend} on {device}: {why}")]
-
-    why = "asked for" if run.all_reduce == group.name else _WHY.get(group.name, "")
-    if topology.tp == 1 or backend == "emulated":
-        why = "one target rank" if topology.tp == 1 else "modelled"
-    elif not topology.is_draft and group.name in ("nccl", "staged") and run.all_reduce == "auto":
-        try:
-            open_group(session.backend, topology.group, "oneshot", session.waiter).close()
-            why = "oneshot opens now, but did not a moment ago"
-        except ConfigError as error:  # all target ranks raise the same error here
-            why = str(error).partition("; allowed")[0]
-    findings.append(Finding("all-reduce", f"{group.name}: {why}"))
-    if "failed on rank" in why:
-        fix = "in containers: docker run --ipc=host; else: one CUDA_VISIBLE_DEVICES for all ranks"
-        findings.append(Finding("CUDA IPC", why, WARN, fix))
-
-    why = "asked for"
-    if not (run.pair or run.target):
-        why = "the default here: the largest default pair that fits"
-        if backend == "numpy":
-            why = "the default here (NumPy on the CPU can hold no more than a toy)"
-    pair = job.target.name if job.draft is None else f"{job.target.name} / {job.draft.name}"
-    needed = max(job.rank_bytes(4 if backend == "numpy" else 2))
-    detail = f"{pair}: {why}; {needed / 1e9:.2f} GB of weights a rank"
-    shares = memory_shares(infos, topology.hosts)
-    if memory := [have for have in shares if have is not None]:
-        detail += f", {min(memory) / 1e9:.1f} GB a rank at least"
-    findings.append(Finding("pair", detail))
-    if topology.is_lead:
-        fix = "a draft of this target: python -m mpissd distill --target=…"
-        findings += [Finding("draft", doubt, WARN, fix) for doubt in doubts(job)]
-    return findings

@@ -28,13 +28,13 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
 from mpissd.serve.lead import Lead
-from mpissd.serve.protocol import Tokens
-from mpissd.serve.request import Problem, Request, parse
+from mpissd.serve.protocol import End
+from mpissd.serve.request import Problem, Request, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; larger ones get 413
 DRAINED_BYTES = 1 << 25  # read of a refused body: most clients send it all first
@@ -109,6 +109,7 @@ class Endpoints:
             "/metrics": self._page,
         }
         routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
+        self._paths = {_CHAT, "/v1/completions", *gets}
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
         self._app.router.redirect_slashes = False
 
@@ -119,13 +120,20 @@ class Endpoints:
         make a browser call 127.0.0.1 under a name of the page's own, but cannot change that header.
         503 while REQUESTS requests are under way.
         """
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._responses.labels(path, str(message["status"])).inc()
+            await send(message)
+
         problem = self._refused(Headers(scope=scope), scope["path"])
         if problem is not None:
-            await refusal(problem)(scope, receive, send)
+            await refusal(problem)(scope, receive, counted)
             return
         self._under_way += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, counted)
         finally:
             self._under_way -= 1
 
@@ -150,36 +158,34 @@ class Endpoints:
 
     async def _post(self, http: Http) -> Response:
         try:
-            response = await self._answer(http)
+            return await self._answer(http)
         except Problem as problem:
-            response = refusal(problem)
+            return refusal(problem)
         except ClientDisconnect:
-            response = Response(status_code=499)  # the client is gone
-        self._responses.labels(http.url.path, str(response.status_code)).inc()
-        return response
+            return Response(status_code=499)  # the client is gone
 
     async def _answer(self, http: Http) -> Response:
         """Answers a chat or a completion: as a whole, or as a stream."""
         arrived_s = time.monotonic()
         self._lead.check_room()
         request = parse(await read_body(http), is_chat=http.url.path == _CHAT)
-        await self._complete(request, http, arrived_s)
-        self._lead.submit(request)
-        arriving = self._arriving(request, arrived_s)
+        choices = await self._complete(request, http, arrived_s)
+        self._lead.submit(choices)
+        arriving = self._arriving(choices, arrived_s)
 
         async def first_part() -> dict[str, Any]:
-            async for _ in arriving:
+            async for choice in arriving:
                 if request.stream:
-                    break
-            return request.to_dict(is_first=True)
+                    return choice.to_dict()
+            return whole(choices)
 
         async def events(first: dict[str, Any]) -> AsyncIterator[bytes]:
             yield event(first)
             try:
-                async for _ in arriving:
-                    yield event(request.to_dict())
+                async for choice in arriving:
+                    yield event(choice.to_dict())
                 if request.include_usage:
-                    yield event(request.last())
+                    yield event({**whole(choices), "choices": []})
             except Problem as problem:  # the status has been sent
                 yield event(problem.to_dict())
             yield b"data: [DONE]\n\n"
@@ -187,7 +193,7 @@ class Endpoints:
         try:  # a stream waits for its first part, so that a refusal has its status
             first = await unless_gone(http, first_part())
         except BaseException:
-            self._lead.cancel(request)
+            self._lead.cancel(*choices)
             raise
         if not request.stream:
             return JSONResponse(first)
@@ -195,11 +201,11 @@ class Endpoints:
             events(first),
             headers={"cache-control": "no-store"},
             media_type="text/event-stream",
-            background=BackgroundTask(self._lead.cancel, request),  # also if the client is gone
+            background=BackgroundTask(self._lead.cancel, *choices),  # also if the client is gone
         )
 
-    async def _complete(self, request: Request, http: Http, arrived_s: float) -> None:
-        """Encodes a request's prompt and adds the defaults that it leaves out.
+    async def _complete(self, request: Request, http: Http, arrived_s: float) -> list[Request]:
+        """Encodes a request's prompt and adds the defaults that it leaves out; returns its choices.
 
         Raises Problem for what this server cannot do. Prompts that wait for their turn count as
         waiting requests. If the client leaves before its turn, the prompt is not encoded.
@@ -211,6 +217,10 @@ class Endpoints:
         if request.mode is not None and request.mode not in config.modes:
             allowed = ", ".join(config.modes)
             raise Problem(400, f"mode={request.mode}: allowed: {allowed}", "mode")
+        most = 0 if config.run.mode == "ar" else config.run.lookahead
+        if (request.lookahead or 0) > most:
+            message = f"speculation.lookahead={request.lookahead}: allowed: 0 to {most}"
+            raise Problem(400, message, "speculation")
         if request.temperature is None:
             request.temperature = config.run.temperature
         if request.temperature and not config.sampling:
@@ -236,6 +246,9 @@ class Endpoints:
         if max(request.prompt) >= ready.vocab:
             message = f"prompt: token {max(request.prompt)}: allowed: 0..{ready.vocab - 1}"
             raise Problem(400, message, subject)
+        if (biased := max((token for token, _ in request.logit_bias), default=0)) >= ready.vocab:
+            message = f"logit_bias: token {biased}: allowed: 0..{ready.vocab - 1}"
+            raise Problem(400, message, "logit_bias")
         room = ready.context - len(request.prompt)
         if room < 1 or (request.max_tokens or 0) > room:
             raise Problem(
@@ -247,36 +260,52 @@ class Endpoints:
             )
         request.max_tokens = request.max_tokens or min(room, config.run.num_tokens or 512)
         longest_s = min(request.deadline_s or config.max_wait_s, config.max_wait_s)
-        request.deadline_s = max(1e-9, longest_s - (time.monotonic() - arrived_s))
-        request.begin(self._tokenizer, ready.stop_ids, names[0])
+        request.ends_s = arrived_s + longest_s
+        return request.begin(self._tokenizer, ready.stop_ids, names[0])
 
-    async def _arriving(self, request: Request, arrived_s: float) -> AsyncIterator[None]:
-        """Yields when text has arrived; raises Problem if the lead refuses, or is gone."""
-        first_s = 0.0
-        while isinstance(message := await request.messages.get(), Tokens):
-            if not first_s and message.tokens:
-                first_s = time.monotonic()
-                self._first_s.observe(first_s - arrived_s)
-            request.add(message)
-            if request.is_stopped:
-                self._lead.cancel(request)
-            if request.messages.empty():
-                yield
-        if isinstance(message, Problem):
-            raise message
-        request.close(message)
-        kinds = {"prompt": len(request.prompt), "cached": message.cached}
-        kinds |= {"drafted": message.drafted, "accepted": message.accepted}
-        for kind, count in {**kinds, "completion": request.num_tokens}.items():
+    async def _arriving(
+        self, choices: Sequence[Request], arrived_s: float
+    ) -> AsyncIterator[Request]:
+        """Yields a choice whose text arrives; raises Problem if the lead refuses, or is gone."""
+        every, messages = {choice.id: choice for choice in choices}, choices[0].messages
+        running, fresh, first_s = set(every), dict[int, Request](), dict[int, float]()
+        while running:
+            message = await messages.get()
+            if isinstance(message, Problem):
+                raise message
+            for other in choices:  # the first one's prompt is stored
+                if not other.is_sent:
+                    self._lead.send(other)
+            choice = fresh[message.id] = every[message.id]
+            if isinstance(message, End):
+                running.remove(message.id)
+                choice.close(message)
+                self._count(choice, message, arrived_s, first_s.get(message.id, 0.0))
+            else:
+                if message.id not in first_s and message.tokens:
+                    first_s[message.id] = time.monotonic()
+                    self._first_s.observe(first_s[message.id] - arrived_s)
+                choice.add(message)
+                if choice.is_stopped:
+                    self._lead.cancel(choice)
+            if messages.empty() or not running:
+                for each in fresh.values():
+                    yield each
+                fresh = {}
+
+    def _count(self, choice: Request, end: End, arrived_s: float, first_s: float) -> None:
+        """Counts a choice that has ended, whose first token came at first_s."""
+        kinds = {"prompt": len(choice.prompt), "cached": end.cached}
+        kinds |= {"drafted": end.drafted, "accepted": end.accepted}
+        for kind, count in {**kinds, "completion": choice.num_tokens}.items():
             self._tokens.labels(kind).inc(count)
-        self._hits.inc(message.hits)
+        self._hits.inc(end.hits)
         self._request_s.observe(time.monotonic() - arrived_s)
-        if request.num_tokens > 1:
-            self._token_s.observe((time.monotonic() - first_s) / (request.num_tokens - 1))
-        yield
+        if choice.num_tokens > 1:
+            self._token_s.observe((time.monotonic() - first_s) / (choice.num_tokens - 1))
 
     async def _models(self, http: Http) -> Response:
-        names = ("max_running", "context", "backend", "device_name")
+        names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(self._lead.ready, name, None) for name in names}
         model = {"object": "model", "created": 0, "owned_by": "mpissd"}
         model["mpissd"] = {**self._about, **known}

@@ -92,6 +92,9 @@ class ServeConfig(RanksFlags):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
         if self.auto and self.run.tree:
             raise ConfigError(f"tree={self.run.tree} with auto: allowed: mode=sd")
+        if self.run.temperature and not self.sampling:
+            asked = f"temperature={self.run.temperature:g} with sampling=false"
+            raise ConfigError(f"{asked}: allowed: temperature=0, or sampling=true")
         if not is_local(self.host) and self.key is None:
             raise ConfigError(
                 f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from time import monotonic
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Control
-from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
+from mpissd.common.rounds import Adjustment, Control
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.spec.tree import CHAIN, Tree
@@ -46,10 +46,9 @@ class Driver:
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # the sequences for which it has chosen
-        # The numbers of live and storing sequences of the last choice, and the rounds since.
-        self._chosen, self._kept = (0, 0), 0
+        self._chosen, self._kept = 0, 0  # live sequences of the last choice, and rounds since
+        self._started_s = 0.0  # when the last round began
         self._modes: dict[int, str] = {}  # by request, for those that asked for a mode
-        self._loop: TargetLoop | None = None
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # changes before the next round
         # Handled while the next round verifies: messages to send, results for the controller.
@@ -69,7 +68,6 @@ class Driver:
 
     def drive(self, loop: TargetLoop) -> None:
         """Decodes until nothing is left, or the front has left."""
-        self._loop = loop
         loop.meanwhile = self._meanwhile
         while True:
             if self._turn.leave:
@@ -83,6 +81,7 @@ class Driver:
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
             self._read()
         loop.meanwhile = None
+        self._started_s = self._clock()
         self._meanwhile()
 
     @property
@@ -101,7 +100,10 @@ class Driver:
         self._unsent += self._turn.ended
 
     def _submit(self, asked: Submit) -> None:
-        now = self._clock()
+        now, adjustment = self._clock(), None
+        if asked.logit_bias or asked.presence_penalty or asked.frequency_penalty:
+            penalties = asked.presence_penalty, asked.frequency_penalty
+            adjustment = Adjustment(len(asked.prompt), dict(asked.logit_bias), *penalties)
         task = Task(
             asked.id,
             tuple(asked.prompt),
@@ -112,6 +114,8 @@ class Driver:
             top_p=asked.top_p,
             seed=asked.seed,
             logprobs=asked.logprobs,
+            lookahead=asked.lookahead,
+            adjustment=adjustment,
             grammar=asked.grammar,
             stop_ids=self._stop_ids,
         )
@@ -131,54 +135,56 @@ class Driver:
         if loop.unstored:
             fill = times.prefill_rows(rows, loop.most_rows, way.lookahead)
         is_fixed = self.goodput is None
-        loop.control = Control(prefill_rows=fill) if is_fixed else Control(*way, fill)
-        start = self._clock()
+        loop.control = Control(way.lookahead, None if is_fixed else way.width, fill)
+        self._started_s = start = self._clock()
         result = loop.step()
         if live:
             times.add(result.num_rows, result.t_target_s)
             if result.stored_s:
                 times.drafted(way.lookahead, result.wait_s)
         if self.goodput is not None and not self.draft_lost:
-            self._unseen = way, result, self._clock() - start
+            self._unseen = way, result, start
         return result
 
     def _way(self, live: list[int]) -> Way:
         """Returns how the next round is decoded: as all live requests ask, or as goodput chooses.
 
-        If the batch is the same as in the last round, the controller has chosen while the target
-        verified.
+        The controller has chosen while the target verified the round before, whose sequences may
+        be others.
         """
         if self.goodput is None or self.draft_lost:
-            return Way(0 if self.draft_lost else self.lookahead)
+            return self._within(Way(0 if self.draft_lost else self.lookahead), live)
         modes = {self._modes.get(request_id) for request_id in live} if self._modes else {None}
         mode = modes.pop() if len(modes) == 1 else None
         if mode is not None:
             self._live = []
             way = Way(0 if mode == "ar" else self.lookahead, None if mode == "ssd" else 0)
         else:
-            if live != self._live:
-                self._live = live
+            is_first, self._live = not self._live, live
+            if is_first:
                 self._choose(self.goodput)
             way = self.goodput.way
         self.mode = way.mode
-        return way
+        return self._within(way, live)
+
+    def _within(self, way: Way, live: list[int]) -> Way:
+        """Returns a way with the K that the live requests allow: the largest one of them."""
+        limits = [task.lookahead for task in self.scheduler.tasks(live)]
+        most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
+        return way if way.lookahead <= most else Way(most, way.width if most else 0)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Chooses the next round's way for the live sequences; the others that run wait for it.
+        """Chooses the next round's way for the live sequences.
 
         If the target computes on the lead's own core, choosing lengthens the round. A choice
         therefore holds for a few rounds, unless it was a trial.
         """
-        tasks, loop = self.scheduler.tasks(self._live), self._loop
-        assert loop is not None, "chosen before a round"
-        storing = len(self.scheduler.running) - len(tasks)
-        chosen = len(tasks), storing
-        if chosen == self._chosen and self._kept < _KEPT and not goodput.is_trying:
+        tasks = self.scheduler.tasks(self._live)
+        if len(tasks) == self._chosen and self._kept < _KEPT and not goodput.is_trying:
             self._kept += 1
             return
-        self._chosen, self._kept = chosen, 0
-        waiting = Backlog(storing, loop.unstored, loop.most_rows) if storing else NOTHING
-        goodput.choose(tasks, waiting)
+        self._chosen, self._kept = len(tasks), 0
+        goodput.choose(tasks)
 
     def _meanwhile(self) -> None:
         """Does the work that can overlap with the target's verification."""
@@ -186,7 +192,8 @@ class Driver:
         if self.goodput is None:
             return
         if self._unseen is not None:
-            self.goodput.observe(*self._unseen)
+            way, result, start = self._unseen
+            self.goodput.observe(way, result, self._started_s - start)
             self._unseen = None
         if self._live:
             self._choose(self.goodput)

@@ -39,9 +39,10 @@ HEAD_S = 15.0  # time limit for a request's headers
 WRITE_S = 30.0  # time limit for a client to read some of its waiting data
 SEND_BYTES = 1 << 16
 NOTICE_S = 5.0  # time of a drain for balancers to turn away; HAProxy needs 1.5 s
-_GRACE_S = 2
-_LEAVE_S = 10.0  # longest wait for the job to end by itself
-_DIE_S = 3.0  # longest wait after each signal
+# Together with _LAST_WORDS_S at most 5 s, also if the launcher hangs.
+_GRACE_S = 1  # longest wait for connections to end
+_LEAVE_S = 2.0  # longest wait for the job to end by itself
+_DIE_S = 0.5  # longest wait after each signal
 _LAST_WORDS_S = 1.0  # time for clients to get their 503 when the job is gone
 
 

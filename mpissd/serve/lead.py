@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 
 from mpissd.common.errors import ProtocolError
@@ -87,18 +88,32 @@ class Lead:
             message = "the server finishes what it has, and ends"
             raise Problem(503, message, code="draining", headers=RETRY)
 
-    def submit(self, request: Request) -> None:
-        """Numbers a request and sends it; raises Problem if there is no lead or no room."""
-        self.check_room()
-        self._last_id += 1
-        request.id = self._last_id
-        self._open[request.id] = request
+    def submit(self, choices: Sequence[Request]) -> None:
+        """Numbers the choices of a request; raises Problem if there is no lead, or no room for all.
+
+        It sends the first one. `send` sends another when the first one's prompt is stored, so that
+        they share it.
+        """
+        self.check_room(len(choices) - 1)
+        for choice in choices:
+            self._last_id += 1
+            choice.id = self._last_id
+            self._open[choice.id] = choice
+        self.send(choices[0])
+
+    def send(self, request: Request) -> None:
+        """Sends a request that was numbered."""
+        request.is_sent = True
+        request.deadline_s = max(1e-9, request.ends_s - time.monotonic())
         self._send(Submit(**{f.name: getattr(request, f.name) for f in fields(Submit)}))
 
-    def cancel(self, request: Request) -> None:
-        """Asks the lead to end a request; its `End` follows, unless it came already."""
-        if request.id in self._open:
-            self._send(Cancel(request.id))
+    def cancel(self, *requests: Request) -> None:
+        """Asks the lead to end requests; their `End` follows, unless it came already."""
+        for request in requests:
+            if not request.is_sent:
+                self._open.pop(request.id, None)
+            elif request.id in self._open:
+                self._send(Cancel(request.id))
 
     def stop(self) -> None:
         """Ends the job, by closing the lead's connection."""

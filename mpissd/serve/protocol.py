@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mpissd.common.errors import ProtocolError
+from mpissd.common.rounds import Logprob
 
 SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # path of the front's socket, for the ranks
 _CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; reads between two rounds, at most
@@ -30,7 +31,8 @@ class Submit:
 
     id: chosen by the front, never reused. seed: None lets the lead choose. deadline_s: seconds from
     now after which the answer ends as it is, or None. mode: "ar", "sd" or "ssd" for the rounds of
-    this request, or None: the server's own choice. grammar: which tokens may follow ("": any).
+    this request, or None: the server's own choice. lookahead: most tokens that are drafted for it
+    in a round, or None: the server's K. grammar: which tokens may follow ("": any).
     """
 
     op: ClassVar[str] = "submit"
@@ -40,9 +42,13 @@ class Submit:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     deadline_s: float | None = None
     mode: str | None = None
+    lookahead: int | None = None
     grammar: str = ""
 
 
@@ -59,7 +65,8 @@ class Ready:
     """The lead decodes from now on.
 
     model: the target's name. context: most tokens of prompt and answer together. vocab: token ids
-    are below it. backend, device_name: the lead's.
+    are below it. backend, device_name: the lead's. draws:
+    where it draws sampled tokens, "device" or "host"; None: it never samples.
     """
 
     op: ClassVar[str] = "ready"
@@ -71,21 +78,22 @@ class Ready:
     vocab: int
     backend: str | None = None
     device_name: str | None = None
+    draws: str | None = None
 
 
 @dataclass(frozen=True)
 class Tokens:
     """New tokens of a request, from one round; a stop token is among them.
 
-    sources: the origin of each token. logprobs: natural logarithms of the target's probabilities,
-    if the request asked for them. hits: rounds so far whose outcome was in the speculation cache.
+    sources: the origin of each token. logprobs: by the target, if the request asked for them. hits:
+    rounds so far whose outcome was in the speculation cache.
     """
 
     op: ClassVar[str] = "tokens"
     id: int
     tokens: Sequence[int]
     sources: Sequence[str] = ()
-    logprobs: Sequence[float] | None = None
+    logprobs: Sequence[Logprob] | None = None
     hits: int = 0
 
 

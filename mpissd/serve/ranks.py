@@ -11,13 +11,14 @@ import gc
 import os
 import socket
 from collections.abc import Callable
+from time import monotonic
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput, warm_sizes, widths_of
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way, warm_sizes, widths_of
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, Serving
@@ -77,7 +78,8 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     assert pages is not None, "text without a KV cache"
     batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many pages
     room = Room(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)
-    _pass(rank, lambda loop: warm(loop, job, times, room))
+    goodput = Goodput(job.lookahead, widths_of(job), times) if config.auto else None
+    _pass(rank, lambda loop: warm(loop, job, times, room, goodput))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
     driver = Driver(
@@ -86,7 +88,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         job.config.mode,
         job.lookahead,
         times=times,
-        goodput=Goodput(job.lookahead, widths_of(job), times) if config.auto else None,
+        goodput=goodput,
         stop_ids=workload.stop_ids,
         tree=job.tree,
     )
@@ -100,6 +102,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
             vocab=workload.vocab,
             backend=backend.name,
             device_name=backend.info.name,
+            draws=rank.draws if config.sampling else None,
         )
     )
     while not driver.is_over:
@@ -110,8 +113,11 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     _pass(rank, lambda loop: None)
 
 
-def warm(loop: TargetLoop, job: Job, times: ForwardTimes, room: Room) -> None:
-    """Decodes a few rounds of batches of several sizes, and measures their forwards.
+def warm(
+    loop: TargetLoop, job: Job, times: ForwardTimes, room: Room, goodput: Goodput | None = None
+) -> None:
+    """Decodes a few rounds of batches of several sizes, and measures their forwards, and for a
+    controller the rounds of AR and of each width with the largest K.
 
     So no request waits for compilers or cold caches. A batch has at most as many sequences as there
     are pages for.
@@ -119,18 +125,25 @@ def warm(loop: TargetLoop, job: Job, times: ForwardTimes, room: Room) -> None:
     sampled = job.serving is not None and job.serving.samples
     pages = room.pages_of(len(_WARM_PROMPT) + _WARM_ROUNDS * (job.lookahead + 1))
     most = max(1, room.pages // pages)
-    batches = [(1, k, 0.0) for k in range(job.lookahead + 1)]
-    batches += [(count, job.lookahead, 0.0) for count in warm_sizes(job) if count <= most]
-    batches += [(1, job.lookahead, 1.0)] * sampled
+    batches = [(1, Way(k, None), 0.0) for k in range(job.lookahead + 1)]
+    ways = [Way(job.lookahead, None)]
+    if goodput is not None:
+        ways = [way for way in goodput.ways if way.lookahead in (0, job.lookahead)]
+    sizes = [count for count in warm_sizes(job) if count <= most]
+    batches += [(count, way, 0.0) for count in sizes for way in ways]
+    batches += [(1, Way(job.lookahead, None), 1.0)] * sampled
     first = _WARM_ID
-    for count, lookahead, temperature in batches:
+    for count, way, temperature in batches:
         ids = range(first, first + count)
-        loop.control = Control(lookahead)
+        loop.control = Control(*way)
         loop.admit([Request(n, _WARM_PROMPT[-1], 0, _WARM_PROMPT, temperature) for n in ids])
         for number in range(_WARM_ROUNDS):
+            start = monotonic()
             result = loop.step()
             if number > 1:
                 times.add(result.num_rows, result.t_target_s)
+                if goodput is not None and way in goodput.ways:
+                    goodput.time(way, result, monotonic() - start)
         loop.finish(list(ids))
         first += count
     loop.control = Control()

@@ -1,7 +1,7 @@
 """One request at the front: its parsed body, its prompt, and its answer while that arrives.
 
 A field of OpenAI's API that would change an answer and is not supported is refused, unless its
-value changes nothing. `deadline_s` and `mode` are this server's own.
+value changes nothing. `deadline_s`, `mode` and `speculation` are this server's own.
 """
 
 from __future__ import annotations
@@ -9,20 +9,25 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
+from mpissd.common.rounds import Logprob
 from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, check_text
 from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null
 MOST_STOPS, LONGEST_STOP = 16, 1024
+MOST_BIASES, MOST_CHOICES = 1024, 8
+MOST_TOP = 5  # likeliest tokens that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -48,13 +53,13 @@ class Problem(Exception):
 class Piece(NamedTuple):
     """A token of an answer, and the text that is shown with it; token: None for held-back text.
 
-    source: what drafted the token. logprob: the natural logarithm of its probability, if asked for.
+    source: what drafted the token. logprob: its own and the likeliest tokens', if asked for.
     """
 
     text: str
     token: int | None = None
     source: str = ""
-    logprob: float | None = None
+    logprob: Logprob | None = None
 
 
 @dataclass(eq=False)
@@ -64,9 +69,10 @@ class Request:
     The first fields are the body's; None means that the server's default is missing yet. subject: a
     conversation, a text, or token ids. form: what the answer must be: the field that says so, and
     make_grammar's kind and value; grammar: made from it. prompt: its tokens. id: of the lead's
-    messages, chosen by `Lead.submit`. messages: of the lead, or the reason why it is gone.
-    num_tokens: up to the end of the text, also if the lead decoded further. finish: the finish
-    reason, None until the end.
+    messages, chosen by `Lead.submit`. messages: of the lead, or the reason why it is gone, for all
+    choices. index: of the choice. is_sent: whether the lead has it. ends_s: the time of its
+    deadline. num_tokens: up to the end of the text, also if the lead decoded further. end: None
+    until then.
     """
 
     is_chat: bool
@@ -77,12 +83,17 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logprobs: bool = False
+    logprobs: int | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stream: bool = False
     include_usage: bool = False
     include_sources: bool = False
     deadline_s: float | None = None
     mode: str | None = None
+    lookahead: int | None = None
+    n: int = 1
     form: tuple[str, str, Any] | None = None
 
     grammar: str = ""
@@ -92,9 +103,12 @@ class Request:
     num_tokens: int = 0
     num_rounds: int = 0
     num_hits: int = 0
-    finish: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+    is_sent: bool = False
+    ends_s: float = math.inf
+    end: End | None = None
     _new: list[Piece] = field(default_factory=list)  # since the last object
+    _has_role: bool = False  # whether a stream's first object has been made
     _text: AnswerText = field(init=False)
     _head: dict[str, Any] = field(init=False)
     _tokenizer: Tokenizer = field(init=False)
@@ -123,9 +137,9 @@ class Request:
             raise Problem(400, "prompt: has no tokens", "prompt")
         return tokens
 
-    def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> None:
-        """Prepares the answer. model: the name that it carries."""
-        self._tokenizer, self._text = tokenizer, AnswerText(tokenizer, self.stop, stop_ids)
+    def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Request]:
+        """Prepares the answer; returns its n choices. model: the name that it carries."""
+        self._tokenizer = tokenizer
         self._head = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion" if self.is_chat else "text_completion",
@@ -134,6 +148,13 @@ class Request:
         }
         if self.is_chat and self.stream:
             self._head["object"] += ".chunk"
+        choices = [self, *(copy(self) for _ in range(1, self.n))]
+        for index, choice in enumerate(choices):
+            choice.index, choice._new = index, []
+            choice._text = AnswerText(tokenizer, self.stop, stop_ids)
+            if index and self.seed is not None:
+                choice.seed = (self.seed + index) % 2**63
+        return choices
 
     @property
     def is_stopped(self) -> bool:
@@ -152,42 +173,16 @@ class Request:
         self.num_rounds, self.num_hits = self.num_rounds + 1, message.hits
 
     def close(self, end: End) -> None:
-        """Ends the answer, and adds the text that was held back.
-
-        `usage` then holds the counts of the whole request; its `speculation` is this server's own.
-        """
+        """Ends the answer, and adds the text that was held back."""
         if rest := self._text.flush():
             self._new.append(Piece(rest))
-        self.finish = "stop" if self.is_stopped else end.reason
-        self.usage = {
-            "prompt_tokens": len(self.prompt),
-            "completion_tokens": self.num_tokens,
-            "total_tokens": len(self.prompt) + self.num_tokens,
-            "prompt_tokens_details": {"cached_tokens": end.cached},
-            "speculation": {
-                name: getattr(end, name) for name in ("drafted", "accepted", "hits", "rounds")
-            },
-        }
+        self.end = end
 
-    def to_dict(self, *, is_first: bool = False) -> dict[str, Any]:
-        """Returns OpenAI's object of the text since the last one: the answer, or a stream's part.
-
-        is_first: whether it is the first of a stream.
-        """
-        new, self._new = self._new, []
-        text = "".join(piece.text for piece in new)
-        content: dict[str, Any] = {"text": text}
-        if self.is_chat and self.stream:
-            role = {"role": "assistant"} if is_first else {}
-            content = {"delta": {**role, **({"content": text} if text or is_first else {})}}
-        elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
-        logprobs, finish = self._logprobs(new), self.finish
-        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
-        answer = {**self._head, "choices": [choice]}
-        if not self.stream:
-            answer["usage"] = self.usage
-        elif self.include_sources:
+    def to_dict(self) -> dict[str, Any]:
+        """Returns OpenAI's object of the text since the last one, a part of a stream."""
+        new = self._new
+        answer = {**self._head, "choices": [self.choice()]}
+        if self.include_sources:
             answer["speculation"] = {
                 "pieces": [(piece.text, piece.source) for piece in new],
                 "tokens": self.num_tokens,
@@ -196,32 +191,67 @@ class Request:
             }
         return answer
 
-    def last(self) -> dict[str, Any]:
-        """Returns the object that ends a stream with its usage."""
-        return {**self._head, "choices": [], "usage": self.usage}
+    def choice(self) -> dict[str, Any]:
+        """Returns the text since the last call as a member of `choices`."""
+        new, self._new = self._new, []
+        text = "".join(piece.text for piece in new)
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat and self.stream:
+            role = {} if self._has_role else {"role": "assistant"}
+            content = {"delta": {**role, **({"content": text} if text or role else {})}}
+            self._has_role = True
+        elif self.is_chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        finish = None
+        if self.end is not None:
+            finish = "stop" if self.is_stopped else self.end.reason
+        return {
+            "index": self.index,
+            **content,
+            "logprobs": self._logprobs(new),
+            "finish_reason": finish,
+        }
 
     def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
         """Returns the probabilities; `bytes` is None for a token that is a part of a character."""
-        decode, names, values = self._tokenizer.decode, list[str](), list[float]()
-        for _, token, _, logprob in new:
-            if token is not None and logprob is not None:
-                names.append(decode([token], specials=True))
-                values.append(logprob)
-        if not names:
-            return None
-        if not self.is_chat:
-            parts = {"tokens": names, "token_logprobs": values}
-            return {**parts, "top_logprobs": None, "text_offset": None}
+
+        def named(token: int, value: float) -> dict[str, Any]:
+            name = self._tokenizer.decode([token], specials=True)
+            raw = None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode())
+            return {"token": name, "logprob": value, "bytes": raw}
+
         content = [
-            {
-                "token": name,
-                "logprob": value,
-                "bytes": None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode()),
-                "top_logprobs": [],
-            }
-            for name, value in zip(names, values, strict=True)
+            {**named(token, found[0]), "top_logprobs": [named(*each) for each in found[1]]}
+            for _, token, _, found in new
+            if token is not None and found is not None
         ]
-        return {"content": content, "refusal": None}
+        if not content or self.is_chat:
+            return {"content": content, "refusal": None} if content else None
+        tops = [
+            {one["token"]: one["logprob"] for one in [*each["top_logprobs"], each]}
+            for each in content
+        ]
+        return {
+            "tokens": [each["token"] for each in content],
+            "token_logprobs": [each["logprob"] for each in content],
+            "top_logprobs": tops if self.logprobs else None,
+            "text_offset": None,
+        }
+
+
+def whole(choices: Sequence[Request]) -> dict[str, Any]:
+    """Returns OpenAI's object of choices that have ended; `speculation` is this server's own."""
+    first, ends = choices[0], [one.end for one in choices if one.end is not None]
+    prompt, tokens = len(first.prompt), sum(one.num_tokens for one in choices)
+    names = ("drafted", "accepted", "hits", "rounds")
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": ends[0].cached},
+        "speculation": {name: sum(getattr(end, name) for end in ends) for name in names},
+    }
+    return {**first._head, "choices": [one.choice() for one in choices], "usage": usage}
 
 
 def shown(value: Any) -> str:
@@ -280,6 +310,15 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if len(texts) > MOST_STOPS:
         raise ConfigError(f"{name}: {len(texts)} strings: allowed: at most {MOST_STOPS}")
     return tuple(check_text(name, text) if text.strip() else text for text in texts)
+
+
+def _bias(name: str, value: Any) -> list[tuple[int, float]]:
+    """Parses an object of addends by token id."""
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise _refused(name, value, f'{{"TOKEN": NUMBER}} of at most {MOST_BIASES} tokens')
+    if wrong := [token for token in value if not re.fullmatch("[0-9]{1,9}", token)]:
+        raise ConfigError(f"{name}: token {shown(wrong[0])}: allowed: a token's number")
+    return [(int(token), _real(-100, 100)(name, addend)) for token, addend in value.items()]
 
 
 def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, Any]:
@@ -359,6 +398,7 @@ def _are_texts(value: Any) -> bool:
 _boolean = _field(lambda value: isinstance(value, bool), "true, false")
 _text = _field(lambda value: isinstance(value, str), "a string")
 _STREAM_OPTIONS = {"include_usage": _boolean, "include_sources": _boolean}
+_SPECULATION = {"lookahead": _integer(0)}
 _COMMON: dict[str, Parser] = {
     "model": _text,
     "max_tokens": _integer(1),
@@ -370,11 +410,12 @@ _COMMON: dict[str, Parser] = {
     "stop": _stops,
     "deadline_s": _real(0, 86400, is_open=True),
     "mode": _field(lambda value: value in MODES, ", ".join(MODES)),
+    "speculation": lambda name, value: _members(name, value, _SPECULATION),
     "user": _text,
-    "n": _only(1),
-    "presence_penalty": _only(0, 0.0),
-    "frequency_penalty": _only(0, 0.0),
-    "logit_bias": _only({}),
+    "n": _integer(1, MOST_CHOICES),
+    "presence_penalty": _real(-2, 2),
+    "frequency_penalty": _real(-2, 2),
+    "logit_bias": _bias,
     "response_format": _response_format,
     "guided_regex": _guided("regex", lambda value: isinstance(value, str), "a string"),
     "guided_choice": _guided("choice", _are_texts, "a list of strings, none empty"),
@@ -386,14 +427,14 @@ _CHAT: dict[str, Parser] = {
     "messages": _messages,
     "max_completion_tokens": _integer(1),
     "logprobs": _boolean,
-    "top_logprobs": _only(0),
+    "top_logprobs": _integer(0, MOST_TOP),
     "tools": _only([]),
     "store": _only(False),
 }
 _COMPLETION: dict[str, Parser] = {
     **_COMMON,
     "prompt": _prompt,
-    "logprobs": _only(0),
+    "logprobs": _integer(0, MOST_TOP),
     "best_of": _only(1),
     "echo": _only(False),
     "suffix": _only(""),
@@ -423,14 +464,21 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
     forms = [values[name] for name in _FORMS if values.get(name) is not None]
     if len(forms) > 1:
         raise Problem(400, f"{forms[1][0]} with {forms[0][0]}: allowed: one of them", forms[1][0])
-    names = ("model", "temperature", "top_p", "seed", "stop", "stream", "deadline_s", "mode")
+    if is_chat:
+        top = values.get("top_logprobs")
+        if top and not logprobs:
+            raise Problem(400, f"top_logprobs={top}: allowed: with logprobs=true", "top_logprobs")
+        logprobs = (top or 0) if logprobs else None
+    names = "model temperature top_p seed stop stream deadline_s mode n".split()
+    names += ["logit_bias", "presence_penalty", "frequency_penalty"]
     return Request(
         is_chat,
         values[subject],
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
-        logprobs=bool(logprobs) if is_chat else logprobs is not None,
+        logprobs=logprobs,
         form=forms[0] if forms else None,
         **values.get("stream_options", {}),
+        **values.get("speculation", {}),
         **{name: values[name] for name in names if name in values},
     )
 

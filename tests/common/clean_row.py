@@ -117,6 +117,5 @@ def make_row(rounds: Rounds) -> Line:
         "read_bytes_per_s": read,
         "outcome_digest": outcome_digest(rows),
         "rank_digests": ["5f1c93a0", "5f1c93a0"],
-        "stable": True,
         "provenance": {"ranks": [{"host": "node1"}, {"host": "node1"}]},
     }

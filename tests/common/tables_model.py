@@ -19,7 +19,7 @@ def ar(**changed: Any) -> Row:
         "fuse": False, "lm_head": False, "context": 0, "target": "llama-3.1-8b", "draft": None,
         "lookahead": 0, "batch_size": 1, "acceptance": None, "tok_per_s": 62.5,
         "accept_histogram": [1000], "round_us": times(16_000), "t_target_s": 0.016, "T_SD": None,
-        "stable": True, "provenance": {"command": ["run"], "ranks": [{"device": "A GPU"}]},
+        "provenance": {"command": ["run"], "ranks": [{"device": "A GPU"}]},
     }  # fmt: skip
     return Row.from_dict(row | SHARED | changed)
 

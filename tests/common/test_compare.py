@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
 from mpissd.common.compare import (
@@ -16,32 +14,12 @@ from mpissd.common.compare import (
     Comparison,
     How,
     Rate,
-    Samples,
-    compare_rates,
     compare_rows,
     holm,
     student_p,
     student_t,
 )
-from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-
-
-def compare(
-    a: Samples, b: Samples, a_tokens: Samples | None = None, b_tokens: Samples | None = None
-) -> Comparison:
-    """b against a, as independent runs of so many seconds and tokens a round."""
-    return compare_rates(Rate.of_rounds(a, a_tokens), Rate.of_rounds(b, b_tokens))
-
-
-def rounds(
-    rng: np.random.Generator, mean_s: float, count: int = 200, memory: float = 0.3
-) -> NDArray[np.float64]:
-    """Seconds a round, spread by 5%, each like the one before it."""
-    noise = rng.normal(size=count)
-    for n in range(1, count):
-        noise[n] += memory * noise[n - 1]
-    return np.asarray(mean_s * (1 + 0.05 * noise))
 
 
 def row(**changed: Any) -> Row:
@@ -54,7 +32,7 @@ def row(**changed: Any) -> Row:
 def test_a_row_alone_tells_of_its_draws() -> None:
     """Lengths 1 and 3, evenly: standard deviation 1 of a mean of 2, over √100."""
     found = Rate.of_row(row())
-    assert found.value == 200 and not found.from_rounds and found.freedom == 99
+    assert found.value == 200 and found.freedom == 99
     assert found.variance == pytest.approx(0.05**2)
     assert Rate.of_row(row(sampling_sd=0.02)).variance == pytest.approx(0.02**2)
     assert Rate.of_row(row(sampling_sd=0.0)).variance == 0  # AR draws nothing
@@ -107,9 +85,6 @@ def test_students_t_is_scipy_s() -> None:
         assert student_t(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=0.00055)
         for t in (0.0, 0.5, 2.0, 12.0):
             assert student_p(t, freedom) == pytest.approx(2 * stdtr(freedom, -t), abs=1e-9)
-    for seconds, tokens in (([1.0] * 19, None), ([1.0] * 40, [0] * 40)):
-        with pytest.raises(ConfigError, match="allowed"):
-            compare(seconds, [1.0] * 40, tokens)
 
 
 def test_holm_s_correction() -> None:

@@ -11,7 +11,6 @@ from uuid import uuid4
 
 import pytest
 
-from mpissd.common import process
 from tests.needs import missing, needs, needs_linux
 
 pytestmark = needs_linux
@@ -61,16 +60,6 @@ def ended(ranks: list[subprocess.Popen[str]], within_s: float = 10.0) -> str:
     finally:
         for one in ranks:
             one.kill()
-
-
-def warden_of(ranks: list[subprocess.Popen[str]]) -> int:
-    """The process that one of them started."""
-    parents = {one.pid for one in ranks}
-    for path in Path("/proc").glob("[0-9]*"):
-        told = process.stat(int(path.name))
-        if told is not None and told[1] in parents and told[0] != "Z":
-            return int(path.name)
-    raise AssertionError("there is no warden")
 
 
 @pytest.mark.parametrize("text", ["'x' * 5000", "'\\U0001f600' * 5000", "'a\\udcff' * 9"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from mpissd.common.records import RoundRecords, is_stable, token_digest
+from mpissd.common.records import RoundRecords, token_digest
 from mpissd.common.rounds import Outcome, Speculation
 
 K = 2
-Floats = NDArray[np.float64]
 
 
 def add(records: RoundRecords, round_: int, *rows: tuple[int, int, int, int, list[int]]) -> None:
@@ -53,28 +51,3 @@ def test_a_token_digest_covers_the_first_tokens_of_every_sequence() -> None:
     assert digest == token_digest({1: [4, 5, 6, 7], 0: [1, 2]}, 2)
     for other in ({0: [1, 2], 1: [4, 6]}, {0: [1, 2], 2: [4, 5]}, {0: [4, 5], 1: [1, 2]}):
         assert digest != token_digest(other, 2)
-
-
-def rounds(seed: int, count: int, level_s: float = 1.0, noise: float = 0.01) -> Floats:
-    """Seconds a round with independent noise."""
-    return np.asarray(level_s * (1 + noise * np.random.default_rng(seed).normal(size=count)))
-
-
-@pytest.mark.parametrize("count", [50, 60, 200, 1000])
-def test_what_the_blocks_share_is_stable(count: int) -> None:
-    """A drift of 30%, a step of 2%, a burst, rare outliers: in all blocks alike."""
-    line = np.linspace(1, 1.3, count)
-    late = np.where(np.arange(count) < 0.8 * count, 1.0, 1.02)
-    burst = np.where(np.arange(count) // 10 == 2, 9.0, 1.0)
-    for seconds in (late, burst, np.tile([1.0, 9.0, 1.0], count)[:count]):
-        assert is_stable(seconds.tolist(), 0.01) is True
-    assert is_stable(line.tolist(), 0.03) is True
-
-
-def test_a_median_that_would_not_come_again_is_not_stable() -> None:
-    """Each round has one of two levels by chance, so a block's median has, too (seeds 0 … 19)."""
-    found = []
-    for seed in range(20):
-        slow = np.random.default_rng(seed).random(200) < 0.5
-        found.append(is_stable(np.where(slow, 1.1, 1.0).tolist(), 0.01))
-    assert found.count(False) >= 18

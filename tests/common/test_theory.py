@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.common import theory
-from mpissd.common.real_pairs import DEFAULT, hit_rate, least_uniform
 
 SEED = 20260301
 ROUNDS = 200_000
@@ -58,12 +57,3 @@ def test_ssd_meets_sd_and_its_bound_at_the_ends() -> None:
         for t in np.linspace(0.05, 5, 100)
     ]
     assert max(gains) <= 2
-
-
-@given(p_hit=st.floats(0.01, 0.99), alpha=st.floats(0, 1), lookahead=st.integers(1, 8))
-def test_the_least_uniform_fan_out_hits_as_often(
-    p_hit: float, alpha: float, lookahead: int
-) -> None:
-    hazards = [alpha] * lookahead
-    enough = (f for f in range(1, 51) if hit_rate(hazards, [f] * (lookahead + 1), DEFAULT) >= p_hit)
-    assert least_uniform(p_hit, hazards, DEFAULT, 50) == next(enough, None)

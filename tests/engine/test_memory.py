@@ -9,15 +9,15 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.engine.job import Room, resolve
+from mpissd.engine.job import Room, Serving, resolve
 
 GB = 10**9
 INLINE = {"mode": "sd", "num_drafts": 0, "pair": "8b/1b", "forward": "transformer"}
 
 
-def job_of(memory: int | None, **flags: Any) -> Any:
+def job_of(memory: int | None, serving: Serving | None = None, **flags: Any) -> Any:
     config = RunConfig(**{**INLINE, **flags})
-    return resolve(config, 1, backend="cupy", memory_bytes=memory)
+    return resolve(config, 1, backend="cupy", memory_bytes=memory, serving=serving)
 
 
 @pytest.mark.parametrize("flags", [
@@ -54,3 +54,5 @@ def test_a_gpu_that_draws_tokens_needs_room_for_their_distributions() -> None:
     more = sum(drawn.rank_bytes(2)) - sum(greedy.rank_bytes(2))
     assert more == (4 + 4 * 5) * 128_256 * 4
     assert drawn.rank_bytes(4) == greedy.rank_bytes(4)
+    drawn, greedy = (job_of(None, Serving(samples=samples), **flags) for samples in (True, False))
+    assert sum(drawn.rank_bytes(2)) - sum(greedy.rank_bytes(2)) == more, "a server, by default"

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.__main__ import main
 from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
@@ -36,30 +35,6 @@ from tests.mpi.harness import Together, needs_mpi
 VOCAB = 4096
 INLINE = ("--mode=sd", "--num_drafts=0")
 Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_draft
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"backup_lookahead": "0"}, "backup_lookahead=0: allowed: a whole number >= 1"),
-        ({"draft": "1b", "mode": "sd", "backup": "fast"}, "draft=1b without target: allowed: both"),
-        (
-            {"workload": "text", "forward": "gemm"},
-            "workload=text with forward=gemm: allowed: forward=transformer",
-        ),
-    ],
-)
-def test_contradictions_take_one_line(flags: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        parse_flags(flags)
-    assert caught.value.exit_code == 2
-
-
-def test_the_command_line_refuses_before_mpi(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--num_drafts=1", "--mode=ar"], [*INLINE, "--pair=8b/mtp:9z"]):
-        assert main(["run", "--dry_run", *flags]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("mpissd: ") and told.count("\n") == 1
 
 
 # Their resolved flags.

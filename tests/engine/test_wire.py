@@ -57,7 +57,7 @@ def admission(seed: int) -> Outcome:
     admitted = Outcome.admission(
         0,
         [
-            Request(n, text[-1], 1, tuple(text), 0.5, 0.9, seed, logprobs=n == 0)
+            Request(n, text[-1], 1, tuple(text), 0.5, 0.9, seed, 0 if n else None, 3 if n else None)
             for n, (text, seed) in enumerate(zip(texts, seeds, strict=True))
         ],
     )

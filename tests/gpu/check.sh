@@ -32,6 +32,7 @@ check 1 --all_reduce=oneshot,nccl
 check 2
 step transformer-2 300 "$MPIRUN" -np 2 "$PYTHON" -m mpi4py tests/gpu/mpi_shard_check.py \
     --all_reduce=auto --models=five,three
+step chained-2 300 "$MPIRUN" -np 2 "$PYTHON" -m mpi4py tests/gpu/mpi_chained_check.py cupy
 echo
 printf '%s\n' "${table[@]}" "logs: $LOGS"
 exit $failed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,18 +35,22 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     use_megakernel(monkeypatch, is_on=request.param == "one kernel")
 
 
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts chained rounds, and those that began ahead of their outcome."""
-    found = {"rounds": 0, "ahead": 0}
+def counting(counts: Counter[str]) -> Callable[..., None]:
+    """ChainedForwards.launch that counts rounds, and those that began ahead of their outcome."""
     launch = ChainedForwards.launch
 
     def counted(self: ChainedForwards, round_: int, forced: Any) -> None:
-        found["rounds"] += 1
-        found["ahead"] += bool(self._flying)
+        counts["rounds"] += 1
+        counts["ahead"] += bool(self._flying)
         launch(self, round_, forced)
 
-    monkeypatch.setattr(ChainedForwards, "launch", counted)
+    return counted
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    found = Counter[str]()
+    monkeypatch.setattr(ChainedForwards, "launch", counting(found))
     return found
 
 
@@ -79,7 +85,7 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
     ids=str,
 )
 def test_text_says_the_same_tokens(
-    pair: TinyPair, flags: dict[str, Any], counts: dict[str, int]
+    pair: TinyPair, flags: dict[str, Any], counts: Counter[str]
 ) -> None:
     text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
     sd = {"mode": "sd", "num_drafts": 0, "draft": pair.draft, **flags}
@@ -94,7 +100,7 @@ def test_text_says_the_same_tokens(
         assert found.tokens()[n][: len(tokens)] == tokens
 
 
-def test_ar_is_chained_too(pair: TinyPair, counts: dict[str, int]) -> None:
+def test_ar_is_chained_too(pair: TinyPair, counts: Counter[str]) -> None:
     text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
     found = decode(mode="ar", **text)
     assert counts["ahead"] > 0.9 * counts["rounds"] > 100
@@ -102,7 +108,7 @@ def test_ar_is_chained_too(pair: TinyPair, counts: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"tree": 15}, {"tree": 9, "batch_size": 1}], ids=str)
-def test_imposed_outcomes_stay(counts: dict[str, int], gpu: None, more: dict[str, Any]) -> None:
+def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, Any]) -> None:
     models = {"target": "llama-3.2-1b@2L", "draft": "llama-3.2-1b@1L"}
     told = {"mode": "sd", "num_drafts": 0, "forward": "transformer", "context": 300}
     told |= {"alpha": 0.7, "batch_size": 2, "num_tokens": 200, **models, **more}

@@ -1,4 +1,4 @@
-"""Models over two real ranks, on the CPU and on a device made of host memory."""
+"""Models over real ranks, on the CPU and on a device made of host memory."""
 
 from __future__ import annotations
 
@@ -21,3 +21,15 @@ def test_two_ranks_give_what_one_gives(backend: str, choices: str, models: str) 
     done = ended(start(2, "tests.gpu.mpi_shard_check", *flags.split()))
     assert done.code == 0, done.out + done.err
     assert done.out.rstrip().endswith("passed") and "pass  " in done.out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_chain_rounds_to_the_outcomes_of_the_host(ranks: int) -> None:
+    done = ended(start(ranks, "tests.gpu.mpi_chained_check", "numpy"))
+    assert done.code == 0, done.out + done.err
+    assert done.out.count("pass  ") == 8 and done.out.rstrip().endswith("passed")
+
+
+def test_a_logit_of_any_rank_that_is_not_finite_ends_the_job() -> None:
+    done = ended(start(2, "tests.gpu.mpi_chained_check", "numpy", "spoilt"))
+    assert done.code != 0 and "FaultError: target: a logit is not finite" in done.err

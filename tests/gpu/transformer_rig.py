@@ -17,6 +17,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.chained import BEFORE, SLOT, Ends, Sheet, Stage
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
@@ -206,16 +207,24 @@ def check_tree(rig: Rig, trunk: int) -> None:
 
 
 def check_stages(backend: Any, tree: Tree) -> None:
-    """Every stage of a chained round writes on the device what its twin writes on the host."""
+    """Every stage of a chained round writes on the device what its twin writes on the host.
+
+    In the last turn, on a rank that does not draft.
+    """
     draft, target = (Rig(backend, tiny(family), max_rows=32) for family in ("llama", "smollm2"))
     rng, ids = np.random.default_rng(0), np.arange(101, dtype=np.int32)[::-1].copy()
     sheet = Sheet(backend.host_ints(Sheet.size(4, tree)), 4, tree)
     parts = [sheet.ints]
     for rig in (draft, target):
         parts += [rig.stack.buffers.tokens, rig.stack.pages.seats.rows]
-    ends = Ends.of(draft.stack, 3), Ends.of(target.stack)
-    tables = [target.ops.ids(values) for values in (sheet.table, ids)]
+    firsts = np.array([0, 40], np.int32)  # as if the target had two ranks
+    both = Best(*backend.top_buffers(2 * 32, 1), None, None)
+    ends = Ends.of(draft.stack, 3), replace(Ends.of(target.stack), best=both)
+    tables = [target.ops.ids(values) for values in (sheet.table, firsts, ids)]
     for turn, number in product(range(3), range(tree.depth + 2)):
+        drafts = turn < 2
+        if not drafts and 0 < number <= tree.depth:
+            continue
         sheet.state[...] = rng.integers(5, 9, (4, 4))
         sheet.state[:, SLOT] = rng.permutation(4) - 1
         sheet.state[:, BEFORE] = rng.integers(-1, 2, 4)
@@ -223,19 +232,21 @@ def check_stages(backend: Any, tree: Tree) -> None:
         sheet.decided[...] = rng.integers(0, 3, sheet.decided.shape)
         twins = []
         for one in ends:
-            values = rng.standard_normal(one.best.values.shape).astype(np.float32)
+            values = rng.integers(-2, 3, one.best.values.shape).astype(np.float32)
             values[rng.random(values.shape) < 0.02] = np.inf
             backend.from_host(rng.integers(0, 3, values.shape), one.best.ids)
             backend.from_host(values, one.best.values)
             on_host = [backend.to_host(part) for part in (one.best.ids, one.best.values)]
             twins.append(replace(one, best=replace(one.best, ids=on_host[0], values=on_host[1])))
         before = [part.copy() for part in parts]
-        target.ops.chained(Stage(number, turn, sheet, *ends, *tables))
+        target.ops.chained(
+            Stage(number, turn, sheet, ends[0] if drafts else None, ends[1], *tables)
+        )
         backend.synchronize()
         found = [part.copy() for part in parts]
         for part, value in zip(parts, before, strict=True):
             part[...] = value
-        Stage(number, turn, sheet, *twins, None, ids).run()
+        Stage(number, turn, sheet, twins[0] if drafts else None, twins[1], None, firsts, ids).run()
         assert all(map(np.array_equal, found, parts)), f"stage {number}"
 
 

@@ -91,7 +91,7 @@ def test_goodput_counts_what_kept_the_objective(tmp_path: Path) -> None:
     assert (row.drafted, row.rounds) == (16, 6) and (row.mode, row.tp) == ("ssd", 1)
     assert row.tpot_s is not None and row.tpot_s["p50"] == pytest.approx(0.1)
     assert row.ttft_s is not None and row.ttft_s["mean"] == pytest.approx(0.8)
-    assert LoadRow.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    assert LoadRow(**json.loads(json.dumps(row.to_dict()))) == row
 
 
 def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,15 +105,12 @@ def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with serving(tokenizer(tmp_path), script, about=about) as rig:
         flags = {"url": f"{rig.url}/v1", "rate": "20,40", "requests": "10", "out": str(tmp_path)}
         assert load(config(tmp_path, **flags)) == 0
-    rows = [
-        LoadRow.from_dict(json.loads(x))
-        for x in (tmp_path / "loads.jsonl").read_text().splitlines()
-    ]
+    rows = [LoadRow(**json.loads(x)) for x in (tmp_path / "loads.jsonl").read_text().splitlines()]
     assert [each.rate for each in rows] == [20, 40]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["load_id"] == rows[-1].load_id
     for each in rows:
         assert each.num_answered == 10 and (each.mode, each.world_size) == ("ssd", 2)
-        assert (each.backend, each.device_name) == ("numpy", "a device")
+        assert (each.backend, each.device_name, each.draws) == ("numpy", "a device", "host")
         assert each.num_tokens == 2 * (1 + 2 + 3 + 4 + 5)
         assert (each.drafted, each.accepted, each.rounds) == (80, 50, 40)
         assert each.ttft_s is not None and each.ttft_s["p50"] >= pace

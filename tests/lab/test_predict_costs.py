@@ -229,6 +229,16 @@ def test_host_costs_are_those_of_the_nearest_way_to_decode(
     assert host_of(PROFILE, found) == FREE and entry_of(PROFILE, found) is None
 
 
+def test_a_transformers_host_costs_without_a_draft_rank_hold_at_any_t() -> None:
+    """Its rounds are chained on the device."""
+    whole = [entry("sd", drafts, 2e-6 - drafts * 1e-6, forward="transformer") for drafts in (0, 1)]
+    products = [entry("sd", drafts, 3e-6, tp=2) for drafts in (0, 1)]
+    profile = replace(PROFILE, hosts=(*whole, *products))
+    for drafts, sample in ((0, 2e-6), (1, 3e-6)):
+        found = replace(job(mode="sd", num_drafts=drafts, forward="transformer"), tp=2)
+        assert host_of(profile, found).lead_sample == sample
+
+
 def test_host_costs_lie_on_a_line_between_contexts_and_batches() -> None:
     points = {(1, 100): 1e-4, (8, 100): 8e-4, (1, 2100): 5e-4, (8, 2100): 12e-4}
     hosts = tuple(

@@ -19,7 +19,8 @@ from tests.tiny_pair import tiny_pair
 
 V = 4
 CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
-FORKED = Tree((0, 0, 1, 1))
+FORKED, SMALL = Tree((0, 0, 1, 1)), Tree((0, 0, 1))
+PENALTIES = ((2, -1.0), (3, 0.7)), 0.9, 0.6  # bias, presence, frequency
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,8 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
         ({"backup": "fast"}, {CACHE, FAST}),
         ({"mode": "sd", "tree": FORKED, "top_p": 0.8}, {JIT}),
         ({"tree": Tree((0, 0)), "lookahead": 1}, {CACHE, JIT}),
+        ({"penalties": PENALTIES}, {CACHE, JIT}),
+        ({"penalties": PENALTIES, "mode": "sd", "tree": SMALL}, {JIT}),
     ],
 )
 def test_the_law_of_the_text_is_the_target_s(
@@ -76,7 +79,12 @@ def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"top_p": 0.7}, {"backup": "fast", "saguaro_c": 0.3}, {"mode": "sd", "tree": FORKED}],
+    [
+        {},
+        {"top_p": 0.7},
+        {"backup": "fast", "penalties": (((0, 1.5),), 0.5, 0.2)},
+        {"mode": "sd", "tree": FORKED},
+    ],
 )
 def test_the_law_under_a_grammar_is_the_masked_target_s(
     base: TextPair, narrow: TextPair, changed: dict[str, object]
@@ -93,6 +101,12 @@ def test_a_target_that_masks_every_row_as_the_first_is_found(base: TextPair) -> 
 
 def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
     assert enumerated(replace(base, top_p=0.7, wrong_top_p=1.0)).bias > 0.01
+
+
+@pytest.mark.parametrize("tree", [Tree((0, 1)), SMALL])
+def test_penalties_that_forget_the_draft_s_tokens_are_found(base: TextPair, tree: Tree) -> None:
+    forgets = {"penalties": PENALTIES, "forgets_drafts": True, "mode": "sd", "tree": tree}
+    assert enumerated(replace(base, **forgets)).bias > 0.01  # type: ignore[arg-type]
 
 
 def test_many_answers_to_one_prompt_follow_the_target(base: TextPair) -> None:

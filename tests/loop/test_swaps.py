@@ -131,7 +131,7 @@ def test_swaps_in_mid_run_change_no_token_and_help_as_much_as_they_should(
         assert by_version[0][2] < by_version[0][1]
 
 
-def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: TinyPair) -> None:
+def test_an_older_an_infinite_and_a_partial_version_are_refused(pair: TinyPair) -> None:
     good = packed(between(pair, 0.2))
     wrong = {**between(pair, 0.2)}
     wrong["model.norm.weight"] = np.full_like(wrong["model.norm.weight"], np.inf)
@@ -140,9 +140,6 @@ def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: 
     part = {name: values for name, values in wrong.items() if not name.startswith("model.")}
 
     def messages() -> Iterator[Bytes]:
-        for message in pieces(1, good):
-            message[-1] ^= 1
-            yield message
         yield from pieces(2, good)
         yield from pieces(2, good)
         yield from pieces(3, packed(wrong))
@@ -155,10 +152,10 @@ def test_a_damaged_an_older_an_infinite_and_a_partial_version_are_refused(pair: 
     report = decoded(config, messages, every=1).updates.report
     assert [swap["version"] for swap in report["swaps"]] == [2, 7]
     told = " | ".join(report["refused_versions"])
-    parts = ("version 1: checksum is", "version 2 after version 2", "is not finite",
+    parts = ("version 2 after version 2", "is not finite",
              "lm_head.weight is [5, 64], expected [97, 64]", "a version of 17 bytes",
              "model.layers.0.input_layernorm.weight is missing, one of 19")  # fmt: skip
-    assert len(report["refused_versions"]) == 6 and all(part in told for part in parts), told
+    assert len(report["refused_versions"]) == 5 and all(part in told for part in parts), told
 
 
 @pytest.mark.parametrize("is_biased", [False, True], ids=["", "q of another version"])

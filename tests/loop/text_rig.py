@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from mpissd.common.rounds import Request
+from mpissd.common.rounds import Adjustment, Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
@@ -23,8 +23,7 @@ from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.tree import Branched
 from mpissd.engine.workload.grammar import Grammars
-from mpissd.engine.workload.sequence import Placement
-from mpissd.engine.workload.sequence import Sequence as Live
+from mpissd.engine.workload.sequence import Placement, Sequence
 from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
 from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
@@ -32,6 +31,7 @@ from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
 _CAPACITY, _LANES = 32, 32
+Penalties = tuple[tuple[tuple[int, float], ...], float, float] | None  # bias, presence, frequency
 # A grammar over the tokens a, b, c and the end, 0 … 3, and by state the next state of each token
 # that it allows; state 3 is behind the end, where no token is masked.
 GRAMMAR = json.dumps({"grammars": [{"lark_grammar": "start: /(ab|b[bc]|c)*/"}]})
@@ -75,22 +75,30 @@ def logits_behind(where: str, context: tuple[int, ...]) -> Any:
 @dataclass(frozen=True)
 class TextModel:
     """The target in the form that the enumeration reads; a token that top_p or the grammar cuts
-    has −inf. begins: the tokens of the prompt before an answer to GRAMMAR; None: without it."""
+    has −inf. has_grammar: whether answers are of GRAMMAR."""
 
     where: str
     temperature: float
     top_p: float
-    begins: int | None = None
+    prompt_tokens: int = 0
+    penalties: Penalties = None
+    has_grammar: bool = False
 
-    def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def context(self, tokens: abc.Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
 
     def logits(self, context: tuple[int, ...]) -> Any:
-        logits, state = logits_behind(self.where, context), 0
-        if self.begins is not None:
-            for token in context[self.begins :]:
+        logits, state = logits_behind(self.where, context).astype(np.float64), 0
+        answer = context[self.prompt_tokens :]
+        if self.has_grammar:
+            for token in answer:
                 state = MOVES[state].get(token, 3)
-            logits = np.where([token in MOVES[state] for token in range(4)], logits, -np.inf)
+            logits[[token not in MOVES[state] for token in range(4)]] = -np.inf
+        if self.penalties is not None:
+            bias, presence, frequency = self.penalties
+            for token in range(len(logits)):
+                logits[token] += dict(bias).get(token, 0.0) - presence * (token in answer)
+                logits[token] -= frequency * answer.count(token)
         probs = sampling.probabilities(logits, self.temperature)
         with np.errstate(divide="ignore"):
             return np.log(sampling.nucleus(probs, self.top_p)) * self.temperature
@@ -117,23 +125,25 @@ class TextPair(Pair):
     top_p: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
     wrong_top_p: float | None = None  # the target's top_p, if it is to differ from top_p
+    penalties: Penalties = None
+    forgets_drafts: bool = False  # whether penalties count only committed tokens
     has_grammar: bool = False
     forgets_path: bool = False  # whether the target masks each row as the first one
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
-        begins = len(self.prompts[0]) if self.has_grammar else None
-        model = TextModel(self.target_where, self.temperature, self.top_p, begins)
+        told = self.top_p, len(self.prompts[0]), self.penalties, self.has_grammar
+        model = TextModel(self.target_where, self.temperature, *told)
         return TextLaws(model, self.temperature, self.prompts)
 
     def requests(self) -> list[Request]:
         asked = self.prompts[: self.batch]
         told = self.temperature, self.top_p
-        grammar = GRAMMAR if self.has_grammar else ""
-        return [
-            Request(n, prompt[-1], 0, prompt, *told, grammar=grammar)
-            for n, prompt in enumerate(asked)
-        ]
+        more = dict[str, Any](grammar=GRAMMAR if self.has_grammar else "")
+        if self.penalties is not None:
+            bias, *penalties = self.penalties
+            more["adjustment"] = Adjustment(len(asked[0]), dict(bias), *penalties)
+        return [Request(n, prompt[-1], 0, prompt, *told, **more) for n, prompt in enumerate(asked)]
 
     @property
     def ids(self) -> Any:
@@ -155,20 +165,24 @@ class JudgedText(Judging, LogitsTarget):
     """The target oracle of the `text` workload, forked."""
 
     wrong_top_p: float | None = None
-    forgets_path = False
+    forgets_drafts = forgets_path = False
 
-    def _masked(self, sequence: Live, start: int, node: int) -> Any:
+    def _masked(self, sequence: Sequence, start: int, node: int) -> Any:
         if not self.forgets_path:
             return super()._masked(sequence, start, node)
         grammar = self.grammar(sequence)
         assert grammar is not None
         return grammar.masked(self.logits_of(start + node), sequence.answer)
 
-    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+    def _target_row(
+        self, sequence: Sequence, start: int, i: int
+    ) -> sampling.Floats | sampling.Weights:
         if self.wrong_top_p is not None:
-            wrong = replace(sequence.request, top_p=self.wrong_top_p)
-            sequence = replace(sequence, request=wrong)
+            sequence.request = replace(sequence.request, top_p=self.wrong_top_p)
         return super()._target_row(sequence, start, i)
+
+    def _answer(self, sequence: Sequence, node: int) -> list[int]:
+        return super()._answer(sequence, 0 if self.forgets_drafts else node)
 
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
@@ -186,6 +200,7 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     )  # fmt: skip
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
     judge.forgets_path, drafter.grammars, judge.grammars = pair.forgets_path, grammars, grammars
+    judge.forgets_drafts = pair.forgets_drafts
     judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
     if pair.mode == "ssd" and pair.tree.num_lanes:
         drafter.layout = Branched(pair.tree, pair.fans.after_hit)

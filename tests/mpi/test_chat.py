@@ -1,4 +1,4 @@
-"""Text on a terminal with real ranks: a chat in every mode, and the answer of a run."""
+"""A chat with real ranks in every mode, and the answers of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from mpissd.lab.show import harmless
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.text import tiny
-from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = needs_mpi
@@ -68,24 +67,3 @@ def test_answers_of_a_chat_are_those_of_a_run_from_scratch_in_every_mode(
         assert f"{mode}> {text}\n{harmless(answer)}\n" in done.stdout
         history = [*asked, {"role": "assistant", "content": answer}]
     assert "128 of them in the KV cache" in done.stdout
-
-
-def test_a_chat_in_a_terminal(pair: TinyPair) -> None:
-    flags = [*models(pair)[:2], "--num_tokens=800"]
-    with TerminalSession(["launch/chat.sh", *flags], str(ROOT), ALWAYS) as screen:
-        assert "T=1, D=1 on numpy" in screen.until("ssd> ", 60)
-        screen.type("hello\n")
-        screen.until("tok/round", 60)
-        screen.type(INTERRUPT)
-        assert "stopped; " in screen.until("ssd> ", 60)
-        screen.type("/mode ar\n")
-        screen.until("ar> ")
-        screen.type("hello again\n")
-        screen.until("tok/round", 60)
-        screen.type(INTERRUPT)
-        assert "1.00 a round" in screen.until("ar> ", 60)
-        screen.type("/stats\n")
-        assert "all:  2 answers" in screen.until("ar> ", 60)
-        screen.type(END_OF_FILE)
-        assert screen.end(30) == 0
-        assert "Traceback" not in screen.seen

@@ -79,24 +79,6 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
     assert row["t_target_s"] == forward == data["tables"]["forwards"][0]["seconds"]["8"]
 
 
-def test_a_probe_of_an_emulated_machine_gives_its_profile_again(tmp_path: Path) -> None:
-    machine = ("--backend=emulated", "--device=a100-80", "--pair=8b/1b")
-    flags = ("--mode=ssd", "--fuse", "--lm_head", "--context=64")
-    path = Path(told(probe(3, *machine, *flags, folder=tmp_path))["profile"])
-    assert path.parent == tmp_path / "profiles"
-    assert path.name.startswith("NVIDIA-A100-80GB-SXM-llama")
-    tables = json.loads(path.read_text())["tables"]
-    assert [len(tables[name]) for name in ("forwards", "all_reduces", "links")] == [2, 1, 2]
-    assert all("modelled" in e["from"] for e in tables["forwards"])
-    assert all("measured" in e["from"] for e in tables["links"])
-    options = ForwardOptions(fuse=True, lm_head=True, context=64)
-    again, truth = load_profile(str(path)), load_profile("a100-80")
-    shard = Shard(resolve_model("8b"), 2)
-    again.require(shard.key(1, options), shard.num_params(options))
-    cost = shard.cost(8, 1, 2, options)
-    assert again.forward_s(cost) == truth.forward_s(cost)
-
-
 def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
     _, data = numpy
     ways = [(e["mode"], e["num_drafts"], e["batch_size"]) for e in data["host"]]

@@ -13,7 +13,6 @@ pytestmark = needs_mpi
 EMULATED = ("--backend=emulated", "--device=null")
 BAD: list[tuple[int, tuple[str, ...], str]] = [
     (2, (*EMULATED, "--mod=ssd"), "unknown flag '--mod': did you mean '--mode'?"),
-    (1, EMULATED, "world of 1 rank is too small for num_drafts=1"),
     (
         2,
         ("--backend=emulated", "--device=v100-32", "--pair=70b/1b"),

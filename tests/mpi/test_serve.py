@@ -62,7 +62,9 @@ def test_requests_that_come_and_go_have_the_tokens_of_their_own_jobs(
         server.send(Submit(22, [3, 4, 5], 200, deadline_s=1e-9))
         assert server.ends([22])[22].reason == "deadline"
         server.send(Submit(23, [3, 4, 5], 8))  # the ranks are still there
-        server.ends([23])
+        server.send(Submit(24, [3, 4, 5], 8, logit_bias=[(7, 100.0)]))
+        server.ends([23, 24])
+        assert server.tokens(24) == [7] * 8
         stops = list(server.ready.stop_ids)
     for n, prompt, count in asked:
         assert server.tokens(n) == alone(pair, prompt, count, stops), n

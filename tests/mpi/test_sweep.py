@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,9 @@ def test_a_sweep_measures_everything_and_says_what_was_best(swept: Job) -> None:
     assert swept.code == 2, swept.err  # ssd with num_drafts=0 cannot be
     told = last(swept)
     assert (told["measured"], told["failed"], told["rows"]) == (8, 2, 8)
-    methods = {found["method"]: found for found in told["best"][0]["methods"]}
-    assert set(methods) == {"AR", "SD", "SD inline", f"SSD fan_out=uniform:3 {DEFAULT}"}
-    assert methods["AR"]["speedup"] == 1 and all(m["tok_per_s"] > 0 for m in methods.values())
-    assert all(len(m["by_lookahead"].popitem()[1]["repeats"]) == 2 for m in methods.values())
+    for method in ("AR", "SD", "SD inline", f"SSD fan_out=uniform:3 {DEFAULT}"):
+        (line,) = re.findall(rf"^{re.escape(method)} +[\d.]+ .*%(.*)", swept.out, re.MULTILINE)
+        assert line.split()[0] == "2"  # repeats
     failed = rows_in(swept.folder, "failed")
     assert [(row["exit_code"], row["repeat"]) for row in failed] == [(2, 0), (2, 1)]
     assert "mode=ssd with num_drafts=0" in failed[0]["error"]

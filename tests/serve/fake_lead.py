@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mpissd.common.rounds import Logprob
 from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, Tokens, pack, unpack
 
 
@@ -25,7 +26,7 @@ class Script:
     refuses: bool = False
     gate: Callable[[], bool] = lambda: True
     dies_after: int | None = None
-    logprob: float = -0.25
+    likeliest: Sequence[tuple[int, float]] = ((20, -0.25), (21, -2.0))
     draft: str = "present"
     submitted: list[Submit] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class FakeLead:
         reader, self._writer = await asyncio.open_unix_connection(self._path, limit=1 << 24)
         self._room = asyncio.Semaphore(self.script.max_running)
         said = self.script
-        about = ("ssd", 1 << 16, "numpy", "a device")
+        about = ("ssd", 1 << 16, "numpy", "a device", "host")
         self._tell(Ready("tiny", said.context, said.stop_ids, said.max_running, *about))
         self._tell(
             Stats(running=1, pages=8, free_pages=7, mode="ssd", lookahead=4, draft=said.draft)
@@ -83,7 +84,9 @@ class FakeLead:
         if self.script.rounds == self.script.dies_after:
             self._writer.transport.abort()
             return
-        logprobs = [self.script.logprob] * len(tokens) if asked.logprobs else None
+        logprobs = None
+        if asked.logprobs is not None:
+            logprobs = [Logprob(-0.25, self.script.likeliest[: asked.logprobs])] * len(tokens)
         self._tell(Tokens(asked.id, tokens, ["cache"] * len(tokens), logprobs))
 
     def _end(self, number: int, reason: str) -> None:

@@ -74,6 +74,7 @@ def test_a_bad_field_or_body_is_refused_with_its_name(rig: Rig) -> None:
     for body, says, param in (
         (packed(max_token=5), "did you mean 'max_tokens'", "max_token"),
         (packed(max_tokens=400), "the model's context", "max_tokens"),
+        (packed(speculation={"lookahead": 99}), "lookahead=99: allowed: 0 to ", "speculation"),
         (packed(prompt=[10**6]), "token 1000000", "prompt"),
         (packed(**{"é\n": 1}), "unknown field", json.dumps("é\n")[1:-1]),
         (b"{", "no JSON", None),
@@ -127,6 +128,9 @@ def test_a_web_page_cannot_use_a_server_of_this_machine(rig: Rig) -> None:
     ):
         found, answer = get(rig, path, method)
         assert found == status and path in answer["error"]["message"]
+    counted = get(rig, "/metrics")[1]
+    for path, status in (("/health", 403), ("/v1/completions", 405), ("other", 404)):
+        assert f'_total{{endpoint="{path}",status="{status}"}}' in counted
 
 
 def test_100_connections_on_a_queue_of_16(words: Tokenizer) -> None:
@@ -348,7 +352,7 @@ def test_a_lead_that_sends_nothing_is_not_ready(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_message_is_one_line_and_comes_back() -> None:
-    asked = Submit(3, [1, 2], 5, temperature=0.5, seed=7, logprobs=True, deadline_s=2.5)
+    asked = Submit(3, [1, 2], 5, temperature=0.5, seed=7, logit_bias=[[7, 1.5]], deadline_s=2.5)
     for message in (asked, Ready("é\n", 2048, [0, 2], 16, "ssd", 97), Stats(draft="lost")):
         line = pack(message)
         assert line.count(b"\n") == 1 and line.endswith(b"\n") and unpack(line) == message

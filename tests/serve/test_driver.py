@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.engine import Decoder
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Serving
@@ -181,10 +181,11 @@ def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> Non
     with Loops(*in_one_process(many, Serving(kv_tokens=64))) as loops:
         room = room_of(loops)
         assert room.pages < 8
-        warm(loops.loop, loops.job, times, room)
+        goodput = Goodput(K, [None], times)
+        warm(loops.loop, loops.job, times, room, goodput)
         mail = Script((0, Submit(0, [5, 6, 7], 12)))
         served(loops, mail, times=times)
-    assert times.seconds(K + 1) > 0
+    assert times.seconds(K + 1) > 0 and goodput._rest_s(1)[Way(K)] > 0
     assert mail.tokens()[0] == alone(pair, [5, 6, 7], 12)
 
 
@@ -221,7 +222,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
     for mode in ("ar", "ssd", "tree"):
-        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=True)), (0, Submit(1, [9], 20)))
+        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=3)), (0, Submit(1, [9], 20)))
         run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
@@ -230,9 +231,53 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
     context = (4, 5, 6)
     for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
         logits = logits_behind(str(pair.target), context).astype(np.float64)
-        own = logits[token] - np.log(np.exp(logits).sum())
-        assert told == pytest.approx(own, abs=1e-4)
+        own = logits - np.log(np.exp(logits).sum())
+        assert told.value == pytest.approx(own[token], abs=1e-4)
+        top = np.argsort(-own, kind="stable")[:3]
+        assert [n for n, _ in told.top] == top.tolist() and top[0] == token  # it is greedy
+        assert [value for _, value in told.top] == pytest.approx(own[top], abs=1e-4)
         context = (*context, token)
+
+
+def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> None:
+    """Greedy ones among others, some of them sampled; their definition decodes one by one."""
+    every, greedy = (
+        [[5, 6, 7 + n] for n in range(4)],
+        {"presence_penalty": 0.8, "frequency_penalty": 0.5},
+    )
+    asked = [
+        Submit(0, every[0], 25, **greedy),
+        Submit(1, every[1], 25, logit_bias=[(7, 3.0), (8, -100.0)], logprobs=1),
+        Submit(2, every[2], 25),
+        Submit(3, every[3], 25, temperature=0.9, **greedy),
+    ]
+    want = {2: alone(pair, every[2], 25)}
+    for one in asked[:2]:
+        tokens = tuple(one.prompt)
+        for _ in range(25):
+            logits, answer = logits_behind(str(pair.target), tokens), tokens[len(one.prompt) :]
+            counts = np.bincount(answer, minlength=len(logits)) if answer else 0
+            z = logits - one.presence_penalty * np.sign(counts) - one.frequency_penalty * counts
+            for token, addend in one.logit_bias:
+                z[token] += addend
+            tokens = (*tokens, int(np.argmax(z)))
+        want[one.id] = list(tokens[len(one.prompt) :])
+        assert want[one.id] != alone(pair, every[one.id], 25)
+    for mode in ("ar", "inline", "ssd", "tree", "branches of trees"):
+        mail = Script(*((n, one) for n, one in enumerate(asked)))
+        run(pair, mode, mail)
+        found = mail.tokens()
+        assert len(found.pop(3)) == 25 and found == want, mode
+        assert mode == "ar" or mail.ends()[0].accepted > 0
+
+
+def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair) -> None:
+    asked = [Submit(n, [4, 5, 6 + n], 80, frequency_penalty=0.7) for n in range(3)]
+    want = Script(*((200 * n, one) for n, one in enumerate(asked)))
+    run(pair, "ar", want)
+    mail = Script(*((0, one) for one in asked))
+    driver = run(pair, "ssd", mail, serving=Serving(kv_tokens=320))
+    assert mail.tokens() == want.tokens() and driver.scheduler.num_preempted > 0
 
 
 def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:
@@ -269,3 +314,38 @@ def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
     end = mail.ends()[0]
     assert (end.drafted > 0) == (mode != "ar") and (end.hits > 0) == (mode == "ssd")
     assert goodput.rounds_by[mode] >= end.rounds - 1
+
+
+@pytest.mark.parametrize("mode", ["inline", "ssd", "tree", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_limits_its_drafts_in_a_mixed_batch(
+    pair: TinyPair, mode: str, temperature: float
+) -> None:
+    """Limits change no token, of no request; drafted tokens keep to them."""
+    limits = [0, 1, None, 2, 0]
+    asked = [
+        Submit(n, prompt, 30, temperature, seed=n, lookahead=limit)
+        for n, (prompt, limit) in enumerate(zip(prompts(5), limits, strict=True))
+    ]
+    mail = Script(*((3 * n, one) for n, one in enumerate(asked)))
+    goodput = Goodput(K, [None], ForwardTimes()) if mode == "auto" else None
+    run(pair, "ssd" if mode == "auto" else mode, mail, goodput=goodput)
+    ends = mail.ends()
+    for n, one in enumerate(asked):
+        limit = limits[n]
+        if not temperature:
+            assert mail.tokens()[n] == alone(pair, list(one.prompt), 30)
+        if limit is not None:  # of a tree: its nodes up to that level
+            most = 7 if mode == "tree" and limit else limit
+            assert ends[n].drafted <= most * ends[n].rounds
+            assert ends[n].accepted <= limit * ends[n].rounds
+            assert (ends[n].drafted > 0) == (limit > 0) or mode == "auto"
+
+
+def test_a_draft_rests_while_no_request_lets_it_draft(pair: TinyPair) -> None:
+    mail, times = (
+        Script(*((n, Submit(n, [5, 6, n], 20, lookahead=0)) for n in range(3))),
+        ThreeRows(),
+    )
+    run(pair, "inline", mail, times=times)
+    assert not times.drafts and max(times.seen) <= 3 + 3

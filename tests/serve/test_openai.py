@@ -45,7 +45,7 @@ def test_a_chat(rig: Rig, words: Tokenizer) -> None:
     assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4}
     asked = rig.script.submitted[0]
     assert list(asked.prompt) == words.chat(QUESTION)
-    assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, False)
+    assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, None)
     assert asked.max_tokens == rig.script.context - prompt
     assert asked.deadline_s is not None and 570 < asked.deadline_s < 600  # from the arrival on
 
@@ -100,6 +100,16 @@ def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> N
     assert [each.logprob for each in found] == [-0.25] * len(ids)
     assert [each.token for each in found] == [words.decode([i], specials=True) for i in ids]
     assert found[0].token == "hello" and found[0].bytes == list(b"hello")
+    assert found[0].top_logprobs == [] and rig.script.submitted[-1].logprobs == 0
+    asked = {"model": "tiny", "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    tops = client(rig).chat.completions.create(**asked).choices[0].logprobs.content[3].top_logprobs
+    assert [each.logprob for each in tops] == [-0.25, -2.0] and rig.script.submitted[
+        -1
+    ].logprobs == 2
+    assert [each.token for each in tops] == [words.decode([n]) for n in (20, 21)]
+    told = client(rig).completions.create(model="tiny", prompt="x", logprobs=2)
+    told = told.choices[0].logprobs.top_logprobs[0]
+    assert told == {words.decode([20]): -0.25, words.decode([21]): -2.0, "hello": -0.25}
     told = client(rig).completions.create(model="tiny", prompt="x", logprobs=0)
     assert told.choices[0].logprobs.token_logprobs == [-0.25] * len(ids)
     assert client(rig).completions.create(model="tiny", prompt="x").choices[0].logprobs is None
@@ -153,6 +163,40 @@ def test_a_form_that_no_answer_meets_is_refused_in_a_line(
     assert re.match(said, error["message"]) or said in error["message"]
     assert error["type"] == "invalid_request_error" and error["param"] in error["message"]
     assert "\n" not in error["message"] and not rig.script.submitted
+
+
+def test_bias_and_penalties_reach_the_lead(rig: Rig) -> None:
+    asked = {"model": "tiny", "prompt": "x", "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    client(rig).completions.create(**asked, logit_bias={"7": -100, "8": 2.5})
+    told = rig.script.submitted[-1]
+    assert (told.presence_penalty, told.frequency_penalty) == (0.5, -0.5)
+    assert told.logit_bias == [[7, -100.0], [8, 2.5]]
+    with pytest.raises(openai.BadRequestError, match=r"token 70000: allowed: 0\.\.65535"):
+        client(rig).completions.create(**asked, logit_bias={"70000": 1})
+
+
+def test_choices_are_answers_of_their_own(rig: Rig) -> None:
+    """The others are sent when the first one's prompt is stored, and count before."""
+    text, said = "hello wörld\nand more", len(rig.script.answer)
+    asked = {"model": "tiny", "messages": QUESTION, "n": 3, "seed": 7, "temperature": 1.0}
+    answer = client(rig).chat.completions.create(**asked)
+    assert [(c.index, c.message.content) for c in answer.choices] == [(n, text) for n in range(3)]
+    assert answer.usage.completion_tokens == 3 * said and answer.usage.speculation["accepted"] == 15
+    asked_first = rig.script.submitted[0]
+    assert answer.usage.prompt_tokens == len(asked_first.prompt)
+    assert [one.seed for one in rig.script.submitted] == [7, 8, 9]
+    streamed: dict[int, str] = {}
+    for chunk in client(rig).chat.completions.create(**asked, stream=True, max_tokens=said):
+        (choice,) = chunk.choices
+        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+    assert streamed == dict.fromkeys(range(3), text)
+    rig.script.gate = lambda: False
+    with rig.send(b'{"prompt": "x", "n": 8}'):
+        until(lambda: rig.lead.outstanding == 8)
+        with pytest.raises(openai.RateLimitError):  # 4 run and 8 wait at most
+            client(rig).completions.create(model="tiny", prompt="x", n=5)
+    until(lambda: not rig.lead.outstanding)
+    assert len(rig.script.submitted) == 7
 
 
 def test_the_models(rig: Rig) -> None:

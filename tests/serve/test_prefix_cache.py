@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpissd.engine.decode.goodput import NOTHING, Backlog, ForwardTimes, Goodput, Way
+from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.job import Serving
@@ -77,7 +77,7 @@ class Wild(Goodput):
         super().__init__(K, [None, 1], ForwardTimes())
         self.dice = random.Random(0)
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
+    def choose(self, tasks: Sequence[Task]) -> Way:
         self.way = Way(self.dice.choice([0, 1, K, K]), self.dice.choice([None, 0, 1]))
         return self.way
 

@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from fcntl import ioctl
-from pathlib import Path
 from termios import TIOCSWINSZ
 
 END_OF_FILE, INTERRUPT = "\x04", "\x03"
@@ -57,32 +56,8 @@ class TerminalSession:
         self.seen += new.decode(errors="replace")
         return bool(new)
 
-    def prints(self, text: str, within_s: float) -> bool:
-        """Returns whether the program prints `text` in this time, as `until` waits for it."""
-        end = time.monotonic() + within_s
-        while text not in self.seen[self._read :] and time.monotonic() < end:
-            self._more(0.05)
-        if text not in self.seen[self._read :]:
-            return False
-        self.until(text)
-        return True
-
-    def asleep(self, deadline_s: float = 20.0) -> None:
-        """Waits until the program sleeps, as it does once it waits for a key.
-
-        A Ctrl-C between a prompt and Python's wait after it would only count at the next key.
-        """
-        end = time.monotonic() + deadline_s
-        while _state(self._process.pid) not in "S?":
-            assert time.monotonic() < end, "the program does not wait for a key"
-            time.sleep(0.001)
-
     def type(self, text: str) -> None:
         os.write(self._lead, text.encode())
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
 
     def end(self, deadline_s: float = 20.0) -> int:
         """Waits for the program's end; returns its exit code."""
@@ -102,15 +77,6 @@ class TerminalSession:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
         os.close(self._lead)
-
-
-def _state(pid: int) -> str:
-    """Returns the letter of a process's state, S if it sleeps; ? without Linux's /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        time.sleep(0.2)
-        return "?"
 
 
 def _own_terminal() -> None:

@@ -89,11 +89,6 @@ class Launcher:
         self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
         self.multiprocessors = int(attributes["MultiProcessorCount"])
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of the device that are free now."""
-        return int(cupy.cuda.runtime.memGetInfo()[0])
-
     def _function(
         self, name: str, files: tuple[str, ...], macros: tuple[tuple[str, int], ...], shared: int
     ) -> Any:

@@ -53,7 +53,7 @@ class Curve:
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> Curve:
         """Reads the curve from one entry of a table."""
-        measured = {_whole(point): float(s) for point, s in entry["seconds"].items()}
+        measured = {int(point): float(s) for point, s in entry["seconds"].items()}
         points = tuple(sorted(measured))
         return cls(points, tuple(measured[n] for n in points), str(entry["from"]))
 
@@ -109,7 +109,7 @@ class HostEntry:
         Raises KeyError, TypeError or ValueError if it is malformed.
         """
         names = ("tp", "num_drafts", "batch_size", "lookahead")
-        counts = {name: _whole(entry[name]) for name in names}
+        counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
         # Profiles older than the field have a context for transformers only.
         forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
@@ -156,24 +156,14 @@ def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[
     """
     every: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
-        tp, kv_tokens, params = (_whole(entry[name]) for name in ("tp", "kv_tokens", "params"))
+        tp, kv_tokens, params = (int(entry[name]) for name in ("tp", "kv_tokens", "params"))
         fuse, lm_head, most = entry["fuse"], entry["lm_head"], entry.get("most_rows")
-        if not (isinstance(fuse, bool) and isinstance(lm_head, bool)):
-            raise ValueError(f"fuse={fuse!r}, lm_head={lm_head!r}: allowed: true, false")
-        most = None if most is None else _whole(most)
-        if most is not None and most < 1:
-            raise ValueError(f"most_rows={most}: allowed: a whole number >= 1, or null")
-        sequences = _whole(entry.get("sequences", 0))
-        key = ForwardKey(str(entry["model"]), tp, fuse, lm_head, kv_tokens, sequences)
+        key = ForwardKey(
+            str(entry["model"]), tp, fuse, lm_head, kv_tokens, int(entry.get("sequences", 0))
+        )
         forward = Forward(params, Curve.parse(entry), str(entry.get("kernel", "")), most)
         every.setdefault(key, {})[most or math.inf] = forward
     return {key: tuple(forward[most] for most in sorted(forward)) for key, forward in every.items()}
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, (bool, float)):
-        raise ValueError(f"{value!r}: allowed: whole numbers")
-    return int(value)
 
 
 def _number(value: Any, *, is_rate: bool = False) -> float:

@@ -25,6 +25,7 @@ import numpy as np
 from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Request
 from mpissd.common.wait import Overdue
+from mpissd.engine.comm.draft_switch import DraftSwitch
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.comm.socket_link import (
     MOST_PROMPTS,
@@ -37,6 +38,7 @@ from mpissd.engine.comm.socket_link import (
 LOG = logging.getLogger("vllm.mpissd")  # shown with vLLM's own lines where there are any
 _START_S, _SILENT_S = 600.0, 30.0  # a draft that is silent for longer is left
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_COMMIT = int(Event.COMMIT)  # which NumPy converts faster
 Row = tuple[Ints, int]  # all tokens of a sequence, and how many of them are new
 
 
@@ -53,14 +55,14 @@ class _Sequence:
         before, k = len(tokens) - added, added - 1
         if before != len(self.tokens) or tokens[before:-1].tolist() != self.drafted[:k]:
             return None
-        return k if np.array_equal(tokens[:before], self.tokens) else None
+        return k if tokens[:before].tobytes() == self.tokens.tobytes() else None
 
 
 class DraftClient:
     """Asks a draft process, and starts it where it is told how.
 
-    counts: calls, answered rows, sequences that are new, hits, drafted and accepted tokens, late
-    (calls whose answer did not come in time), lost (connections), waited_us.
+    counts: calls, answered rows, new sequences, hits, drafted and accepted tokens, late (calls
+    whose answer was), off (calls while drafts did not pay), lost (connections), waited_us.
     """
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
@@ -72,7 +74,8 @@ class DraftClient:
         """
         self._where, self._lookahead, self._patience_s = where, lookahead, patience_s
         self._sizes = {"lookahead": lookahead, "batch_size": batch, "context": longest}
-        self.counts = Counter[str]()
+        self.counts, self._switch = Counter[str](), DraftSwitch()
+        self._always = os.environ.get("MPISSD_ALWAYS") == "1"
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._link: LeadEnd | None = None
@@ -85,14 +88,20 @@ class DraftClient:
         Raises nothing. Waits for at most patience_s; the start of a process is not awaited.
         """
         answers: list[list[int]] = [[] for _ in rows]
-        start = perf_counter()
+        start, added = perf_counter(), sum(added for _, added in rows)
+        length = sum(len(tokens) for tokens, _ in rows)
         try:
-            if rows and (link := self._link or self._open()):
-                if self._pending:  # an answer that comes after its call is dropped
-                    self._answer(link, 0.0)
+            link = (self._link or self._open()) if rows else None
+            pays = self._switch.choose(start, len(rows), length, added, link is not None)
+            if link and self._pending:  # an answer that comes after its call is dropped
+                self._answer(link, 0.0)
+            if link and not (pays or self._always):
+                self.counts["off"] += 1
+            elif link:
                 for number, drafted in self._ask(link, rows, start + self._patience_s):
                     answers[number] = drafted
-                    self.counts.update(rows=1, drafted=len(drafted))
+                    self.counts["rows"] += 1
+                    self.counts["drafted"] += len(drafted)
         except Overdue:
             self.counts["late"] += 1
         except Exception as error:  # noqa: BLE001  (none may reach the engine that asks)
@@ -101,7 +110,8 @@ class DraftClient:
             self._retry_at = perf_counter() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             self._leave()
-        self.counts.update(calls=1, waited_us=round(1e6 * (perf_counter() - start)))
+        self.counts["calls"] += 1
+        self.counts["waited_us"] += round(1e6 * (perf_counter() - start))
         return answers
 
     def _open(self) -> LeadEnd | None:
@@ -167,10 +177,10 @@ class DraftClient:
         left = {n for n, (tokens, _) in enumerate(rows) if 0 < len(tokens) < shape.prompt_tokens}
         outcome, live, of, prompts, size = [], list[_Sequence](), list[int](), {}, 0
         for place, one in enumerate(self._live):
-            for number in sorted(left, key=lambda number: number != place):  # rows seldom move
-                if (k := one.accepted(*rows[number])) is not None:
+            for number in (place, *left):  # rows seldom move
+                if number in left and (k := one.accepted(*rows[number])) is not None:
                     tokens = rows[number][0]
-                    outcome.append((one.id, 0, Event.COMMIT, k, tokens[-1]))
+                    outcome.append((one.id, 0, _COMMIT, k, int(tokens[-1])))
                     live.append(_Sequence(one.id, tokens))
                     of.append(number)
                     left.remove(number)

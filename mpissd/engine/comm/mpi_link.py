@@ -7,11 +7,11 @@ only where it is read, so that no receive takes another's message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
-from mpissd.common.rounds import Outcome, Speculation
+from mpissd.common.rounds import Ints, Outcome, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import Inbox, MakeInbox, MakeOutbox, Outbox, with_prompts
@@ -100,6 +100,7 @@ class PlanSender:
         followers = range(1, comm.size)
         self.num_followers = len(followers)
         self._plans = MpiOutbox(comm, followers, shape.message(Kind.PLAN), waiter)
+        self._starts = MpiOutbox(comm, followers, shape.message(Kind.START), waiter)
         self._prompts: MpiOutbox | None = None
         if shape.prompt_tokens:
             self._prompts = MpiOutbox(comm, followers, shape.message(Kind.PROMPT), waiter)
@@ -119,6 +120,17 @@ class PlanSender:
             self._prompts.ready()
         self._plans.ready()
 
+    def start(self, round_: int, forced: Callable[[], Ints | None]) -> Ints | None:
+        """Lets the followers launch a chained round (decode.chained.Start)."""
+        tokens = forced()
+        if self.num_followers:
+            message, rows = self._starts.message, () if tokens is None else (tokens,)
+            message.write(round_, sum(map(len, rows)), rows)
+            self._starts.send()
+            self._count(message.array.nbytes)
+            self._starts.ready()
+        return tokens
+
     def _count(self, num_bytes: int) -> None:
         self.num_messages += self.num_followers
         self.num_bytes += self.num_followers * num_bytes
@@ -126,6 +138,7 @@ class PlanSender:
     def close(self) -> None:
         """Frees the requests."""
         self._plans.close()
+        self._starts.close()
         if self._prompts is not None:
             self._prompts.close()
 
@@ -136,6 +149,7 @@ class PlanReceiver:
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter
         self._plans = MpiInbox(comm, 0, shape.message(Kind.PLAN))
+        self._starts = MpiInbox(comm, 0, shape.message(Kind.START))
         self._prompts: MpiInbox | None = None
         if shape.prompt_tokens:
             self._prompts = MpiInbox(comm, 0, shape.message(Kind.PROMPT))
@@ -151,8 +165,17 @@ class PlanReceiver:
         self._plans.release()
         return with_prompts(outcome, self._prompts, self._waiter), speculation, stop
 
+    def start(self, round_: int, forced: object) -> Ints | None:
+        """Waits for the lead's start of a chained round; `forced` is the lead's to compute."""
+        self._waiter.until(self._starts.arrived, "lead: start of a round")
+        header = self._starts.message.header(round_)
+        rows = self._starts.message.body(header)
+        self._starts.release()
+        return rows.reshape(header.rows, -1) if header.rows else None
+
     def close(self) -> None:
         """Cancels the posted receives; called after the plan with the stop flag."""
         self._plans.close()
+        self._starts.close()
         if self._prompts is not None:
             self._prompts.close()

@@ -8,7 +8,7 @@ process when they take too long.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,28 +29,17 @@ class PatientComm(MPI.Intracomm):
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Returns every rank's object, in rank order."""
-        return self._collected(sendobj, self.Iallgather, self.Iallgatherv, is_here=True)
+        data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
+        sizes = np.zeros(self.size, np.int64)
+        self._wait(self.Iallgather(np.array([len(data)], np.int64), sizes), "all ranks")
+        every = np.empty(int(sizes.sum()), np.uint8)
+        self._wait(self.Iallgatherv(data, (every, sizes)), "all ranks")
+        return [MPI.pickle.loads(p.tobytes()) for p in np.split(every, np.cumsum(sizes)[:-1])]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Returns every rank's object, in rank order, on `root`; None elsewhere."""
-        sizes, data = (partial(method, root=root) for method in (self.Igather, self.Igatherv))
-        is_here = self.rank == root
-        objects = self._collected(sendobj, sizes, data, is_here=is_here)
-        return objects if is_here else None
-
-    def _collected(
-        self, sendobj: Any, gather: Callable[..., MPI.Request], gatherv: Callable[..., MPI.Request],
-        *, is_here: bool,
-    ) -> list[Any]:  # fmt: skip
-        """Gathers the objects' sizes, then their bytes; is_here: whether this rank gets them."""
-        data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
-        sizes = np.zeros(self.size if is_here else 0, np.int64)
-        size = np.array([len(data)], np.int64)
-        self._wait(gather(size, sizes if is_here else None), "all ranks")
-        every = np.empty(int(sizes.sum()), np.uint8)
-        self._wait(gatherv(data, (every, sizes) if is_here else None), "all ranks")
-        parts = np.split(every, np.cumsum(sizes)[:-1]) if is_here else []
-        return [MPI.pickle.loads(part.tobytes()) for part in parts]
+        objects = self.allgather(sendobj)
+        return objects if self.rank == root else None
 
     def bcast(self, obj: Any = None, root: int = 0) -> Any:
         """Returns the object of rank `root`."""

@@ -1,9 +1,9 @@
 """The messages of a round: their layout, and the checks of what arrives.
 
 A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
-holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), or prompts
-(PROMPT). A receiver compares the header with the expected one, and the whole message with its
-checksum. A difference raises ProtocolError with both values.
+holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), prompts
+(PROMPT), or a round's imposed tokens (START). A receiver compares the header with the expected one,
+and the whole message with its checksum. A difference raises ProtocolError with both values.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ VERSION = 0x5D05
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
-# Of a prompt, before its tokens: their number, flags, how many of them are answered, the int32 of
-# the grammar that follows the tokens, temperature, top_p, seed.
-_PROMPT = Struct("=iiiiddQ")
+# Of a prompt, before its tokens: their number, flags, lookahead (−1: None), how many of them are
+# answered, the int32 of the grammar that follows the tokens, temperature, top_p, seed.
+_PROMPT = Struct("=iiiiiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
-_WANTS_LOGPROBS, _HAS_SEED = 1, 2
+_READS_LOGITS, _HAS_SEED = 1, 2
 
 
 class Kind(IntEnum):
@@ -42,6 +42,7 @@ class Kind(IntEnum):
     PROPOSALS = 4
     PROMPT = 5
     HELLO = 6  # of a link over a socket
+    START = 7  # of a chained round, by all target ranks
 
 
 class Header(NamedTuple):
@@ -105,6 +106,7 @@ class LinkShape:
             Kind.PLAN: outcome + self.speculation_width,
             Kind.PROPOSALS: self.lookahead * self.vocab,
             Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens + MOST_GRAMMAR // 4,
+            Kind.START: 2 * self.lookahead + 1,
         }
         return self.batch * each[kind]
 
@@ -287,11 +289,12 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
-        flags = _WANTS_LOGPROBS * request.logprobs + _HAS_SEED * (request.seed is not None)
+        flags = _READS_LOGITS * request.reads_logits + _HAS_SEED * (request.seed is not None)
         sampling = request.temperature, request.top_p, request.seed or 0
         grammar = request.grammar.encode()
         grammar += b"\0" * (-len(grammar) % 4)
-        sizes = request.answered, len(grammar) // 4
+        most = -1 if request.lookahead is None else request.lookahead
+        sizes = most, request.answered, len(grammar) // 4
         head = _PROMPT.pack(len(request.prompt), flags, *sizes, *sampling)
         parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
         parts.append(np.frombuffer(grammar, np.int32))
@@ -305,11 +308,12 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
     prompts, at = dict[tuple[int, int], Request](), 0
     for id_, epoch, _, _, last in fresh:
         head, at = body[at : at + _PROMPT_HEAD], at + _PROMPT_HEAD
-        size, flags, answered, rest, temperature, top_p, seed = _PROMPT.unpack(head.tobytes())
+        size, flags, most, answered, rest, *told = _PROMPT.unpack(head.tobytes())
+        temperature, top_p, seed = told
         tokens, at = body[at : at + size], at + size
         grammar, at = body[at : at + rest].tobytes().rstrip(b"\0").decode(), at + rest
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
-        logprobs = bool(flags & _WANTS_LOGPROBS)
-        told = tuple(tokens.tolist()), *sampling, logprobs, grammar, answered
-        prompts[id_, epoch] = Request(id_, last, epoch, *told)
+        more = 0 if flags & _READS_LOGITS else None, None if most < 0 else most, None, grammar
+        every = tuple(tokens.tolist()), *sampling, *more, answered
+        prompts[id_, epoch] = Request(id_, last, epoch, *every)
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

@@ -4,11 +4,15 @@ It runs the loop of round.py. Its target launches a whole round, drafting includ
 round before this one is over (ChainedForwards). The host reads the outcome after the device has
 acted on it. A round begins on the host if it admits sequences, if its batch is not full, or shortly
 before a sequence or the cache ends.
+
+With T target ranks each launches its own programs of a round, once the lead has sent START; the
+plans of round.py follow when the round may be over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,34 +24,49 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards
+from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards, Index
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.oracle import Proposals, Rollout
 from mpissd.engine.workload.sequence import Batch, Change
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
+# (round, returns its imposed tokens on the lead, or None if it cannot begin yet): the tokens.
+Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
+
 
 def chained_forwards(
-    job: Job, target: TargetWorker | None, draft: DraftWorker | None
+    job: Job,
+    target: TargetWorker | None,
+    draft: DraftWorker | None,
+    leads: Callable[[bool], bool] = bool,
 ) -> ChainedForwards | None:
-    """Returns the programs of chained rounds, or None if the host must decide."""
-    if target is None or job.tp > 1 or job.serving or job.config.drafts:
+    """Returns the programs of chained rounds, or None if the host must decide.
+
+    leads: returns the lead's argument on every target rank. Collective over them.
+    """
+    if target is None or not leads(_can_chain(job, target, draft)):
         return None
-    if job.lookahead and (
-        draft is None or job.config.backup != "jit" or job.backup_lookahead != job.lookahead
-    ):
-        return None
+    drafts: Any = draft.stepper if draft is not None and job.lookahead else None
+    verifies: Any = target.stepper
+    tree = job.tree if job.tree_lanes else Tree(range(job.lookahead))
+    return ChainedForwards(drafts, verifies, job.config.batch_size, tree)
+
+
+def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
+    """Returns whether chained rounds are possible with the lead's workers."""
+    is_jit = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
+    if job.serving or job.config.drafts or (job.lookahead and (draft is None or not is_jit)):
+        return False
     workers = [worker for worker in (draft, target) if worker is not None]
     steppers = [worker.stepper for worker in workers if worker.oracle.chains]
     known = [one for one in steppers if isinstance(one, Stepper)]
-    if len(known) < len(workers):
-        return None
-    if not all(isinstance(s.stack, TransformerStack) and s.backend.chains for s in known):
-        return None
-    drafts = known[0] if job.lookahead else None
-    tree = job.tree if job.tree_lanes else Tree(range(job.lookahead))
-    return ChainedForwards(drafts, known[-1], job.config.batch_size, tree)
+    return len(known) == len(workers) and all(
+        isinstance(one.stack, TransformerStack)
+        and one.backend.chains
+        and (one.stack.group.capturable or not one.backend.capture)
+        for one in known
+    )
 
 
 class ChainedTarget(TargetWorker):
@@ -60,13 +79,14 @@ class ChainedTarget(TargetWorker):
         forwards: ChainedForwards,
         limit: Callable[[int], int | None],
         waiter: Waiter,
+        start: Start = lambda round_, forced: forced(),
     ) -> None:
-        """worker: whose forwards and oracle to use. drafter: of inline SD; None in AR. limit:
-        returns the most tokens that a request may emit. waiter: for rounds that were launched ahead
-        and are not used."""
+        """worker: whose forwards and oracle to use. drafter: of inline SD; None in AR and on a
+        follower. limit: returns the most tokens that a request may emit. waiter: for rounds that
+        were launched ahead and are not used. start: lets all ranks launch a round."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._drafter, self._forwards = drafter, forwards
-        self._limit, self._waiter = limit, waiter
+        self._limit, self._waiter, self._starting = limit, waiter, start
         if drafter is not None:
             drafter.chained = forwards
         self._batch: Batch
@@ -107,11 +127,25 @@ class ChainedTarget(TargetWorker):
         last, ahead = batch.last(), forwards.lookahead
         rollout = None if self._drafter is None else self._drafter.rollout
         if not self._was_ahead:
-            forwards.hold(batch.slots, last + ahead)
-            forwards.launch(round_, self._forced(rollout))
+            self._start(round_, last + ahead, lambda: self._forced(rollout))
         batch.grow(forwards.stored + 1, has_leaves=True)
         if self._drafter is not None and self._drafter.worker.placement is not None:
             self._drafter.batch.grow(forwards.stored, has_leaves=False)
+        # The next round may begin before the host knows this one's outcome.
+        self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(rollout))
+
+    def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
+        """Launches a round if the lead may; last: the last positions that it may write."""
+        if (tokens := self._starting(round_, forced)) is not None:
+            self._forwards.hold(self._batch.slots, last)
+            self._forwards.launch(round_, tokens)
+
+    def _next_forced(self, rollout: Rollout | None) -> Ints | None:
+        """Returns the next round's imposed tokens; None: a sequence or the cache ends before.
+
+        Sets the outcome that is imposed on this round.
+        """
+        batch, forwards = self._batch, self._forwards
         self._imposed, more = None, np.ones(len(batch), np.int64)
         if not self.oracle.reads_forwards:  # the outcome is imposed
             known = Speculation.empty(0, len(batch), forwards.nodes)
@@ -119,15 +153,12 @@ class ChainedTarget(TargetWorker):
                 known.num_draft[...], known.tokens[...] = forwards.nodes, rollout.tokens
             self._imposed = self.oracle.judge(batch, known, _no_proposals)
             more += forwards.tree.depths[self._imposed[0]]
-        # The next round may begin before the host knows this one's outcome, unless a sequence or
-        # the cache ends.
         assert isinstance(self.stepper, Stepper)
-        if int(batch.room(self.stepper.options.capacity).min()) < 2 * ahead + 1:
-            return
+        if int(batch.room(self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
+            return None
         emitted, limits = (batch.lengths - 1 + more).tolist(), map(self._limit, batch.ids.tolist())
-        if all(most is None or n < most for n, most in zip(emitted, limits, strict=True)):
-            forwards.hold(batch.slots, last + 2 * ahead + 1)
-            forwards.launch(round_ + 1, self._forced(self._next_rollout()))
+        may = all(most is None or n < most for n, most in zip(emitted, limits, strict=True))
+        return self._forced(self._next_rollout()) if may else None
 
     def wait(self, waiter: Waiter) -> None:
         if not self._forwards.is_on:

@@ -209,13 +209,16 @@ class Drafter:
         self._control, most = outcome.control, self.policy.lookahead
         limit = self._control.lookahead
         self._most = most if limit is None else min(limit, most)
+        own = [one.request.lookahead for one in self.batch.sequences]  # each sequence's limit
         lanes = cache.lookup(self.batch, outcome)
+        if 0 in own:
+            lanes = [lane if limit != 0 else None for lane, limit in zip(lanes, own, strict=True)]
         mark(DraftPhase.LOOKUP)
         rollouts = []
         if self._most and (hits := cache.prune(lanes)) is not None:
             self._steps_ready = hits.steps
             rollouts.append(hits)
-        misses = [row for row, lane in enumerate(lanes) if lane is None]
+        misses = [row for row, lane in enumerate(lanes) if lane is None and own[row] != 0]
         self.caught_up_s, self._num_jit = 0.0, 0
         if misses and self._most:
             if self.policy.backup == Source.JIT:
@@ -286,10 +289,14 @@ class Drafter:
             rows = slice(None) if len(rollout) == count else rollout.rows
             speculation.rows[rows, :head] = source, int(is_hit), nodes
             speculation.rows[rows, head : head + nodes] = rollout.tokens[:, :nodes]
+            ends = rollout.tree.ends
+            for row in rollout.rows.tolist():
+                if (limit := self.batch.sequences[row].request.lookahead) is not None:
+                    speculation.num_draft[row] = min(nodes, ends[min(limit, len(ends) - 1)])
             if sampled:
                 speculation.q[rows, :nodes] = 1.0 if rollout.q is None else rollout.q[:, :nodes]
                 for lane, row in enumerate(rollout.rows.tolist()):
-                    self.rows[row] = rollout.proposals(lane, nodes)
+                    self.rows[row] = rollout.proposals(lane, int(speculation.num_draft[row]))
         return speculation
 
     def proposals(self) -> list[NDArray[np.float32]]:

@@ -3,18 +3,20 @@
 Goodput is the expected number of tokens that all live sequences commit in a round, divided by the
 expected seconds of the round:
 
-    Σ_i (1 + Σ_{j ≤ K} Π_{n ≤ j} a_in) / (forward of b(K+1) rows + wait for the draft + host)
+    Σ_i (1 + Σ_{j ≤ K_i} Π_{n ≤ j} a_in) / (seconds of a forward of Σ_i (1 + K_i) rows + the rest)
 
-While prompts wait to be stored, the forward also has rows of prompts: as many as lengthen the round
-by 30%, fewer if other rows verify drafted tokens. The round's value is then n_live G + n_store R. G
-is its goodput and R its rows of prompts a second, both as shares of the most that any way reaches.
-A request that waits for its first token counts as much as one that waits for its next, since mean
-latency is the mean number of both over the rate of arrivals (Little's law).
+K_i is K or sequence i's own limit. Prompts that are stored with a verification lengthen the rounds
+of all ways by the same share, so they do not count.
 
-A way is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. Times are
-running means measured on the lead. Acceptance rates come from each sequence's outcomes, shrunk to
-the rates of all sequences. The choice reads counts and clocks, never the proposed tokens, so
-decoding stays lossless (docs/ssd.md, "Sampling").
+A way is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. A round lasts
+from its beginning to the next one's. What it takes beyond the mean forward of its rows, the rest,
+is measured as a whole for each way: work on the host, drafting or waiting for the draft, and a
+target that a working draft slows. In SSD, rounds in which all sequences hit count separately: a K
+has the rest of the nearest measured one. Otherwise a draft's steps follow one another, so the rest
+of all K is a line through the measured ones.
+Acceptance rates come from each sequence's outcomes, shrunk to the rates of all sequences. The
+choice reads counts and clocks, never the proposed tokens, so decoding stays lossless (docs/ssd.md,
+"Sampling").
 
 A draft on the lead's own device stores nothing while K = 0, and all tokens that it lacks before it
 drafts again. Their mean seconds a round are a cost of drafting.
@@ -29,7 +31,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -48,9 +49,10 @@ _OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for on
 _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
-_HITS = 1 / 256  # the same for hits
-_SAMPLE = 1 / 8  # weight of a new duration
-_STRETCH, _MOST_STRETCH = 1 / 64, 1.5  # weight of a new stretch; the largest stretch
+_SAMPLE = 1 / 16  # weight of a new duration
+_MOST_SAMPLES = 16  # weight of a K that was measured as often, or more
+_STORED = 1 / 64  # weight of a round's new seconds of storing
+_HITS = np.array([5.6, 8.0])  # hits and sequences before any was seen
 # Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
 _LEAST, _RECENT, _FAR = 3, 5, 4.0
 _WEIGHT = 1 / 32  # weight of a new sample, once there are more than 32
@@ -59,6 +61,7 @@ _GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
 _APART = 10  # rounds within the limit after one beyond it, so that the 90th percentile is within
 
 Floats = NDArray[np.float64]
+Known = tuple[int, float, int]  # K, seconds beyond the forward, weight
 
 
 class ForwardTimes:
@@ -201,15 +204,7 @@ class Way(NamedTuple):
         return "sd" if self.width == 0 else "ssd"
 
 
-class Backlog(NamedTuple):
-    """Prompts that wait to be stored. rows: their tokens. most_rows: of the largest forward."""
-
-    sequences: int
-    rows: int
-    most_rows: int
-
-
-NOTHING = Backlog(0, 0, 0)
+AR = Way(0)
 
 
 class ByLoad:
@@ -224,12 +219,14 @@ class ByLoad:
     def __init__(self) -> None:
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._means: dict[int, float] = {}
+        self.samples = Counter[int]()  # by step
 
     def add(self, load: int, value: float) -> None:
         """Takes a sample at this load."""
         step = load.bit_length()
         recent = self._recent[step]
         recent.append(value)
+        self.samples[step] += 1
         if len(recent) == _RECENT:
             usual, mean = sorted(recent)[_RECENT // 2], self._means[step]
             self._means[step] += _SAMPLE * ((value if value <= _FAR * usual else usual) - mean)
@@ -248,45 +245,20 @@ class ByLoad:
         return known[max(known)] if known else otherwise
 
 
-@dataclass
-class _Growth:
-    """Statistics of one width: its hits, and the lead's wait for the draft."""
-
-    hits: float = 0.7  # share of sequences
-    all_hit_s: defaultdict[int, ByLoad] = field(default_factory=lambda: defaultdict(ByLoad))  # by K
-    a_miss_s: ByLoad = field(default_factory=ByLoad)  # over K, whose steps follow one another
-
-    def late_s(self, lookahead: int, count: int, step_s: float) -> float:
-        """Returns the lead's wait for the draft in a round where all sequences hit, in seconds.
-
-        It is the time of the growth steps that end after the target's forward. It starts from the
-        wait at the nearest tried K and adds or subtracts a step for each token of difference. If
-        that wait was short and K is larger, one of the added steps is assumed to fit.
-        """
-        if not self.all_hit_s:
-            return 0.0
-        near = min(self.all_hit_s, key=lambda k: (abs(k - lookahead), k))
-        known = self.all_hit_s[near].at(count, 0.0)
-        more = lookahead - near
-        if more > 0 and known < step_s / 4:
-            more -= 1
-        return max(0.0, known + more * step_s)
-
-
 class Goodput:
     """The controller of one server. Call `choose` before a round and `observe` after it."""
 
     def __init__(self, lookahead: int, widths: Sequence[int | None], times: ForwardTimes) -> None:
         """Takes K, the widths that SSD may have (none: only SD), and the target's times."""
         self._lookahead, self._times = lookahead, times
-        self._growths = {width: _Growth() for width in (0, *widths)}
+        self.ways = [AR, *(Way(k, w) for w in (0, *widths) for k in range(1, lookahead + 1))]
         self._reached, self._accepted = np.zeros((2, lookahead))
-        self._host = {True: ByLoad(), False: ByLoad()}  # by whether a draft takes part
-        # By kind: a forward's seconds over the mean one's of as many rows. A draft that works at
-        # the same time may share cores and memory with the target.
-        self._stretch: defaultdict[int | None, float] = defaultdict(lambda: 1.0)
-        # (kind of a way, load): number of its last round, counted at that load.
-        self._seen: dict[tuple[int | None, int], int] = {}
+        # Seconds beyond the forward, by whether all sequences hit (True in AR, False in SD).
+        self._rest = defaultdict[tuple[Way, bool], ByLoad](ByLoad)
+        # Hits, and sequences that drafts were served to, by width, with a prior.
+        self._hits = defaultdict[int | None, Floats](_HITS.copy, {0: _HITS * (0, 1)})
+        # (way, load): number of its last round, counted at that load.
+        self._seen: dict[tuple[Way, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
         # By load: mean seconds of a round with drafts in which an inline draft stores tokens.
@@ -294,104 +266,114 @@ class Goodput:
         self.way = self._best = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
+    def time(self, way: Way, result: RoundResult, round_s: float) -> None:
+        """Takes the times of a round that was decoded in this way, and its hits."""
+        served, count = result.speculation, len(result.speculation.rows)
+        if way.lookahead and not served.num_draft.any():
+            return  # nothing is learned of drafting without drafts
+        rest_s = max(0.0, round_s - result.stored_s - self._times.seconds(result.num_rows))
+        ready = served.num_draft > 0
+        hit = served.source[ready] == Source.CACHE
+        self._rest[way, bool(hit.all())].add(count, rest_s)
+        self._seen[way, count.bit_length()] = self._rounds[count.bit_length()]
+        if way.width != 0:
+            keep = (1 - _MEMORY) ** len(hit)
+            self._hits[way.width] = keep * self._hits[way.width] + (hit.sum(), len(hit))
+
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
         """Takes a round that was decoded in this way, in round_s seconds as a whole."""
-        served, wait_s, forward_s = result.speculation, result.wait_s, result.t_target_s
-        count, lookahead = len(served.rows), way.lookahead
+        served, forward_s = result.speculation, result.t_target_s
+        count = len(served.rows)
         if not count:
             return
-        load, drafts, kind = count.bit_length(), lookahead > 0, _kind(way)
+        load = count.bit_length()
         self._rounds[load] += 1
         self._elapsed_s += round_s
         self.rounds_by[way.mode] += 1
+        self.time(way, result, round_s)
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
-        elif drafts:  # tokens left over from many rounds without drafting are stored only once
+        elif way.lookahead:  # tokens left over from many rounds without drafting are stored once
             stored_s = min(result.stored_s, forward_s)
-            self._stored_s[load] += _STRETCH * (stored_s - self._stored_s[load])
-        self._host[drafts].add(count, max(0.0, round_s - wait_s - forward_s - result.stored_s))
-        if mean_s := self._times.seconds(result.num_rows):
-            ratio = min(forward_s / mean_s, _MOST_STRETCH)
-            self._stretch[kind] += _STRETCH * (ratio - self._stretch[kind])
-        ready = served.num_draft > 0
-        drafted = int(np.count_nonzero(ready))
-        if drafted or not drafts:  # nothing is learned of drafting without drafts
-            self._seen[kind, load] = self._rounds[load]
-        if not (drafts and drafted):
-            return
-        if not served.is_lost:  # counts the tokens that were reached and accepted, by their place
+            self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
+        if served.num_draft.any() and not served.is_lost:
+            # Counts the tokens that were reached and accepted, by their place.
             k, place = result.outcome.num_accepted, np.arange(self._lookahead)
             keep = (1 - _MEMORY) ** len(k)
             reached = place < np.minimum(k + 1, served.num_draft)[:, None]
             self._reached = keep * self._reached + reached.sum(axis=0)
             self._accepted = keep * self._accepted + (place < k[:, None]).sum(axis=0)
-        growth = self._growths[way.width]
-        hits = int(np.count_nonzero(ready & (served.source == Source.CACHE)))
-        if way.width != 0:
-            keep = (1 - _HITS) ** drafted
-            growth.hits = keep * growth.hits + (1 - keep) * hits / drafted
-        if hits == drafted:
-            growth.all_hit_s[lookahead].add(count, wait_s)
-        else:
-            growth.a_miss_s.add(count, wait_s / lookahead)
 
     @property
     def is_trying(self) -> bool:
         """Whether the next round tries a way that seems worse than another one."""
         return self.way != self._best
 
-    def choose(self, tasks: Sequence[Task], backlog: Backlog = NOTHING) -> Way:
-        """Returns the way of the next round, of these live sequences, given this backlog."""
+    def choose(self, tasks: Sequence[Task]) -> Way:
+        """Returns the way of the next round, of these live sequences."""
         count = len(tasks)
         if not count:
             return self.way
-        # By way: expected tokens and seconds of a round, and rows of prompts stored in it.
-        promises: dict[Way, tuple[float, float, int]] = {}
         load, times = count.bit_length(), self._times
-        steps = [growth.a_miss_s.at(count, 0.0) for growth in self._growths.values()]
-        step_s = steps[0] or max(steps)  # seconds of a draft step, for all sequences
-        for lookahead, tokens in enumerate(self._tokens(tasks).tolist()):
-            rows, stored = count * (1 + lookahead), backlog.rows
-            if stored:
-                stored = min(stored, times.room(rows, backlog.most_rows, lookahead))
-            forward_s = times.seconds(rows + stored)
-            for width, growth in self._growths.items():
-                way = Way(lookahead, width)
-                if not lookahead and width != 0:
-                    continue
-                seconds = self._stretch[_kind(way)] * forward_s
-                seconds += self._host[lookahead > 0].at(count, 0.0)
-                if lookahead:
-                    wait_s = growth.a_miss_s.at(count, step_s) * lookahead
-                    if width != 0:
-                        all_hit: float = growth.hits**count
-                        late_s = growth.late_s(lookahead, count, step_s)
-                        wait_s = all_hit * late_s + (1 - all_hit) * wait_s
-                    seconds += wait_s + self._stored_s[load]
-                promises[way] = tokens, max(seconds, 1e-9), stored
-        most_rows = max(stored / seconds for _, seconds, stored in promises.values())
-        worth = 0.0  # value of a prompt row, in tokens
-        if most_rows:
-            most_tokens = max(tokens / seconds for tokens, seconds, _ in promises.values())
-            worth = backlog.sequences / count * most_tokens / most_rows
-        rates = {way: (n + worth * m) / seconds for way, (n, seconds, m) in promises.items()}
+        rest = self._rest_s(count)
+        seconds, rates = dict[Way, float](), dict[Way, float]()
+        for lookahead, (tokens, rows) in enumerate(self._expected(tasks)):
+            forward_s = times.seconds(rows) + self._stored_s[load] * (lookahead > 0)
+            for way in self.ways:
+                if way.lookahead == lookahead:
+                    seconds[way] = max(forward_s + rest[way], 1e-9)
+                    rates[way] = tokens / seconds[way]
         best = max(rates, key=rates.__getitem__)
-        if rates[best] < _MARGIN * rates.get(self.way, 0.0):
-            best = self.way
+        if rates[best] < _MARGIN * rates[self._best]:
+            best = self._best
         self._best = self.way = best
-        # Tries another (K, width) whose last trial is long ago, if that costs little.
+        # Tries another way whose last trial is long ago, if that costs little.
         limit = self._rounds[load] - _STALE_ROUNDS
-        fresh = {kind for (kind, at), last in self._seen.items() if at == load and last > limit}
-        if stale := [way for way in rates if _kind(way) not in {*fresh, _kind(best)}]:
+        fresh = {self._kind(way) for (way, at), n in self._seen.items() if at == load and n > limit}
+        if stale := [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]:
             way = max(stale, key=rates.__getitem__)
-            loss_s = promises[way][1] * (1 - rates[way] / rates[best])
+            loss_s = seconds[way] * (1 - rates[way] / rates[best])
             if self._lost_s + loss_s <= EXPLORE * self._elapsed_s:
                 self._lost_s += max(0.0, loss_s)
                 self.way = way
         return self.way
 
-    def _tokens(self, tasks: Sequence[Task]) -> Floats:
-        """Returns the tokens that K = 0, 1, … are expected to commit, of all sequences [K+1]."""
+    def _kind(self, way: Way) -> tuple[bool, int | None, bool]:
+        """Returns the group of a way, one of which is tried: of the width in use there are two,
+        since the largest K shows what a draft's step takes."""
+        is_most = way.lookahead == self._lookahead and way.width == self._best.width
+        return way.lookahead > 0, way.width, is_most and self._best.lookahead > 0
+
+    def _rest_s(self, count: int) -> dict[Way, float]:
+        """Returns each way's seconds beyond its forward at this load."""
+        ar_s = self._rest[AR, True].at(count, 0.0)
+        rest, line = {AR: ar_s}, (0.0, ar_s, 0.0)  # of SD if a width of SSD had no miss
+        for width in dict.fromkeys(way.width for way in self.ways):
+            hit = self._known(width, count, all_hit=True)
+            if missed := self._known(width, count, all_hit=False):
+                line = _line(missed, ar_s)
+            mean_k, mean_s, step_s = line
+            hits, served = self._hits[width]
+            all_hit = (hits / served) ** count
+            for k in range(1, self._lookahead + 1):
+                hit_s = min(hit, key=lambda known: abs(known[0] - k))[1] if hit else ar_s
+                miss_s = max(0.0, mean_s + (k - mean_k) * step_s)
+                rest[Way(k, width)] = all_hit * hit_s + (1 - all_hit) * miss_s
+        return rest
+
+    def _known(self, width: int | None, count: int, *, all_hit: bool) -> list[Known]:
+        """Returns the measured K of a width: those at this load, or if there are none all."""
+        ways = [Way(k, width) for k in range(1, self._lookahead + 1)]
+        every = [(way.lookahead, self._rest[way, all_hit]) for way in ways]
+        here = [(k, one) for k, one in every if one.samples[count.bit_length()] >= _LEAST]
+        return [
+            (k, one.at(count, 0.0), max(1, min(one.samples[count.bit_length()], _MOST_SAMPLES)))
+            for k, one in here or every
+            if one.samples.total() >= _LEAST
+        ]
+
+    def _expected(self, tasks: Sequence[Task]) -> list[tuple[float, int]]:
+        """Returns by K (expected tokens of all sequences, rows that verify them)."""
         reached, accepted = self._reached, self._accepted
         weight = _PRIOR_WEIGHT
         mean = float((accepted.sum() + weight * _PRIOR) / (reached.sum() + weight))
@@ -399,13 +381,27 @@ class Goodput:
         own = np.array([[task.accepted, task.rejected] for task in tasks], np.float64)
         share = (own[:, 0] + _OWN * mean) / (own.sum(axis=1) + _OWN)
         each = np.minimum(1.0, hazards * (share / max(mean, 1e-9))[:, None])
-        ahead = np.cumprod(each, axis=1).sum(axis=0)
-        return len(tasks) + np.concatenate([[0.0], np.cumsum(ahead)])
+        most = [self._lookahead if task.lookahead is None else task.lookahead for task in tasks]
+        drafts = np.arange(self._lookahead) < np.array(most)[:, None]
+        ahead = len(tasks) + np.cumsum((np.cumprod(each, axis=1) * drafts).sum(axis=0))
+        rows = len(tasks) + np.cumsum(drafts.sum(axis=0))
+        return [(len(tasks), len(tasks)), *zip(ahead.tolist(), rows.tolist(), strict=True)]
 
 
-def _kind(way: Way) -> int | None:
-    """Returns the kind of a way, whose times depend on it and on K: its width, or −1 for AR."""
-    return way.width if way.lookahead else -1
+def _line(known: Sequence[Known], ar_s: float) -> tuple[float, float, float]:
+    """Returns (mean K, mean seconds, seconds of a step) of the line through (K, seconds, weight).
+
+    If only one K is known, the line begins at AR's seconds.
+    """
+    k, seconds, weights = np.array(known, np.float64).T
+    weights = weights / weights.sum()
+    mean_k, mean_s = float(weights @ k), float(weights @ seconds)
+    spread = float(weights @ (k - mean_k) ** 2)
+    if spread:
+        step_s = float(weights @ ((k - mean_k) * (seconds - mean_s))) / spread
+    else:
+        step_s = (mean_s - ar_s) / mean_k
+    return mean_k, mean_s, max(0.0, step_s)
 
 
 def widths_of(job: Job) -> list[int | None]:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Speculation
+from mpissd.common.rounds import Control, Event, Ints, Logprob, Outcome, Request, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
@@ -57,7 +57,7 @@ class RoundResult:
     speculation: Speculation
     outcome: Outcome
     t_target_s: float
-    logprobs: Mapping[int, list[float]] = field(default_factory=dict)
+    logprobs: Mapping[int, list[Logprob]] = field(default_factory=dict)
     num_rows: int = 0
     wait_s: float = 0.0
     stored_s: float = 0.0
@@ -129,6 +129,7 @@ class TargetLoop:
         mark(LeadPhase.UPLOAD)
         worker.launch()
         mark(LeadPhase.LAUNCH)
+        speculator.meanwhile()
         if self.meanwhile is not None:
             self.meanwhile()
         worker.wait(self._waiter)

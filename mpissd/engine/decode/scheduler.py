@@ -11,15 +11,14 @@ forwards are batch-invariant, bit for bit, its tokens stay the same (temperature
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Request, Source
+from mpissd.common.rounds import Adjustment, Logprob, Request, Source
 from mpissd.engine.decode.round import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
@@ -50,8 +49,8 @@ class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    grammar: of its answer. stop_ids: tokens that end it. cached: tokens of its prompt that were
-    reused from the cache.
+    lookahead: most tokens that a round drafts (None: K). grammar: of its answer. stop_ids: tokens
+    that end it. cached: tokens of its prompt that were reused from the cache.
     """
 
     request_id: int
@@ -62,7 +61,9 @@ class Task:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
+    lookahead: int | None = None
+    adjustment: Adjustment | None = None
     grammar: str = ""
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +83,8 @@ class Task:
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         known = (*self.prompt, *self.tokens)
-        asked = self.temperature, self.top_p, self.seed, self.logprobs, self.grammar
+        sampling = self.temperature, self.top_p, self.seed
+        asked = *sampling, self.logprobs, self.lookahead, self.adjustment, self.grammar
         told = self.request_id, known[-1], self.epoch, known, *asked
         return Request(*told, answered=len(self.tokens))
 
@@ -98,7 +100,7 @@ class Emitted(NamedTuple):
     ended: str | None
     tokens: list[int]
     sources: list[Source]
-    logprobs: list[float] | None
+    logprobs: list[Logprob] | None
 
 
 class Turn(NamedTuple):
@@ -118,7 +120,7 @@ class Scheduler:
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # running in the last round, released before the next one
         self._ended: list[Emitted] = []
-        self._deadlines: list[tuple[float, int]] = []  # a heap of (time, request id)
+        self._deadlines: list[tuple[float, int]] = []  # rising (time, request id), until it ends
         self.num_preempted = self.num_rounds = 0
 
     @property
@@ -160,7 +162,7 @@ class Scheduler:
             )
         insort(self._waiting, task, key=_ORDER)
         if task.deadline_s is not None:
-            heapq.heappush(self._deadlines, (task.deadline_s, task.request_id))
+            insort(self._deadlines, (task.deadline_s, task.request_id))
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
         """Ends a request; one that is over or unknown is ignored."""
@@ -172,12 +174,17 @@ class Scheduler:
             if task is None:
                 return
             self._waiting.remove(task)
+        self._forget_deadline(task)
         self._ended.append(Emitted(task, reason, [], [], None))
+
+    def _forget_deadline(self, task: Task) -> None:
+        if task.deadline_s is not None:
+            del self._deadlines[bisect_left(self._deadlines, (task.deadline_s, task.request_id))]
 
     def turn(self, now: float) -> Turn:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            self.cancel(heapq.heappop(self._deadlines)[1], "deadline")
+            self.cancel(self._deadlines[0][1], "deadline")
         room, join, before = self.room, list[Request](), self.num_preempted
         while self.free_pages < 0:
             # The sequence that arrived last goes back until the others have the pages that they
@@ -234,6 +241,7 @@ class Scheduler:
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)
+                self._forget_deadline(task)
             kept = slice(len(tokens))
             shown = None if logprobs is None else logprobs[kept]
             given.append(Emitted(task, reason, tokens, sources[kept], shown))

@@ -53,6 +53,9 @@ class Speculator:
         """
         raise AssertionError("nothing was sampled here")
 
+    def meanwhile(self) -> None:
+        """Works while the target verifies the last answer."""
+
     def confirm(self, speculation: Speculation) -> bool:
         """Returns whether the last answer may be judged: not if the distributions that it needs are
         lost. Called once it was verified, before it is judged; may wait."""
@@ -67,18 +70,28 @@ class InlineSpeculator(Speculator):
     stream.
 
     It stores committed tokens only before it drafts, all that it lacks, so that rounds without
-    drafting cost nothing.
+    drafting cost nothing: the draft follows their outcomes while the target verifies.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        super().__init__()
+        policy, tree = drafter.policy, drafter.worker.oracle.tree
+        super().__init__(tree.ends[policy.lookahead], sampled=policy.sampled)
         self._drafter = drafter
         self._outcome: Outcome
+        self._follows = False  # whether the draft has not taken the outcome yet
 
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
     def answer(self, round_: int, count: int) -> Speculation:
+        self.stored_s, self._follows = 0.0, self._outcome.control.lookahead == 0
+        return super().answer(round_, count) if self._follows else self._drafted()
+
+    def meanwhile(self) -> None:
+        if self._follows:
+            self._drafted()
+
+    def _drafted(self) -> Speculation:
         drafter = self._drafter
         drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
         speculation = drafter.answer(self._outcome)

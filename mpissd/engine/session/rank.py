@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from time import monotonic, sleep
+from time import sleep
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -34,8 +34,6 @@ from mpissd.engine.session.session import REST_S, Session
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
-_COLLECT_S = 5.0  # shortest time between two full garbage collections
-_collected_at = -_COLLECT_S
 
 
 class Rank:
@@ -49,7 +47,7 @@ class Rank:
         self.target = None if target is None else session.target_worker(target)
         # One draft worker and one link for each target group; inline: one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
-        self.chained = chained_forwards(job, self.target, self.draft)
+        self.chained = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
@@ -112,7 +110,7 @@ class Rank:
         """The place where a target's sampled tokens are drawn: device or host."""
         stepper = None if self.target is None else self.target.stepper
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
-        return "device" if on_device else "host"
+        return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def drafter(self, worker: DraftWorker) -> Drafter:
         """Returns this rank's drafter over `worker` (decode.draft)."""
@@ -147,6 +145,10 @@ class Rank:
                 self.ledger, self.digest = drafter.ledger, drafter.batch.digest
                 return None
             assert target is not None, "a target rank without a worker"
+            end = self.receiver or self.sender
+            if self.chained is not None and end is not None:
+                limit = session.workload.longest_answer
+                target = ChainedTarget(target, drafter, self.chained, limit, waiter, end.start)
             if self.receiver is not None:
                 self.ledger = (Ledger if is_kept else NullLedger)(FollowPhase)
                 plan = self.receiver.plan
@@ -154,9 +156,6 @@ class Rank:
                 return None
             assert self.sender is not None, "a lead without a plan channel"
             speculator = self._speculator(drafter)
-            if self.chained is not None:
-                limit = session.workload.longest_answer
-                target = ChainedTarget(target, drafter, self.chained, limit, waiter)
             publish = self.sender.publish if self.sender.num_followers else None
             loop = TargetLoop(target, speculator, publish, batch, waiter)
             if not is_kept:
@@ -216,16 +215,8 @@ class Rank:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Disables garbage collection inside the block: a full one takes some milliseconds.
-
-    Collects before the block, unless a collection ran in the last _COLLECT_S seconds: it takes
-    30 ms.
-    """
-    global _collected_at
-    now = monotonic()
-    if now - _collected_at > _COLLECT_S:
-        gc.collect()
-        _collected_at = now
+    """Collects garbage, 30 ms, and then disables collections inside the block."""
+    gc.collect()
     gc.disable()
     try:
         yield

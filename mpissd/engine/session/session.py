@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, FaultError, MpissdError
+from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.output import make_output
 from mpissd.common.presets import resolve_model, target_of
 from mpissd.common.process import keep_freed
@@ -39,7 +39,7 @@ from mpissd.engine.backend.registry import choose, open_backend, visible_gpus
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
-from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
+from mpissd.engine.comm.topology import Refused, Topology, agreed, open_topology, part_of
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
@@ -109,10 +109,6 @@ class Session:
         if self.job.config.on_draft_loss == "abort" or topology.is_draft:
             return topology.world
         return topology.group if topology.group.bcast(draft_lost) else topology.world
-
-    def agree(self, error: MpissdError | None) -> None:
-        """Raises Refused on every rank if one rank passes an error; collective."""
-        agree(self.topology.world, error)
 
 
 @dataclass

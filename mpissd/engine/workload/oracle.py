@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Ints, Request, Source, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.spec import sampling
@@ -42,7 +42,7 @@ Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
 Proposal = tuple[int, float, sampling.Row | None]
 Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a step's row
 _NOBODY: Index = np.zeros(0, np.int64)
-_NO_LOGPROBS: Mapping[int, list[float]] = {}
+_NO_LOGPROBS: Mapping[int, list[Logprob]] = {}
 # (batch row, i) → float32 [V]: the distribution from which uncertain token i was drawn.
 Proposals = Callable[[int, int], NDArray[np.float32]]
 
@@ -256,7 +256,7 @@ class TargetOracle(Oracle, ABC):
         """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards decide."""
         return None
 
-    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
+    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
 
         Only for sequences that asked for them (Request.logprobs). The default returns none.
@@ -487,7 +487,7 @@ class SampledTarget(TargetOracle):
 
     @abstractmethod
     def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
-        """Returns the target's distribution [V] of row start + i of the finished forward."""
+        """Returns the distribution [V] of row start + i of the finished forward, after node i."""
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
-from mpissd.common.rounds import Ints, Request, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
@@ -91,7 +91,7 @@ class LogitsTarget(SampledTarget):
             return
         self._live, requests = batch.sequences, [one.request for one in batch.sequences]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        asked = self._teaches or any(one.logprobs or one.grammar for one in requests)
+        asked = self._teaches or any(one.reads_logits for one in requests)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -115,14 +115,13 @@ class LogitsTarget(SampledTarget):
 
     def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
         """Returns the served tokens that are the likeliest of their rows, and the next one; None if
-        the sequence is sampled."""
-        if sequence.request.temperature > 0 and self._draws_any:
+        the sequence is sampled, or its logits are adjusted or masked."""
+        request = sequence.request
+        is_changed = request.adjustment is not None or bool(request.grammar)
+        if is_changed or (request.temperature > 0 and self._draws_any):
             return None
         served, best = sequence.served, self._best
         count = len(served)
-        if sequence.request.grammar:
-            for n in range(count + 1):
-                best[start + n] = int(np.argmax(self._masked(sequence, start, n)))
         node = self.tree.walk(served, best, range(start, start + count + 1), count)
         return node, best[start + node]
 
@@ -131,26 +130,28 @@ class LogitsTarget(SampledTarget):
         if draws is None or self.gather_logits is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
         asked = [case.sequence.request for case in cases]
-        is_drawn = [one.top_p >= 1 and not one.grammar for one in asked]
+        is_drawn = [one.top_p >= 1 and one.adjustment is None and not one.grammar for one in asked]
         drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
-        both = zip(cases, is_drawn, strict=True)
-        return [next(verdicts) if on_device else self._judge_one(case) for case, on_device in both]
+        pairs = zip(cases, is_drawn, strict=True)
+        return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
-    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[float]]:
+    def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
-        logprobs, start = dict[int, list[float]](), 0
+        logprobs, start = dict[int, list[Logprob]](), 0
         for row, one in enumerate(batch.sequences):
-            if one.request.logprobs:
+            if (count := one.request.logprobs) is not None:
                 path = self.tree.paths[accepted[row]]
                 tokens = [*(one.served[node] for node in path), int(bonus[row])]
                 logprobs[row] = []
                 for node, token in zip([-1, *path], tokens, strict=True):
                     logits = self.logits_of(start + 1 + node).astype(np.float64)
-                    most = logits.max()
-                    total = np.log(np.exp(logits - most).sum())
-                    logprobs[row].append(float(logits[token] - most - total))
+                    logits -= logits.max()
+                    logits -= np.log(np.exp(logits).sum())
+                    likeliest = sampling.largest(logits, count).tolist()
+                    top = [(other, float(logits[other])) for other in likeliest]
+                    logprobs[row].append(Logprob(float(logits[token]), top))
             start += len(one.served) + 1
         return logprobs
 
@@ -186,9 +187,21 @@ class LogitsTarget(SampledTarget):
         return grammar.masked(logits, [*sequence.answer, *path])
 
     def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
-        request, logits = sequence.request, self._masked(sequence, start, i)
-        weights = sampling.weigh(logits, request.temperature)
+        logits, request = self._masked(sequence, start, i), sequence.request
+        adjustment, temperature = request.adjustment, request.temperature
+        if adjustment is None:
+            weights = sampling.weigh(logits, temperature)
+        else:
+            adjusted = adjustment.apply(logits, self._answer(sequence, i))
+            weights = sampling.weigh(adjusted, temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
+
+    def _answer(self, sequence: Live, node: int) -> list[int]:
+        """Returns the tokens of an adjusted sequence's answer, up to a node of its draft."""
+        adjustment, served = sequence.request.adjustment, sequence.served
+        assert adjustment is not None, "the answer of a sequence that is not adjusted"
+        ahead = [served[column] for column in self.tree.paths[node]]
+        return sequence.tokens[adjustment.start :] + ahead
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:

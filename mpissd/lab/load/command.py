@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ANSWERED, REFUSED = 200, 429
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
 _SERVER = (
-    "draft mode backend device_name tp num_drafts replicas world_size lookahead max_running "
+    "draft mode backend device_name draws tp num_drafts replicas world_size lookahead max_running "
     "acceptance hit_law"
 ).split()
 _FAILED = 599  # status of a connection or an answer that broke off

@@ -10,13 +10,10 @@ from typing import Any
 from tqdm import tqdm
 
 from mpissd.common.config import RunConfig
-from mpissd.common.real_pairs import DEFAULT, least_uniform
-from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.topology import Topology
 from mpissd.engine.session.session import Session
-from mpissd.engine.spec.fanout import MAX_BRANCHES
 from mpissd.lab.measure.row import answers_file
 
 
@@ -61,16 +58,8 @@ def print_card(session: Session) -> None:
         )
         read_s = (cost.weight_bytes + cost.kv_bytes) / rate
         lines.append(("floor", f"{read_s * 1e3:.3f} ms to read a target rank's bytes"))
-    law = "none: every round emits one token a sequence"
-    if job.draft is not None:
-        law = session.workload.law
-    if job.draft is not None and job.fan_out and job.hit_law.p_hit and job.layout is None:
-        # The branches that the default hit model would need for the imposed hit rate.
-        hazards, rows = job.acceptance[Source.CACHE].hazards, len(job.fan_out)
-        least = least_uniform(job.hit_law.p_hit, hazards, DEFAULT, MAX_BRANCHES // rows)
-        needed = "no number of branches" if least is None else f"{least * rows} branches"
-        law += f" (imposed on {sum(job.fan_out)} branches; the default law needs {needed})"
-    lines.append(("law", law))
+    no_law = "none: every round emits one token a sequence"
+    lines.append(("law", no_law if job.draft is None else session.workload.law))
     each = " in each group" if topology.groups > 1 else ""
     lines.append(("seed", f"{config.seed}, batch {config.batch_size}{each}"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
@@ -180,6 +169,4 @@ def print_summary(row: Row, out: str = "") -> None:
         lines.append(("hits", f"{row.hit_rate:.3f} of the lookups"))
     if (row.num_prompts or 0) > 1 and out:
         lines.append(("answers", f"{answers_file(out, row.run_id)}: of {row.num_prompts} prompts"))
-    if row.stable is False:
-        lines.append(("", "unstable: interleaved blocks of rounds differ in their median"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from mpissd.common.output import append_row, whole_file
 from mpissd.common.records import (
     is_first_round,
-    is_stable,
     median,
     outcome_digest,
     percentiles_us,
@@ -41,7 +40,6 @@ from mpissd.lab.predict.costs import job_to_dict
 from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
 from mpissd.lab.predict.simulation import follow
 
-_STABLE = {"gpu": 0.01, "cpu": 0.10, "emulated": 0.10}
 _FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
 
 
@@ -125,7 +123,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         proposal_bytes_per_round=round(lead.proposals[0], 1),
         proposal_wait_us=round(lead.proposals[1], 3),
         rank_digests=measured.rank_digests,
-        stable=is_stable(lead.records.round_s, _STABLE[backend.info.kind]),
         config_digest=config.digest,
         provenance={
             **provenance(session.infos, topology.hosts),

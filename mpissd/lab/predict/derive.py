@@ -167,15 +167,16 @@ def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
     """Returns the entry of the job's mode whose T, then b, then K are nearest, or None.
 
-    A transformer's own entries hold only at the same T, because a GPU chains the rounds of one rank
-    without the host. Without one, a transformer uses the entries of products, and products use a
-    transformer's.
+    A transformer's own entries hold only at the same T, and without a draft rank at any: a GPU
+    chains such rounds without the host. Without one, a transformer uses the entries of products,
+    and products use a transformer's.
     """
     config = job.config
     alike = _entries(profile, config.mode, config.drafts)
     whole = [entry for entry in alike if entry.forward == "transformer"]
     products = [entry for entry in alike if entry.forward == "gemm"]
-    own = [entry for entry in whole if entry.tp == job.tp] if config.is_transformer else products
+    own = [entry for entry in whole if entry.tp == job.tp or not config.drafts]
+    own = own if config.is_transformer else products
 
     def distance(entry: HostEntry) -> tuple[int, float, int]:
         ratio = abs(math.log2(entry.batch_size / config.batch_size))

@@ -30,7 +30,7 @@ from mpissd.common.output import json_line
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.topology import Refused, agreed
+from mpissd.engine.comm.topology import Refused, agree, agreed
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
@@ -98,7 +98,7 @@ class Prober:
             others = len(self._faults) - 1
             more = f" (and {others} more)" if others > 0 else ""
             wrong = GateError(f"probe: {self._faults[0]}{more}") if self._faults else None
-            self._session.agree(wrong)
+            agree(self._session.topology.world, wrong)
             seconds[stage.__name__] = perf_counter() - begun
         place = self._topology.place(self._session.backend.info)
         every = self._topology.world.gather((self._tables, self._notes, place))

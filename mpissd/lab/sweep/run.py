@@ -28,7 +28,7 @@ from mpissd.engine.workload.text import check_prompts
 from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
-from mpissd.lab.tables.best import compare_methods, render, to_dict
+from mpissd.lab.tables.best import compare_methods, render
 
 
 def execute_sweep(config: SweepConfig) -> int:
@@ -174,8 +174,7 @@ class Sweep:
         """
         known = self._rows("runs.jsonl")
         rows = [known[name] for task in tasks if (name := self._digest(task)) in known]
-        comparisons = compare_methods(rows)
-        if comparisons:
+        if comparisons := compare_methods(rows):
             print(f"\n{render(comparisons)}\n")
         done, failed = codes.count(0), len(codes) - codes.count(0)
         rate = 60 * done / seconds if done and seconds > 0 else None
@@ -191,6 +190,5 @@ class Sweep:
             "rows": len(rows),
             "seconds": round(seconds, 3),
             "per_minute": None if rate is None else round(rate, 1),
-            "best": [to_dict(comparison) for comparison in comparisons],
         }
         print(json_line(summary), flush=True)

@@ -302,35 +302,3 @@ def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison |
 
 def _number(rate: float) -> str:
     return f"{rate:>9.1f}" if rate < 1e5 else f"{rate:>9.0f}"
-
-
-def to_dict(comparison: Comparisons) -> dict[str, Any]:
-    """Returns a comparison as JSON: the setting, and the uses and best K of each method."""
-    methods, base = [], comparison.baseline
-    for name, uses in comparison.methods.items():
-        best = best_use(uses)
-        gain, per_gpu = _gains(best, base)
-        real = [g.speedup if g is not None and g.is_real else None for g in (gain, per_gpu)]
-        if base is not None and best is base:
-            real = [1.0, 1.0]
-        methods.append(
-            {
-                "method": name,
-                "best_lookahead": best.lookahead,
-                "tok_per_s": best.tok_per_s,
-                "tok_per_s_per_gpu": best.per_gpu,
-                "spread": best.spread,
-                "speedup": real[0],
-                "speedup_per_gpu": real[1],
-                "over_ar": None if gain is None else gain.to_dict(),
-                "over_ar_per_gpu": None if per_gpu is None else per_gpu.to_dict(),
-                "by_lookahead": {
-                    str(use.lookahead): {
-                        "tok_per_s": use.tok_per_s,
-                        "repeats": [float(row.tok_per_s) for row in use.rows],
-                    }
-                    for use in uses
-                },
-            }
-        )
-    return {"setting": comparison.setting, "methods": methods}

@@ -136,18 +136,6 @@ class Claim:
             line += "; its hits are imposed and cost no branches"
         return line
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the claim as JSON; over_other is null if there is no verdict."""
-        return {
-            "ssd": self.ssd.method,
-            "gpus": self.gpus,
-            "tok_per_s": self.ssd.tok_per_s,
-            "strongest_measured": None if self.other is None else str(self.other.family),
-            "not_known": [str(one.family) for one in self.unknown],
-            "over_other": self.gain.to_dict() if self.gain and self.is_verdict else None,
-            "copies_tok_per_s": self.copies and self.copies[0] * self.copies[1].tok_per_s,
-        }
-
 
 def _is_imposed(row: Row) -> bool:
     """Returns whether a row's hit rate was imposed, so that no branches had to be grown for it."""

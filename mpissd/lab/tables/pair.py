@@ -13,9 +13,8 @@ from mpissd.common.row import Row
 
 _HOW = {
     How.SEEDS: "by pairs: {} seeds",
-    How.BLOCKS: "by pairs: blocks of the tokens that both emitted, one seed",
-    How.ROUNDS: "as independent runs, by their rounds",
-    How.ROWS: "rounds not kept: intervals from the rows' draws and percentiles, which don't see "
+    How.BLOCKS: "by blocks of the tokens that both emitted",
+    How.ROWS: "by their rows: intervals from the rows' draws and percentiles, which don't see "
     "what neighbouring rounds have in common",
 }
 # Keys that decide which tokens are decoded, and how much work a token is.
@@ -101,22 +100,8 @@ class Pair:
             lines.append(f"({FEW_VISITS})")
         elif gain.is_real and not gain.is_headline:
             lines.append(f"({FEW_SEEDS})")
-        for name, row in sides.items():
-            if row.stable is False:
-                lines.append(f"({name} is not stable: blocks of its rounds differ in their median)")
         wrap = textwrap.TextWrapper(100, initial_indent="   ", subsequent_indent="      ")
         return "\n".join(wrap.fill(line) for line in lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as JSON; a speedup is null if its interval holds 1."""
-        return {
-            "a": self.a.run_id,
-            "b": self.b.run_id,
-            **self.comparison.to_dict(),
-            "per_gpu": self.per_gpu.to_dict(),
-            "from_rounds": self.comparison.how in (How.BLOCKS, How.ROUNDS),
-            "differ": self.differ,
-        }
 
 
 def siblings(row: Row, others: Sequence[Row]) -> list[Row]:

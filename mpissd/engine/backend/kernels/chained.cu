@@ -44,8 +44,8 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
                                    int* moves, const int* forced, int* told, const int* ids,
                                    const int* draft_best, int draft_k, int* draft_tokens,
                                    int* draft_seats, int draft_most, const int* target_best,
-                                   const float* target_tops, int target_k, int* target_tokens,
-                                   int* target_seats, int target_most) {
+                                   const float* target_tops, const int* firsts, int ranks,
+                                   int* target_tokens, int* target_seats, int target_most) {
   may_start_next();
   wait_for_last();
   const Side draft = {draft_tokens, draft_seats, draft_most};
@@ -60,7 +60,7 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
     const int slot = at[0], position = at[1], last = at[2];
     if (stage == 0) {
       const int before = at[3];
-      if (own == 0 && depth) {
+      if (own == 0 && draft_k) {
         draft.put(tree, 2 * s, 0, before, before < 0 ? -1 : slot, position - 1);
         draft.put(tree, 2 * s + 1, 0, last, slot, position);
       }
@@ -69,18 +69,26 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
       const int row = s * reads + tree.of(LINE, own), next = tree.of(ROW, own);
       const int token = token_of(force[own - 1], ids, draft_best[row * draft_k + tree.of(RANK, own)]);
       if (next >= 0) draft.put(tree, s * puts + next, own, token, slot, position);
-      tell[1 + own] = token;
       target.tokens[s * rows + own] = token;
     } else {
-      const int* best = target_best + s * rows * target_k;
-      int node = 0, bonus = token_of(force[nodes], nullptr, best[0]), before = last;
       bool finite = true;
-      for (int j = 0; j < rows; ++j) finite &= isfinite(target_tops[(s * rows + j) * target_k]) != 0;
+      const auto best = [&](int row) {  // of all ranks; of equal logits the lowest rank's
+        const int all = sequences * rows;
+        int found = row;
+        for (int at = row; at < ranks * all; at += all) {
+          finite &= isfinite(target_tops[at]) != 0;
+          if (target_tops[at] > target_tops[found]) found = at;
+        }
+        return firsts[found / all] + target_best[found];
+      };
+      int node = 0, bonus = token_of(force[nodes], nullptr, best(s * rows)), before = last;
       for (int child = 1; child <= nodes; ++child) {  // a node's children are behind it
-        if (tree.of(PARENT, child) != node || tell[1 + child] != bonus) continue;
+        const int token = target.tokens[s * rows + child], next = best(s * rows + child);
+        tell[1 + child] = token;
+        if (tree.of(PARENT, child) != node || token != bonus) continue;
         node = child;
         before = bonus;
-        bonus = token_of(force[nodes + tree.of(LEVEL, node)], nullptr, best[node * target_k]);
+        bonus = token_of(force[nodes + tree.of(LEVEL, node)], nullptr, next);
       }
       const int level = tree.of(LEVEL, node), lane = tree.of(LANE, node), fork = tree.of(FORK, node);
       tell[0] = finite || slot < 0 ? node : -2;

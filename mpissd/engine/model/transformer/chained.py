@@ -5,6 +5,9 @@ two of them a tiny operation (*stage*) writes the next forward's tokens and plac
 last one it applies the acceptance rule; so all of a round is launched at once, and the next round
 before this one is over. Nothing waits for the host.
 
+With T ranks, only the lead drafts. Before the target's forward the other ranks' devices get the
+drafted tokens; the stages before and after it run on every rank, over the candidates of all.
+
 A draft is a tree of K levels, in a chain of one node each. Stage 0 places the draft's first
 forward, of two rows a sequence, and the target's. Its first row computes the token before the last
 committed one once more: the draft may lack its keys and values, elsewhere they are equal, since a
@@ -15,7 +18,7 @@ lane into the trunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +95,8 @@ class Ends:
     """Both ends of one model's forwards.
 
     tokens: host int32 [max_rows], which the next one computes; seats: their places; best: the
-    likeliest tokens of each row of the last one, on the device.
+    likeliest tokens of each row of the last one, on the device: rank after rank, each counted from
+    its first.
     """
 
     tokens: HostArray
@@ -102,15 +106,19 @@ class Ends:
     @classmethod
     def of(cls, stack: TransformerStack, k: int = 1) -> Ends:
         """Returns the ends of a stack's forwards, the last of which gave k tokens a row."""
-        return cls(stack.buffers.tokens, stack.pages.seats, stack.candidates.by_k[k])
+        best = stack.candidates.by_k[k]
+        if stack.group.size > 1:
+            best = replace(best, ids=best.all_ids, values=best.all_values)
+        return cls(stack.buffers.tokens, stack.pages.seats, best)
 
 
 @dataclass(frozen=True)
 class Stage:
     """One stage of a round: what an Ops needs to compute it.
 
-    number: 0 … K + 1. turn: the round modulo 3. table: the sheet's, on the device. ids: the tokens
-    of the draft's outputs on the device (None: output n is token n).
+    number: 0 … K + 1. turn: the round modulo 3. table: the sheet's, on the device. firsts: each
+    rank's first token of the target's vocabulary, on the device. ids: the tokens of the draft's
+    outputs on the device (None: output n is token n).
     """
 
     number: int
@@ -119,6 +127,7 @@ class Stage:
     draft: Ends | None
     target: Ends
     table: Any
+    firsts: Any
     ids: Any = None
 
     @property
@@ -137,6 +146,16 @@ class Stage:
         lane = NOBODY if lane < 0 else slot * self.sheet.tree.num_lanes + lane + spans
         ends.tokens[row] = token
         ends.seats.rows[:, row] = slot, position + level, lane, position + fork
+
+    def _best(self, rows: slice) -> tuple[Ints, bool]:
+        """Returns the target's likeliest tokens, and whether the logits are finite."""
+        best, ranks = self.target.best, len(self.firsts)
+        every = ranks * self.sheet.sequences * len(self.sheet.tree.levels)
+        both = best.ids, best.values
+        ids, values = (part[:every, 0].reshape(ranks, -1)[:, rows] for part in both)
+        own = values.argmax(axis=0)[None]  # of equal logits the lowest rank's
+        tokens = np.take_along_axis(ids + self.firsts[:, None], own, axis=0)[0]
+        return tokens, bool(np.isfinite(values).all())
 
     def run(self) -> None:
         """Computes the stage on host arrays, as chained.cu does on a device."""
@@ -161,14 +180,15 @@ class Stage:
                     if token < 0:
                         token = int(draft.best.ids[row * reads + line, rank])
                         token = token if self.ids is None else int(self.ids[token])
-                    decided[1 + node] = target.tokens[rows.start + node] = token
+                    target.tokens[rows.start + node] = token
                     if own >= 0:
                         self._put(draft, row * puts + own, node, token, slot, position)
             if number > tree.depth:
                 given = forced[row, count - 1 :][tree.depths]
-                best = np.where(given >= 0, given, target.best.ids[rows, 0])
+                tokens, is_finite = self._best(rows)
+                best = np.where(given >= 0, given, tokens)
+                decided[2:] = target.tokens[rows][1:]
                 node = tree.walk(decided[2:].tolist(), best.tolist(), range(count), count)
-                is_finite = bool(np.isfinite(target.best.values[rows, 0]).all())
                 decided[:2] = node if is_finite or slot < 0 else NOT_FINITE, best[node]
                 before = int(decided[1 + node]) if node else last
                 level, lane, fork = sheet.table[[LEVEL, LANE, FORK], node].tolist()
@@ -189,8 +209,10 @@ class ChainedForwards:
     is_on = False  # whether the present round is chained; set by its speculator
 
     def __init__(self, draft: Stepper | None, target: Stepper, sequences: int, tree: Tree) -> None:
-        """Compiles the programs for `sequences` sequences; both steppers share a backend."""
-        assert (draft is None) == (tree.depth == 0), f"K={tree.depth}"
+        """Compiles the programs for `sequences` sequences; both steppers share a backend.
+
+        draft: also None on a rank that does not draft. Collective over the target ranks."""
+        assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
         self._draft, self._target = stacks
@@ -200,8 +222,10 @@ class ChainedForwards:
         self._table = ops.ids(self.sheet.table)
         ids = None if self._draft is None else self._draft.weights.head_ids
         self._ids = None if ids is None else ops.ids(ids)
+        self._firsts = ops.ids(self._target.firsts)
+        self._begin = tree.depth if draft is None else 0  # the first program of a round
         self._programs: list[list[Program]] = [
-            [self._program(number, turn) for number in range(tree.depth + 1)]
+            [self._program(number, turn) for number in range(self._begin, tree.depth + 1)]
             for turn in range(RING)
         ]
         self._flying: list[int] = []  # rounds that are launched and not yet read
@@ -214,21 +238,24 @@ class ChainedForwards:
         wide = not is_last and any(len(tree.children[node]) > 1 for node in tree.inner[number])
         k = stepper.options.top_k if wide else 1
         draft = None if self._draft is None else Ends.of(self._draft, 1 if is_last else k)
-        parts = turn, sheet, draft, Ends.of(self._target), self._table, self._ids
+        parts = turn, sheet, draft, Ends.of(self._target), self._table, self._firsts, self._ids
         first, last = (Stage(n, *parts) for n in (0, number + 1))
         each = len(tree.levels) if is_last else len(tree.inner[number]) if number else 2
         rows, ops = sheet.sequences * each, self._target.weights.ops
-        forward = stack.body(rows, k)
+        forward, is_spread = stack.body(rows, k), self.nodes > 0 and stack.group.size > 1
 
         def body() -> None:
-            if number == 0:
+            if number == self._begin:
                 ops.chained(first)
+            if is_spread:
+                ops.spread(stack.group, stack.buffers.tokens, rows)
             stack.steer()
             forward()
             ops.chained(last)
             if is_last and tree.num_lanes:
                 for more, one in enumerate((self._draft, self._target)):
-                    one.weights.ops.adopt(one.cache, sheet.moves, more)
+                    if one is not None:
+                        one.weights.ops.adopt(one.cache, sheet.moves, more)
 
         return stepper.backend.program(body, stepper.cost(rows, k))
 

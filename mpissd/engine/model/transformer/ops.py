@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend, HostArray
@@ -157,6 +159,12 @@ class Ops(Protocol):
 
     def chained(self, stage: Any) -> None:
         """Computes a chained.Stage between two forwards that the device chains."""
+
+    def spread(self, group: Group, ints: HostArray, count: int) -> None:
+        """Sets the first `count` ints of every rank to rank 0's."""
+        every = np.empty((group.size, count), np.int32)
+        group.all_gather(ints[:count], every)
+        ints[:count] = every[0]
 
     def adopt(self, cache: Array, moves: Ints, more: int) -> None:
         """Copies accepted paths from their lanes into the trunk; moves: like chained.Sheet.moves,

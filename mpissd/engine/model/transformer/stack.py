@@ -237,7 +237,8 @@ class TransformerStack(Stack):
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
         self._placed, self._reads = 0, True
         ranks = [replace(shard, rank=rank) for rank in range(group.size)]
-        self._first = np.array([rank.vocab_range.start for rank in ranks], np.int32)
+        # [T], the first token of each rank's logits
+        self.firsts = np.array([rank.vocab_range.start for rank in ranks], np.int32)
 
     def place(self, places: Places | None) -> None:
         """Sets the cache positions of the next forward's rows, and takes the pages they need."""
@@ -333,7 +334,7 @@ class TransformerStack(Stack):
 
     def _read(self, rows: int, k: int | None) -> tuple[Ints, Floats]:
         ids, values = self.candidates.read(rows, k or self.options.top_k)
-        ids = ids + self._first[:, None, None]
+        ids = ids + self.firsts[:, None, None]
         if self.weights.head_ids is not None:
             ids = self.weights.head_ids[ids]
         return ids, values

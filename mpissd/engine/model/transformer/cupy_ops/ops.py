@@ -108,7 +108,7 @@ class CupyOps(Ops):
         self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
         self._head = config.shape.head_dim
         self.macros = (("HEAD", self._head), ("PAGE", self.page), ("QUERY_TILES", QUERY_TILES))
-        self._gathered: dict[int, Any] = {}
+        self._gathered, self._spread = dict[int, Any](), dict[int, Any]()  # by rows
 
     def matrix(self, parts: Sequence[Part]) -> PackedWeight:
         """Packs parts side by side."""
@@ -400,10 +400,19 @@ class CupyOps(Ops):
             )
             for ends in (draft, target)
         )
-        best = stage.ids, draft.best.ids, np.int32(draft.best.ids.shape[1])
-        tops = target.best.ids, target.best.values, np.int32(1)
+        candidates = 0 if stage.draft is None else draft.best.ids.shape[1]
+        best = stage.ids, draft.best.ids, np.int32(candidates)
+        tops = target.best.ids, target.best.values, stage.firsts, np.int32(len(stage.firsts))
         args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
         self.launcher.launch("chained", kernels.CHAINED, (1,), (_CHAINED_THREADS,), args)
+
+    def spread(self, group: Group, ints: Any, count: int) -> None:
+        if count not in self._spread:
+            self._spread[count] = self.launcher.empty((1 + group.size, count), np.int32)
+        own, every = self._spread[count][0], self._spread[count][1:]
+        self.backend.copy_in(ints[:count], own)
+        group.all_gather(own, every)
+        self.backend.read_out(every[0], ints)
 
     def adopt(self, cache: Cache, moves: Ints, more: int) -> None:
         """Copies by attention.cu, which reads page-locked host memory."""

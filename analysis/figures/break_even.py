@@ -1,11 +1,10 @@
-"""The gain from an extra GPU and from a slower or faster draft device, by closed formulas."""
+"""The gain from an extra GPU, by closed formulas."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
@@ -17,14 +16,10 @@ from analysis.select import (
     best_rows,
     cases,
     claim_of,
-    gain,
     over_strongest,
     plain,
-    points,
-    richest,
-    where,
 )
-from analysis.style import BLACK, GREY, METHODS, Poster, caption, look, need, note, parity
+from analysis.style import BLACK, GREY, Poster, caption, look, need
 from mpissd.common.compare import Comparison
 from mpissd.lab.tables.claims import Claim
 
@@ -33,8 +28,6 @@ _ALPHAS = np.linspace(0.3, 0.98, 35)
 _HITS = np.linspace(0.0, 1.0, 41)
 _TICKS = (0.4, 0.6, 0.8, 1, 1.25, 1.5, 2)
 _COLOURS: dict[str, Any] = {"cmap": "PuOr_r", "norm": TwoSlopeNorm(1.0, 0.4, 2.0)}
-_FACTORS = np.geomspace(0.25, 8, 61)
-_LAW = ["hit_law", "policy"]
 
 
 def break_even(data: Data) -> Poster:
@@ -111,80 +104,3 @@ def _measured(case: Case) -> list[tuple[Claim, float, float, bool]]:
             hits, imposed = float(best["hit_rate"].median()), bool(best["p_hit"].notna().all())
             measured.append((claim, float(alpha), hits, imposed))
     return measured
-
-
-def heterogeneity(data: Data) -> Poster:
-    """x = draft step time over this machine's; y = gain of SD and SSD over AR."""
-    wanted = plain(data.rows) & (data.rows["batch_size"] == 1)
-    every = cases(data, wanted, ["other_draft", "method", "hit_law"], ["other_draft"])
-    every = [_named(case) for case in every]
-    shown = [(c, t) for c in every if (t := Times.of(c.only(other_draft=""))) is not None][:2]
-    need(shown, "AR, SD and SSD of one pair at batch 1, with t_target_s, t_draft_s, t_growth_s")
-    poster = Poster(6.4)
-    grid = poster.panels(1, len(shown), sharey=True)[0]
-    used = []
-    for ax, (case, times) in zip(grid, shown, strict=True):
-        used += [case.ar, _steps(poster, ax, case, times)]
-    grid[0].set_ylabel("tok/s over AR's on T GPUs, ×")
-    grid[0].set_ylim(0)
-    used = [rows.assign(other_draft=rows["other_draft"].replace("", None)) for rows in used]
-    text = caption(
-        used,
-        "Dashed: MODELLED, the draft's times × x, every method at its best measured K. "
-        "Open: measured on another draft device",
-    )
-    return poster.finish("How slow may the draft's device be?", text)
-
-
-def _named(case: Case) -> Case:
-    """Returns the case with "" as other_draft of drafts on a device like the targets'."""
-    rows = case.rows.assign(other_draft=case.rows["other_draft"].fillna(""))
-    return Case(**{**vars(case), "rows": rows})
-
-
-def _steps(poster: Poster, ax: Axes, case: Case, times: Times) -> pd.DataFrame:
-    """Draws a case; returns the measured rows."""
-    rows = case.rows[case.rows["alpha"].notna()]
-    sweep = where(rows, other_draft="", method="SSD")
-    sweep = richest(richest(sweep, ["alpha"], [*_LAW, "lookahead"]), _LAW, ["lookahead"])
-    alpha, hits = float(sweep["alpha"].iloc[0]), float(sweep["hit_rate"].median())
-    ax.set_title(f"{case.label}+1, α={alpha:g}, hit rate {hits:.2f}")
-    for name, values in (
-        ("SSD", [times.drafting(x).best_ssd(alpha, hits) for x in _FACTORS]),
-        ("SD", [times.drafting(x).best_sd(alpha) for x in _FACTORS]),
-        ("SD inline, T+1 GPUs", [times.best_sd_wide(alpha)] * 2),
-        ("lookup at .3, T+1 GPUs", [times.lookup_wide] * 2),
-        ("AR, T+1 GPUs", [times.ar / times.ar_wide] * 2),
-    ):
-        color, x = METHODS[name.split(",")[0].removesuffix(" at .3")][0], np.array(_FACTORS)
-        x = x if len(values) > 2 else x[[0, -1]]
-        poster.line(ax, name, x, values, color=color, linestyle="--")
-    parity(ax, 1.0, "AR")
-    is_swept = (rows[_LAW] == sweep[_LAW].iloc[0]).all(axis=1)
-    used = rows[(rows["alpha"] == alpha) & ((rows["method"] == "SD") | is_swept)]
-    for method in ("SSD", "SD"):
-        here = where(used, method=method).dropna(subset=["step_s"])
-        for _, group in here.groupby("other_draft"):
-            _point(poster, ax, case, times, best_rows(group, ["lookahead"]), method)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.set_xlabel("draft step, × this machine's own")
-    return used
-
-
-def _point(
-    poster: Poster, ax: Axes, case: Case, times: Times, best: pd.DataFrame, method: str
-) -> None:
-    """Draws the best measured K of a method on one draft device."""
-    over = gain(best, where(case.own_ar, batch_size=1))
-    if over is None:
-        return
-    device, step = str(best["other_draft"].iloc[0]), points(best, ["lookahead"])["step_s"].iloc[0]
-    x = float(step) / times.step if device else 1.0
-    if device and method == "SSD":
-        name = device.removeprefix("NVIDIA ").removesuffix(" (emulated)")
-        note(ax, name, x, over.high, dx=0, dy=6, ha="center", fontsize=9)
-    style = {**look(method), "markerfacecolor": "white" if device else METHODS[method][0]}
-    ends = {"low": [over.low], "high": [over.high], "also": {"headline": [over.is_headline]}}
-    label = f"{method}, measured"
-    poster.line(ax, label, [x], [over.speedup], linestyle="none", markersize=10, **ends, **style)

@@ -1,0 +1,82 @@
+"""Do T ranks chain rounds to the outcomes of rounds that the host issues? Greedy and imposed ones.
+
+    mpirun -np 2 python -m mpi4py tests/gpu/mpi_chained_check.py cupy       one rank a GPU
+    mpirun -np 2 python -m mpi4py tests/gpu/mpi_chained_check.py numpy      no GPU at all
+
+The last line is "passed". With a second argument the last rank's LM head is infinite.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mpi4py import MPI
+
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.model.transformer.chained import ChainedForwards
+from tests.gpu.test_chained import PROMPTS, counting, decode
+from tests.tiny_pair import config, tiny_pair
+
+IS_LEAD = MPI.COMM_WORLD.rank == 0
+REPLAYS = Path(__file__).parents[2] / "results" / "recordings" / "smollm2-chat.npz"
+SD = {"mode": "sd", "num_drafts": 0}
+TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
+REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 30}
+LAWS = {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 9, "batch_size": 2}
+IMPOSED = [{**REPLAY, "batch_size": 4}, {**REPLAY, "mode": "ar"}, LAWS]
+
+
+def check(counts: Counter[str], name: str, **flags: Any) -> dict[int, list[int]]:
+    """Compares a run with the host's; returns its tokens."""
+    by_host = decode(chains=False, **flags)
+    counts.clear()
+    found = decode(**flags)
+    if IS_LEAD:
+        assert found.sequences().tolist() == by_host.sequences().tolist(), name
+        assert found.tokens() == by_host.tokens(), name
+        assert 0.3 * counts["rounds"] < counts["ahead"] < counts["rounds"], (name, counts)
+        print(f"pass  {name}: {counts['ahead']} of {counts['rounds']} rounds ahead", flush=True)
+    return found.tokens()
+
+
+def main(backend: str, folder: Path) -> None:
+    """Checks texts, then imposed outcomes."""
+    if IS_LEAD:
+        tiny_pair(folder, noise=0.1, heads=10, kv_heads=5, head_dim=32)  # unequal shares
+        shape = config(1, vocab=49152, heads=6, kv_heads=3, hidden=64, head_dim=32)
+        (folder / "shape.json").write_text(json.dumps(shape))
+    MPI.COMM_WORLD.Barrier()
+    counts, pair = Counter[str](), {name: folder / name for name in ("target", "draft")}
+    ChainedForwards.launch = counting(counts)  # type: ignore[method-assign]
+    every = {"backend": backend, "deadline_s": 40}
+    text = {**every, "workload": "text", "prompt_ids": PROMPTS, "num_tokens": 40}
+    alone = check(counts, "AR", mode="ar", **text, target=pair["target"], batch_size=2)
+    for flags in TEXTS:
+        tokens = check(counts, str(flags), **{**text, **SD, **pair, **flags})
+        for n, expected in alone.items():
+            assert tokens[n][:40] == expected[:40], f"{flags}: not AR's"
+    models = dict.fromkeys(pair, folder / "shape.json")
+    told = {**every, **models, **SD, "forward": "transformer", "context": 20, "rounds": 24}
+    for flags in IMPOSED:
+        check(counts, str(flags), **{**told, **flags})
+    if IS_LEAD:
+        print("passed")
+
+
+def spoil(self: ChainedForwards, _: object) -> None:
+    """Makes the LM head infinite, in bfloat16, before the first chained round."""
+    self._target.weights.head.pieces[0][2].fill(0x7F807F80)
+
+
+if __name__ == "__main__":
+    NumpyBackend.chains = True
+    if len(sys.argv) > 2 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        ChainedForwards.begin = spoil  # type: ignore[method-assign]
+    with TemporaryDirectory() as own:
+        main(sys.argv[1], Path(MPI.COMM_WORLD.bcast(own)))
+        MPI.COMM_WORLD.Barrier()
