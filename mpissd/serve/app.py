@@ -238,12 +238,10 @@ class Endpoints:
         finally:
             self._encoding -= 1
         ready, subject = self._lead.check(), "messages" if request.is_chat else "prompt"
-        if max(request.prompt) >= ready.vocab:
-            message = f"prompt: token {max(request.prompt)}: allowed: 0..{ready.vocab - 1}"
-            raise Problem(400, message, subject)
-        if (biased := max((token for token, _ in request.logit_bias), default=0)) >= ready.vocab:
-            message = f"logit_bias: token {biased}: allowed: 0..{ready.vocab - 1}"
-            raise Problem(400, message, "logit_bias")
+        for name, ids in ((subject, request.prompt), ("logit_bias", dict(request.logit_bias))):
+            if (largest := max(ids, default=0)) >= ready.vocab:
+                message = f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}"
+                raise Problem(400, message, name)
         room = ready.context - len(request.prompt)
         if room < 1 or (request.max_tokens or 0) > room:
             raise Problem(

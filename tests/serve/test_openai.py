@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving, until
@@ -151,6 +153,50 @@ def test_choices_are_answers_of_their_own(rig: Rig) -> None:
             client(rig).completions.create(model="tiny", prompt="x", n=5)
     until(lambda: not rig.lead.outstanding)
     assert len(rig.script.submitted) == 7
+
+
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
+TOOLS = (
+    "{{ tools | tojson }}{% for message in messages %}|{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments.in }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_tools_are_described_and_called(tmp_path: Path) -> None:
+    words = load_tokenizer(str(tiny.write(tmp_path / "tools", chat_template=TOOLS)))
+    call = '<tool_call>\n{"name": "rain", "arguments": {"in": "Köln"}}\n</tool_call>'
+    script = Script([*words.encode(f"so <\n{call}\n{call}"), STOP], burst=3)
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [TOOL]}
+    with serving(words, script) as rig:
+        create = client(rig).chat.completions.create
+        told = create(**asked).choices[0]
+        assert (told.message.content, told.finish_reason) == ("so <\n", "tool_calls")
+        functions = [each.function for each in told.message.tool_calls]
+        assert [(f.name, json.loads(f.arguments)) for f in functions] == [
+            ("rain", {"in": "Köln"})
+        ] * 2
+        chunks = [chunk.choices[0] for chunk in create(**asked, stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == "so <\n"
+        assert chunks[-1].finish_reason == "tool_calls" and len(chunks[-1].delta.tool_calls) == 2
+        result = {"role": "tool", "tool_call_id": "x", "content": "no"}
+        create(**asked | {"messages": [*QUESTION, told.message, result]})
+        assert create(**asked, tool_choice="none").choices[0].finish_reason == "stop"
+        prompts = [words.decode(one.prompt) for one in script.submitted]
+    described = json.dumps([TOOL])
+    assert prompts[0] == f"{described}|hello?" and prompts[3] == "null|hello?"
+    assert prompts[2] == f"{prompts[0]}|so <\n<tool_call>Köln<tool_call>Köln|no"
+
+
+def test_an_answer_continues_the_final_message(rig: Rig, words: Tokenizer) -> None:
+    asked = {"model": "tiny", "messages": [*QUESTION, {"role": "assistant", "content": "s|>"}]}
+    for how in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        client(rig).chat.completions.create(**asked, extra_body=how)
+    prompts = [words.decode(one.prompt, specials=True) for one in rig.script.submitted]
+    begun = "<|s|>user\nhello?<|e|><|s|>assistant\ns|>"
+    assert prompts == [begun, f"{begun}<|e|>"]
+    with pytest.raises(openai.BadRequestError, match="chat template ignores them"):
+        client(rig).chat.completions.create(**asked, tools=[TOOL])
 
 
 def test_the_models(rig: Rig) -> None:

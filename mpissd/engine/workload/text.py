@@ -174,14 +174,12 @@ class LogitsTarget(SampledTarget):
         return np.concatenate([part[:width] for part, width in parts])
 
     def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
-        logits, request = self.logits_of(start + i), sequence.request
-        check_finite(logits, "target")
-        adjustment, temperature = request.adjustment, request.temperature
-        if adjustment is None:
-            weights = sampling.weigh(logits, temperature)
-        else:
-            adjusted = adjustment.apply(logits, self._answer(sequence, i))
-            weights = sampling.weigh(adjusted, temperature)
+        request, row = sequence.request, self.logits_of(start + i)
+        check_finite(row, "target")
+        logits: Logits | sampling.Floats = row
+        if request.adjustment is not None:
+            logits = request.adjustment.apply(row, self._answer(sequence, i))
+        weights = sampling.weigh(logits, request.temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
 
     def _answer(self, sequence: Live, node: int) -> list[int]:
