@@ -70,8 +70,9 @@ class Request:
     The first fields are the body's; None means that the server's default is missing yet. subject: a
     conversation, a text, or token ids. prompt: its tokens. id: of the lead's messages, chosen by
     `Lead.submit`. messages: of the lead, or the reason why it is gone, for all choices. index: of
-    the choice. is_sent: whether the lead has it. ends_s: the time of its deadline. num_tokens: up
-    to the end of the text, also if the lead decoded further. end: None until then.
+    the choice. is_sent: whether the lead has it. ends_s: the time of its deadline; first_s: of its
+    first token. num_tokens: up to the end of the text, also if the lead decoded further. end: the
+    lead's, None until then.
     """
 
     is_chat: bool
@@ -106,6 +107,7 @@ class Request:
     index: int = 0
     is_sent: bool = False
     ends_s: float = math.inf
+    first_s: float = 0.0
     end: End | None = None
     _new: list[Piece] = field(default_factory=list)  # since the last object
     _held: str = ""  # of a stream, from where a tool call may begin
@@ -223,16 +225,11 @@ class Request:
         ]
         if not content or self.is_chat:
             return {"content": content, "refusal": None} if content else None
-        tops = [
-            {one["token"]: one["logprob"] for one in [*each["top_logprobs"], each]}
-            for each in content
-        ]
-        return {
-            "tokens": [each["token"] for each in content],
-            "token_logprobs": [each["logprob"] for each in content],
-            "top_logprobs": tops if self.logprobs else None,
-            "text_offset": None,
-        }
+        names, values = ([each[key] for each in content] for key in ("token", "logprob"))
+        known = ([*each["top_logprobs"], each] for each in content)
+        tops = [{one["token"]: one["logprob"] for one in each} for each in known]
+        parts = {"tokens": names, "token_logprobs": values, "text_offset": None}
+        return {**parts, "top_logprobs": tops if self.logprobs else None}
 
 
 def whole(choices: Sequence[Request]) -> dict[str, Any]:
@@ -326,10 +323,9 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 def _bias(name: str, value: Any) -> list[tuple[int, float]]:
     """Parses an object of addends by token id."""
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise _refused(name, value, f'{{"TOKEN": NUMBER}} of at most {MOST_BIASES} tokens')
-    if wrong := [token for token in value if not re.fullmatch("[0-9]{1,9}", token)]:
-        raise ConfigError(f"{name}: token {shown(wrong[0])}: allowed: a token's number")
+    is_map = isinstance(value, dict) and len(value) <= MOST_BIASES
+    if not is_map or not all(re.fullmatch("[0-9]{1,9}", token) for token in value):
+        raise _refused(name, value, f'{{"TOKEN ID": NUMBER}} of at most {MOST_BIASES} tokens')
     return [(int(token), _real(-100, 100)(name, addend)) for token, addend in value.items()]
 
 

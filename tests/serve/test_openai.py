@@ -67,15 +67,27 @@ def test_a_stream_adds_up_and_characters_arrive_whole(rig: Rig) -> None:
 
 
 def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None:
+    adjusts: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    adjusts["logit_bias"] = {"7": -100, "8": 2.5}
     for prompt in ("hello", ["hello"], words.encode("hello"), [words.encode("hello")]):
         answer = client(rig).completions.create(
-            model="nick", prompt=prompt, max_tokens=3, temperature=0.5, top_p=0.9, seed=7
+            model="nick",
+            prompt=prompt,
+            max_tokens=3,
+            temperature=0.5,
+            top_p=0.9,
+            seed=7,
+            **adjusts,
         )
         assert answer.choices[0].text == "hello w\ufffd"  # half of ö is no character
         assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
         asked = rig.script.submitted[-1]
         assert list(asked.prompt) == words.encode("hello")
         assert (asked.temperature, asked.top_p, asked.seed, asked.max_tokens) == (0.5, 0.9, 7, 3)
+        assert (asked.presence_penalty, asked.frequency_penalty) == (0.5, -0.5)
+        assert asked.logit_bias == [[7, -100.0], [8, 2.5]]
+    with pytest.raises(openai.BadRequestError, match="logit_bias: token 70000: allowed: 0"):
+        client(rig).completions.create(model="tiny", prompt="x", logit_bias={"70000": 1})
     streamed = client(rig).completions.create(model="tiny", prompt="hello", stream=True)
     assert "".join(c.choices[0].text for c in streamed) == "hello wörld\nand more"
 
@@ -119,16 +131,6 @@ def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> N
     )
     streamed = [c.choices[0].logprobs for c in chunks if c.choices]
     assert sum(len(each.content) for each in streamed if each is not None) == len(ids)
-
-
-def test_bias_and_penalties_reach_the_lead(rig: Rig) -> None:
-    asked = {"model": "tiny", "prompt": "x", "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    client(rig).completions.create(**asked, logit_bias={"7": -100, "8": 2.5})
-    told = rig.script.submitted[-1]
-    assert (told.presence_penalty, told.frequency_penalty) == (0.5, -0.5)
-    assert told.logit_bias == [[7, -100.0], [8, 2.5]]
-    with pytest.raises(openai.BadRequestError, match=r"token 70000: allowed: 0\.\.65535"):
-        client(rig).completions.create(**asked, logit_bias={"70000": 1})
 
 
 def test_choices_are_answers_of_their_own(rig: Rig) -> None:
