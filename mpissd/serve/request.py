@@ -28,7 +28,8 @@ MOST_STOPS, LONGEST_STOP = 16, 1024
 MOST_BIASES, MOST_CHOICES = 1024, 8
 MOST_TOP = 5  # likeliest tokens that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}  # fields of messages, by role
+# Fields of messages besides role and content, by role.
+_MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 CALL = "<tool_call>"  # begins a tool call in the format that most chat templates ask for
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -364,9 +365,9 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
-        if calls := given.get("tool_calls"):
+        if calls := given.pop("tool_calls", None):  # templates take an empty list for calls
             _read_arguments(f"{here}.tool_calls", calls)
-            content = content or ""
+            given["tool_calls"], content = calls, content or ""
         if content or not calls:
             check_text(f"{here}.content", content)
         messages.append({**given, "role": _ROLES[role], "content": content})

@@ -181,7 +181,7 @@ def test_tools_are_described_and_called(tmp_path: Path) -> None:
         chunks = [chunk.choices[0] for chunk in create(**asked, stream=True)]
         assert "".join(chunk.delta.content or "" for chunk in chunks) == "so <\n"
         assert chunks[-1].finish_reason == "tool_calls" and len(chunks[-1].delta.tool_calls) == 2
-        result = {"role": "tool", "tool_call_id": "x", "content": "no"}
+        result = {"role": "tool", "tool_call_id": "x", "name": "rain", "content": "no"}
         create(**asked | {"messages": [*QUESTION, told.message, result]})
         assert create(**asked, tool_choice="none").choices[0].finish_reason == "stop"
         prompts = [words.decode(one.prompt) for one in script.submitted]
