@@ -243,12 +243,10 @@ class Endpoints:
         finally:
             self._encoding -= 1
         ready, subject = self._lead.check(), "messages" if request.is_chat else "prompt"
-        if max(request.prompt) >= ready.vocab:
-            message = f"prompt: token {max(request.prompt)}: allowed: 0..{ready.vocab - 1}"
-            raise Problem(400, message, subject)
-        if (biased := max((token for token, _ in request.logit_bias), default=0)) >= ready.vocab:
-            message = f"logit_bias: token {biased}: allowed: 0..{ready.vocab - 1}"
-            raise Problem(400, message, "logit_bias")
+        for name, ids in ((subject, request.prompt), ("logit_bias", dict(request.logit_bias))):
+            if (largest := max(ids, default=0)) >= ready.vocab:
+                message = f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}"
+                raise Problem(400, message, name)
         room = ready.context - len(request.prompt)
         if room < 1 or (request.max_tokens or 0) > room:
             raise Problem(
@@ -268,7 +266,7 @@ class Endpoints:
     ) -> AsyncIterator[Request]:
         """Yields a choice whose text arrives; raises Problem if the lead refuses, or is gone."""
         every, messages = {choice.id: choice for choice in choices}, choices[0].messages
-        running, fresh, first_s = set(every), dict[int, Request](), dict[int, float]()
+        running, fresh = set(every), dict[int, Request]()
         while running:
             message = await messages.get()
             if isinstance(message, Problem):
@@ -280,11 +278,11 @@ class Endpoints:
             if isinstance(message, End):
                 running.remove(message.id)
                 choice.close(message)
-                self._count(choice, message, arrived_s, first_s.get(message.id, 0.0))
+                self._count(choice, message, arrived_s)
             else:
-                if message.id not in first_s and message.tokens:
-                    first_s[message.id] = time.monotonic()
-                    self._first_s.observe(first_s[message.id] - arrived_s)
+                if message.tokens and not choice.num_tokens:
+                    choice.first_s = time.monotonic()
+                    self._first_s.observe(choice.first_s - arrived_s)
                 choice.add(message)
                 if choice.is_stopped:
                     self._lead.cancel(choice)
@@ -293,8 +291,8 @@ class Endpoints:
                     yield each
                 fresh = {}
 
-    def _count(self, choice: Request, end: End, arrived_s: float, first_s: float) -> None:
-        """Counts a choice that has ended, whose first token came at first_s."""
+    def _count(self, choice: Request, end: End, arrived_s: float) -> None:
+        """Counts a choice that has ended."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
         kinds |= {"drafted": end.drafted, "accepted": end.accepted}
         for kind, count in {**kinds, "completion": choice.num_tokens}.items():
@@ -302,7 +300,7 @@ class Endpoints:
         self._hits.inc(end.hits)
         self._request_s.observe(time.monotonic() - arrived_s)
         if choice.num_tokens > 1:
-            self._token_s.observe((time.monotonic() - first_s) / (choice.num_tokens - 1))
+            self._token_s.observe((time.monotonic() - choice.first_s) / (choice.num_tokens - 1))
 
     async def _models(self, http: Http) -> Response:
         names = ("max_running", "context", "backend", "device_name", "draws")

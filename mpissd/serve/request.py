@@ -28,7 +28,10 @@ Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, w
 MOST_STOPS, LONGEST_STOP = 16, 1024
 MOST_BIASES, MOST_CHOICES = 1024, 8
 MOST_TOP = 5  # likeliest tokens that are returned beside each token
-_ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+# Fields of messages besides role and content, by role.
+_MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+CALL = "<tool_call>"  # begins a tool call in the format that most chat templates ask for
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -71,8 +74,8 @@ class Request:
     make_grammar's kind and value; grammar: made from it. prompt: its tokens. id: of the lead's
     messages, chosen by `Lead.submit`. messages: of the lead, or the reason why it is gone, for all
     choices. index: of the choice. is_sent: whether the lead has it. ends_s: the time of its
-    deadline. num_tokens: up to the end of the text, also if the lead decoded further. end: None
-    until then.
+    deadline; first_s: of its first token. num_tokens: up to the end of the text, also if the lead
+    decoded further. end: the lead's, None until then.
     """
 
     is_chat: bool
@@ -94,6 +97,9 @@ class Request:
     mode: str | None = None
     lookahead: int | None = None
     n: int = 1
+    tools: Sequence[Any] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     form: tuple[str, str, Any] | None = None
 
     grammar: str = ""
@@ -106,8 +112,10 @@ class Request:
     index: int = 0
     is_sent: bool = False
     ends_s: float = math.inf
+    first_s: float = 0.0
     end: End | None = None
     _new: list[Piece] = field(default_factory=list)  # since the last object
+    _held: str = ""  # of a stream, from where a tool call may begin
     _has_role: bool = False  # whether a stream's first object has been made
     _text: AnswerText = field(init=False)
     _head: dict[str, Any] = field(init=False)
@@ -126,7 +134,8 @@ class Request:
                 raise Problem(400, str(error), self.form[0]) from error
         try:
             if self.is_chat:
-                tokens = tokenizer.chat(subject)
+                begins, continues = self.add_generation_prompt, self.continue_final_message
+                tokens = tokenizer.chat(subject, self.tools, begins=begins, continues=continues)
             elif isinstance(subject, str):
                 tokens = tokenizer.encode(subject)
             else:
@@ -194,23 +203,25 @@ class Request:
     def choice(self) -> dict[str, Any]:
         """Returns the text since the last call as a member of `choices`."""
         new, self._new = self._new, []
-        text = "".join(piece.text for piece in new)
+        text, calls = self._held + "".join(piece.text for piece in new), list[dict[str, Any]]()
+        if self.tools and CALL in (self._tokenizer.template or ""):
+            if self.end is not None:
+                text, calls = called(text)
+            else:
+                ends = (len(text) - n for n in range(len(CALL), -1, -1) if text.endswith(CALL[:n]))
+                at = text.find(CALL) if CALL in text else next(ends)
+                text, self._held = text[:at], text[at:]
         content: dict[str, Any] = {"text": text}
-        if self.is_chat and self.stream:
-            role = {} if self._has_role else {"role": "assistant"}
-            content = {"delta": {**role, **({"content": text} if text or role else {})}}
-            self._has_role = True
-        elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
-        finish = None
+        if self.is_chat:
+            said: dict[str, Any] = {} if self._has_role else {"role": "assistant"}
+            said |= {"content": text} if text or said else {}
+            said |= {"content": text or None, "tool_calls": calls} if calls else {}
+            content, self._has_role = {"delta" if self.stream else "message": said}, True
+        logprobs, finish = self._logprobs(new), None
         if self.end is not None:
             finish = "stop" if self.is_stopped else self.end.reason
-        return {
-            "index": self.index,
-            **content,
-            "logprobs": self._logprobs(new),
-            "finish_reason": finish,
-        }
+            finish = "tool_calls" if calls else finish
+        return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
         """Returns the probabilities; `bytes` is None for a token that is a part of a character."""
@@ -227,16 +238,11 @@ class Request:
         ]
         if not content or self.is_chat:
             return {"content": content, "refusal": None} if content else None
-        tops = [
-            {one["token"]: one["logprob"] for one in [*each["top_logprobs"], each]}
-            for each in content
-        ]
-        return {
-            "tokens": [each["token"] for each in content],
-            "token_logprobs": [each["logprob"] for each in content],
-            "top_logprobs": tops if self.logprobs else None,
-            "text_offset": None,
-        }
+        names, values = ([each[key] for each in content] for key in ("token", "logprob"))
+        known = ([*each["top_logprobs"], each] for each in content)
+        tops = [{one["token"]: one["logprob"] for one in each} for each in known]
+        parts = {"tokens": names, "token_logprobs": values, "text_offset": None}
+        return {**parts, "top_logprobs": tops if self.logprobs else None}
 
 
 def whole(choices: Sequence[Request]) -> dict[str, Any]:
@@ -252,6 +258,22 @@ def whole(choices: Sequence[Request]) -> dict[str, Any]:
         "speculation": {name: sum(getattr(end, name) for end in ends) for name in names},
     }
     return {**first._head, "choices": [one.choice() for one in choices], "usage": usage}
+
+
+def called(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Splits an answer into its text and its tool calls, each CALL and an object of name and
+    arguments; if one is something else, all is text."""
+    content, *parts = text.split(CALL)
+    calls = list[dict[str, Any]]()
+    try:
+        for part in parts:
+            call = json.loads(part.partition("</tool_call>")[0])
+            function = {"name": str(call["name"]), "arguments": json.dumps(call["arguments"])}
+            name = {"index": len(calls), "id": f"call_{secrets.token_hex(12)}"}
+            calls.append({**name, "type": "function", "function": function})
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return text, []
+    return content, calls
 
 
 def shown(value: Any) -> str:
@@ -314,10 +336,9 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 def _bias(name: str, value: Any) -> list[tuple[int, float]]:
     """Parses an object of addends by token id."""
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise _refused(name, value, f'{{"TOKEN": NUMBER}} of at most {MOST_BIASES} tokens')
-    if wrong := [token for token in value if not re.fullmatch("[0-9]{1,9}", token)]:
-        raise ConfigError(f"{name}: token {shown(wrong[0])}: allowed: a token's number")
+    is_map = isinstance(value, dict) and len(value) <= MOST_BIASES
+    if not is_map or not all(re.fullmatch("[0-9]{1,9}", token) for token in value):
+        raise _refused(name, value, f'{{"TOKEN ID": NUMBER}} of at most {MOST_BIASES} tokens')
     return [(int(token), _real(-100, 100)(name, addend)) for token, addend in value.items()]
 
 
@@ -341,9 +362,10 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
         if not isinstance(each, dict):
             raise _refused(here, each, '{"role": "…", "content": "…"}')
         given = {key: part for key, part in each.items() if part is not None}
-        if extra := given.keys() - {"role", "content"}:
-            raise unknown(f"{here} field", min(extra), ("role", "content"))
         role, content = given.get("role"), given.get("content")
+        known = ("role", "content", *(_MORE.get(role, ()) if isinstance(role, str) else ()))
+        if extra := given.keys() - {*known}:
+            raise unknown(f"{here} field", min(extra), known)
         if not isinstance(role, str) or role not in _ROLES:
             raise _refused(f"{here}.role", role, ", ".join(_ROLES))
         if isinstance(content, list):
@@ -355,8 +377,28 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
-        messages.append({"role": _ROLES[role], "content": check_text(f"{here}.content", content)})
+        if calls := given.pop("tool_calls", None):  # templates take an empty list for calls
+            _read_arguments(f"{here}.tool_calls", calls)
+            given["tool_calls"], content = calls, content or ""
+        if content or not calls:
+            check_text(f"{here}.content", content)
+        messages.append({**given, "role": _ROLES[role], "content": content})
     return messages
+
+
+def _read_arguments(name: str, calls: Any) -> None:
+    """Replaces the texts of tool calls' arguments by the objects that chat templates take."""
+    try:
+        for call in calls:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    except (TypeError, LookupError, ValueError, RecursionError) as error:
+        allowed = '[{"function": {"name": "…", "arguments": "{…}"}}, …]'
+        raise _refused(name, calls, allowed) from error
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _prompt(name: str, value: Any) -> str | list[int]:
@@ -428,7 +470,14 @@ _CHAT: dict[str, Parser] = {
     "max_completion_tokens": _integer(1),
     "logprobs": _boolean,
     "top_logprobs": _integer(0, MOST_TOP),
-    "tools": _only([]),
+    "tools": _field(
+        lambda value: isinstance(value, list) and all(map(_is_tool, value)),
+        '[{"type": "function", "function": {"name": "…", …}}, …]',
+    ),
+    "tool_choice": _field(lambda value: value in ("auto", "none"), "auto, none"),
+    "parallel_tool_calls": _only(True),
+    "add_generation_prompt": _boolean,
+    "continue_final_message": _boolean,
     "store": _only(False),
 }
 _COMPLETION: dict[str, Parser] = {
@@ -469,8 +518,12 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
         if top and not logprobs:
             raise Problem(400, f"top_logprobs={top}: allowed: with logprobs=true", "top_logprobs")
         logprobs = (top or 0) if logprobs else None
-    names = "model temperature top_p seed stop stream deadline_s mode n".split()
-    names += ["logit_bias", "presence_penalty", "frequency_penalty"]
+    own = Request.__dataclass_fields__.keys() - {subject, "max_tokens", "logprobs"}
+    if values.get("tool_choice") == "none":
+        values["tools"] = ()
+    if values.get("add_generation_prompt") and values.get("continue_final_message"):
+        message = "continue_final_message=true: allowed: add_generation_prompt=false"
+        raise Problem(400, message, "continue_final_message")
     return Request(
         is_chat,
         values[subject],
@@ -479,7 +532,7 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
         form=forms[0] if forms else None,
         **values.get("stream_options", {}),
         **values.get("speculation", {}),
-        **{name: values[name] for name in names if name in values},
+        **{name: value for name, value in values.items() if name in own},
     )
 
 

@@ -181,8 +181,8 @@ class JudgedText(Judging, LogitsTarget):
             sequence.request = replace(sequence.request, top_p=self.wrong_top_p)
         return super()._target_row(sequence, start, i)
 
-    def _answer(self, sequence: Sequence, node: int) -> list[int]:
-        return super()._answer(sequence, 0 if self.forgets_drafts else node)
+    def _answer(self, sequence: Sequence, start: int, node: int) -> list[int]:
+        return super()._answer(sequence, start, 0 if self.forgets_drafts else node)
 
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpissd.engine.workload.grammar import make_grammar
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving, until
@@ -68,15 +69,27 @@ def test_a_stream_adds_up_and_characters_arrive_whole(rig: Rig) -> None:
 
 
 def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None:
+    adjusts: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    adjusts["logit_bias"] = {"7": -100, "8": 2.5}
     for prompt in ("hello", ["hello"], words.encode("hello"), [words.encode("hello")]):
         answer = client(rig).completions.create(
-            model="nick", prompt=prompt, max_tokens=3, temperature=0.5, top_p=0.9, seed=7
+            model="nick",
+            prompt=prompt,
+            max_tokens=3,
+            temperature=0.5,
+            top_p=0.9,
+            seed=7,
+            **adjusts,
         )
         assert answer.choices[0].text == "hello w\ufffd"  # half of ö is no character
         assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
         asked = rig.script.submitted[-1]
         assert list(asked.prompt) == words.encode("hello")
         assert (asked.temperature, asked.top_p, asked.seed, asked.max_tokens) == (0.5, 0.9, 7, 3)
+        assert (asked.presence_penalty, asked.frequency_penalty) == (0.5, -0.5)
+        assert asked.logit_bias == [[7, -100.0], [8, 2.5]]
+    with pytest.raises(openai.BadRequestError, match="logit_bias: token 70000: allowed: 0"):
+        client(rig).completions.create(model="tiny", prompt="x", logit_bias={"70000": 1})
     streamed = client(rig).completions.create(model="tiny", prompt="hello", stream=True)
     assert "".join(c.choices[0].text for c in streamed) == "hello wörld\nand more"
 
@@ -165,16 +178,6 @@ def test_a_form_that_no_answer_meets_is_refused_in_a_line(
     assert "\n" not in error["message"] and not rig.script.submitted
 
 
-def test_bias_and_penalties_reach_the_lead(rig: Rig) -> None:
-    asked = {"model": "tiny", "prompt": "x", "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    client(rig).completions.create(**asked, logit_bias={"7": -100, "8": 2.5})
-    told = rig.script.submitted[-1]
-    assert (told.presence_penalty, told.frequency_penalty) == (0.5, -0.5)
-    assert told.logit_bias == [[7, -100.0], [8, 2.5]]
-    with pytest.raises(openai.BadRequestError, match=r"token 70000: allowed: 0\.\.65535"):
-        client(rig).completions.create(**asked, logit_bias={"70000": 1})
-
-
 def test_choices_are_answers_of_their_own(rig: Rig) -> None:
     """The others are sent when the first one's prompt is stored, and count before."""
     text, said = "hello wörld\nand more", len(rig.script.answer)
@@ -197,6 +200,50 @@ def test_choices_are_answers_of_their_own(rig: Rig) -> None:
             client(rig).completions.create(model="tiny", prompt="x", n=5)
     until(lambda: not rig.lead.outstanding)
     assert len(rig.script.submitted) == 7
+
+
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
+TOOLS = (
+    "{{ tools | tojson }}{% for message in messages %}|{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments.in }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_tools_are_described_and_called(tmp_path: Path) -> None:
+    words = load_tokenizer(str(tiny.write(tmp_path / "tools", chat_template=TOOLS)))
+    call = '<tool_call>\n{"name": "rain", "arguments": {"in": "Köln"}}\n</tool_call>'
+    script = Script([*words.encode(f"so <\n{call}\n{call}"), STOP], burst=3)
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [TOOL]}
+    with serving(words, script) as rig:
+        create = client(rig).chat.completions.create
+        told = create(**asked).choices[0]
+        assert (told.message.content, told.finish_reason) == ("so <\n", "tool_calls")
+        functions = [each.function for each in told.message.tool_calls]
+        assert [(f.name, json.loads(f.arguments)) for f in functions] == [
+            ("rain", {"in": "Köln"})
+        ] * 2
+        chunks = [chunk.choices[0] for chunk in create(**asked, stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == "so <\n"
+        assert chunks[-1].finish_reason == "tool_calls" and len(chunks[-1].delta.tool_calls) == 2
+        result = {"role": "tool", "tool_call_id": "x", "name": "rain", "content": "no"}
+        create(**asked | {"messages": [*QUESTION, told.message, result]})
+        assert create(**asked, tool_choice="none").choices[0].finish_reason == "stop"
+        prompts = [words.decode(one.prompt) for one in script.submitted]
+    described = json.dumps([TOOL])
+    assert prompts[0] == f"{described}|hello?" and prompts[3] == "null|hello?"
+    assert prompts[2] == f"{prompts[0]}|so <\n<tool_call>Köln<tool_call>Köln|no"
+
+
+def test_an_answer_continues_the_final_message(rig: Rig, words: Tokenizer) -> None:
+    asked = {"model": "tiny", "messages": [*QUESTION, {"role": "assistant", "content": "s|>"}]}
+    for how in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        client(rig).chat.completions.create(**asked, extra_body=how)
+    prompts = [words.decode(one.prompt, specials=True) for one in rig.script.submitted]
+    begun = "<|s|>user\nhello?<|e|><|s|>assistant\ns|>"
+    assert prompts == [begun, f"{begun}<|e|>"]
+    with pytest.raises(openai.BadRequestError, match="chat template ignores them"):
+        client(rig).chat.completions.create(**asked, tools=[TOOL])
 
 
 def test_the_models(rig: Rig) -> None:

@@ -15,7 +15,8 @@ from mpissd.serve.request import Problem, Request, parse
 NAMES = (
     "model prompt messages max_tokens max_completion_tokens stream stream_options temperature "
     "top_p seed stop deadline_s user n presence_penalty frequency_penalty logit_bias logprobs "
-    "top_logprobs response_format tools store best_of echo suffix role content type text other"
+    "top_logprobs response_format tools store best_of echo suffix role content type text other "
+    "tool_choice tool_calls function arguments continue_final_message add_generation_prompt"
 ).split()
 SCALARS = st.one_of(
     st.none(),
@@ -49,8 +50,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("logprobs", 6, "in [0, 5]"),
     ("presence_penalty", 2.5, "at most 2"),
     ("frequency_penalty", "1", ">= -2"),
-    ("logit_bias", [], '{"TOKEN": NUMBER}'),
-    ("logit_bias", {"é": 1}, "a token's number"),
+    ("logit_bias", {"é": 1}, '{"TOKEN ID": NUMBER}'),
     ("logit_bias", {"7": -101}, ">= -100"),
     ("stream", "yes", "true, false"),
     ("stream_options", {"include_usages": True}, "did you mean 'include_usage'"),
@@ -75,6 +75,8 @@ CONVERSATIONS: list[tuple[Any, str]] = [
     ([{"role": "user"}], "is no text"),
     ([{"role": "robot", "content": "x"}], "role"),
     ([{**USER, "tool_calls": []}], "unknown messages[0] field"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments"),
+    ([{"role": "assistant", "tool_calls": []}], "is no text"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts"),
     ([{"role": "user", "content": [{"type": "text"}]}], "parts"),
     ([{"role": "user", "content": "a\udfffb"}], "no UTF-8 text"),
@@ -112,7 +114,7 @@ def is_sound(ask: Request) -> bool:
     ranges = [
         ask.max_tokens is None or ask.max_tokens >= 1,
         ask.temperature is None or 0 <= ask.temperature <= 2,
-        0 < ask.top_p <= 1,
+        0 < ask.top_p <= 1 <= ask.n <= 8,
         ask.seed is None or 0 <= ask.seed < 2**63,
         ask.deadline_s is None or 0 < ask.deadline_s <= 86400,
         all(isinstance(stop, str) and stop for stop in ask.stop),

@@ -187,21 +187,19 @@ class LogitsTarget(SampledTarget):
         return grammar.masked(logits, [*sequence.answer, *path])
 
     def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
-        logits, request = self._masked(sequence, start, i), sequence.request
-        adjustment, temperature = request.adjustment, request.temperature
-        if adjustment is None:
-            weights = sampling.weigh(logits, temperature)
-        else:
-            adjusted = adjustment.apply(logits, self._answer(sequence, i))
-            weights = sampling.weigh(adjusted, temperature)
+        request, row = sequence.request, self._masked(sequence, start, i)
+        logits: Logits | sampling.Floats = row
+        if request.adjustment is not None:
+            logits = request.adjustment.apply(
+                row, self._answer(sequence, request.adjustment.start, i)
+            )
+        weights = sampling.weigh(logits, request.temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
 
-    def _answer(self, sequence: Live, node: int) -> list[int]:
-        """Returns the tokens of an adjusted sequence's answer, up to a node of its draft."""
-        adjustment, served = sequence.request.adjustment, sequence.served
-        assert adjustment is not None, "the answer of a sequence that is not adjusted"
-        ahead = [served[column] for column in self.tree.paths[node]]
-        return sequence.tokens[adjustment.start :] + ahead
+    def _answer(self, sequence: Live, start: int, node: int) -> list[int]:
+        """Returns the tokens from position `start` up to a node of the draft."""
+        ahead = [sequence.served[column] for column in self.tree.paths[node]]
+        return sequence.tokens[start:] + ahead
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:

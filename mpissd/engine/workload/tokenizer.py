@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+_CUT = "\ue000cut\ue000"  # the end of a message that an answer continues
 _FILES = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja".split()
 # Errors that values of an unexpected type raise when they are read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
@@ -63,17 +64,33 @@ class Tokenizer:
         """Returns the tokens of a text, preceded by those that the model expects at a beginning."""
         return self._vocabulary.encode(text).ids
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        begins: bool = True,
+        continues: bool = False,
+    ) -> list[int]:
         """Returns the tokens of a conversation, up to the beginning of the model's answer.
 
-        messages: {"role": …, "content": …} each. Raises ConfigError without a chat template, and
-        for messages that the template refuses.
+        messages: {"role": …, "content": …} each. tools: for the template to describe. begins:
+        whether the template begins the answer. continues: the answer continues the last message.
+        Raises ConfigError without a chat template, for tools that it ignores, and for messages that
+        it refuses.
         """
         if self.template is None:
             raise ConfigError(f"{self.name}: has no chat template: allowed: a plain prompt")
+        if tools and not re.search(r"\btools\b", self.template):
+            raise ConfigError(f"tools: {self.name}'s chat template ignores them: allowed: none")
+        if continues:
+            last = {**messages[-1], "content": messages[-1]["content"] + _CUT}
+            messages = [*messages[:-1], last]
+        asked = {"tools": tools or None, "add_generation_prompt": begins and not continues}
         try:
             compiled, specials = _compiled(self.template), self.specials
-            text = compiled.render(messages=messages, add_generation_prompt=True, **specials)
+            text = compiled.render(messages=messages, **asked, **specials)
+            text = text[: text.rindex(_CUT)] if continues else text
             text.encode("utf-8")
         except Exception as error:  # a program of the model's: it may fail in any way
             raise ConfigError(f"chat template: {' '.join(str(error).split())}") from error
