@@ -341,7 +341,8 @@ class Goodput:
         if stale := [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]:
             way = max(stale, key=rates.__getitem__)
             loss_s = seconds[way] * (1 - rates[way] / rates[best])
-            if self._lost_s + loss_s <= EXPLORE * self._elapsed_s:
+            stored_s = 0.0 if best.lookahead else self._return_s.at(count, 0.0)
+            if self._lost_s + loss_s + stored_s <= EXPLORE * self._elapsed_s:
                 self._lost_s += max(0.0, loss_s)
                 self.way = way
         return self.way
