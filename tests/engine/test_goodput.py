@@ -147,6 +147,45 @@ def test_it_never_loses_to_a_fixed_way_of_an_inline_draft(count: int, alpha: flo
     assert np.mean([world.goodput(way, count) for way in ways[100:]]) >= 0.98 * best
 
 
+class Returning(OnGpu):
+    """Such a world whose draft stores what it lacks when it drafts again, and whose times vary."""
+
+    lacking = 0
+
+    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
+        result, round_s = super().round(way, tasks)
+        lacking = 0 if way.lookahead else min(self.lacking + len(tasks), 60 * len(tasks))
+        stored_s = (0.025 + 0.0002 * self.lacking) * (way.lookahead > 0 < self.lacking)
+        self.lacking = lacking
+        more_s = 0.15 * (result.wait_s + self.host_s) * self.rng.standard_normal()
+        return replace(result, stored_s=stored_s), round_s + stored_s + more_s
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.55, 0.7])
+@pytest.mark.parametrize("seed", range(2))
+def test_it_never_loses_to_a_fixed_way_at_a_load_that_changes(alpha: float, seed: int) -> None:
+    """The best fixed K takes at least .98 of its seconds for the same tokens of as many
+    sequences."""
+    rng = np.random.default_rng(seed)
+    counts = 1 + np.abs(np.cumsum(rng.integers(-1, 2, 300)))
+    world, times = Returning(alpha, 0.0, 0.0, seed), ForwardTimes()
+    for rows in range(1, 6 * int(counts.max())):
+        times.add(rows, world.forward_s(rows))
+    goodput, seconds, fixed_s = Goodput(K, (), times), 0.0, np.zeros(K + 1)
+    tasks = [Task(n, (1,), 10**6) for n in range(int(counts.max()))]
+    for n in range(4 * int(counts.max()).bit_length()):  # as a server that warms up
+        for way in (Way(0), Way(K)):
+            goodput.time(way, *world.round(way, tasks[: 1 << n // 4]))
+    for count in np.repeat(counts, 10).tolist():
+        way = goodput.choose(tasks[:count])
+        result, round_s = world.round(way, tasks[:count])
+        goodput.observe(way, result, round_s)
+        seconds += round_s
+        tokens = count * sum(alpha**n for n in range(way.lookahead + 1))
+        fixed_s += [tokens / world.goodput(Way(k), count) for k in range(K + 1)]
+    assert seconds <= fixed_s.min() / 0.98
+
+
 class Crowded(World):
     """A world whose draft slows the target's forwards while it speculates ahead."""
 

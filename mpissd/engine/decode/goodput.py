@@ -49,7 +49,7 @@ _OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for on
 _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
 _LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
 _MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
-_SAMPLE = 1 / 16  # weight of a new duration
+_SAMPLE = 1 / 64  # least weight of a new duration
 _MOST_SAMPLES = 16  # weight of a K that was measured as often, or more
 _STORED = 1 / 64  # weight of a round's new seconds of storing
 _HITS = np.array([5.6, 8.0])  # hits and sequences before any was seen
@@ -212,8 +212,8 @@ class ByLoad:
 
     Rounds now and then compile a kernel or capture a graph, and take ten to a thousand times as
     long. A way that looks slow is not tried again soon, so such a sample must not count. A load is
-    unknown until it has three samples; their least is used until there are five; later a sample far
-    above the median of the last five counts as that median.
+    unknown until it has three samples. Their median is used until there are five; later a sample
+    far above the median of the last five counts as that median.
     """
 
     def __init__(self) -> None:
@@ -229,9 +229,10 @@ class ByLoad:
         self.samples[step] += 1
         if len(recent) == _RECENT:
             usual, mean = sorted(recent)[_RECENT // 2], self._means[step]
-            self._means[step] += _SAMPLE * ((value if value <= _FAR * usual else usual) - mean)
+            weight = max(_SAMPLE, 1 / self.samples[step])
+            self._means[step] += weight * ((value if value <= _FAR * usual else usual) - mean)
         elif len(recent) >= _LEAST:
-            self._means[step] = min(recent)
+            self._means[step] = median(recent)
 
     def at(self, load: int, otherwise: float) -> float:
         """Returns the mean at this load; if unknown, the nearest larger load's in proportion, then
@@ -263,7 +264,8 @@ class Goodput:
         self._elapsed_s = self._lost_s = 0.0
         # By load: mean seconds of a round with drafts in which an inline draft stores tokens.
         self._stored_s: defaultdict[int, float] = defaultdict(float)
-        self.way = self._best = Way(lookahead, widths[0] if widths else 0)
+        self._return_s = ByLoad()  # seconds of storing in a first round with drafts after AR
+        self.way = self._best = self._last = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
     def time(self, way: Way, result: RoundResult, round_s: float) -> None:
@@ -291,6 +293,9 @@ class Goodput:
         self._elapsed_s += round_s
         self.rounds_by[way.mode] += 1
         self.time(way, result, round_s)
+        if way.lookahead and not self._last.lookahead:
+            self._return_s.add(count, result.stored_s)
+        self._last = way
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
         elif way.lookahead:  # tokens left over from many rounds without drafting are stored once
@@ -324,7 +329,10 @@ class Goodput:
                     seconds[way] = max(forward_s + rest[way], 1e-9)
                     rates[way] = tokens / seconds[way]
         best = max(rates, key=rates.__getitem__)
-        if rates[best] < _MARGIN * rates[self._best]:
+        margin = _MARGIN
+        if best.lookahead and not self._best.lookahead:  # a return must pay for what it stores
+            margin += self._return_s.at(count, 0.0) / (_STALE_ROUNDS * seconds[best])
+        if rates[best] < margin * rates[self._best]:
             best = self._best
         self._best = self.way = best
         # Tries another way whose last trial is long ago, if that costs little.
@@ -333,7 +341,8 @@ class Goodput:
         if stale := [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]:
             way = max(stale, key=rates.__getitem__)
             loss_s = seconds[way] * (1 - rates[way] / rates[best])
-            if self._lost_s + loss_s <= EXPLORE * self._elapsed_s:
+            stored_s = 0.0 if best.lookahead else self._return_s.at(count, 0.0)
+            if self._lost_s + loss_s + stored_s <= EXPLORE * self._elapsed_s:
                 self._lost_s += max(0.0, loss_s)
                 self.way = way
         return self.way
