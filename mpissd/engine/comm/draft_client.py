@@ -38,7 +38,6 @@ from mpissd.engine.comm.socket_link import (
 LOG = logging.getLogger("vllm.mpissd")  # shown with vLLM's own lines where there are any
 _START_S, _SILENT_S = 600.0, 30.0  # a draft that is silent for longer is left
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_COMMIT = int(Event.COMMIT)  # which NumPy converts faster
 Row = tuple[Ints, int]  # all tokens of a sequence, and how many of them are new
 
 
@@ -180,7 +179,7 @@ class DraftClient:
             for number in (place, *left):  # rows seldom move
                 if number in left and (k := one.accepted(*rows[number])) is not None:
                     tokens = rows[number][0]
-                    outcome.append((one.id, 0, _COMMIT, k, int(tokens[-1])))
+                    outcome.append((one.id, 0, int(Event.COMMIT), k, int(tokens[-1])))
                     live.append(_Sequence(one.id, tokens))
                     of.append(number)
                     left.remove(number)
