@@ -20,10 +20,10 @@ from mpi4py import MPI
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from tests.gpu.test_chained import PROMPTS, counting, decode
+from tests.text.test_chained import REPLAYS
 from tests.tiny_pair import config, tiny_pair
 
-IS_LEAD = MPI.COMM_WORLD.rank == 0
-REPLAYS = Path(__file__).parents[2] / "results" / "recordings" / "smollm2-chat.npz"
+COMM = MPI.COMM_WORLD
 SD = {"mode": "sd", "num_drafts": 0}
 TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
 REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 30}
@@ -36,7 +36,7 @@ def check(counts: Counter[str], name: str, **flags: Any) -> dict[int, list[int]]
     by_host = decode(chains=False, **flags)
     counts.clear()
     found = decode(**flags)
-    if IS_LEAD:
+    if COMM.rank == 0:
         assert found.sequences().tolist() == by_host.sequences().tolist(), name
         assert found.tokens() == by_host.tokens(), name
         assert 0.3 * counts["rounds"] < counts["ahead"] < counts["rounds"], (name, counts)
@@ -46,11 +46,11 @@ def check(counts: Counter[str], name: str, **flags: Any) -> dict[int, list[int]]
 
 def main(backend: str, folder: Path) -> None:
     """Checks texts, then imposed outcomes."""
-    if IS_LEAD:
+    if COMM.rank == 0:
         tiny_pair(folder, noise=0.1, heads=10, kv_heads=5, head_dim=32)  # unequal shares
         shape = config(1, vocab=49152, heads=6, kv_heads=3, hidden=64, head_dim=32)
         (folder / "shape.json").write_text(json.dumps(shape))
-    MPI.COMM_WORLD.Barrier()
+    COMM.Barrier()
     counts, pair = Counter[str](), {name: folder / name for name in ("target", "draft")}
     ChainedForwards.launch = counting(counts)  # type: ignore[method-assign]
     every = {"backend": backend, "deadline_s": 40}
@@ -64,7 +64,7 @@ def main(backend: str, folder: Path) -> None:
     told = {**every, **models, **SD, "forward": "transformer", "context": 20, "rounds": 24}
     for flags in IMPOSED:
         check(counts, str(flags), **{**told, **flags})
-    if IS_LEAD:
+    if COMM.rank == 0:
         print("passed")
 
 
@@ -75,8 +75,8 @@ def spoil(self: ChainedForwards, _: object) -> None:
 
 if __name__ == "__main__":
     NumpyBackend.chains = True
-    if len(sys.argv) > 2 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+    if len(sys.argv) > 2 and COMM.rank == COMM.size - 1:
         ChainedForwards.begin = spoil  # type: ignore[method-assign]
     with TemporaryDirectory() as own:
-        main(sys.argv[1], Path(MPI.COMM_WORLD.bcast(own)))
-        MPI.COMM_WORLD.Barrier()
+        main(sys.argv[1], Path(COMM.bcast(own)))
+        COMM.Barrier()
