@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import AUTO_TREE, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import (
     LOOKUP,
@@ -228,6 +228,8 @@ def resolve(
     rates or a list do not fit K, memory does not suffice, or the draft device is not allowed.
     """
     check_draft_device(config, backend)
+    if config.tree == AUTO_TREE:
+        raise ConfigError("tree=auto: only run, sweep and plan choose a tree: allowed: 1..256")
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     room = Room(4 if backend == "numpy" else 2, memory_bytes, draft_memory)
     names: list[tuple[str, str | None]] = []
@@ -260,6 +262,8 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
     share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
     and if an emulated device's profile lacks all-reduces over T ranks.
     """
+    if config.tree == AUTO_TREE:
+        config = replace(config, tree=None)
     if config.mode == "ar":
         fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
     else:
