@@ -104,11 +104,15 @@ class Job(Resolved):
     def draft_buckets(self) -> list[int]:
         """Returns the row counts to compile for the draft: glue, growth and backup steps."""
         batch, groups = self.config.batch_size, self.config.groups
-        grown = self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
-        exact = [n for n in (self.verify_rows, grown, self.prefill_rows) if n]
+        exact = [n for n in (self.verify_rows, self.grown_rows, self.prefill_rows) if n]
         if groups > 1:  # one forward may carry the rows of all groups
             exact += [groups * rows for rows in (batch, *exact)]
         return buckets(batch, *exact)
+
+    @property
+    def grown_rows(self) -> int:
+        """The rows of the draft's largest growth step, at least one a sequence."""
+        return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns the weight and KV bytes of a (target rank, draft rank).
@@ -335,6 +339,9 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         if fan_outs.branches and backup_lookahead < lookahead:
             what = f"backup_lookahead={backup_lookahead} with tree={config.tree} and mode=ssd"
             raise ConfigError(f"{what}: keys are by node of the whole tree: allowed: {lookahead}")
+        if fan_outs.branches and hit_law.p_hit is not None:
+            what = f"p_hit={hit_law.p_hit} with tree={config.tree} and mode=ssd"
+            raise ConfigError(f"{what}: keys share the ranks of nodes: allowed: hit_law=power:…")
         lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
         primary, fast = (replace(law, hazards=law.hazards[:lookahead]) for law in (primary, fast))
         totals = [sum(each) for each in fan_outs.lists if each]

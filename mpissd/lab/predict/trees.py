@@ -36,7 +36,9 @@ def with_best_tree(
     if config.mode == "ar":
         return replace(config, tree=None), {}
     if config.mode == "ssd":
-        raise ConfigError("tree=auto with mode=ssd: no rate is predicted there: allowed: mode=sd")
+        raise ConfigError(
+            "tree=auto with mode=ssd: predictions err by more than a tree gains: allowed: mode=sd"
+        )
     if config.workload not in ("gemm", "text", "replay"):
         raise ConfigError(f"tree=auto with workload={config.workload}: allowed: gemm, text, replay")
     if config.workload != "gemm" and config.laws is None:
