@@ -37,7 +37,7 @@ def print_card(session: Session) -> None:
     if config.tree and job.lookahead:
         mode += f", a tree of {job.num_nodes} tokens"
     if "tree" in (known := chosen(session) or {}):
-        mode += " (tree=auto)" if known["tree"] else ", a chain (tree=auto: no tree is 3% faster)"
+        mode += " (tree=auto)" if known["tree"] else ", a chain (tree=auto)"
     if job.fan_out:
         fan_out = ",".join(str(f) for f in job.fan_out)
         mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
