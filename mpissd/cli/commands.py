@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from mpissd.cli.arguments import PLANNED, PlanConfig
-from mpissd.common.config import RunConfig
+from mpissd.common.config import AUTO_TREE, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
 from mpissd.common.row import Row
@@ -20,6 +20,7 @@ from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import survey
+from mpissd.lab.predict.trees import with_best_tree
 from mpissd.lab.tables.load import load_rows, read_lines
 
 
@@ -49,6 +50,9 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     """Prints the predicted row of a run with these flags."""
     profile, drafts = role_profiles(config.device, config.run.draft_device)
     run = _planned(config, profile, given)
+    if run.tree == AUTO_TREE:
+        levels = run.lookahead if "lookahead" in given else None
+        run, _ = with_best_tree(run, profile, config.tp or 1, levels)
     job = resolve(
         run,
         config.tp or 1,

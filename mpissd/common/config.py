@@ -20,11 +20,13 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import (
     DRAFTING,
     GROWING,
+    Auto,
     Checked,
     choice,
     flag,
     flags_of,
     integer,
+    integer_or_auto,
     mapped,
     number,
     parse_into,
@@ -35,6 +37,7 @@ from mpissd.common.flags import (
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
+AUTO_TREE = Auto()  # --tree=auto: a run, a sweep and `plan` choose the tree
 # Flags that only some modes or workloads read.
 drafting, growing = partial(flag, modes=DRAFTING), partial(flag, modes=GROWING)
 imposed, imposed_hits = partial(drafting, workloads="gemm"), partial(growing, workloads="gemm")
@@ -71,7 +74,7 @@ def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
     is_shipped = flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
-    if not (is_text and is_shipped and on_cpu) or "tree" in flags:
+    if not (is_text and is_shipped and on_cpu) or flags.get("tree", "auto") != "auto":
         return dict(flags)
     names = {"ssd": [*_ON_CPUS], "sd": ["lookahead"]}.get(mode, [])
     return {**{name: _ON_CPUS[name] for name in names}, **flags}
@@ -122,8 +125,8 @@ class MethodFlags(Checked):
     lookahead: int = drafting(4, integer(0, 256), "number K of tokens drafted in a round")
     tree: int | None = drafting(
         None,
-        integer(1, 256),
-        "number of tokens drafted in a round, as the best tree of K levels (default: a chain)",
+        integer_or_auto(1, 256),
+        "tokens drafted in a round, as the best tree of K levels, or auto (default: a chain)",
         needs="backup=jit learners=0",
     )
     fan_out: str = growing(

@@ -47,6 +47,19 @@ def integer(minimum: int, maximum: float = math.inf) -> Parse:
     return _bounded(int, minimum, maximum, "a whole number")
 
 
+class Auto(int):
+    """A number that is still to be chosen, 0; its text is `auto`."""
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+def integer_or_auto(minimum: int, maximum: float) -> Parse:
+    """Parses a whole number in [minimum, maximum], or `auto`."""
+    parse = integer(minimum, maximum)
+    return lambda flag, text: Auto() if text == str(Auto()) else parse(flag, text)
+
+
 def number(low: float, high: float = math.inf) -> Parse:
     """Parses a finite number in [low, high]."""
     return _bounded(float, low, high, "a number")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import AUTO_TREE, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import (
     LOOKUP,
@@ -104,11 +104,15 @@ class Job(Resolved):
     def draft_buckets(self) -> list[int]:
         """Returns the row counts to compile for the draft: glue, growth and backup steps."""
         batch, groups = self.config.batch_size, self.config.groups
-        grown = self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
-        exact = [n for n in (self.verify_rows, grown, self.prefill_rows) if n]
+        exact = [n for n in (self.verify_rows, self.grown_rows, self.prefill_rows) if n]
         if groups > 1:  # one forward may carry the rows of all groups
             exact += [groups * rows for rows in (batch, *exact)]
         return buckets(batch, *exact)
+
+    @property
+    def grown_rows(self) -> int:
+        """The rows of the draft's largest growth step, at least one a sequence."""
+        return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns the weight and KV bytes of a (target rank, draft rank).
@@ -228,6 +232,8 @@ def resolve(
     rates or a list do not fit K, memory does not suffice, or the draft device is not allowed.
     """
     check_draft_device(config, backend)
+    if config.tree == AUTO_TREE:
+        raise ConfigError("tree=auto: only run, sweep and plan choose a tree: allowed: 1..256")
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     room = Room(4 if backend == "numpy" else 2, memory_bytes, draft_memory)
     names: list[tuple[str, str | None]] = []
@@ -260,6 +266,8 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
     share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
     and if an emulated device's profile lacks all-reduces over T ranks.
     """
+    if config.tree == AUTO_TREE:
+        config = replace(config, tree=None)
     if config.mode == "ar":
         fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
     else:
@@ -331,6 +339,9 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         if fan_outs.branches and backup_lookahead < lookahead:
             what = f"backup_lookahead={backup_lookahead} with tree={config.tree} and mode=ssd"
             raise ConfigError(f"{what}: keys are by node of the whole tree: allowed: {lookahead}")
+        if fan_outs.branches and hit_law.p_hit is not None:
+            what = f"p_hit={hit_law.p_hit} with tree={config.tree} and mode=ssd"
+            raise ConfigError(f"{what}: keys share the ranks of nodes: allowed: hit_law=power:…")
         lookahead, backup_lookahead = tree.depth, min(backup_lookahead, tree.depth)
         primary, fast = (replace(law, hazards=law.hazards[:lookahead]) for law in (primary, fast))
         totals = [sum(each) for each in fan_outs.lists if each]

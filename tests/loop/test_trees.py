@@ -17,7 +17,9 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.spec.fanout import key_chances
 from mpissd.engine.spec.tree import Tree
 from mpissd.lab.measure.beside import rival
-from mpissd.lab.predict.grid import Outcomes
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.grid import run_of
+from mpissd.lab.predict.simulation import expected
 from tests.tiny_pair import TinyPair, tiny_pair
 
 NULL = {"pair": "toy", "backend": "emulated", "device": "null", "num_drafts": 0}
@@ -93,13 +95,14 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     chances = key_chances(own.tree, own.acceptance[Source.JIT].hazards, own.hit_law, 20)
     wanted = sum(of[count] for of, count in zip(chances, own.fan_out, strict=True))
     assert "recording" in flags or abs(hits - wanted) < 0.08
-    job, position = found[2].job, 1
+    job = found[2].job
     assert {rival(job.config, mode).tree for mode in ("ar", "sd")} == {None}
     assert "recording" in flags or abs(np.cumprod(job.rates(Source.JIT)).sum() - accepted[2]) < 0.25
-    known = Outcomes(job, 0, 2000, 0)  # what `plan` and the row's prediction say about this run
-    for k in [] if "recording" in flags else found[2].records.sequences()[::batch, 3].tolist():
-        assert k == known.accepted(position, 4, hit=False)
-        position += k + 1
+    for one in [] if "recording" in flags else found[2:]:
+        rows = one.records.sequences()  # `plan` and the row's prediction say the same of this run
+        assert np.array_equal(run_of(one.job, int(rows[-1, 0]) + 1)[: len(rows)], rows)
+    costs = DeviceCosts.from_points({1: 0.004, 64: 0.005}, {1: 0.001, 64: 0.002}), HostCosts()
+    assert expected(own, *costs).hit_rate[0] == pytest.approx(wanted, abs=0.01)
 
 
 @pytest.mark.parametrize("flags", [{"tree": 1, "alpha": 0.7}, {"tree": 8, "alpha": 0}], ids=str)
@@ -118,6 +121,7 @@ def test_a_tree_may_have_fewer_levels_than_k(flags: dict[str, Any]) -> None:
             {**LANES, "fan_out": "uniform:60", "tree": 200, "lookahead": 9},
             "fan_out uniform:60 with tree=200: [0-9]+ lanes a sequence: allowed: at most 2048",
         ),
+        ({"mode": "ssd", "num_drafts": 1, "p_hit": 0.9}, "p_hit=0.9 with tree=8 and mode=ssd"),
         ({"backup": "fast"}, "tree=8 with backup=fast: allowed: backup=jit"),
         ({**NARROW, "tree": 99}, "children of a node with recording=.*at most 5"),
         ({"workload": "markov", "vocab": 4, "lookahead": 1}, "8 children .* at most vocab=4"),

@@ -10,7 +10,7 @@ link's time, with naps of both ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -22,13 +22,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.config import DEFAULT_PAIR, RunConfig
+from mpissd.common.config import AUTO_TREE, DEFAULT_PAIR, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import DEFAULT_RATES
 from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.comm.topology import agreed
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
@@ -40,6 +42,7 @@ from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.simulation import expect
+from mpissd.lab.predict.trees import profile_of, with_best_tree
 
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
 _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
@@ -166,6 +169,33 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> floa
     return float(np.median(times))
 
 
+def with_tree(machine: Machine, config: RunConfig, given: Container[str]) -> RunConfig:
+    """Returns a configuration of --tree=auto with the tree for this machine; any other unchanged.
+
+    given: names of the flags that were given, as to K. On CPUs trees are slower than chains. What
+    it was chosen from is kept for `chosen`. Raises ConfigError as `with_best_tree` does.
+    """
+    if config.tree != AUTO_TREE:
+        return config
+    info, levels = machine.infos[0], config.lookahead if "lookahead" in given else None
+    if info.kind == "cpu":
+        config, known = replace(config, tree=None), {"tree": None, "device": "cpu"}
+    else:
+        is_emulated = info.kind == "emulated"
+        profile = load_profile(config.device) if is_emulated else profile_of(info.name)
+        config, known = with_best_tree(config, profile, machine.topology.tp, levels)
+    values = machine.calibrations.setdefault(machine.backend, {})
+    values["tree", config.digest] = known, datetime.now(timezone.utc)
+    return config
+
+
+def chosen(session: Session) -> dict[str, Any] | None:
+    """Returns what --tree=auto, or the shipped pair's K and fan-out, was chosen from, if it was."""
+    known = session.calibrations.get(session.backend, {})
+    value, _ = known.get(("tree", session.job.config.digest), known.get("chosen", (None, None)))
+    return value
+
+
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
     """Returns the configuration with the fastest K and fan-out here, if `given` names neither.
 
@@ -173,6 +203,9 @@ def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunC
     ranks are timed at once, as they share the memory's rate. The seconds are kept as the
     calibration "chosen" of the backend. Collective.
     """
+    if config.tree == AUTO_TREE:
+        with agreed(machine.topology.world):
+            config = with_tree(machine, config, given)
     is_shipped = config.is_text and (config.pair or "").lower() == DEFAULT_PAIR
     is_one = config.batch_size == config.groups == 1 and not (config.tree or config.learners)
     is_drafted = config.mode != "ar" and config.backup == "jit" and machine.backend.name == "numpy"
@@ -359,12 +392,13 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
     if device.draft is None:
         return costs
     batch, lanes = job.config.batch_size, job.config.batch_size * job.fan_outs.branches
+    wide = np.array([len(nodes) for nodes in job.tree.inner[: job.lookahead]])  # rows, by level
     backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
     if len(missed) and backup:
         step_s = (np.median(missed) - assemble) / backup
-        costs["step"] = step_s - _forward_s(device.draft, batch)
+        costs["step"] = step_s - _forward_s(device.draft, batch * wide).mean()
     elif draft.grow_s is not None:
-        costs["step"] = draft.grow_s - _forward_s(device.draft, lanes)
+        costs["step"] = draft.grow_s - _forward_s(device.draft, lanes * wide).mean()
     if (is_grown := draft.seconds(DraftPhase.GLUE) > 0).any():
         glue = device.lists[-1][1] if device.lists else device.draft
         glue_s = np.median(draft.seconds(DraftPhase.GLUE)[is_grown])

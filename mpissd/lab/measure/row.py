@@ -34,6 +34,7 @@ from mpissd.engine.session.session import Session, drafts_of
 from mpissd.engine.workload.base import ROW_FIELDS
 from mpissd.engine.workload.text import TextWorkload
 from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_digest
+from mpissd.lab.measure.calibrate import chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.predict.costs import job_to_dict
@@ -129,7 +130,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
             "calibrated_at": measured.profile.calibrated_at,
             "kernel": lead.kernel,
             "draws": lead.draws if job.workload.samples else None,
-            "chosen": session.calibrations.get(backend, {}).get("chosen", (None,))[0],
+            "chosen": chosen(session),
             "sweep": sweep,
         },
     )

@@ -19,6 +19,8 @@ from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.engine.spec.acceptance import HitLaw
+from mpissd.engine.spec.fanout import key_chances
+from mpissd.engine.spec.tree import positional
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 
 Ints = NDArray[np.int64]
@@ -87,22 +89,24 @@ class Grid:
         if lookahead.any() and device.draft is not None:
             compiled = _rows_of(
                 [
-                    () if job.draft is None else (*rows_of_job, job.group_lanes)
+                    () if job.draft is None else (*rows_of_job, job.grown_rows)
                     for job, rows_of_job in zip(jobs, full, strict=True)
                 ]
             )
             largest = compiled.max(axis=1)[:, None, None]
             counts = np.broadcast_to(np.arange(batch + 1), (len(jobs), 1, batch + 1))
             lanes_s = device.draft_s(padded(counts, compiled), largest)[:, 0] + host.step
-            for n, job in enumerate(jobs):
-                if job.tree.num_lanes:  # the mean of its levels
-                    at, wide = [n] * job.lookahead, np.array([len(of) for of in job.tree.inner])
-                    rows = padded(wide[:, None, None] * counts[at], compiled[at])
-                    lanes_s[n] = device.draft_s(rows, largest[at]).mean(axis=0)[0] + host.step
             after_hit = np.array([sum(job.fan_out) for job in jobs])[:, None, None]
             after_miss = np.array([sum(job.fan_out_miss) for job in jobs])[:, None, None]
             lanes = won * after_hit + missed * after_miss
             step_s = device.draft_s(padded(np.maximum(lanes, 1), compiled), largest) + host.step
+            for n, job in enumerate(jobs):
+                if job.tree.num_lanes:  # the mean of its levels
+                    at, wide = [n] * job.lookahead, np.array([len(of) for of in job.tree.inner])
+                    for table, one in ((lanes_s, counts[n]), (step_s, np.maximum(lanes[n], 1))):
+                        rows = padded(wide[:, None, None] * one, compiled[at])
+                        mean = device.draft_s(rows, largest[at]).mean(axis=0)
+                        table[n] = mean.reshape(table[n].shape) + host.step
             candidates = np.array([job.widest + 1 for job in jobs])[:, None, None]
             glue_rows = padded(live * (k + 1) + 0 * won, compiled)
             glue_s = device.glue_s(glue_rows, candidates, largest) + host.glue
@@ -118,6 +122,8 @@ class Grid:
         def hit_chances(job: Job) -> Floats:
             if not job.fan_out:
                 return np.zeros((2, 2, job.lookahead + 1))
+            if job.layout is not None:
+                return _level_chances(job)
             table = _hit_probabilities(job.hit_law, job.widest)
             return np.stack([table[:, list(fans)] for fans in (job.fan_out_miss, job.fan_out)])
 
@@ -147,6 +153,22 @@ class Grid:
     def grows(self) -> Mask:
         """Which configurations grow branches, [G]."""
         return np.asarray(self.most_steps.any(axis=(1, 2)))
+
+
+def _level_chances(job: Job) -> Floats:
+    """Returns P(the outcome is a key | the path ends at level d) of trees, [source, end, K+1].
+
+    The next round depends on the node no further, so that the mean over a level's nodes is exact.
+    """
+    tree, hazards = job.tree, job.acceptance[Source.CACHE].hazards
+    reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
+    ends = reached - np.append(reached[1:], 0.0)
+    parts = []
+    for fans in (job.fan_out_miss, job.fan_out):
+        keys = key_chances(tree, hazards, job.hit_law, max(fans))
+        kept = np.bincount(tree.depths, [of[n] for of, n in zip(keys, fans, strict=True)])
+        parts.append([np.divide(kept, ends, out=np.zeros_like(kept), where=ends > 0)] * 2)
+    return np.array(parts)
 
 
 def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
@@ -259,6 +281,7 @@ class Outcomes:
 
     def __init__(self, job: Job, sequence: int, num_positions: int, seed: int) -> None:
         lookahead, law = job.lookahead, job.hit_law
+        self._keys: list[tuple[int, int]] = []  # of a tree: its last node, candidates before t*
         # [2, n]: tokens that a round accepts from a position on, if a (backup, cached branch)
         # drafted K.
         counts = np.zeros((2, num_positions), np.int64)
@@ -277,7 +300,12 @@ class Outcomes:
             later = np.lib.stride_tricks.sliding_window_view(ranks[0], lookahead)[:num_positions]
             places, of = np.where(ahead < hazards, 0, later).tolist(), tree.ranks[1:].tolist()
             nodes = [tree.walk(of, [*row, -1], tree.levels, len(of)) for row in places]
-            counts[0] = tree.depths[nodes]
+            depths, n = tree.depths[nodes], np.arange(num_positions)
+            counts[:] = depths
+            taken = np.array([len(children) for children in tree.children])[nodes]
+            place = np.array(places)[n, np.minimum(depths, lookahead - 1)] - taken
+            place = np.where(depths < lookahead, place, ranks[1][n + lookahead] - 1)
+            self._keys = list(zip(nodes, place.tolist(), strict=True))
         self._counts, self._ranks = counts.tolist(), ranks.tolist()
         self._num_positions = num_positions
 
@@ -286,12 +314,15 @@ class Outcomes:
         them."""
         return int(min(self._counts[hit][position % self._num_positions], drafted))
 
-    def hits(self, position: int, k: int, kept: int, end: bool) -> bool:
-        """Returns whether the bonus token after k accepted ones is among `kept` candidates.
+    def hits(self, position: int, k: int, fans: Sequence[int], end: bool) -> bool:
+        """Returns whether the bonus token after k accepted ones is among the candidates kept.
 
-        end: whether all served tokens were accepted.
+        fans: F_k by k, of a tree by node. end: whether all served tokens were accepted.
         """
-        return bool(self._ranks[end][(position + k) % self._num_positions] <= kept)
+        if self._keys:
+            node, place = self._keys[position % self._num_positions]
+            return place < fans[node]
+        return bool(self._ranks[end][(position + k) % self._num_positions] <= fans[k])
 
 
 def run_of(job: Job, num_rounds: int, seed: int | None = None) -> NDArray[np.int64]:
@@ -307,7 +338,7 @@ def run_of(job: Job, num_rounds: int, seed: int | None = None) -> NDArray[np.int
     drawn = np.array([uniforms(seed, Purpose.TOKEN, s, 0, count) for s in range(batch)])
     true = (drawn * job.target.vocab_size).astype(np.int64).tolist()
     backup = Source[job.config.backup.upper()] if job.lookahead else Source.NONE
-    nothing = (0,) * (job.lookahead + 1)
+    nothing = (0,) * (job.num_nodes + 1)
     lists = job.fan_out_miss or nothing, job.fan_out or nothing
     length, hit, rows = [1] * batch, [False] * batch, list[tuple[int, ...]]()
     limit = job.config.num_tokens or math.inf
@@ -317,7 +348,7 @@ def run_of(job: Job, num_rounds: int, seed: int | None = None) -> NDArray[np.int
             k = every[s].accepted(length[s], num_draft, hit[s])
             source = Source.CACHE if hit[s] else backup
             rows.append((number, s, 0, k, true[s][length[s] + k], source, hit[s], num_draft))
-            hit[s] = every[s].hits(length[s], k, lists[hit[s]][k], k == num_draft)
+            hit[s] = every[s].hits(length[s], k, lists[hit[s]], k == num_draft)
             length[s] += k + 1
     return np.array(rows, np.int64)
 

@@ -31,10 +31,10 @@ def is_predictable(job: Job) -> bool:
     """Returns whether the simulation can predict this job.
 
     The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
-    same in every round. The branches of a tree are not simulated.
+    same in every round.
     """
     has_steps = job.draft is None or job.draft.num_tokens == 1
-    return job.workload.is_imposed and has_steps and job.layout is None
+    return job.workload.is_imposed and has_steps
 
 
 def is_followable(job: Job) -> bool:
@@ -43,7 +43,6 @@ def is_followable(job: Job) -> bool:
     Of text and of replays: acceptance and hits are a pair's own.
     """
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
-    has_steps &= job.layout is None
     return job.workload.reports_outcomes and has_steps  # looking up has no forwards
 
 
@@ -66,8 +65,8 @@ def predict_row(
     """
     if not is_predictable(job):
         raise ConfigError(
-            "no prediction for what is sampled (markov), recorded (replay), drafts several "
-            "tokens a forward, or branches from trees (ssd): allowed: gemm, trees with sd"
+            "no prediction for what is sampled (markov), recorded (replay), or drafts several "
+            "tokens a forward: allowed: gemm"
         )
     replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
@@ -155,7 +154,6 @@ def job_of_row(row: Row) -> Job:
     reasons = {
         decided.get(row.workload, "their tokens are sampled (markov)"): row.workload != "gemm",
         "they adapt": row.learned,
-        "their branches are trees": row.tree_nodes and row.fan_out,
         "their draft was lost": row.draft_lost_round is not None,
         "several target groups share their drafts": (row.groups or 1) > 1,
         f"{row.schedule} keeps candidates behind the last served token alone": row.schedule
@@ -170,6 +168,8 @@ def job_of_row(row: Row) -> Job:
     else:
         flags |= {name: row.get(name) for name in _DRAFTED} | {"tree": row.tree_nodes}
     lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
+    if row.tree_nodes:  # by node; their sum is spread over the nodes again
+        lists = [[sum(counts), *[0] * int(row.lookahead)] for counts in lists]
     if lists:
         flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
     if row.forward == "transformer":  # the run's length decides its mean context

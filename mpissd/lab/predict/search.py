@@ -183,7 +183,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
             reason = error
             continue
         try:
-            place = (_placement if run == config else _uneven)(config, profile, tp, gpus)
+            place = (placed if run == config else _uneven)(config, profile, tp, gpus)
         except ConfigError as error:
             unjudged |= dict.fromkeys((*every, Family(LOOKUP, tp, 0)), str(error))
             continue
@@ -207,7 +207,7 @@ def runnable(config: RunConfig, tp: int) -> RunConfig:
     return whole if not _fits(config, here, None) and _fits(whole, here, None) else config
 
 
-def _placement(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+def placed(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
     """Returns the placement on T = tp target ranks. Raises ConfigError for unknown forwards."""
     device, batch = _device_costs(config, profile, tp), config.batch_size
     drafts = tuple(

@@ -25,6 +25,7 @@ from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
 from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.engine.workload.text import check_prompts
+from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import open_bar, rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
@@ -56,7 +57,7 @@ class Sweep:
             try:
                 if point.config is None:
                     raise ConfigError(str(point.error))
-                job = machine.resolve(point.config)
+                job = machine.resolve(with_tree(machine, point.config, dict(point.flags)))
                 if self._is_lead:
                     check_prompts(job)
                 self._jobs[point.digest] = job
