@@ -67,7 +67,9 @@ class PlanConfig(Checked):
     gpus: int = flag(
         2, integer(1), "most GPUs to use; above break-even a draft, or SSD, is their fastest use"
     )
-    trees: bool = flag(False, switch, "weigh trees of up to 16 drafted tokens as well (sd)")
+    trees: bool = flag(
+        False, switch, "weigh trees as well, of up to 16 drafted tokens (sd) or 12 (ssd)"
+    )
     run: RunConfig = contained(
         RunConfig,
         only=_ONE_GROUP,

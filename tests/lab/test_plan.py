@@ -37,6 +37,7 @@ from mpissd.lab.predict.search import (
     FULL,
     Choice,
     Placement,
+    Space,
     candidates,
     job_of,
     runnable,
@@ -112,11 +113,16 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     """The flags of every choice, run through a job of its own, give the same rate."""
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
     profile = load_profile("h100")
-    advice = plan(config, placements(config, profile, 4), 4, trees=True)
+    places = placements(config, profile, 4)
+    advice = plan(config, places, 4, trees=True)
+    every = (c for of in places for c in candidates(config, of, 4, Space((), ()), trees=True))
+    branched = by_speed(weigh((c for c in every if c.mode == "ssd"), config, places, quick=True))[0]
+    assert branched.tree
     assert {c.method for c in advice.judged} == {
         *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1), ("tree", 0), ("tree", 1))
     }
-    for choice in firsts(advice.judged, lambda c: c.method):
+    shown = firsts(advice.judged, lambda c: c.method)
+    for choice in (*shown, *weigh([branched], config, places)):
         laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}
         job = resolve(
             parse_flags({**laws, **choice.flags()}), choice.tp, backend="emulated",

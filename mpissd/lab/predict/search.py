@@ -109,7 +109,7 @@ class Choice:
         if self.mode == LOOKUP:
             flags |= {"mode": "sd", "backup": "fast"}
         if self.tree is not None:
-            flags |= {"mode": "sd", "tree": str(self.tree)}
+            flags |= {"tree": str(self.tree)} | ({"mode": "sd"} if self.mode == TREE else {})
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
         if self.fan_out is not None:
@@ -312,7 +312,8 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
     Raises ConfigError if its fan-out is impossible.
     """
     method = choice.mode, choice.num_drafts, choice.backup
-    job = replace(_job_of(config, *method, choice.lookahead, choice.tree), tp=choice.tp)
+    fans = choice.fan_out if choice.tree is not None else None
+    job = replace(_job_of(config, *method, choice.lookahead, choice.tree, fans), tp=choice.tp)
     if not choice.lookahead or choice.tree is not None:
         return job
     served = choice.backup_lookahead
@@ -332,9 +333,15 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
 
 @lru_cache(maxsize=512)
 def _job_of(
-    config: RunConfig, mode: str, drafts: int, backup: str, lookahead: int, tree: int | None = None
+    config: RunConfig,
+    mode: str,
+    drafts: int,
+    backup: str,
+    lookahead: int,
+    tree: int | None = None,
+    fans: str | None = None,
 ) -> Job:
-    """Returns what all jobs of a method and a K share, at T = 1."""
+    """Returns what all jobs of a method and a K share, at T = 1. fans: the fan-out of trees."""
     if mode == "ar":
         return _resolved(config, "ar", 1, 0, None)
     config = replace(
@@ -345,7 +352,7 @@ def _job_of(
         backup_lookahead=None,
         num_drafts=drafts,
         lookahead=lookahead,
-        fan_out="uniform:1",
+        fan_out=fans or "uniform:1",
         alpha=None,
         acceptance=cut_law(config.acceptance_text, lookahead),
         acceptance_fast=cut_law(config.acceptance_fast_text, lookahead),
@@ -418,7 +425,7 @@ def candidates(
     """Yields the choices of every mode on a placement: AR, SD and lookups at every K, and SSD.
 
     There are no lookups if their acceptance is 0: each round would be one of AR with more rows.
-    trees: whether SD's trees of up to MOST_LOOKAHEAD tokens are choices as well.
+    trees: whether trees are choices as well, SD's of up to MOST_LOOKAHEAD tokens, SSD's of _TREES.
     """
     batch = config.batch_size
     if place.tp > gpus:
@@ -437,11 +444,21 @@ def candidates(
             if looked_up.hazards[0]:
                 yield Choice(LOOKUP, place.tp, 0, batch, k, backup="fast", backup_lookahead=k)
     yield from ssd_choices(config, place, gpus, space)
+    for nodes, k, fans in product(*_TREES) if trees else ():  # branches in the tree's shape
+        if k < nodes and k <= longest_lookahead(config) and _has_ssd(place, gpus):
+            yield Choice("ssd", place.tp, 1, batch, k, f"uniform:{fans}", "jit", k, tree=nodes)
+
+
+_TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)  # nodes, K and F of SSD's trees
+
+
+def _has_ssd(place: Placement, gpus: int) -> bool:
+    return 1 in place.num_drafts and place.tp < gpus and place.host(("ssd", 1)) is not None
 
 
 def ssd_choices(config: RunConfig, place: Placement, gpus: int, space: Space) -> Iterator[Choice]:
     """Yields the choices of SSD on T + 1 GPUs; imposed hits need only one candidate."""
-    if 1 not in place.num_drafts or place.tp + 1 > gpus or place.host(("ssd", 1)) is None:
+    if not _has_ssd(place, gpus):
         return
     texts = space.fan_outs if hit_law_of(config, 1).p_hit is None else ("uniform:1",)
     longest = longest_lookahead(config)
