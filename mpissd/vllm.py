@@ -44,7 +44,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         """Starts the draft while vLLM loads; raises KeyError without MPISSD_DRAFT."""
         parallel, self._reported = vllm_config.parallel_config, perf_counter()
-        self._published = Counter[str]()
+        self._published, self._publishes = Counter[str](), True
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
         if parallel.rank % group == 0:  # of the last pipeline stage, the only one that drafts
@@ -82,9 +82,13 @@ class Proposer:
         }
         for row, tokens in zip(rows, self.client.drafts([*rows.values()]), strict=True):
             answers[row] = tokens
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            for name, more in (self.client.counts - self._published).items():
-                _metric().labels(name).inc(more)
+        if self._publishes and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            try:
+                for name, more in (self.client.counts - self._published).items():
+                    _metric().labels(name).inc(more)
+            except Exception as error:  # noqa: BLE001  (none may reach vLLM)
+                self._publishes = False
+                LOG.warning("mpissd: counts are not published: %s", error)
             self._published = self.client.counts.copy()
         if perf_counter() - self._reported > _REPORT_S:
             self._reported = perf_counter()

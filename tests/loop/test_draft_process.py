@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -130,6 +131,22 @@ def test_counts_are_published(
     engine.call([([1, 2, 4], [2, 4])])
     for name, count in (+engine.client.counts).items():
         assert REGISTRY.get_sample_value("vllm:mpissd_total", {"count": name}) == count
+    engine.client.close()
+
+
+def test_counts_that_cannot_be_published_do_not_stop_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full() -> NoReturn:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("mpissd.vllm._metric", full)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "folder")
+    for row in [1, 2, 4], [1, 2, 4, 7]:
+        engine.call([(row, row[-1:])])
+    assert [line.message for line in caplog.records].count(
+        "mpissd: counts are not published: no space left on device"
+    ) == 1
     engine.client.close()
 
 
