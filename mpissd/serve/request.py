@@ -268,7 +268,8 @@ def called(text: str) -> tuple[str, list[dict[str, Any]]]:
     try:
         for part in parts:
             call = json.loads(part.partition("</tool_call>")[0])
-            function = {"name": str(call["name"]), "arguments": json.dumps(call["arguments"])}
+            arguments = json.dumps(call["arguments"], allow_nan=False)
+            function = {"name": str(call["name"]), "arguments": arguments}
             name = {"index": len(calls), "id": f"call_{secrets.token_hex(12)}"}
             calls.append({**name, "type": "function", "function": function})
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -337,7 +338,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 def _bias(name: str, value: Any) -> list[tuple[int, float]]:
     """Parses an object of addends by token id."""
     is_map = isinstance(value, dict) and len(value) <= MOST_BIASES
-    if not is_map or not all(re.fullmatch("[0-9]{1,9}", token) for token in value):
+    if not is_map or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in value):
         raise _refused(name, value, f'{{"TOKEN ID": NUMBER}} of at most {MOST_BIASES} tokens')
     return [(int(token), _real(-100, 100)(name, addend)) for token, addend in value.items()]
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpissd.engine.workload.tokenizer import Tokenizer
-from mpissd.serve.request import Problem, Request, parse
+from mpissd.serve.request import CALL, Problem, Request, called, parse
 
 NAMES = (
     "model prompt messages max_tokens max_completion_tokens stream stream_options temperature "
@@ -52,6 +52,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("frequency_penalty", "1", ">= -2"),
     ("logit_bias", {"é": 1}, '{"TOKEN ID": NUMBER}'),
     ("logit_bias", {"7": -101}, ">= -100"),
+    ("logit_bias", {"1": 5, "01": -5}, '{"TOKEN ID": NUMBER}'),
     ("stream", "yes", "true, false"),
     ("stream_options", {"include_usages": True}, "did you mean 'include_usage'"),
     ("stop", [""], "none empty"),
@@ -146,3 +147,8 @@ def test_values_of_any_depth_are_refused() -> None:
         with pytest.raises(Problem) as refused:
             parse(body, is_chat=False)
         assert refused.value.status == 400
+
+
+def test_a_call_whose_arguments_are_no_json_is_text() -> None:
+    text = CALL + '{"name": "f", "arguments": {"a": NaN}}</tool_call>'
+    assert called(text) == (text, [])
