@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
+from mpissd.engine.model.transformer.sources import open_checkpoint
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -31,6 +32,17 @@ def values_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return {
         name: np.ascontiguousarray(checkpoint.read(name)) for name, _ in tensors(checkpoint.config)
     }
+
+
+def random_folder(
+    folder: Path, seed: int = 0, shards: int = 1, **changes: Any
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """Writes a folder of random weights, and returns it with its values; changes: of CONFIG."""
+    config = {**CONFIG, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    values = values_of(open_checkpoint(str(folder / "config.json"), seed))
+    return write_folder(folder, config, values, shards), values
 
 
 def write_folder(

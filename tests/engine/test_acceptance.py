@@ -45,12 +45,6 @@ def test_rates_are_hazards_and_marginals_their_products() -> None:
     assert marginal.mean_accepted == pytest.approx(0.9 + 0.45)
 
 
-def test_without_drafts_every_law_accepts_nothing() -> None:
-    for text in ("0.8", "rates:.9,.8", "marginal:.9,.8"):
-        law = resolve_acceptance(text, 0)
-        assert law.hazards == () and law.probabilities() == (1.0,)
-
-
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=12).filter(any), st.integers(0, 14))
 def test_a_histogram_s_law_is_the_truncated_histogram(counts: list[int], lookahead: int) -> None:
     law = AcceptanceLaw(hazards_of_counts(counts, lookahead), "")
@@ -141,27 +135,3 @@ def test_hit_law_errors(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         named_hit_law(text)
     assert message in str(error.value)
-
-
-def test_a_law_of_two_ends() -> None:
-    law = named_hit_law("power:A=.8/.4,r=1")
-    assert law.label == "power:A=0.8/0.4,r=1.0/1.0"
-    assert law.powers(3, 2) == ((0.8, 0.8, 0.4, 0.4), (1.0,) * 4, (0.0,) * 4)
-    assert (law.hit_probability(2), law.hit_probability(2, end=True)) == (0.6, 0.8)
-    assert law.hit_probabilities(2).tolist() == [
-        [0, pytest.approx(0.2), 0.6], [0, 0.6, 0.8]
-    ]  # fmt: skip
-    half = np.array([0.5])
-    assert law.ranks(half) == 2 and law.ranks(half, end=True) == 1
-    single = named_hit_law("power:A=.8,r=1")
-    assert single == HitLaw("power:A=0.8,r=1.0", None, (Power(0.8, 1.0),)) and single.ends == (
-        False,
-    )
-
-
-def test_imposed_hits_need_a_candidate_for_every_outcome() -> None:
-    with pytest.raises(ConfigError, match=r"p_hit=0\.5"):
-        named_hit_law("p_hit:0.5").check_fan_out((3, 0, 2))
-    named_hit_law("p_hit:0.5").check_fan_out((3, 1, 2))
-    named_hit_law("p_hit:0.0").check_fan_out((3, 0, 2))
-    named_hit_law("smollm2").check_fan_out((3, 0, 2))

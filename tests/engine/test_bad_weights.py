@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpissd.common import token_lists
+from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.presets import resolve_model
+from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, open_checkpoint
-from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
+from tests.weight_files import CONFIG, random_folder, write_folder, write_gguf
 
 ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -37,18 +38,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def values(home: Path) -> dict[str, np.ndarray]:
-    (home / "alone.json").write_text(json.dumps(CONFIG), "utf-8")
-    return values_of(open_checkpoint(str(home / "alone.json")))
-
-
-@pytest.fixture(scope="module")
-def good(home: Path, values: dict[str, np.ndarray]) -> Path:
-    return write_folder(home / "good", CONFIG, values, shards=2)
+    return random_folder(home / "one")[1]
 
 
 @pytest.fixture(scope="module")
 def one(home: Path, values: dict[str, np.ndarray]) -> Path:
-    return write_folder(home / "one", CONFIG, values)
+    return home / "one"
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +139,8 @@ def test_tensors_fit_the_config(
         refused(write_gguf(home / "unfit.gguf", changed), name.partition(".")[0])
 
 
-def test_a_missing_shard_and_a_broken_index(home: Path, good: Path) -> None:
-    folder = home / "lacking"
-    shutil.copytree(good, folder)
+def test_a_missing_shard_and_a_broken_index(home: Path) -> None:
+    folder, _ = random_folder(home / "lacking", shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refused(folder, "names 'model-00002-of-00002.safetensors', which is not there")
     for index in ("{}", '{"weight_map": {"a": 3}}', "[" * 99_999):
@@ -193,6 +187,10 @@ def test_a_ggml_type_that_the_library_lacks(home: Path, gguf: Path) -> None:
 def write_tokens(path: Path, tokens: list[str], added: dict[str, int], rows: int = 50) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": rows}))
+    return write_tokenizer(path, tokens, added)
+
+
+def write_tokenizer(path: Path, tokens: list[str], added: dict[str, int]) -> Path:
     vocab = {token: number for number, token in enumerate(tokens)}
     told = [{"id": number, "content": token} for token, number in added.items()]
     text = {"model": {"vocab": {**vocab, **added}}, "added_tokens": told}
@@ -219,6 +217,21 @@ def test_equal_tokens_may_differ_in_padding_and_in_special_ones(tmp_path: Path) 
         token_lists.tokens_of(other)
 
 
-def test_names_that_are_nowhere() -> None:
-    with pytest.raises(ConfigError, match=r"unknown model .*, a \.gguf, or OWNER/NAME on the hub"):
-        resolve_model("nobody/nothing")
+def test_pairs_that_cannot_run_are_refused_while_their_job_is_resolved(tmp_path: Path) -> None:
+    def pair_refused(told: str, *names: str, tp: int = 1, memory: int | None = None) -> None:
+        models = dict(
+            zip(("target", "draft"), (str(tmp_path / name) for name in names), strict=True)
+        )
+        config = parse_flags({"mode": "sd", "workload": "text", "prompt_ids": "1,2", **models})
+        with pytest.raises(ConfigError, match=told):
+            resolve(config, tp, backend="numpy", memory_bytes=memory)
+
+    for name, tokens in (("target", "abc"), ("draft", "xyz"), ("short", "abc")):
+        folder, _ = random_folder(tmp_path / name)
+        write_tokenizer(folder, list(tokens), {})
+    pair_refused("unequal vocabularies: token 0 is 'a' in target and 'x' in dra", "target", "draft")
+    pair_refused("tp=3 with .*: allowed: at most its 2 KV heads", "target", "target", tp=3)
+    pair_refused("the device has 1.1 GB: use fewer layers", "target", "target", memory=1 << 30)
+    (tmp_path / "short" / "model.safetensors").write_bytes(b"short")
+    for names in (("target", "short"), ("short", "target")):
+        pair_refused("model.safetensors' is damaged", *names)

@@ -22,24 +22,16 @@ from mpissd.learn.export import quantized, save
 from tests.engine.test_greedy_reference import has_smollm2
 from tests.needs import needs
 from tests.transformer_reference import logits
-from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
+from tests.weight_files import CONFIG, random_folder, write_folder, write_gguf
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENS = [3, 14, 15, 9, 2, 6]
 
 
-def folder(home: Path, name: str, seed: int = 0, **changes: Any) -> tuple[Path, dict[str, Any]]:
-    """A folder of random weights, and its values."""
-    config = {**CONFIG, **changes}
-    (home / "alone.json").write_text(json.dumps(config), "utf-8")
-    values = values_of(open_checkpoint(str(home / "alone.json"), seed))
-    return write_folder(home / name, config, values), values
-
-
 def distilled(home: Path, ids: list[int]) -> tuple[Path, dict[str, Any]]:
     """A draft as `distill` writes it: int8, the target's embedding, a head over `ids`."""
-    whole, values = folder(home, "whole", 7, num_hidden_layers=1)
+    whole, values = random_folder(home / "whole", 7, num_hidden_layers=1)
     del values[EMBEDDING]
     values[HEAD] = values[HEAD][: len(ids)]
     save(home / "draft", config_of(str(whole)), quantized(values, np.array(ids)), {})
@@ -49,7 +41,7 @@ def distilled(home: Path, ids: list[int]) -> tuple[Path, dict[str, Any]]:
 def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
     tmp_path: Path,
 ) -> None:
-    target, values = folder(tmp_path, "target")
+    target, values = random_folder(tmp_path / "target")
     path, own = distilled(tmp_path, ids := [0, 4, 5, 30, 49])
     draft = open_checkpoint(str(path), target=str(target))
     assert draft.config == config_of(str(path), str(target))
@@ -65,8 +57,8 @@ def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
 def test_a_distilled_draft_may_read_its_head_s_rows_off_the_target(
     tmp_path: Path, tied: bool
 ) -> None:
-    target, values = folder(tmp_path, "target", tie_word_embeddings=tied)
-    whole, own = folder(tmp_path, "whole", 7, num_hidden_layers=1)
+    target, values = random_folder(tmp_path / "target", tie_word_embeddings=tied)
+    whole, own = random_folder(tmp_path / "whole", 7, num_hidden_layers=1)
     del own[EMBEDDING], own[HEAD]
     ids = np.array([0, 4, 5, 30, 49])
     save(tmp_path / "draft", config_of(str(whole)), quantized(own, ids), {"head": "target"})
@@ -96,8 +88,8 @@ def test_a_distilled_draft_needs_the_target_it_was_made_for(tmp_path: Path) -> N
 
 def test_a_draft_says_whether_it_was_made_for_the_target_beside_it(tmp_path: Path) -> None:
     """For each of its target's formats; another target of the same shape causes a warning."""
-    target, values = folder(tmp_path, "target")
-    other, _ = folder(tmp_path, "other", 1)
+    target, values = random_folder(tmp_path / "target")
+    other, _ = random_folder(tmp_path / "other", 1)
     same = write_gguf(tmp_path / "same.gguf", values, "Q8_0")
     path, _ = distilled(tmp_path, [1, 2])
     assert made_for(str(path), str(target)) is None and not doubt(str(path), str(target))
@@ -136,14 +128,14 @@ def test_the_shipped_draft_names_its_target() -> None:
 
 @pytest.mark.parametrize("ids", [[3, 3], [-1, 4], [4, 50], []])
 def test_ids_of_a_head_rise_within_the_vocabulary(tmp_path: Path, ids: list[int]) -> None:
-    target, _ = folder(tmp_path, "target")
+    target, _ = random_folder(tmp_path / "target")
     path, _ = distilled(tmp_path, ids)
     with pytest.raises(ConfigError, match="head_ids"):
         config_of(str(path), str(target))
 
 
 def test_scales_of_int8_fit_their_weights(tmp_path: Path) -> None:
-    _, values = folder(tmp_path, "whole")
+    _, values = random_folder(tmp_path / "whole")
     stored, name = quantized(values, np.arange(50)), "model.layers.1.mlp.up_proj.scale"
     config, scale = {**CONFIG, "mpissd": {"quantization": "int8-32"}}, stored.pop(name)
     for changed in ({}, {name: scale.astype("f4")}, {name: scale[:, :1]}):
@@ -158,7 +150,7 @@ def test_a_draft_speaks_its_target_s_tokens(
     tmp_path: Path, kind: str, target_vocab: int, tied: bool
 ) -> None:
     """Padding differs between the vocabularies of one family: the common tokens are mapped."""
-    path, values = folder(tmp_path, "draft", tie_word_embeddings=tied)
+    path, values = random_folder(tmp_path / "draft", tie_word_embeddings=tied)
     if kind == "gguf":
         path = write_gguf(tmp_path / "draft.gguf", values)
     if kind == "random":

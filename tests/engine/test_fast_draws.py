@@ -64,14 +64,3 @@ def test_a_draw_is_that_of_the_sums_one_after_the_other(
         expected = inverted(probs, u)
         assert sampling.draw(probs, u) == expected
         assert sampling.draw(weights.values, u, weights.total) == expected
-
-
-def test_a_proposal_has_the_bits_of_its_normalised_row() -> None:
-    rng = np.random.default_rng(6)
-    for u in rng.random(20):
-        probs = softmax(peaked(rng), 1.0)
-        exact = probs.astype(np.float32).astype(np.float64)
-        exact /= exact.sum()
-        token, q, row = sampling.propose(probs, float(u))
-        assert (token, q) == (inverted(exact, u), exact[inverted(exact, u)])
-        assert row.tobytes() == probs.astype(np.float32).tobytes()

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.theory import power_law_miss
 from mpissd.engine.spec.acceptance import HitLaw, Power
 from mpissd.engine.spec.fit import LEAST_COUNT, most_likely
@@ -77,13 +76,6 @@ def test_a_known_law_is_found(a: float, r: float) -> None:
     assert fit[1] == pytest.approx(r, rel=0.06)
 
 
-def test_without_censoring_a_is_the_share_behind_rank_one() -> None:
-    ranks = np.array([1] * 30 + [2] * 12 + [3] * 5 + [7] * 3)
-    fit = most_likely(ranks, np.full(50, 20))
-    assert fit is not None
-    assert fit[0] == pytest.approx(20 / 50, rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("ranks", "limits"),
     [
@@ -100,10 +92,3 @@ def test_without_censoring_a_is_the_share_behind_rank_one() -> None:
 )
 def test_what_leaves_a_or_r_open_has_no_fit(ranks: list[int], limits: list[int]) -> None:
     assert most_likely(np.array(ranks, np.int32), np.array(limits, np.int32)) is None
-
-
-def test_a_rank_beyond_its_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rank 5: allowed: 0 to its limit, 3"):
-        most_likely(np.array([1, 5]), np.array([4, 3]))
-    with pytest.raises(ConfigError, match="rank -1"):
-        most_likely(np.array([-1]), np.array([4]))

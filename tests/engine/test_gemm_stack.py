@@ -10,14 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.common.presets import ModelShape, resolve_model
-from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import GemmStack, GemmWeights
-from mpissd.engine.model.stepper import Stepper
 from tests.thread_group import ThreadGroup, on_ranks
 
 ROWS, MOST = 5, 8
@@ -91,24 +89,6 @@ def test_a_forward_by_hand(shape: ModelShape) -> None:
     assert stack.buffers.gate_up.shape[1] == (2 if shape.gated else 1) * ffn
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-@pytest.mark.parametrize("k", [1, 4])
-def test_the_best_of_all_shards_are_the_best_of_the_whole(tp: int, k: int) -> None:
-    """Each rank gathers every rank's k best; merged, they equal the unsharded model's k best."""
-    options = ForwardOptions(lm_head=True, top_k=k, values=True)
-    whole = forward(build(GATED, options, SoloGroup()))
-    assert whole.buffers.logits is not None
-    logits = np.sort(whole.buffers.logits[:ROWS], axis=1)
-    assert (np.diff(logits[:, -k - 1 :], axis=1) > 1e-4).all(), "a tie: choose another seed"
-    for stack in sharded(GATED, options, tp) if tp > 1 else [whole]:
-        ids, values = stack.read(ROWS)
-        assert values is not None and ids.shape == values.shape == (1, tp, ROWS, k)
-        found = merged(ids, values)
-        assert np.array_equal(found.ids[0], whole.candidates.by_k[k].ids[:ROWS])
-        want = whole.candidates.by_k[k].values[:ROWS]
-        np.testing.assert_allclose(found.values[0], want, rtol=2e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_values_of_several_shards_go_to_the_lowest_id(seed: int) -> None:
     dice = np.random.default_rng(seed)
@@ -146,39 +126,6 @@ def test_what_is_read_of_a_context_is_what_is_counted(
     assert sum(reads) == stack.shard.cost(rows, 3, 4, options).kv_bytes
     stack.body(1)()
     assert reads[-1] == layer - (rows - 1) * own_tokens * 2 * GATED.kv_width * 2
-
-
-class TestStepper:
-    def make(self, *buckets: int) -> Stepper:
-        return Stepper(
-            NumpyBackend(),
-            SoloGroup(),
-            Shard(GATED),
-            ForwardOptions(),
-            buckets=buckets,
-            num_sequences=1,
-            seed=7,
-        )
-
-    def test_rows_take_the_smallest_program_that_holds_them(self) -> None:
-        stepper = self.make(8, 1, 4, 4)
-        assert stepper.buckets == [1, 4, 8]
-        assert [stepper.bucket(rows) for rows in range(9)] == [1, 1, 4, 4, 4, 8, 8, 8, 8]
-        with pytest.raises(AssertionError, match="9 rows, the largest bucket is 8"):
-            stepper.bucket(9)
-
-    @pytest.mark.parametrize("rows", [1, 3, 5, 8])
-    def test_a_padded_forward_is_the_same_forward(self, rows: int) -> None:
-        stepper, tokens = self.make(1, 4, 8), np.resize(TOKENS, rows)
-        stepper.upload(rows, tokens)
-        stepper.launch()
-        stepper.wait(Waiter(60.0, spin=False))
-        assert stepper.done() and stepper.elapsed_s() > 0
-        whole = forward(build(GATED, ForwardOptions(), SoloGroup()), rows)
-        assert stepper.results().ids.tolist() == whole.read(rows)[0][:, 0].tolist()
-        assert stepper.results().values is None
-        got, want = stepper.stack.buffers.hidden[:rows], whole.buffers.hidden[:rows]
-        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
 SMALL = "gen:layers=3,hidden=24,ffn=36,heads=12,head_dim=4,vocab=96"  # q is 48 wide, as of GATED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
-from mpissd.engine.model.transformer.sources import config_of, fetch_missing, open_checkpoint
-from tests.weight_files import CONFIG, values_of, write_folder
+from mpissd.engine.model.transformer.sources import config_of, fetch_missing
+from tests.weight_files import CONFIG, random_folder
 
 NAME = "owner/tiny-model"
 
@@ -33,9 +32,7 @@ def test_a_name_is_fetched_once(
         """Writes a snapshot as the library does."""
         asked.append(name)
         folder = cache / "models--owner--tiny-model"
-        (tmp_path / "alone.json").write_text(json.dumps(CONFIG), "utf-8")
-        values = values_of(open_checkpoint(str(tmp_path / "alone.json")))
-        write_folder(folder / "snapshots" / "abc", CONFIG, values)
+        random_folder(folder / "snapshots" / "abc")
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text("abc")
 

@@ -36,13 +36,6 @@ def test_the_default_pair_is_the_largest_that_fits() -> None:
         job(3, mode="ar")
 
 
-def test_ar_has_no_draft_and_drafts_nothing() -> None:
-    ar = job(2, mode="ar", pair="toy", lookahead=7)
-    assert (ar.draft, ar.lookahead, ar.fan_out, ar.verify_rows) == (None, 0, (), 1)
-    assert (ar.world_size, ar.inline) == (2, False)
-    assert ar.rank_bytes(4)[1] == 0
-
-
 def test_imposed_hits_leave_every_outcome_a_candidate() -> None:
     flags: dict[str, Any] = {"lookahead": 7, "fan_out": "geometric:12"}
     assert 0 in job(**flags, hit_law="power:A=1,r=1").fan_out
@@ -104,9 +97,3 @@ def test_buckets_hold_every_row_count(batch: int, verify: int, growth: int) -> N
     assert {batch, verify, growth} <= set(found)
     assert found[-1] == max(batch, verify, growth)
     assert all(b <= 2 * a for a, b in pairwise(found))  # never twice the rows
-
-
-def test_text_resolves_where_the_device_is_not_known_yet() -> None:
-    text = {"workload": "text", "pair": "toy", "prompt_ids": "1,2", "mode": "ar"}
-    known = [job(backend=backend, **text).prefill_rows for backend in ("auto", "numpy", "cupy")]
-    assert known == [128, 32, 128]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpissd.engine.spec.sampling import probabilities
-from mpissd.engine.workload.markov import SHARPNESS, MarkovModel
+from mpissd.engine.workload.markov import MarkovModel
 
 MODEL = MarkovModel(40, 2, 7, 0.3)
 
@@ -39,15 +39,3 @@ def test_divergence_takes_the_draft_away_from_the_target() -> None:
     alpha = [overlap(target, replace(target, divergence=d)) for d in (0.0, 0.1, 0.3, 0.6, 1.0)]
     assert alpha[0] == pytest.approx(1, abs=1e-12)
     assert alpha == sorted(alpha, reverse=True) and len(set(alpha)) == 5
-
-
-@pytest.mark.parametrize("temperature", [0.7])
-def test_probabilities_fall_by_a_power_of_the_rank(temperature: float) -> None:
-    """Over ranks 10 … 1000 of 20000, of 30 rows: the spacings of exponentials make it exact."""
-    model, ranks = MarkovModel(20000, 1, 0), np.array([10, 100, 1000])
-    logs = [
-        np.log(np.sort(probabilities(model.logits((n,)), temperature))[::-1][ranks - 1])
-        for n in range(30)
-    ]
-    slope = np.diff(np.mean(logs, axis=0)) / np.log(10)
-    assert slope == pytest.approx([-SHARPNESS / temperature] * 2, rel=0.05)

@@ -22,7 +22,6 @@ from mpissd.engine.model.transformer.cupy_ops import ops as cupy_ops
 from mpissd.engine.model.transformer.cupy_ops.megakernel import (
     MegakernelOps,
     chosen,
-    geometry_of,
 )
 from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
@@ -88,14 +87,6 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     halves = halves.reshape(len(expected) // head, head // 16, -1, 2, 8, 4, 2, 2, 2)
     rows = halves.transpose(0, 7, 1, 4, 2, 5, 3, 6, 8)
     assert np.array_equal(rows.reshape(expected.shape), expected)
-
-
-@pytest.mark.parametrize("head, rows", [(32, 1), (64, 9), (128, 32)])
-def test_a_geometry_fills_a_multiprocessor(head: int, rows: int) -> None:
-    found = geometry_of(rows, head, 256, ROOM)
-    assert found.slots >= 8 and found.shared_bytes <= ROOM
-    assert dict(found.macros)["ROW_TILES"] == -(-rows // 8)
-    assert found.slots == 12 or found.shared_bytes > ROOM - (17 << 10)
 
 
 @pytest.mark.slow

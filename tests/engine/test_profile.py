@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
-from mpissd.engine.backend.base import Cost, ForwardKey
+from mpissd.engine.backend.base import Cost
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import Curve, Profile, known_profiles, load_profile
-from mpissd.engine.job import resolve
+from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.lab.predict.costs import DeviceCosts
-from tests.datasheet import DATASHEET
 
 SHARD, OPTIONS = Shard(resolve_model("8b"), 2), ForwardOptions(fuse=True)
 SECONDS = {"1": 1e-3, "8": 1.1e-3, "64": 1.5e-3}
@@ -112,23 +108,6 @@ def test_a_forward_is_its_roofline_products_all_reduces_and_launch(box: Any) -> 
     assert box(changes).floor_s(cost) == 1000 / 4  # the bytes do, those of the KV cache too
 
 
-def test_a_curve_is_exact_at_its_points_straight_between_and_goes_on_behind() -> None:
-    curve = Curve((2, 4, 8), (1.0, 2.0, 3.0))
-    found = [curve(n) for n in (1, 2, 3, 4, 6, 8, 10)]
-    assert found == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
-    assert [Curve((4,), (2.0,))(n) for n in (1, 4, 99)] == [2.0, 2.0, 2.0]
-    assert Curve((2, 4), (2.0, 1.0))(8) == 1.0  # noise doesn't become a negative time
-
-
-def test_all_tables_are_read(box: Any) -> None:
-    profile = box()
-    key = ForwardKey("llama-3.1-8b", 2, True, False, 0)
-    (known,) = profile.forwards[key]
-    assert (known.kernel, known.most_rows) == ("", None)  # an old profile
-    assert known.params == SHARD.num_params(OPTIONS)
-    assert not load_profile(DATASHEET).forwards
-
-
 def test_what_no_table_covers_is_modelled(box: Any) -> None:
     alone = Shard(SHARD.shape)
     profile = box({"tables/forwards": [forward(alone)]})
@@ -159,24 +138,6 @@ def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, mo
     key = replace(cost.key, sequences=1)  # a transformer's logits are wider
     unknown = profile.lists_s(replace(listed, key=key))
     assert unknown == 0 and sorted(profile.candidates(listed)) == [1, 4, 8]
-
-
-@pytest.mark.parametrize("fuse", [True, False])  # covered, and not
-def test_the_predictor_and_the_emulated_backend_agree_to_the_last_bit(box: Any, fuse: bool) -> None:
-    config = RunConfig(mode="ssd", pair="8b/1b", fuse=fuse, batch_size=3, lookahead=6)
-    job = resolve(config, 1, backend="emulated", memory_bytes=None)
-    assert job.draft is not None
-    options = replace(OPTIONS, fuse=True)
-    tables = [forward(Shard(job.target), options), forward(Shard(job.draft), options)]
-    profile = box({"tables/forwards": tables})
-    backend, costs = EmulatedBackend(profile), DeviceCosts.from_profile(profile, job)
-    for rows in job.target_buckets():
-        cost = Shard(job.target).cost(rows, 3, 2, job.options)
-        assert float(costs.verify(rows)) == backend.program(print, cost).elapsed_s()
-    for rows in job.draft_buckets():
-        cost = Shard(job.draft).cost(rows, 3, 2, job.draft_options)
-        assert float(costs.draft_s(rows)) == backend.program(print, cost).elapsed_s()
-    assert (float(costs.verify(1)) == 1e-3) is fuse
 
 
 FEW = {"1": 0.8e-3, "32": 1.2e-3}

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.engine.backend import weights
 from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-
-KEY = 0xDEADBEEF
-
-
-def by_hand(key: int, row: int, column: int) -> float:
-    """MurmurHash3's finaliser over the two coordinates, in whole numbers."""
-    mask = 0xFFFFFFFF
-    h = (row * 0x9E3779B1 & mask) ^ (column * 0x85EBCA77 & mask) ^ (key & mask)
-    h = (h ^ h >> 16) * 0x85EBCA6B & mask
-    h = (h ^ h >> 13) * 0xC2B2AE35 & mask
-    return ((h ^ h >> 16) >> 8) / 2**24 - 0.5
-
-
-@pytest.mark.parametrize("key", [0, KEY, 2**32 - 1])
-def test_an_element_by_hand(key: int) -> None:
-    rows, columns = np.array([0, 1, 77, 28671, 2**20]), np.array([0, 5, 8191, 128255])
-    found = weights.element(key, rows, columns)
-    want = [[by_hand(key, int(r), int(c)) * 12**0.5 for c in columns] for r in rows]
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
-
 
 TINY = "gen:layers=2,hidden=24,ffn=40,heads=4,kv_heads=2,head_dim=6,vocab=50"
 SIZES = dict(tensors(config_of(TINY)))

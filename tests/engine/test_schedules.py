@@ -74,14 +74,6 @@ def test_what_makes_no_sense_takes_one_line(flags: dict[str, str], message: str)
         job(**flags)
 
 
-def test_forwards_that_tokens_take() -> None:
-    assert job(lookahead="4").num_forwards(4) == 4
-    heads = job(pair="8b/medusa:8b", lookahead="4")
-    assert [heads.num_forwards(n) for n in (0, 1, 4)] == [0, 1, 1]
-    assert job(pair="8b/mlp:8b", lookahead="4").num_forwards(4) == 4
-    assert job(mode="ar").num_forwards(3) == 3
-
-
 # Their runs.
 
 

@@ -45,28 +45,3 @@ def test_what_does_not_divide() -> None:
         Shard(shape, 3)
     with pytest.raises(ConfigError, match=r"num_kv_heads=2 is not divisible by tp=4; .*: 1, 2"):
         Shard(shape, 4)
-
-
-HEADS = {  # (products, LM heads, all-in-one weights without LM heads) of 8-wide targets
-    "eagle": ([(16, 8)], [(8, 10)], 1),
-    "mtp": ([(16, 8)], [(8, 10)], 1),
-    "medusa3": ([(8, 8)] * 3, [(8, 10)] * 3, 0),
-    "mlp6": ([(8, 6)], [(6, 10)], 0),
-}
-TINY = "gen:layers=5,hidden=8,ffn=12,heads=4,kv_heads=2,vocab=10"
-LAYER = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 12
-
-
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("lm_head", [False, True])
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_sized_draft_reads_its_own_products(kind: str, lm_head: bool, fuse: bool) -> None:
-    around, heads, layers = HEADS[kind]
-    shard, options = Shard(resolve_model(f"{kind}:{TINY}")), ForwardOptions(fuse, lm_head, 50)
-    params = sum(k * n for k, n in around + heads * lm_head) + layers * LAYER
-    products = len(around) + len(heads) * lm_head + layers * (4 if fuse else 7)
-    assert shard.num_params(options) == params
-    assert shard.num_products(options) == products
-    cost = shard.cost(6, 3, 2, options)
-    assert (cost.weight_bytes, cost.flops) == (2 * params, 12 * params)
-    assert cost.kv_bytes == layers * (3 * 50 + 6) * 2 * 4 * 2 and cost.num_all_reduces == 0

@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpissd.common.wait import Waiter
-from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import merged
-from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import TransformerShard
-from mpissd.engine.model.transformer.sources import config_of
 from tests import transformer_reference as reference
 from tests.thread_group import ThreadGroup, on_ranks
 from tests.transformer_rig import (
@@ -103,45 +96,6 @@ def test_lanes_are_what_the_trunk_would_be(family: str, trunk: int) -> None:
         assert np.array_equal(np.stack([step[lane] for step in found]), want)
 
 
-def test_lanes_and_trunk_rows_stand_in_one_forward() -> None:
-    """As when a missed sequence is drafted again while branches of others grow."""
-    rig, text, other = Rig(LLAMA), dice_tokens(6, 30), dice_tokens(7, 8)
-    rig.trunk(0, 0, text[:20])
-    mixed = joined(trunk_rows(1, 0, 8), trunk_rows(0, 20, 22), lane_rows(0, [3, 5], [20, 18], 0))
-    found = rig.forward([*other, *text[20:22], text[20], text[18]], mixed)
-    alone = Rig(LLAMA).one_by_one(0, text[:22])
-    assert np.array_equal(found[:8], Rig(LLAMA).one_by_one(0, other))
-    assert np.array_equal(found[8:], alone[[20, 21, 20, 18]])
-
-
-def outcomes(rig: Rig, rounds: int, seed: int) -> list[int]:
-    """Plays rounds of drafted and verified tokens; returns the text that the cache then holds."""
-    dice, text = np.random.default_rng(seed), [seed]
-    for _ in range(rounds):
-        if len(text) > 85:
-            rig.stack.release([0])
-            text = text[: int(dice.integers(1, 20))]
-            if len(text) > 1:
-                rig.trunk(0, 0, text[:-1])
-        drafts = dice.integers(0, 60, int(dice.integers(0, 8))).tolist()
-        rig.trunk(0, len(text) - 1, [text[-1], *drafts])
-        accepted = int(dice.integers(0, len(drafts) + 1))
-        text += [*drafts[:accepted], int(dice.integers(60))]
-    return text[:-1]
-
-
-@pytest.mark.parametrize(
-    "rounds", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.slow])]
-)
-def test_rejected_tokens_leave_no_trace(rounds: int) -> None:
-    """A rollback is a length: the cache equals, bit by bit, the cache of only the kept text."""
-    rig, fresh = Rig(LLAMA), Rig(LLAMA)
-    text = outcomes(rig, rounds, 8)
-    fresh.one_by_one(0, text)
-    for mine, other in zip(rig.kept(0, len(text)), fresh.kept(0, len(text)), strict=True):
-        assert np.array_equal(mine, other)
-
-
 @settings(max_examples=50)
 @given(data=st.data())
 def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
@@ -180,33 +134,3 @@ def test_uneven_shards_are_the_whole(tp: int, heads: tuple[int, int]) -> None:
     for _, _, best in found:
         assert np.array_equal(best.ids[0], order) and best.values is not None
         assert np.array_equal(best.values[0], np.take_along_axis(whole, order, 1))
-
-
-def test_results_are_the_best_of_the_logits() -> None:
-    where = "gen:layers=2,hidden=64,ffn=96,kv_heads=1,vocab=99"
-    stepper = Stepper(
-        NumpyBackend(),
-        SoloGroup(),
-        TransformerShard(config_of(where)),
-        ForwardOptions(lm_head=True, top_k=3, capacity=40),
-        buckets=[1, 4, 8],
-        num_sequences=2,
-        seed=3,
-        model=ModelSource(where, page=16),
-    )
-
-    def run(tokens: list[int]) -> None:
-        places = trunk_rows(0, 0, len(tokens))
-        stepper.upload(len(tokens), np.array(tokens, np.int32), places, lists=True)
-        stepper.launch()
-        stepper.wait(Waiter(60.0, spin=False))
-
-    run([5, 6, 7])
-    logits, results = stepper.logits([0, 1, 2]), stepper.results()
-    assert logits.shape == (3, 99) and np.array_equal(stepper.logits([2]), logits[2:])
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :3]
-    assert np.array_equal(results.ids[0], order) and results.values is not None
-    assert np.array_equal(results.values[0], np.take_along_axis(logits, order, 1))
-    stepper.release([0])
-    run([5])
-    assert np.array_equal(stepper.logits([0]), logits[:1])

@@ -24,19 +24,11 @@ from mpissd.learn.export import quantized
 from tests.engine.test_greedy_reference import has_smollm2
 from tests.needs import lack
 from tests.transformer_reference import logits
-from tests.weight_files import CONFIG, values_of, write_folder, write_gguf
+from tests.weight_files import CONFIG, random_folder, write_folder, write_gguf
 
 Values = dict[str, np.ndarray]
 # Logits as transformers computes them from the same folders.
 REFERENCE = json.loads(Path(__file__).with_name("reference").joinpath("families.json").read_text())
-
-
-def random_values(folder: Path, seed: int = 5, **changes: Any) -> tuple[dict[str, Any], Values]:
-    """A config.json and random values for it."""
-    config = {**CONFIG, **changes}
-    path = folder / "alone.json"
-    path.write_text(json.dumps(config), "utf-8")
-    return config, values_of(open_checkpoint(str(path), seed))
 
 
 def assert_holds(checkpoint: Checkpoint, values: Values, allowed: float = 0.0) -> None:
@@ -70,8 +62,8 @@ def test_a_folder_gives_what_was_written_and_the_librarys_logits(
     tmp_path: Path, family: str
 ) -> None:
     """Random weights of seed 1, 40 tokens; transformers' float32 differs by 3e-6 of 4."""
-    config, values = random_values(tmp_path, 1, **FAMILIES[family])
-    folder = write_folder(tmp_path / "model", config, values, shards=3 if family == "tied" else 1)
+    shards = 3 if family == "tied" else 1
+    folder, values = random_folder(tmp_path / "model", 1, shards, **FAMILIES[family])
     opened = open_checkpoint(str(folder))
     assert_holds(opened, values)
     told = opened.config
@@ -99,12 +91,12 @@ def write_bfloat16(path: Path, values: Values) -> None:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoint, Values]]:
     """One model in every format, with its values as they were before."""
     home = tmp_path_factory.mktemp("sources")
-    config, values = random_values(home)
-    ours = {**config, "mpissd": {"quantization": "int8-32"}}
+    folder, values = random_folder(home / "float32", 5)
+    ours = {**CONFIG, "mpissd": {"quantization": "int8-32"}}
     paths = {
-        "float32": write_folder(home / "float32", config, values),
+        "float32": folder,
         "int8-32": write_folder(home / "int8", ours, quantized(values, np.arange(50))),
-        "bfloat16": write_folder(home / "bfloat16", config, {}),
+        "bfloat16": write_folder(home / "bfloat16", CONFIG, {}),
         "gguf F32": write_gguf(home / "f32.gguf", values),
         "gguf Q8_0": write_gguf(home / "q8.gguf", values, "Q8_0"),
         "gguf Q4_1": write_gguf(home / "q4.gguf", values, "Q4_1"),
@@ -157,8 +149,8 @@ def test_blocks_come_as_they_are_stored(
 
 def test_the_llama_3_scaling_of_a_gguf_is_found_in_its_factors(tmp_path: Path) -> None:
     scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
-    config, values = random_values(tmp_path, rope_theta=5e5, rope_scaling=scaling)
-    folder = str(write_folder(tmp_path / "scaled", config, values))
+    path, values = random_folder(tmp_path / "scaled", rope_theta=5e5, rope_scaling=scaling)
+    folder, config = str(path), json.loads((path / "config.json").read_text())
     scaled = config_of(folder)
     assert scaled.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     write_folder(tmp_path / "scaled", {**config, "rope_scaling": None}, values)
@@ -175,11 +167,10 @@ def test_the_llama_3_scaling_of_a_gguf_is_found_in_its_factors(tmp_path: Path) -
 
 
 def test_a_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
-    config, values = random_values(tmp_path)
-    one = write_folder(tmp_path / "one", config, values)
+    one, _ = random_folder(tmp_path / "one")
     data = (one / "model.safetensors").read_bytes()
     assert open_checkpoint(str(one)).sha256 == hashlib.sha256(data).hexdigest()
-    many = write_folder(tmp_path / "many", config, values, shards=2)
+    many, _ = random_folder(tmp_path / "many", shards=2)
     listed = subprocess.run(
         "sha256sum *.safetensors", shell=True, cwd=many, capture_output=True, check=True, timeout=30
     )

@@ -19,7 +19,7 @@ from mpissd.__main__ import main
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from tests.needs import module
 from tests.text import tiny
-from tests.weight_files import CONFIG, values_of, write_folder
+from tests.weight_files import CONFIG, random_folder, write_folder
 
 module("torch", "PyTorch")
 module("safetensors", "safetensors")
@@ -35,11 +35,10 @@ SMALL = (
 
 def folder(home: Path, **tokenizer: Any) -> Path:
     """A target of four random layers with a tokenizer and a chat template."""
-    config = {**CONFIG, "num_hidden_layers": 4, "vocab_size": len(tiny.tokens())}
-    (home / "alone.json").write_text(json.dumps(config))
-    values = values_of(open_checkpoint(str(home / "alone.json"), 0))
+    config = {"num_hidden_layers": 4, "vocab_size": len(tiny.tokens())}
+    _, values = random_folder(home / "target", **config)
     values["lm_head.weight"] *= SHARP
-    write_folder(home / "target", config, values)
+    write_folder(home / "target", {**CONFIG, **config}, values)
     lines = [json.dumps({"prompt": text}) for text in ("hello w", "well", "he", "hell", "ll")]
     (home / "asked.jsonl").write_text("\n".join(lines))
     return tiny.write(home / "target", **tokenizer)
@@ -165,10 +164,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> Non
     path = folder(tmp_path, **tokenizer)
     (tmp_path / "none.jsonl").write_text("")
     if name == "tokenizer":
-        few = {**CONFIG, "vocab_size": 50}
-        (tmp_path / "few.json").write_text(json.dumps(few))
-        values = values_of(open_checkpoint(str(tmp_path / "few.json"), 0))
-        tiny.write(write_folder(tmp_path / "few", few, values))
+        tiny.write(random_folder(tmp_path / "few", vocab_size=50)[0])
     given = [f"--target={path}", f"--out={tmp_path / 'out'}", *SMALL, "--steps=1"]
     told = {word.partition("=")[0]: word for word in given}
     told |= {word.partition("=")[0]: word.format(home=tmp_path) for word in flags}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mpissd.engine.model.transformer.sources import open_checkpoint
 from tests.needs import module
 from tests.transformer_reference import logits
 from tests.transformer_rig import FAMILIES as RIGGED
-from tests.weight_files import CONFIG, values_of, write_folder
+from tests.weight_files import random_folder
 
 module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
@@ -53,11 +52,7 @@ def test_the_forward_is_that_of_the_oracle(family: str) -> None:
 
 
 def target_of(home: Path, family: str) -> Path:
-    config = {**CONFIG, "model_type": family, "num_hidden_layers": 3}
-    (home / "alone.json").write_text(json.dumps(config))
-    return write_folder(
-        home / "target", config, values_of(open_checkpoint(str(home / "alone.json"), 0))
-    )
+    return random_folder(home / "target", model_type=family, num_hidden_layers=3)[0]
 
 
 @pytest.mark.parametrize(
