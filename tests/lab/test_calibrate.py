@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
-from mpissd.common.presets import resolve_model
 from mpissd.common.trace import DraftPhase, LeadPhase
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import load_profile
-from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.measure import calibrate
 from mpissd.lab.measure.calibrate import WarmUp, host_costs
 from mpissd.lab.predict.costs import DeviceCosts
@@ -105,19 +100,6 @@ def test_few_rounds_are_enough(count: int) -> None:
     first = WarmUp(lead().ledger[:count], np.full(count, K + 1))
     second = WarmUp(missed.ledger[:count], None, missed.rounds[:count])
     assert costs(job("ssd"), first, second)["link"] == 142
-
-
-def test_emulated_all_reduces_are_the_profile_s() -> None:
-    """A profile that was probed on one rank knows none; its forwards may still be known."""
-    cost = Shard(resolve_model("8b"), 2).cost(5, 1, 2, ForwardOptions())
-    stepper: Any = SimpleNamespace(cost=lambda rows: cost, bucket=lambda rows: rows)
-    h100 = load_profile("h100")
-    unknown = replace(h100, all_reduce_latency_s=None, all_reduce_bytes_per_s=None)
-    for profile, seconds in ((h100, 64 * h100.all_reduce_s(2, 5 * 4096 * 2)), (unknown, None)):
-        session: Any = SimpleNamespace(
-            job=SimpleNamespace(verify_rows=5), backend=EmulatedBackend(profile), group=SoloGroup(2)
-        )
-        assert calibrate._all_reduce_s(session, stepper) == seconds
 
 
 FORWARDS: list[Any] = [  # ms by rows of target and draft, and what is chosen

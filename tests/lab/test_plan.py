@@ -35,11 +35,9 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import METHODS, host_of
 from mpissd.lab.predict.search import (
     FULL,
-    Choice,
     Placement,
     Space,
     candidates,
-    job_of,
     runnable,
     survey,
     weigh,
@@ -187,23 +185,6 @@ def test_memory_and_heads_limit_t() -> None:
         placements(RunConfig(), load_profile("h100"), 1)
 
 
-def test_unequal_shares_are_judged_between_the_equal_ones() -> None:
-    """Products of 70B on three ranks: a + c/T, by T = 2 and T = 4, in AR, SD inline and lookups.
-    OPT runs as no whole transformer, so that T = 5 is no use of its 72 heads."""
-    config = RunConfig(pair="70b/1b", fuse=True)
-    two, three, four = placements(config, load_profile("h200"), 4)[1:]
-    assert (two.tp, three.tp, four.tp) == (2, 3, 4) and three.num_drafts == (0,)
-    for rows in (1, 7, 16):
-        low, middle, high = (float(place.device.verify(rows)) for place in (two, three, four))
-        assert middle == pytest.approx(high + (low - high) / 3, rel=1e-9)
-    judged = advise(3, alpha=0.8, fuse=True).judged
-    assert {(c.mode, c.derived is None) for c in judged if c.tp == 3} == {
-        *(("ar", False), ("sd", False), ("lookup", False))
-    }
-    opt = RunConfig(pair="66b/125m")
-    assert [p.tp for p in placements(opt, load_profile("h200"), 6)] == [1, 2, 3, 4, 6]
-
-
 def test_break_even_alpha_is_theory_s_for_sd() -> None:
     """One GPU, K = 1 … 16 for both; a lookup of no acceptance is slower than AR."""
     device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
@@ -240,29 +221,6 @@ def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
     alone, crowd = advise(2, "h100", **flags), advise(2, "h100", **flags, batch_size=16)
     assert (alone.best.mode, alone.best.backup) == ("ssd", "jit")
     assert (crowd.best.mode, crowd.best.backup) == ("ssd", "fast")
-
-
-@pytest.mark.parametrize(
-    "law",
-    [{"hit_law": "power:A=.9,r=.7"}, {"p_hit": 0.6}, {}, {"hit_law": "power:A=.8/.3,r=.2/.3"}],
-)
-@pytest.mark.parametrize("way", [("jit", 6), ("fast", 1)])
-@pytest.mark.parametrize("fan_out", ["geometric:24", "uniform:4"])
-def test_both_fan_outs_of_a_search_are_those_of_a_job(
-    fan_out: str, way: tuple[str, int], law: dict[str, Any]
-) -> None:
-    """After a hit, and after a backup that drafts K_b tokens of its own acceptance model."""
-    config = RunConfig(pair="8b/1b", alpha=0.8, acceptance_fast="alpha:0.2", batch_size=2, **law)
-    choice = Choice("ssd", 1, 1, 2, 6, fan_out, *way, 100.0, 9.0, 0.8)
-    flags = {"pair": "8b/1b", "alpha": "0.8", "acceptance_fast": "alpha:0.2", "batch_size": "2"}
-    flags |= {name: str(value) for name, value in law.items()} | choice.flags()
-    job = resolve(parse_flags(flags), 1, backend="emulated", memory_bytes=None)
-    searched = job_of(config, choice)
-    for name in ("fan_out", "fan_out_miss", "backup_lookahead", "acceptance", "hit_law", "inline"):
-        assert getattr(searched, name) == getattr(job, name), name
-    assert searched.draft_buckets() == job.draft_buckets()
-    alike = fan_out == "uniform:4" or way == ("jit", 6)
-    assert "p_hit" in law or (job.fan_out == job.fan_out_miss) == alike
 
 
 def test_needs_a_machine_whose_rounds_take_time() -> None:

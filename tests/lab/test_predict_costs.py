@@ -3,25 +3,20 @@ kernel's times that a job takes, host costs, and forwards at a T that was not me
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from mpissd.common.config import RunConfig, parse_flags
-from mpissd.common.errors import ConfigError
+from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.base import ForwardKey
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, load_profile
-from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stepper import Stepper
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.derive import (
@@ -32,9 +27,7 @@ from mpissd.lab.predict.derive import (
     host_of,
     with_derived,
 )
-from mpissd.lab.predict.grid import padded
 from mpissd.lab.predict.search import survey
-from mpissd.lab.predict.simulation import expected
 from tests.datasheet import DATASHEET
 
 
@@ -77,54 +70,6 @@ def test_a_profile_s_forwards_are_the_emulated_backend_s(
         ]
         single, lists = (backend.program(lambda: None, cost).elapsed_s() for cost in both)
         assert float(costs.draft_s(rows)) == single and float(costs.glue_s(rows, k)) == lists
-
-
-def test_a_glue_takes_straight_lines_over_its_candidates() -> None:
-    device = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {1: {1: 2.0}, 5: {1: 4.0, 9: 12.0}})
-    assert device.glue_s(1, 3) == 3.0 and device.glue_s(5, 3) == 5.0
-    assert device.glue_s(np.array([1, 1, 1, 9]), [1, 5, 9, 5]).tolist() == [2.0, 4.0, 4.0, 12.0]
-    assert device.draft_s(1) == 2.0
-    assert DeviceCosts.from_points({1: 1.0}, {1: 2.0}).glue_s(1, 7) == 2.0
-    one = DeviceCosts.from_points({1: 1.0}, {1: 2.0}, {4: {1: 2.5}})
-    assert one.glue_s(1, 4) == 2.5 and one.glue_s(1, 9) == 2.5
-
-
-def test_costs_survive_json() -> None:
-    for device in (
-        DeviceCosts.from_points({1: 1e-3, 16: 1.1e-3}, {1: 2e-4}, {4: {1: 3e-4, 5: 4e-4}}),
-        DeviceCosts.from_points({1: 1e-3}),
-    ):
-        assert DeviceCosts.from_points(**json.loads(json.dumps(device.to_dict()))) == device
-    host = HostCosts(link=2e-5, step=3e-5)
-    assert HostCosts.from_dict(json.loads(json.dumps(host.to_dict()))) == host
-
-
-def test_bad_costs_are_one_line() -> None:
-    good = HostCosts().to_dict()
-    with pytest.raises(ConfigError, match=r"did you mean 'link'\?"):
-        HostCosts.from_dict({**good, "lnk": 1.0})
-    with pytest.raises(ConfigError, match="missing link"):
-        HostCosts.from_dict({k: v for k, v in good.items() if k != "link"})
-    with pytest.raises(ConfigError, match=r"wake=-1\.0"):
-        HostCosts.from_dict({**good, "wake": -1.0})
-    with pytest.raises(ConfigError, match="wake=soon"):
-        HostCosts.from_dict({**good, "wake": "soon"})
-    old = {k: v for k, v in good.items() if k != "lead_upload"}  # counted in the launch
-    assert HostCosts.from_dict(old) == HostCosts()
-
-
-@pytest.mark.parametrize(("batch", "lookahead"), [(1, 0), (1, 7), (6, 2)])
-def test_buckets_are_the_stepper_s(batch: int, lookahead: int) -> None:
-    mode = "ssd" if lookahead else "ar"
-    config = RunConfig(mode=mode, pair="toy", batch_size=batch, lookahead=lookahead)
-    job = resolve(config, 1, backend="emulated", memory_bytes=None)
-    stepper = Stepper(
-        EmulatedBackend(load_profile("null")), SoloGroup(), Shard(job.target), job.options,
-        buckets=job.target_buckets(), num_sequences=batch, seed=0,
-    )  # fmt: skip
-    rows = np.arange(1, job.verify_rows + 1)
-    expected = [stepper.bucket(n) for n in rows.tolist()]
-    assert padded(rows[None], np.array([[batch, job.verify_rows]])).tolist() == [expected]
 
 
 MODELS = {"llama-3.1-8b": 3e-3, "llama-3.2-1b": 0.5e-3}
@@ -173,18 +118,6 @@ def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(
     assert float(costs.verify(1)) == verify
     if draft is not None:
         assert float(costs.draft_s(1)) == pytest.approx(draft)
-
-
-def test_a_plan_s_choices_are_what_predict_says_of_them() -> None:
-    """Cells of one group may run two kernels: each has its own times."""
-    config = RunConfig(pair="8b/1b", alpha=0.9)
-    places = [p for p in survey(config, PROFILE, 2).placements if p.tp == 1]  # measured there
-    for choice in plan(config, places, 2).judged:
-        config = parse_flags({"pair": "8b/1b", "alpha": "0.9", **choice.flags()})
-        one = resolve(config, 1, backend="emulated", memory_bytes=None)
-        own = DeviceCosts.from_profile(PROFILE, one)
-        rate = float(expected(one, own, FREE).tok_per_s[0])
-        assert choice.tok_per_s == pytest.approx(rate, rel=1e-9), choice
 
 
 def entry(mode: str, drafts: int, sample: float, **changes: Any) -> HostEntry:
@@ -269,54 +202,6 @@ def seconds(profile: Profile, of: Shard, rows: int) -> float:
     curve = profile.measured(of.cost(rows, 1, 2, FUSED))
     assert curve is not None
     return curve(rows)
-
-
-@pytest.mark.parametrize("most_rows", [None, 32])
-def test_by_hand(most_rows: int | None) -> None:
-    """8B from T=1 to T=2: half the bytes and 64 all-reduces more; a product with a launch of its
-    own loses as much time as before, the chain half as much."""
-    one, two = shard("8b/1b", 1), shard("8b/1b", 2)
-    alone = by_one_kernel(
-        replace(
-            probed("h200-8b-1b-T1D1"),
-            launch_s=2e-6,
-            all_reduce_latency_s={2: 3e-6},
-            all_reduce_bytes_per_s={2: 8192 / 1e-6},
-        ),
-        one,
-        most_rows,
-    )
-    (found,) = derive(alone, one, two, 1, FUSED)
-    assert found.params == 6979321856 // 2 and found.most_rows == most_rows
-    assert alone.read_bytes_per_s is not None
-    lost = seconds(alone, one, 1) - 2 * 6979321856 / alone.read_bytes_per_s
-    for rows in (1, 16):
-        kept = 2e-6 if most_rows else lost
-        wanted = kept + (seconds(alone, one, rows) - kept) / 2 + 64 * (3e-6 + rows * 1e-6)
-        assert found.seconds(rows) == pytest.approx(wanted, rel=1e-12)
-    assert found.seconds.source.startswith("derived from T=1")
-    (back,) = derive(with_derived(alone, two, 1, FUSED), two, one, 1, FUSED)
-    assert back.seconds(5) == pytest.approx(seconds(alone, one, 5), rel=1e-12)
-
-
-def by_one_kernel(
-    profile: Profile, of: Shard, most_rows: int | None, one_row_s: float = 0.0
-) -> Profile:
-    """The profile with the measured forward assigned to another kernel, or given another time."""
-    key, forwards = of.key(1, FUSED), dict(profile.forwards)
-    (known,) = forwards[key]
-    curve = Curve((1,), (one_row_s,)) if one_row_s else known.seconds
-    forwards[key] = (replace(known, most_rows=most_rows, seconds=curve),)
-    return replace(profile, forwards=forwards)
-
-
-def test_all_reduces_are_those_of_the_same_device_or_unknown() -> None:
-    alone = probed("h200-8b-1b-T1D1")
-    found = with_derived(alone, shard("8b/1b", 2), 1, FUSED)
-    assert "all-reduces of profile h200" in str(found.forwards)
-    other = replace(alone, device_name="Another device")
-    with pytest.raises(ConfigError, match="knows no all-reduce over 2 ranks"):
-        with_derived(other, shard("8b/1b", 2), 1, FUSED)
 
 
 def test_a_survey_drops_no_t_silently() -> None:

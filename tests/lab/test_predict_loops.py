@@ -330,14 +330,6 @@ def check(job: Job, rounds: int = 60) -> None:
     np.testing.assert_allclose(found.round_s[1:], np.asarray(round_s)[1:], rtol=0, atol=1e-9)
 
 
-def test_virtual_time_adds_up() -> None:
-    """The harness by hand: an AR round is its forward and the lead's host work."""
-    run = VirtualRun(make_job(mode="ar"), 5)
-    _, round_s = run()
-    forward = float(run.device.verify(1))
-    np.testing.assert_allclose(round_s, forward + HOST.ask_s + HOST.lead_s, rtol=1e-12)
-
-
 CASES: dict[str, dict[str, Any]] = {
     "ar": {"mode": "ar"},
     "sd": {"mode": "sd", "lookahead": 5},

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpissd.__main__ import main
@@ -27,7 +26,6 @@ from mpissd.lab.predict.accuracy import (
     is_biased,
     meets,
     profile_of_another_job,
-    table,
 )
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.row import Forecast, forecast_row, job_of_row, predict_row
@@ -37,8 +35,6 @@ from mpissd.lab.tables.load import load_rows
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)
 RESULTS = Path(__file__).parents[2] / "results"
 STUDY = RESULTS / "emulated-predictions"
-# Its rows ran under h200 as it was before profiles distinguished kernels.
-DEVICES = f"{RESULTS / 'h200-probe/before.json'},{STUDY / 'h100.json'},a100-80,v100-32"
 
 
 def predict(device: str = "h100", host: HostCosts = HOST, **flags: Any) -> dict[str, Any]:
@@ -131,15 +127,6 @@ def test_what_has_no_forecast_has_a_reason(name: str, wanted: dict[str, Any], re
     assert forecast.tok_per_s is None and reason in (forecast.reason or "")
 
 
-def test_rows_without_a_forecast_are_counted_and_derived_ones_shown_apart() -> None:
-    rows = load_rows([RESULTS / "h200-tables"])[:4]
-    forecasts = [Forecast(100.0), Forecast(100.0, derived=True), *[Forecast(reason="old")] * 2]
-    judged, left = errors_of(rows, forecasts)
-    assert [e["forwards"] for e in judged] == ["products", "products, derived"]
-    assert judged[0]["other"] == rows[0]["tok_per_s"] / 100 - 1
-    assert "Without (c): 2 rows, old." in table(groups(judged), left)
-
-
 def test_a_decision_is_against_the_strongest_rival() -> None:
     """Predicted: SSD 130 over SD 120 and AR 100; measured: SD was the fastest, 4% above SSD."""
     same = {"acceptance": "alpha:0.8", "sampling_error": 0.0, "device_name": "NVIDIA H200"}
@@ -152,27 +139,6 @@ def test_a_decision_is_against_the_strongest_rival() -> None:
     made = decisions(rows, [Forecast(of[row.mode][0]) for row in rows])
     assert made[-1] == (pytest.approx(130 / 125 - 1), False)
     assert "right in 0 of 1" in decided(made[-1:])[1]
-
-
-def test_replay_and_mean_are_the_rows_own_and_between_them_is_luck() -> None:
-    """Luck in its own standard deviations, over 104 seeds: no shift, a spread of one. These are
-    some 4%, so that a mean off by 1% would shift it by a quarter."""
-    rows = [row for row in load_rows([STUDY]) if row.on_late != "serve"]
-    errors, left = errors_of(rows, map(profile_of_another_job(DEVICES), rows))
-    assert len(errors) == len(rows) == 159 and not left
-    for row, error in zip(rows, errors, strict=True):
-        assert error["replay"] == row["prediction_error"]
-        replayed = row["tok_per_s"] / row["predicted_tok_per_s"] - 1
-        luckless = (1 + error["mean"]) / (1 + row["sampling_error"]) - 1
-        assert luckless == pytest.approx(replayed, abs=1e-9)
-    by_seed = {
-        row["seed"]: row["sampling_error"] / row["sampling_sd"]
-        for row in load_rows([STUDY])
-        if row["mode"] == "sd"
-    }
-    lucks = np.array([*by_seed.values()])
-    assert len(lucks) == 104 and abs(lucks.mean()) < 2.6 / np.sqrt(len(lucks))
-    assert 0.8 < lucks.std() < 1.2
 
 
 def test_plan_judges_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,13 +191,6 @@ def test_every_row_of_a_gpu_is_judged_or_counted_with_its_reason() -> None:
     kinds = {forwards for _, forwards in every}
     assert kinds == {"products", "products, derived", "whole", "whole, derived"}
     assert every["NVIDIA H200", "whole, derived"]["without_luck"][0] < 0.09
-
-
-def test_rows_of_the_kernels_before_are_judged_by_their_own_probe() -> None:
-    rows = load_rows([RESULTS / "transformer-cells/gpu.jsonl"])
-    probe = str(RESULTS / "transformer-cells/h200.json")
-    judged, left = errors_of(rows, map(profile_of_another_job(probe), rows))
-    assert len(judged) == 36 and not left and all(meets(group) for group in groups(judged))
 
 
 @pytest.mark.parametrize("share", [0.94, 1.0, 1.06])

@@ -1,19 +1,21 @@
-"""The floor in a row: bytes and flops over measured rates, the longer of the two times."""
+"""A row's floor, and the rank whose GPU a learner shares."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
+from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.lab.measure.row import floor_of
+from mpissd.lab.measure.row import floor_of, shares_gpu_of
 
 
 def floor(device: str, batch: int, **numbers: Any) -> tuple[dict[str, Any], float | None, Any]:
@@ -40,3 +42,12 @@ def test_an_emulated_floor_is_its_profile_s(batch: int, bound: str) -> None:
     flops_s = told["floor_flops"] / told["peak_flops_per_s"]
     assert told["floor_flops"] == 2 * 8 * batch * params
     assert (flops_s > bytes_s) == (bound == "flops") and seconds == max(bytes_s, flops_s)
+
+
+@pytest.mark.parametrize(("gpu", "shared"), [("GPU-b", 1), ("GPU-c", None), (None, None)])
+def test_a_learner_shares_the_gpu_of_the_rank_that_has_the_same_one(
+    gpu: str | None, shared: int | None
+) -> None:
+    infos = [DeviceInfo("a GPU", "gpu", uuid=f"GPU-{name}") for name in "ab"]
+    measured: Any = SimpleNamespace(lead=SimpleNamespace(learner=gpu and {"gpu": gpu}))
+    assert shares_gpu_of(measured, infos) == shared

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, load_tokenizer
-from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, legend, width_of
+from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, width_of
 from tests.text import tiny
 from tests.text.screen import Screen
 
@@ -62,15 +62,6 @@ def test_every_token_has_the_colour_of_its_source_also_where_its_word_moved() ->
     assert screen.coloured(GREEN) == "green" * 9
     assert screen.coloured(YELLOW) == "yellow" * 9
     assert len(screen.lines) > 2
-
-
-def test_without_colours_nothing_steers_the_terminal() -> None:
-    told: list[str] = []
-    painter = Painter(told.append, 100, colours=False)
-    painter.add([("hello ", "cache"), ("world", "bonus")], "2.00 tok/round")
-    painter.end()
-    assert "".join(told) == "hello world\n"
-    assert "speculation cache" in legend()
 
 
 def test_numbers_stand_in_the_margin_of_every_line() -> None:

@@ -22,7 +22,6 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, covered, derived_from, with_derived
 from mpissd.lab.predict.row import predict_row
@@ -162,22 +161,3 @@ def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
     forwards, _ = probed(backend, found)
     contexts_of = {(e["sequences"], e["kv_tokens"] // e["sequences"]) for e in forwards}
     assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500), (1, 1000), (8, 1000)}
-
-
-@pytest.mark.parametrize(("rows", "batch"), [(7, 3), (2, 8)])
-def test_timed_rows_lie_one_sequence_behind_the_other(rows: int, batch: int) -> None:
-    places = timed_places(rows, batch, replace(OPTIONS, context=100, capacity=200))
-    assert places is not None
-    slots, positions = places.slots.tolist(), places.positions.tolist()
-    assert slots == sorted(slots) and set(slots) == set(range(min(rows, batch)))
-    counts = [slots.count(slot) for slot in set(slots)]
-    assert max(counts) - min(counts) <= 1
-    assert positions == [100 + n for count in counts for n in range(count)]
-
-
-def test_a_profile_of_both_kinds_implies_what_the_asked_kind_says() -> None:
-    """The built-in h200 has measured products, all of them fused, and whole transformers."""
-    h200 = load_profile("h200")
-    assert covered(h200)["fuse"] is True and "forward" not in covered(h200)
-    assert covered(h200, "transformer") == {"forward": "transformer"}
-    assert covered(h200, "gemm")["fuse"] is True
