@@ -103,16 +103,8 @@ def test_help_is_shown_and_nothing_runs(capfd: pytest.CaptureFixture[str]) -> No
         (("--device=./none.json",), "none.json"),
         (("--device=v100-32", "--pair=70b/1b"), "needs 136.9 GB a rank"),
         (("--fan_out=list:1,2",), "has 2 values: allowed: lookahead + 1 = 5 (lookahead: K)"),
-        (("--fan_out=list:1,1,1,1,-1",), "allowed: whole numbers from 0"),
-        (("--fan_out=triangle:3",), "unknown fan_out 'triangle'"),
-        (("--fan_out=list:0,1,1,1,1", "--p_hit=0.5"), "every F_k from 1"),
         (("--hit_law=smolm2",), "unknown hit_law 'smolm2': did you mean 'smollm2'?"),
         (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
-        (("--acceptance=beta:3",), "unknown acceptance 'beta'"),
-        (
-            ("--target=gen:layers=1,hidden=8,ffn=8,heads=2,vocab=4", "--draft=1b"),
-            "fan_out uniform:3: 3 a row",
-        ),
         (("--out=" + "a" * 300,), "File name too long"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpissd.common.records import token_digest
 from mpissd.common.row import Row, flat
 
 LINES = [
@@ -22,7 +23,7 @@ OWN = {"device_name": "A", "num_drafts": 1, "tp": 2}
 
 def test_every_committed_line_is_read_without_loss() -> None:
     for line in LINES:
-        said = json.loads(line)
+        said = json.loads(line, parse_constant=pytest.fail)  # no NaN, no infinity
         row = Row.from_dict(said)
         assert dict(row) == flat(said) and row == flat(said) and len(row) == len(flat(said))
 
@@ -49,3 +50,10 @@ def test_a_line_is_a_configuration_and_measurements() -> None:
 def test_the_draft_s_device(line: dict[str, Any], device: str | None, other: str | None) -> None:
     row = Row.from_dict(line)
     assert (row.draft_device, row.other_draft_device) == (device, other)
+
+
+def test_a_token_digest_covers_the_first_tokens_of_every_sequence() -> None:
+    digest = token_digest({0: [1, 2, 3], 1: [4, 5]}, 2)
+    assert digest == token_digest({1: [4, 5, 6, 7], 0: [1, 2]}, 2)
+    for other in ({0: [1, 2], 1: [4, 6]}, {0: [1, 2], 2: [4, 5]}, {0: [4, 5], 1: [1, 2]}):
+        assert digest != token_digest(other, 2)

@@ -9,7 +9,7 @@ import pytest
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rng import Purpose
-from mpissd.common.rounds import Outcome, Request, Source
+from mpissd.common.rounds import Event, Outcome, Request, Source
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.markov import (
@@ -20,15 +20,15 @@ from mpissd.engine.workload.markov import (
 )
 from mpissd.engine.workload.sequence import Batch, Placement
 from mpissd.engine.workload.workers import DraftWorker
-from tests.common.test_rounds import ADMIT, COMMIT, RELEASE, outcome
 from tests.loop.harness import CountingForwards
 
 K = 3
-Row = tuple[int, int, int, int, int]
+Row = tuple[int, int, int, int, int]  # id, epoch, event, k, t*
+COMMIT, ADMIT, RELEASE = Event.COMMIT, Event.ADMIT, Event.RELEASE
 
 
-def prompt(request: Request) -> list[int]:
-    return [request.request_id, request.epoch, request.first_token]
+def outcome(round_: int, *rows: Row) -> Outcome:
+    return Outcome(round_, np.array(rows, np.int32).reshape(-1, Outcome.WIDTH))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mpissd.common.flags import parse_into
 from mpissd.engine.job import resolve
 from mpissd.lab.sweep.commands import check_sweep, why_not
 from mpissd.lab.sweep.plan import Plan, SweepConfig, planned, read_grid
+from tests.scripts import ROOT
 from tests.tiny_pair import tiny_pair
 
 FILE = """
@@ -185,3 +187,14 @@ def test_prompts_that_cannot_be_answered_are_refused_before_mpi_starts(tmp_path:
     plan = check_sweep(SweepConfig(run=run, grid="mode=ar; prompt_ids=1,999"), frozenset(), 1)
     refused = "prompt_ids: prompt 1: token 999: allowed: 0..96"
     assert [why_not(point, 1) for point in plan.points] == [None, refused]
+
+
+@pytest.mark.parametrize("name", ["h200-70b", "h200-pairs", "h200-sweep"])
+def test_committed_grids_make_the_configurations_of_their_rows(name: str) -> None:
+    """So that a sweep that was cut off continues, whatever flags were added since."""
+    folder = ROOT / "results" / name
+    lines = [line for path in folder.glob("*.jsonl") for line in path.open()]
+    known = {json.loads(line)["config_digest"] for line in lines}
+    for grid in folder.glob("*.grid"):
+        plan = planned(parse_into(SweepConfig, {"backend": "cupy", "grid": str(grid)}))
+        assert {point.digest for point in plan.points} <= known and len(plan.points) > 10, grid

@@ -15,16 +15,13 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Event, Outcome, Speculation
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.decode.draft import Drafter, Key, SpeculationCache
+from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.round import serve
-from mpissd.engine.workload.oracle import Branches
-from mpissd.engine.workload.sequence import Batch
 from tests.loop.harness import (
     Forward,
     Result,
     Rig,
     Scenario,
-    SteppedSpeculator,
     check_against_the_law,
     requests,
     run_stepped,
@@ -32,7 +29,6 @@ from tests.loop.harness import (
 
 K = 4
 MIXED = Scenario("ssd", batch=6, lookahead=K, p_hit=0.5, rounds=12, seed=5, fan_out=(2, 1, 3, 1, 2))
-LANES = [k for k, fan in enumerate(MIXED.fans) for _ in range(fan)]
 
 
 def by_round(result: Result) -> list[list[list[int]]]:
@@ -80,30 +76,6 @@ def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
     for forwards in draft.grown:
         assert sizes(forwards) == [MIXED.batch * (K + 1)] + [branches] * min(steps, K)
     check_against_the_law(result)
-
-
-class Remembering(SpeculationCache):
-    """The keys that were filled, round by round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filled: list[list[Key]] = []
-
-    def fill(self, batch: Batch, speculation: Speculation, branches: Branches) -> None:
-        super().fill(batch, speculation, branches)
-        self.filled.append([*self._lanes])
-
-
-def test_a_hit_is_a_key_and_every_branch_has_one_of_its_round() -> None:
-    rig, cache = Rig(MIXED), Remembering()
-    rig.drafter.cache = cache
-    loop = rig.loop(SteppedSpeculator(rig, lambda round_: K))
-    rows = rig.drive(loop).sequences()
-    for round_, keys in enumerate(cache.filled):
-        assert len(keys) == 6 * sum(MIXED.fans) and {key[0] for key in keys} == {round_}
-        assert [(id_, k) for _, id_, _, k, _ in keys] == [(i, k) for i in range(6) for k in LANES]
-    for row, after in zip(rows, rows[6:], strict=False):
-        assert after[6] == (tuple(row[:5]) in cache.filled[row[0]])
 
 
 def test_an_outcome_of_another_round_finds_nothing() -> None:

@@ -12,85 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from mpi4py import MPI
 
-from mpissd.common.errors import ConfigError, ProtocolError
-from mpissd.common.presets import ModelShape
-from mpissd.common.rounds import Event, Outcome, Request, Speculation
+from mpissd.common.rounds import Outcome, Request, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
-from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
-from mpissd.engine.comm.topology import Refused, agree, open_topology
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.stacks import GemmStack, GemmWeights
 
 WAITER = Waiter(60.0, spin=False)
-SHAPE = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)
-ROWS = 5
-
-
-def forward(group: Group) -> GemmStack:
-    options = ForwardOptions(lm_head=True, top_k=2)
-    shard = Shard(SHAPE, group.size, group.rank)
-    backend = NumpyBackend()
-    weights = GemmWeights(backend, shard, options, max_rows=8, seed=7)
-    stack = GemmStack(backend, group, shard, options, weights, max_rows=8, max_sequences=1)
-    stack.buffers.tokens[:ROWS] = np.arange(ROWS)
-    stack.body(ROWS)()
-    return stack
-
-
-def group(world: MPI.Intracomm) -> None:
-    """The shards of all ranks are the whole model, bit by bit the same on every rank."""
-    found = open_group(NumpyBackend(), world, "auto", WAITER)
-    assert (found.name, found.size, found.rank) == ("mpi", world.size, world.rank)
-    stack, whole = forward(found), forward(SoloGroup())
-    hidden = stack.buffers.hidden[:ROWS]
-    np.testing.assert_allclose(hidden, whole.buffers.hidden[:ROWS], rtol=2e-4, atol=2e-5)
-    every = world.allgather(hidden.tobytes())
-    assert len(set(every)) == 1
-    own = np.full((2, 3), world.rank, np.int32)
-    gathered = np.full((2 * world.size, 3), -1, np.int32)
-    found.all_gather(own[:, :3], gathered)
-    assert gathered[:, 0].tolist() == [rank for rank in range(world.size) for _ in range(2)]
-    best = (
-        stack.candidates.by_k[2]
-        .all_values[: world.size * ROWS]
-        .reshape(world.size, ROWS, 2)[:, :, 0]
-    )
-    np.testing.assert_allclose(
-        best.max(axis=0), whole.candidates.by_k[2].values[:ROWS, 0], rtol=2e-4, atol=2e-5
-    )
-
-
-def plans(world: MPI.Intracomm) -> None:
-    """Each follower receives each plan, and refuses a plan of another round."""
-    shape, batch = LinkShape(2, 2, 3), np.zeros((2, Outcome.WIDTH), np.int32)
-    sends = [(-1, False), (0, False), (1, True), (7, True)]
-    drafts = [Speculation.empty(r + 1, 0 if stop else 2, 3) for r, stop in sends]
-    if world.rank == 0:
-        sender = PlanSender(world, shape, WAITER)
-        for (round_, stop), speculation in zip(sends, drafts, strict=True):
-            rows = batch.copy()
-            rows[:, 2] = Event.RELEASE if stop else Event.COMMIT
-            rows[:, 4] = round_ + 10
-            sender.publish(Outcome(round_, rows), speculation, stop)
-        assert sender.num_messages == len(sends) * (world.size - 1)
-        sender.close()
-        return
-    receiver = PlanReceiver(world, shape, WAITER)
-    for round_, stop in sends[:-1]:
-        outcome, speculation, stopped = receiver.plan(round_ + 1)
-        assert (outcome.round, speculation.round, stopped) == (round_, round_ + 1, stop)
-        assert outcome.bonus.tolist() == [round_ + 10] * 2
-        assert len(speculation.rows) == (0 if stop else 2)
-    with pytest.raises(ProtocolError, match="round is 7, expected 2"):
-        receiver.plan(3)
 
 
 def long_plans(world: MPI.Intracomm) -> None:
@@ -114,64 +44,6 @@ def long_plans(world: MPI.Intracomm) -> None:
             assert outcome.prompts[0, 0].prompt == prompt
             told.touch()
         world.Barrier()
-
-
-def link(world: MPI.Intracomm) -> None:
-    """Lead 0, draft 1: messages survive reuse of their buffers; polls never block."""
-    shape = LinkShape(0, 2, 3)
-    if world.rank == 0:
-        lead = LeadEnd(shape, WAITER, *mpi_boxes(world, 1, WAITER))
-        for round_ in range(5):
-            requests = [Request(round_, 7), Request(round_ + 100, 8)]
-            lead.send_outcome(Outcome.admission(round_ - 1, requests), stop=round_ == 4)
-            if round_ < 4:
-                got = lead.speculation(round_, 2)
-                assert got.tokens.tolist() == [[round_] * 3, [round_ + 1] * 3]
-        assert lead.num_messages == 9
-        world.Barrier()
-        lead.close()
-    elif world.rank == 1:
-        draft = DraftEnd(shape, WAITER, *mpi_boxes(world, 0, WAITER))
-        for round_ in range(5):
-            while not draft.outcome_arrived():
-                time.sleep(1e-4)
-            outcome, stop = draft.outcome()
-            assert outcome.ids.tolist() == [round_, round_ + 100] and stop == (round_ == 4)
-            if not stop:
-                assert not draft.outcome_arrived()  # the next one was not asked for yet
-                answer = Speculation.empty(round_, 2, 3)
-                answer.num_draft[:] = 3
-                answer.tokens[:] = [[round_] * 3, [round_ + 1] * 3]
-                draft.send_speculation(answer)
-                answer.rows[:] = -5  # its buffer was copied
-        world.Barrier()
-        draft.close()
-    else:
-        world.Barrier()
-
-
-def refused(world: MPI.Intracomm) -> None:
-    """One rank's error is raised on every rank, with its line and code; without one, none is."""
-    agree(world, None)
-    error = ConfigError(f"seen by {world.rank}") if world.rank >= 1 else None
-    with pytest.raises(Refused, match="seen by 1") as caught:
-        agree(world, error)
-    assert caught.value.exit_code == 2
-
-
-def topology(world: MPI.Intracomm) -> None:
-    """Targets first, then drafts; each group has a communicator and a lead of its own."""
-    for groups in (1, 2):
-        found, tp = open_topology(1, groups), (world.size - 1) // groups
-        assert (found.tp, found.groups, found.num_drafts) == (tp, groups, 1)
-        assert found.is_lead == (world.rank == 0)
-        assert found.is_draft == (world.rank == world.size - 1 == found.first_draft)
-        assert found.leads_group == (not found.is_draft and world.rank % tp == 0)
-        assert found.group.size == (1 if found.is_draft else tp)
-        assert found.group_index == world.rank // tp
-        assert found.local_rank == world.rank and len(found.hosts) == world.size
-    with pytest.raises(ConfigError, match="too small"):
-        open_topology(world.size)
 
 
 def memory(world: MPI.Intracomm) -> None:
@@ -203,7 +75,7 @@ def memory(world: MPI.Intracomm) -> None:
 
 
 CHECKS: dict[str, Callable[[MPI.Intracomm], None]] = {
-    check.__name__: check for check in (group, plans, long_plans, link, refused, topology, memory)
+    check.__name__: check for check in (long_plans, memory)
 }
 
 if __name__ == "__main__":

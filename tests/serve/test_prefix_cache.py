@@ -12,7 +12,6 @@ from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.job import Serving
-from mpissd.engine.model.transformer.cache import PagePool
 from mpissd.serve.protocol import Cancel, Submit
 from tests.serve.test_driver import K, Script, all_returned, alone, config, pair, run, served
 from tests.tiny_pair import TinyPair
@@ -127,52 +126,6 @@ def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_o
     assert {end.reason for end in ends.values()} >= {"length", "cancelled"}
     assert sum(end.reason == "length" for end in ends.values()) >= count // 2
     assert (mode, is_wild) != ("ssd", False) or sum(end.hits for end in ends.values()) > 20
-
-
-class Cache:
-    """Sequences over a pool, with the tokens that each page really stores."""
-
-    def __init__(self, pages: int, page: int, seed: int) -> None:
-        self.pool, self.page, self.dice = PagePool(pages, page), page, random.Random(seed)
-        self.stored: dict[int, tuple[int, ...]] = {}  # by page: all tokens up to its end
-        self.live: dict[int, tuple[list[int], list[int]]] = {}  # (tokens, pages)
-        self.found = 0
-
-    def join(self, name: int, tokens: list[int]) -> None:
-        pages = self.pool.found(tokens)
-        for n, one in enumerate(pages):
-            assert self.stored[one] == tuple(tokens[: (n + 1) * self.page])
-        self.found += len(pages)
-        while len(pages) * self.page < len(tokens):
-            mine = self.pool.take()
-            assert all(mine not in held for _, held in self.live.values()) and mine not in pages
-            pages.append(mine)
-            self.stored[mine] = tuple(tokens[: len(pages) * self.page])
-        self.live[name] = tokens, pages
-        if self.dice.random() < 0.7:
-            self.pool.name(pages, tokens)
-
-    def leave(self, name: int) -> None:
-        tokens, pages = self.live.pop(name)
-        self.pool.name(pages, tokens[: self.dice.randint(0, len(tokens))])
-        self.pool.give_back(pages)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_page_that_is_found_stores_the_tokens_that_it_was_asked_for(seed: int) -> None:
-    cache, pages = Cache(24, 4, seed), 24
-    dice = cache.dice
-    roots = [dice.choices(range(3), k=30) for _ in range(2)]
-    for name in range(400):
-        tokens = [*dice.choice(roots)[: dice.randint(1, 30)], *dice.choices(range(3), k=3)]
-        while cache.live and sum(len(held) for _, held in cache.live.values()) + 9 > pages:
-            cache.leave(dice.choice([*cache.live]))
-        cache.join(name, tokens)
-        held = {page for _, held in cache.live.values() for page in held}
-        assert sorted([*held, *cache.pool.free]) == list(range(pages))
-    for name in [*cache.live]:
-        cache.leave(name)
-    assert sorted(cache.pool.free) == list(range(pages)) and cache.found > 300
 
 
 def test_a_prompt_that_comes_as_another_one_joins_shares_its_pages(pair: TinyPair) -> None:
