@@ -8,7 +8,7 @@ gpus         world_size: the draft's are counted
 alpha        of acceptance model alpha:…, else NaN      p_hit  of hit model p_hit:…, else NaN
 policy       uniform:F or geometric:B (any other list of budget B), "" unless SSD
 per_gpu      tok_per_s / gpus              per_sequence  tok_per_s / batch_size
-low, high    95% interval of tok_per_s (mpissd/common/compare.py); both equal it if a row has none
+low, high    tok_per_s; in points, the least and the most of the runs
 round_s, forward_s, all_reduce_s, wait_s, other_s       mean parts of the lead's round
 backup_cut   whether a miss is drafted shorter than K
 other_draft  the drafts' device if it is another than the lead's
@@ -24,14 +24,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from mpissd.common.compare import NORMAL_Z, Rate
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text, flags_of
@@ -166,12 +164,6 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
         rate, gpus = float(row.tok_per_s), int(row.world_size)
         if not (0 < rate < math.inf and gpus >= 1):
             raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
-        low = high = rate
-        with suppress(ConfigError):  # short, or without what an interval is of
-            half = math.exp(NORMAL_Z * math.sqrt(Rate.of_row(row).variance))
-            low, high = rate / half, rate * half
-        if not 0 < low <= high < math.inf:
-            raise ValueError(f"{rate} tok/s with an interval of {low:g} to {high:g}")
         policy = ""
         if row.mode == "ssd" and row.fan_out:
             given = str(flags_of(row).get("fan_out"))
@@ -199,8 +191,8 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
             "policy": policy,
             "per_gpu": rate / gpus,
             "per_sequence": rate / int(row.batch_size),
-            "low": low,
-            "high": high,
+            "low": rate,
+            "high": rate,
             "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
             "backup_cut": row.backup_lookahead not in (None, row.lookahead),
             "other_draft": row.other_draft_device,

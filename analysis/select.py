@@ -92,7 +92,7 @@ def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> 
 
 
 def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Merges repeats into one point: medians, `n`, and low … high, the runs' widest interval."""
+    """Merges repeats into one point: medians, `n`, and low … high, the runs' range."""
     numbers = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c]) and c not in by]
     grouped = rows.groupby(list(by), dropna=False, sort=True)
     medians = grouped[numbers].median()

@@ -280,7 +280,7 @@ def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
         ax.texts[-1].set_in_layout(False)
 
 
-BARS = "Bars: 95%"
+BARS = "Bars: tok/s, the range of the runs; gains, 95%"
 NO_CLAIM = "FEW SEEDS: no speedup claimed"
 
 

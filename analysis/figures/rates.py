@@ -270,5 +270,5 @@ def _caption(data: Data, shown: Iterable[Sequence[Claim]]) -> str:
     laws = "; ".join(f"{panel[0].gpus} GPUs: {panel[0].hit_law}" for panel in panels)
     return caption(
         [data.rows[data.rows["run_id"].isin(drawn)]],
-        f"Hits on {laws}. {BARS}. No verdict: a dashed use may be stronger",
+        f"Hits on {laws}. Bars: 95%. No verdict: a dashed use may be stronger",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpissd.cli.arguments import CompareConfig
 from mpissd.common.errors import ConfigError
 from mpissd.lab.tables import best, claims
-from mpissd.lab.tables.load import find_pair, load_rounds, load_rows, of_one_group
+from mpissd.lab.tables.load import find_pair, load_rows, of_one_group
 from mpissd.lab.tables.pair import Pair
 
 
@@ -26,7 +26,7 @@ def compare(config: CompareConfig) -> int:
                 "runs.jsonl or a folder, or one folder that holds two configurations"
             )
         a, b, paths = named
-        print(Pair.of(a, b, load_rounds(paths, [a, b]), *(load_rows([path]) for path in paths)))
+        print(Pair.of(a, b, *(load_rows([path]) for path in paths)))
         return 0
     places_of = config.a or ("results" if show == "claims" else config.out)
     rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))

@@ -24,7 +24,9 @@ SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
 # Keys that only older rows have.
-RETIRED = "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s".split()
+RETIRED = (
+    "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s sampling_sd"
+).split()
 Means = Mapping[str, float]
 
 
@@ -248,9 +250,6 @@ class Row(Mapping[str, Any]):
     )
     sampling_error: float | None = key(
         "luck of this run's draws: predicted_tok_per_s / expected_tok_per_s − 1"
-    )
-    sampling_sd: float | None = key(
-        "standard deviation of `sampling_error` over runs of as many rounds"
     )
     outcome_digest: str = key(
         "SHA-256 of all (round, id, k, t*); runs that decided alike have equal digests"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from scipy.special import stdtr, stdtrit
@@ -12,30 +11,12 @@ from mpissd.common.compare import (
     HEADLINE_ROUNDS,
     HEADLINE_SEEDS,
     Comparison,
-    How,
-    Rate,
     compare_rows,
     holm,
     student_p,
     student_t,
 )
 from mpissd.common.row import Row
-
-
-def row(**changed: Any) -> Row:
-    """A row of 100 rounds of 1 or 3 tokens in 10 ms, without known luck or spread."""
-    flat = {"mean": 1e4, "p50": 1e4, "p90": 1e4, "p99": 1e4, "n": 100}
-    made = {"run_id": "r", "num_rounds": 100, "tok_per_s": 200.0, "round_us": flat}
-    return Row.from_dict(made | {"accept_histogram": [50, 0, 50], "sampling_sd": None} | changed)
-
-
-def test_a_row_alone_tells_of_its_draws() -> None:
-    """Lengths 1 and 3, evenly: standard deviation 1 of a mean of 2, over √100."""
-    found = Rate.of_row(row())
-    assert found.value == 200 and found.freedom == 99
-    assert found.variance == pytest.approx(0.05**2)
-    assert Rate.of_row(row(sampling_sd=0.02)).variance == pytest.approx(0.02**2)
-    assert Rate.of_row(row(sampling_sd=0.0)).variance == 0  # AR draws nothing
 
 
 @pytest.mark.parametrize(
@@ -53,7 +34,7 @@ def test_a_bound_that_rounds_to_1_shows_its_side(
     low: float, high: float, shown: str, real: bool
 ) -> None:
     """Two digits print 0.98x (0.97–1.00) both for a difference and for none."""
-    found = Comparison(0.98, low, high, How.SEEDS, HEADLINE_SEEDS, HEADLINE_ROUNDS)
+    found = Comparison(0.98, low, high, HEADLINE_SEEDS, HEADLINE_ROUNDS)
     assert found.interval == shown and found.is_real == real
     assert all(f"({shown})" in text for text in (found.brief, found.claim))
     digits = [float(text) for text in re.findall(r"[\d.]+", str(found).partition("interval")[2])]
@@ -63,7 +44,8 @@ def test_a_bound_that_rounds_to_1_shows_its_side(
 def of_visit(commit: str, gpu: str | None, began: str, rate: float, seed: int) -> Row:
     ranks = [{"uuid": gpu}, {"uuid": None}]
     origin = {"commit": commit, "ranks": ranks, "hosts": ["vm"], "started_at": began}
-    return row(tok_per_s=rate, seed=seed, num_rounds=400, provenance=origin)
+    made = {"tok_per_s": rate, "seed": seed, "num_rounds": 400, "provenance": origin}
+    return Row.from_dict(made)
 
 
 DAY = "2026-11-22T10:00:00+00:00"

@@ -48,7 +48,7 @@ def rows(uses: Uses = USES, seeds: int = 5, visit: str = "a", **told: Any) -> li
                     "batch_size": 1, "context": 0, "fuse": True, "lm_head": True,
                     "num_rounds": 400, "lookahead": lookahead, "seed": seed,
                     "tok_per_s": rate * lucky, "expected_tok_per_s": rate, "round_us": FLAT,
-                    "sampling_sd": 0.1, "token_digest": "f00d", "t_target_s": 0.004 / tp,
+                    "token_digest": "f00d", "t_target_s": 0.004 / tp,
                     "t_draft_s": 1e-3 * lookahead,
                     "provenance": {"commit": "1", "ranks": [{"uuid": visit}]},
                 }  # fmt: skip

@@ -206,7 +206,7 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
     elif is_predictable(job):
         predicted = predict_row(job, profile.device, profile.host, len(lead.records))
         round_us, rate = predicted["round_us"], predicted["tok_per_s"]
-        means = ("expected_tok_per_s", "sampling_error", "sampling_sd")
+        means = ("expected_tok_per_s", "sampling_error")
         keys = {name: predicted[name] for name in means}
     else:
         return {}

@@ -78,7 +78,7 @@ def errors_of(
         replay, expected, luck = row.prediction_error, row.expected_tok_per_s, row.sampling_error
         if other.tok_per_s is None:
             left[str(other.reason)] += 1
-        elif replay is None or not expected or luck is None or row.sampling_sd is None:
+        elif replay is None or not expected or luck is None:
             left["its own job predicted nothing"] += 1
         else:
             error = row.tok_per_s / other.tok_per_s - 1

@@ -18,7 +18,7 @@ from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
-from mpissd.lab.predict.simulation import expected, replay, sampled
+from mpissd.lab.predict.simulation import expected, replay
 
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
@@ -56,9 +56,8 @@ def predict_row(
 
     num_rounds defaults to the job's own. Keys that a result row has mean the same here and
     come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
-    expected_tok_per_s (the long-run mean under the imposed models), sampling_error (tok_per_s /
-    expected_tok_per_s − 1: how lucky these draws are) and sampling_sd (the standard deviation of
-    that error over runs of as many rounds).
+    expected_tok_per_s (the long-run mean under the imposed models) and sampling_error (tok_per_s /
+    expected_tok_per_s − 1: how lucky these draws are).
 
     Measured / tok_per_s − 1 is the error of the replay; predict/accuracy gives the error of a
     prediction without these draws. Raises ConfigError for a job that cannot be predicted.
@@ -70,7 +69,6 @@ def predict_row(
         )
     replayed = replay(job, device, host, num_rounds)
     mean = float(expected(job, device, host).tok_per_s[0])
-    _, noise = sampled(job, device, host)
     target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
     rounds, wall_s = len(replayed.round_s), float(replayed.round_s.sum())
     # None if rounds take no time
@@ -94,7 +92,6 @@ def predict_row(
         "outcome_digest": outcome_digest(replayed.sequences),
         "expected_tok_per_s": None if rate is None else mean,
         "sampling_error": None if rate is None else rate / mean - 1,
-        "sampling_sd": None if rate is None else noise / math.sqrt(rounds) / mean,
     }
 
 

@@ -266,29 +266,3 @@ def follow(
         t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
         t_growth_s=growth_s if grid.grows[0] else None,
     )
-
-
-def sampled(
-    job: Job,
-    device: DeviceCosts,
-    host: HostCosts,
-    *,
-    chains: int = 64,
-    num_rounds: int = 32,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Returns tok/s of fresh rounds under the job's imposed models, and its standard deviation in
-    runs of one round; over n rounds it is √n smaller.
-
-    It is the chains' (ratio of sums, first order).
-    """
-    grid = Grid.of([job], device, host)
-    rounds, sums = Rounds(grid, LawDraws(grid, chains, seed)), np.zeros((2, chains))
-    for number in range(_BURN_IN + num_rounds):
-        of_round = rounds.advance(number)
-        if number >= _BURN_IN:
-            sums += of_round["tokens"][0], of_round["round_s"][0]
-    tokens, wall = sums
-    rate = float(tokens.sum() / wall.sum()) if wall.any() else math.inf
-    spread = float(np.std(tokens - rate * wall, ddof=1) / wall.mean()) if wall.any() else math.nan
-    return rate, spread * math.sqrt(num_rounds)

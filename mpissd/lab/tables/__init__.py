@@ -1,6 +1,6 @@
 """The read side: what `mpissd compare` (cli/compare.py) prints, from rows and files only.
 
-load       rows, their jobs' profiles and their rounds; the rows of a name
+load       rows, and the rows of a name
 pair       one result over another
 best       methods at equal K and each at its own best K
 claims     SSD against the strongest other use of as many GPUs, and which verdicts hold

@@ -208,7 +208,8 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -
         rivals = [u for u in rivals if not is_lookup(u.rows[0]) or _fast_of(u.rows[0]) == fast]
     here = [u for u in rivals if same_visit(u.rows[0], first) and len(u.seeds) >= seeds]
     gains = [(gain, use) for use in here if (gain := ssd.over(use)) is not None]
-    gain, other = min(gains, key=lambda one: one[0].low, default=(None, None))
+    gains.sort(key=lambda one: one[0].low if one[0].has_interval else one[0].speedup)
+    gain, other = next(iter(gains), (None, None))
     fastest: dict[Family, Use] = {}
     for use in sorted(rivals, key=lambda use: -use.tok_per_s):
         fastest.setdefault(use.family, use)

@@ -1,7 +1,6 @@
-"""Reads result rows, their jobs' profiles and their raw rounds; refuses malformed files.
+"""Reads result rows from runs*.jsonl, and refuses malformed lines.
 
-The files are runs*.jsonl, profiles/RUN_ID.json and rounds/RUN_ID.npz. find_rows and find_pair take
-the names that people give to results: a run id, a file or a folder.
+find_rows and find_pair take the names that people give to results: a run id, a file or a folder.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpissd.common.compare import Rounds
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import READABLE, Row, flat
 from mpissd.lab.tables.pair import siblings
@@ -56,21 +54,6 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
     """Returns the rows of jobs with one target group, which are the only ones that are compared."""
     return [row for row in rows if (row.groups or 1) == 1]
-
-
-def load_rounds(paths: Paths, rows: Iterable[Row]) -> dict[str, Rounds]:
-    """Returns {run_id: rounds} from rounds/RUN_ID.npz next to each runs*.jsonl, if it exists; the
-    first folder's counts.
-
-    Raises ConfigError, naming the file, if arrays are missing or do not match the row's rounds.
-    """
-    folders = list(dict.fromkeys(path.parent for path in _run_files(paths)))
-    kept: dict[str, Rounds] = {}
-    for run_id, row in {str(row.run_id): row for row in rows}.items():
-        files = (folder / "rounds" / f"{run_id}.npz" for folder in folders)
-        if (path := next((file for file in files if file.is_file()), None)) is not None:
-            kept[run_id] = Rounds.read(path, row)
-    return kept
 
 
 def _run_files(paths: Paths) -> Iterator[Path]:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, How, Rounds, compare_rows
+from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 
-_HOW = {
-    How.SEEDS: "by pairs: {} seeds",
-    How.BLOCKS: "by blocks of the tokens that both emitted",
-    How.ROWS: "by their rows: intervals from the rows' draws and percentiles, which don't see "
-    "what neighbouring rounds have in common",
-}
 # Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
@@ -44,7 +38,6 @@ class Pair:
         cls,
         a: Row,
         b: Row,
-        rounds: Mapping[str, Rounds],
         others: Sequence[Row] = (),
         others_of_b: Sequence[Row] | None = None,
     ) -> Pair:
@@ -52,7 +45,7 @@ class Pair:
 
         others: rows among which further seeds of the same two configurations are looked for;
         others_of_b: those for b, if they are not the same rows. Raises ConfigError if a comparison
-        would mean nothing, or with under 20 rounds.
+        would mean nothing.
         """
         check_alike(a, b)
         sides = [siblings(a, others), siblings(b, others if others_of_b is None else others_of_b)]
@@ -62,9 +55,9 @@ class Pair:
             for other in sides[1]:
                 if one.seed == other.seed:
                     check_alike(one, other)
-        comparison = compare_rows(sides[0], sides[1], rounds)
-        if comparison.how is not How.SEEDS:  # compare only the two rows that were named
-            comparison = compare_rows([a], [b], rounds)
+        comparison = compare_rows(sides[0], sides[1])
+        if not comparison.has_interval:  # compare only the two rows that were named
+            comparison = compare_rows([a], [b])
         return cls(a, b, comparison)
 
     @property
@@ -95,10 +88,10 @@ class Pair:
         lines += [f"differ in: {differ or 'nothing'}", f"b over a: {gain}"]
         if self.a.world_size != self.b.world_size:
             lines.append(f"per GPU: {self.per_gpu}")
-        lines.append(f"({_HOW[gain.how].format(gain.num_seeds)})")
+        lines.append(f"(by pairs of one seed: {gain.num_seeds})")
         if not gain.one_visit:
             lines.append(f"({FEW_VISITS})")
-        elif gain.is_real and not gain.is_headline:
+        elif not gain.is_headline:
             lines.append(f"({FEW_SEEDS})")
         wrap = textwrap.TextWrapper(100, initial_indent="   ", subsequent_indent="      ")
         return "\n".join(wrap.fill(line) for line in lines)
