@@ -56,14 +56,12 @@ def test_every_table_is_measured(numpy: Any) -> None:
         (1, draft.num_params(ForwardOptions())),
     ]
     assert [e["name"] for e in tables["all_reduces"]] == ["mpi"]
-    assert [(e["name"], e["idle_s"]) for e in tables["links"]] == [("mpi", 0), ("mpi", 0.005)]
-    assert list(tables["links"][0]["seconds"])[0::7] == ["64", "1048576"]
     assert [e["what"] for e in tables["launches"]] == ["empty"]
-    for entry in [e for name in ("forwards", "links") for e in tables[name]]:
+    for entry in [e for name in ("forwards", "all_reduces") for e in tables[name]]:
         assert entry["from"].startswith("measured") and min(entry["seconds"].values()) > 0
     assert [seat["role"] for seat in data["topology"]] == ["lead", "target", "draft"]
     assert data["provenance"]["mpi_library"] and data["dtype"] == "float32"
-    for heading in ("r(M)", "all-reduce", "link", "launch", "rank 2"):
+    for heading in ("r(M)", "all-reduce", "launch", "rank 2"):
         assert heading in out
 
 
@@ -91,21 +89,20 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
 
 
 def test_wrong_data_end_the_job_and_save_nothing(tmp_path: Path) -> None:
-    flags = "--backend=emulated", "--device=null", "--pair=toy"
-    done = probe(3, *flags, folder=tmp_path, program="tests.mpi.test_probe")
-    assert done.code == 3 and len(done.lines) == 1 and "64 B arrived changed" in done.lines[0]
+    done = probe(2, *NUMPY, "--mode=ar", folder=tmp_path, program="tests.mpi.test_probe")
+    assert done.code == 3 and len(done.lines) == 1 and "values are wrong" in done.lines[0]
     assert "{" not in done.out and not list((tmp_path / "profiles").iterdir())
 
 
 if __name__ == "__main__":
     from mpissd.__main__ import main
-    from mpissd.engine.comm.wire import Header, Message
+    from mpissd.engine.comm.mpi_group import MpiGroup
 
-    read = Message.header
+    add = MpiGroup.all_reduce
 
-    def read_wrong(message: Message) -> Header:
-        message.array[-1] ^= 1
-        return read(message)
+    def add_wrong(group: MpiGroup, array: Any) -> None:
+        add(group, array)
+        array[-1, -1] += 1
 
-    Message.header = read_wrong  # type: ignore[method-assign]
+    MpiGroup.all_reduce = add_wrong  # type: ignore[method-assign]
     sys.exit(main(["probe", *sys.argv[1:]]))

@@ -2,15 +2,15 @@
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
-Everything goes through the application's own code: backend programs, steppers, groups, links. The
+Everything goes through the application's own code: backend programs, steppers, groups. The
 result is a table on stdout and a device profile in OUT/profiles, which `plan` and
 `--backend=emulated --device=FILE` read (docs/profile.md). The last line is one JSON object.
 
 Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
 For host work and link time, each configuration that the ranks allow decodes some rounds, as a run's
 warm-up does, and its costs are read off their ledgers (lab/measure/calibrate); its forwards, timed
-in series, go into the profile as well. Wrong data (a sum, a NaN, a message that changed) ends the
-job with exit code 3, and nothing is saved.
+in series, go into the profile as well. Wrong data (a sum, a NaN) ends the job with exit code 3, and
+nothing is saved.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
 from mpissd.lab.measure.card import print_card
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe, links
+from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe
 from mpissd.lab.probe.report import TABLES, check_name, fit, print_table, profile_name, save_profile
 
 _GPU_ROWS = (40, 128, 256)  # of transformers: a GPU's kernel for more than 32 rows is another one
@@ -90,7 +90,7 @@ class Prober:
     def run(self, name: str | None) -> None:
         """Runs all stages, then writes the profile on the lead; collective over the world."""
         seconds: dict[str, float] = {}
-        for stage in (self.rates, self.forwards, self.all_reduces, self.links, self.hosts):
+        for stage in (self.rates, self.forwards, self.all_reduces, self.hosts):
             begun = perf_counter()
             stage()
             # The barrier naps; a blocking collective would occupy cores that others measure on.
@@ -216,16 +216,6 @@ class Prober:
             probe = self._probe(self._topology.group)
             entry = probe.all_reduces(self._session.group, self._job.target.hidden)
             self._tables["all_reduces"] += [entry] if self._topology.is_lead else []
-
-    def links(self) -> None:
-        """Measures between the lead and the first draft rank, while the others nap."""
-        world, draft = self._topology.world, self._topology.tp
-        if not self._topology.num_drafts:
-            return
-        pair = world.Split(0 if world.rank in (0, draft) else MPI.UNDEFINED, world.rank)
-        if pair != MPI.COMM_NULL:
-            entries = links(pair, self._session.waiter, self._faults)
-            self._tables["links"] += entries if self._topology.is_lead else []
 
     def hosts(self) -> None:
         """Measures host work and link time for every configuration that these ranks allow, on all

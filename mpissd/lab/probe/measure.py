@@ -1,4 +1,4 @@
-"""Measures forwards by rows, all-reduces by bytes and round trips by bytes, and checks their data.
+"""Measures forwards by rows and all-reduces by bytes, and checks their data.
 
 Launches are sampled within a time budget. A rank that finds wrong data continues, so that the
 others are not left waiting in a collective: it adds a line to `faults`, and all ranks stop together
@@ -10,19 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
-from mpissd.engine.comm import wire
 from mpissd.engine.comm.group import Group, SoloGroup
-from mpissd.engine.comm.mpi_link import MpiInbox, MpiOutbox
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, ReadOut
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
@@ -40,7 +36,6 @@ _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # operations of one program, one
 # (seconds of warm-up, seconds of timed launches, the fewest and the most of these): GPUs are warmed
 # up, as an H200 reads slowly for some ms after an allocation, and modelled durations never vary.
 _PACE = {"gpu": (0.03, 0.05, 5, 25), "cpu": (0.0, 0.06, 5, 25), "emulated": (0.0, 0.0, 1, 1)}
-_LINK_SIZES = tuple(1 << n for n in (6, 8, 10, 12, 14, 16, 18, 20))
 _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
 
@@ -230,18 +225,11 @@ class GroupProbe:
         return entries
 
     def empty(self) -> Entry:
-        """Measures an empty program: the host's part of its launch, and the device's time."""
-        program, host = self._backend.program(lambda: None, _NOTHING), list[float]()
-
-        def launch() -> None:
-            start = perf_counter()
-            program.launch()
-            host.append(perf_counter() - start)
-
-        device_s = float(np.median(self.times({1: self._launched(launch, program)})[1]))
+        """Measures the device's time of an empty program."""
+        program = self._backend.program(lambda: None, _NOTHING)
+        taken = self.times({1: self._launched(program.launch, program)})[1]
         program.close()
-        seconds = {"host_s": float(np.median(host)), "device_s": device_s}
-        return {"what": "empty", "from": self._source, **seconds}
+        return {"what": "empty", "from": self._source, "device_s": float(np.median(taken))}
 
     def transformer(
         self,
@@ -328,64 +316,3 @@ class GroupProbe:
         check(f"{what}, repeated")
         program.close()
         return taken
-
-
-def links(pair: MPI.Comm, waiter: Waiter, faults: list[str]) -> list[Entry]:
-    """Measures round trips by message size, back to back and with 5 ms between two trips.
-
-    Collective over the lead (rank 0 of `pair`) and a draft. The messages go through the decoding
-    loops' own channels: OUTCOME one way, SPECULATION the other. Returns the "links" entries.
-    """
-    entries = []
-    for idle_s in (0.0, 5e-3):
-        taken = {size: _round_trips(pair, waiter, faults, size, idle_s) for size in _LINK_SIZES}
-        entries.append(entry({"name": "mpi", "idle_s": idle_s}, "measured: MPI", taken))
-    return entries
-
-
-def _round_trips(
-    pair: MPI.Comm, waiter: Waiter, faults: list[str], size: int, idle_s: float
-) -> list[float]:
-    """Returns the seconds of trips whose messages have exactly `size` bytes; checks the first."""
-    kinds = [wire.Kind.OUTCOME, wire.Kind.SPECULATION]
-    length, peer, is_lead = size // 4 - wire.HEADER, 1 - pair.rank, pair.rank == 0
-    shape = wire.LinkShape(0, 1, 0)
-    mine, theirs = (
-        wire.Message(kind, shape, length) for kind in (kinds if is_lead else kinds[::-1])
-    )
-    outbox, inbox = MpiOutbox(pair, [peer], mine, waiter), MpiInbox(pair, peer, theirs)
-
-    def pattern(rank: int) -> Ints:
-        return (np.arange(length) * 7 + 3 + 311 * rank).astype(np.int32)
-
-    mine.write(0, 0, [pattern(pair.rank)])
-    what, wanted = "draft: probe" if is_lead else "lead: probe", pattern(peer)
-
-    def once(*, is_checked: bool = False) -> float:
-        """Runs this end's half of a trip; returns its seconds."""
-        start = perf_counter()
-        for is_sending in (is_lead, not is_lead):
-            if is_sending:
-                outbox.ready()
-                outbox.send()
-            else:
-                waiter.until(inbox.arrived, what)
-                theirs.header()
-                if is_checked and not np.array_equal(theirs.array[wire.HEADER :], wanted):
-                    faults.append(f"link mpi: {size} B arrived changed")
-                inbox.release()
-        return perf_counter() - start
-
-    warm = [once(is_checked=True) for _ in range(5)]
-    count = max(5, min(300, int(0.1 / max(min(warm), 1e-6))))
-    count = pair.bcast(min(count, 15) if idle_s else count)
-    times = []
-    for _ in range(count):
-        if idle_s and is_lead:
-            waiter.sleep_until(perf_counter() + idle_s)
-        times.append(once())
-    outbox.close()
-    inbox.close()
-    # Without this wait, the next trip's first message could match this receive.
-    pair.Barrier()
-    return times

@@ -21,7 +21,7 @@ from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.probe.measure import Entry
 
-TABLES = ("bandwidths", "forwards", "shards", "read_outs", "all_reduces", "links", "launches")
+TABLES = ("bandwidths", "forwards", "shards", "read_outs", "all_reduces", "launches")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
 Tables = Mapping[str, Sequence[Entry]]
@@ -174,22 +174,13 @@ def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
         yield "µs", _times(each, rows)
         if one := seconds[rows[0]]:
             yield "r(M)", "".join(f"{seconds[n] / one:>9.3f}" for n in rows)
-    names = {
-        "read_outs": "of {columns} logits, {candidates} a row",
-        "all_reduces": "{name}, {ranks} ranks, graph {graph}",
-        "links": "{name} after {idle_s:g} s",
-    }
-    for table, name in names.items():
-        heads: list[str] = []
-        for each in tables[table]:
-            if heads != (heads := list(each["seconds"])):
-                unit = "rows" if table == "read_outs" else "bytes"
-                head = "".join(f"{point:>9}" for point in heads)
-                yield table[:-1].replace("_", "-"), f"{unit:30}{head}"
-            yield "", f"{name.format(**each):30}{_times(each, heads)}"
+    for each in tables["all_reduces"]:
+        sizes = list(each["seconds"])
+        yield "all-reduce", f"{each['name']}, {each['ranks']} ranks, graph {each['graph']}"
+        yield "bytes", "".join(f"{size:>9}" for size in sizes)
+        yield "µs", _times(each, sizes)
     for each in tables["launches"]:
-        times = f"host {_us(each['host_s'])} µs, device {_us(each['device_s'])} µs"
-        yield "launch", f"{each['what']}: {times}"
+        yield "launch", f"{each['what']}: device {_us(each['device_s'])} µs"
 
 
 def _times(each: Entry, points: Iterable[str]) -> str:
