@@ -235,11 +235,11 @@ class Row(Mapping[str, Any]):
     )
     cache_bytes: float | None = key("size of the last-level cache of the lead's device", "bytes")
     predicted_tok_per_s: float | None = key(
-        "rate that the replay predicts from this run's draws (of text: from its outcomes), its "
-        "forwards timed in series, and its warm-up's host costs; null below 8 warm-up rounds",
+        "rate predicted from this run's outcomes, its forwards timed in series, and its warm-up's "
+        "host costs; null below 8 warm-up rounds",
         "tok/s",
     )
-    predicted_round_us: Means | None = key("`round_us` as the replay predicts it", "µs")
+    predicted_round_us: Means | None = key("`round_us` as it is predicted", "µs")
     prediction_error: float | None = key(
         "tok_per_s / predicted_tok_per_s − 1: error (a) of [predictions.md](predictions.md)"
     )

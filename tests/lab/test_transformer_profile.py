@@ -141,7 +141,9 @@ def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it
         assert profile.forward_s(cost) == pytest.approx(h200.forward_s(cost), rel=0.003)
         assert profile.measured(cost) is not None
     rates = [
-        predict_row(found, DeviceCosts.from_profile(known, found), HostCosts())["tok_per_s"]
+        predict_row(found, DeviceCosts.from_profile(known, found), HostCosts())[
+            "expected_tok_per_s"
+        ]
         for known in (profile, h200)
     ]
     assert rates[0] == pytest.approx(rates[1], rel=0.003)

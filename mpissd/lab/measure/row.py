@@ -38,8 +38,8 @@ from mpissd.lab.measure.calibrate import chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
 from mpissd.lab.predict.costs import job_to_dict
-from mpissd.lab.predict.row import is_followable, is_predictable, predict_row
-from mpissd.lab.predict.simulation import follow
+from mpissd.lab.predict.row import is_followable, is_predictable
+from mpissd.lab.predict.simulation import expected, follow
 
 _FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
 
@@ -188,31 +188,25 @@ def device_means(measured: Measured) -> dict[str, float | None]:
 
 
 def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the prediction for these draws from the job's own profile; empty if there is none.
+    """Returns the prediction of these outcomes from the job's own costs; empty if there is none.
 
-    Text is predicted from its own acceptance and hits, and the measured time of its prompts. It has
-    no imposed model, and so no mean.
+    The measured time of prompts is added to it. Text has no imposed model, and so no mean.
     """
     lead, profile = measured.lead, measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
         return {}  # no recurrence of rounds is known if groups share a draft
-    if job.config.warmup_rounds < _FEWEST_WARM:
+    if job.config.warmup_rounds < _FEWEST_WARM or not is_followable(job):
         return {}
-    num_tokens, keys = decoded["num_tokens"], dict[str, Any]()
-    if is_followable(job):
-        rounds = follow(job, profile.device, profile.host, lead.records.sequences())
-        round_us = rounds.round_us()
-        rate: float | None = num_tokens / (float(rounds.round_s.sum()) + lead.prefill_s)
-    elif is_predictable(job):
-        predicted = predict_row(job, profile.device, profile.host, len(lead.records))
-        round_us, rate = predicted["round_us"], predicted["tok_per_s"]
-        means = ("expected_tok_per_s", "sampling_error")
-        keys = {name: predicted[name] for name in means}
-    else:
-        return {}
-    error = round(num_tokens / lead.wall_s / rate - 1, 5) if rate else None
-    known = {"predicted_tok_per_s": rate, "predicted_round_us": round_us, "prediction_error": error}
-    return known | keys
+    round_s = follow(job, profile.device, profile.host, lead.records.sequences())
+    wall_s, keys = float(round_s.sum()) + lead.prefill_s, dict[str, Any]()
+    rate = decoded["num_tokens"] / wall_s if wall_s else None
+    if is_predictable(job):
+        mean = float(expected(job, profile.device, profile.host).tok_per_s[0]) if rate else None
+        keys["expected_tok_per_s"] = mean
+        keys["sampling_error"] = rate / mean - 1 if rate and mean else None
+    error = round(decoded["num_tokens"] / lead.wall_s / rate - 1, 5) if rate else None
+    known = {"predicted_tok_per_s": rate, "predicted_round_us": percentiles_us(round_s)}
+    return {**known, "prediction_error": error, **keys}
 
 
 def _weights(job: Job) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """The durations of many jobs' rounds as arrays, and what decides the accepted tokens and hits of
-their rounds: models, a run's seed, or records.
+their rounds: models, or a run's records.
 
 Shapes: [G, R, b] for G jobs, R chains of rounds and their b sequences.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
 from mpissd.engine.spec.acceptance import HitLaw
@@ -271,86 +269,6 @@ def _spread(chains: int, batch: int, seed: int, number: int) -> Floats:
     random = np.random.Generator(np.random.Philox(key=[seed, _LAW_SEQUENCE + number]))
     order = random.permuted(np.tile(np.arange(chains)[:, None], batch), axis=0)
     return np.asarray((order + random.random((chains, batch))) / chains)
-
-
-class Outcomes:
-    """The accepted tokens and hits of one sequence under a job's imposed models, by position.
-
-    A run with the same seed and sequence id has the same; after num_positions they repeat.
-    """
-
-    def __init__(self, job: Job, sequence: int, num_positions: int, seed: int) -> None:
-        lookahead, law = job.lookahead, job.hit_law
-        self._keys: list[tuple[int, int]] = []  # of a tree: its last node, candidates before t*
-        # [2, n]: tokens that a round accepts from a position on, if a (backup, cached branch)
-        # drafted K.
-        counts = np.zeros((2, num_positions), np.int64)
-        coins = np.array(uniforms(seed, Purpose.ACCEPT, sequence, 0, num_positions + lookahead))
-        for source in (Source.NONE, Source.CACHE) if lookahead else ():
-            drafter = source or Source[job.config.backup.upper()]
-            hazards = np.array(job.acceptance[drafter].hazards)
-            ahead = np.lib.stride_tricks.sliding_window_view(coins, lookahead)[:num_positions]
-            kept = np.logical_and.accumulate(ahead < hazards, axis=1)
-            counts[int(source == Source.CACHE)] = kept.sum(axis=1)
-        uniform = np.array(uniforms(seed, Purpose.RANK, sequence, 0, num_positions + lookahead))
-        # [2, n]: of a bonus token among the draft's candidates, after (a rejection, all served
-        # tokens were accepted).
-        ranks = np.array([law.ranks(uniform, end) for end in (False, True)], np.int64)
-        if (tree := job.tree).num_lanes:  # the place of the true token among its level's candidates
-            later = np.lib.stride_tricks.sliding_window_view(ranks[0], lookahead)[:num_positions]
-            places, of = np.where(ahead < hazards, 0, later).tolist(), tree.ranks[1:].tolist()
-            nodes = [tree.walk(of, [*row, -1], tree.levels, len(of)) for row in places]
-            depths, n = tree.depths[nodes], np.arange(num_positions)
-            counts[:] = depths
-            taken = np.array([len(children) for children in tree.children])[nodes]
-            place = np.array(places)[n, np.minimum(depths, lookahead - 1)] - taken
-            place = np.where(depths < lookahead, place, ranks[1][n + lookahead] - 1)
-            self._keys = list(zip(nodes, place.tolist(), strict=True))
-        self._counts, self._ranks = counts.tolist(), ranks.tolist()
-        self._num_positions = num_positions
-
-    def accepted(self, position: int, drafted: int, hit: bool) -> int:
-        """Returns how many of `drafted` tokens are accepted, by whether a cached branch drafted
-        them."""
-        return int(min(self._counts[hit][position % self._num_positions], drafted))
-
-    def hits(self, position: int, k: int, fans: Sequence[int], end: bool) -> bool:
-        """Returns whether the bonus token after k accepted ones is among the candidates kept.
-
-        fans: F_k by k, of a tree by node. end: whether all served tokens were accepted.
-        """
-        if self._keys:
-            node, place = self._keys[position % self._num_positions]
-            return place < fans[node]
-        return bool(self._ranks[end][(position + k) % self._num_positions] <= fans[k])
-
-
-def run_of(job: Job, num_rounds: int, seed: int | None = None) -> NDArray[np.int64]:
-    """Returns the outcomes of a run's rounds, by its seed, sequences and positions; no duration
-    decides them.
-
-    They are the rows of RoundRecords.sequences, [n, 8].
-    """
-    seed, batch = job.config.seed if seed is None else seed, job.config.batch_size
-    # A sequence starts with length 1 and grows by at most K+1 a round.
-    count = 2 + (num_rounds + 1) * (job.lookahead + 1)
-    every = [Outcomes(job, sequence, count, seed) for sequence in range(batch)]
-    drawn = np.array([uniforms(seed, Purpose.TOKEN, s, 0, count) for s in range(batch)])
-    true = (drawn * job.target.vocab_size).astype(np.int64).tolist()
-    backup = Source[job.config.backup.upper()] if job.lookahead else Source.NONE
-    nothing = (0,) * (job.num_nodes + 1)
-    lists = job.fan_out_miss or nothing, job.fan_out or nothing
-    length, hit, rows = [1] * batch, [False] * batch, list[tuple[int, ...]]()
-    limit = job.config.num_tokens or math.inf
-    for number in range(num_rounds):
-        for s in (s for s in range(batch) if length[s] <= limit):
-            num_draft = job.lookahead if hit[s] else job.backup_lookahead
-            k = every[s].accepted(length[s], num_draft, hit[s])
-            source = Source.CACHE if hit[s] else backup
-            rows.append((number, s, 0, k, true[s][length[s] + k], source, hit[s], num_draft))
-            hit[s] = every[s].hits(length[s], k, lists[hit[s]], k == num_draft)
-            length[s] += k + 1
-    return np.array(rows, np.int64)
 
 
 class RecordedDraws(Draws):

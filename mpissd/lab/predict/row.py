@@ -1,7 +1,7 @@
-"""Predicts a run's row under the same keys, and a row's rate from the profile of another job.
+"""Predicts a job's means under the keys of a row, and a row's rate from the profile of another job.
 
-`predict_row` uses only costs and draws. `forecast_row` gives the mean under the imposed models, as
-`plan` gives it to a user: it uses neither the row's draws nor its own job's profile.
+`forecast_row` gives the mean under the imposed models, as `plan` gives it to a user: it uses
+neither the row's draws nor the costs of its own job.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.records import outcome_digest
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.job import Job, resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, derived_from, host_of, with_derived
-from mpissd.lab.predict.simulation import expected, replay
+from mpissd.lab.predict.grid import Grid
+from mpissd.lab.predict.simulation import expected
 
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
@@ -28,7 +28,7 @@ _DRAFTED = (
 
 
 def is_predictable(job: Job) -> bool:
-    """Returns whether the simulation can predict this job.
+    """Returns whether the imposed models give this job a mean.
 
     The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
     same in every round.
@@ -43,55 +43,40 @@ def is_followable(job: Job) -> bool:
     Of text and of replays: acceptance and hits are a pair's own.
     """
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
-    return job.workload.reports_outcomes and has_steps  # looking up has no forwards
+    return is_predictable(job) or (job.workload.reports_outcomes and has_steps)
 
 
-def predict_row(
-    job: Job,
-    device: DeviceCosts,
-    host: HostCosts,
-    num_rounds: int | None = None,
-) -> dict[str, Any]:
-    """Predicts the row of a run of this job, from costs and draws.
+def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
+    """Predicts the long-run means of this job's runs, from costs and its imposed models.
 
-    num_rounds defaults to the job's own. Keys that a result row has mean the same here and
-    come from the run's own draws. The other keys are exposed_us (mean draft wait), T_p,
-    expected_tok_per_s (the long-run mean under the imposed models) and sampling_error (tok_per_s /
-    expected_tok_per_s − 1: how lucky these draws are).
-
-    Measured / tok_per_s − 1 is the error of the replay; predict/accuracy gives the error of a
-    prediction without these draws. Raises ConfigError for a job that cannot be predicted.
+    Keys that a result row has mean the same here. The others are round_us.mean, exposed_us (the
+    lead's mean wait for its speculation) and T_p. Raises ConfigError for a job without a mean.
     """
     if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), recorded (replay), or drafts several "
             "tokens a forward: allowed: gemm"
         )
-    replayed = replay(job, device, host, num_rounds)
-    mean = float(expected(job, device, host).tok_per_s[0])
-    target, draft, growth = replayed.t_target_s, replayed.t_draft_s, replayed.t_growth_s
-    rounds, wall_s = len(replayed.round_s), float(replayed.round_s.sum())
-    # None if rounds take no time
-    rate = replayed.num_tokens / wall_s if math.isfinite(mean) else None
+    means, grid = expected(job, device, host), Grid.of([job], device, host)
+    rate, target = float(means.tok_per_s[0]), float(grid.verify_s[0, -1, -1])
+    known = math.isfinite(rate)  # not if rounds take no time
+    draft = job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None
+    growth = None
+    if grid.grows[0]:
+        growth = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
     return {
         "mode": job.config.mode,
-        "num_rounds": rounds,
-        "num_tokens": replayed.num_tokens,
-        "wall_s": wall_s,
-        "tok_per_s": rate,
-        "tok_per_s_per_gpu": None if rate is None else rate / job.world_size,
-        "round_us": replayed.round_us(),
-        "acceptance_length": float(replayed.sequences[:, 3].mean() + 1),
-        "hit_rate": replayed.hit_rate,
+        "expected_tok_per_s": rate if known else None,
+        "tok_per_s_per_gpu": rate / job.world_size if known else None,
+        "round_us": {"mean": float(means.round_s[0]) * 1e6},
+        "acceptance_length": float(means.tokens[0]) / job.config.batch_size,
+        "hit_rate": None if growth is None else float(means.hit_rate[0]),
         "t_target_s": target,
         "t_draft_s": draft,
         "t_growth_s": growth,
         "T_SD": draft / target if draft is not None and target else None,
         "T_p": growth / target if growth is not None and target else None,
-        "exposed_us": float(replayed.wait_s.mean()) * 1e6,
-        "outcome_digest": outcome_digest(replayed.sequences),
-        "expected_tok_per_s": None if rate is None else mean,
-        "sampling_error": None if rate is None else rate / mean - 1,
+        "exposed_us": float(means.wait_s[0]) * 1e6,
     }
 
 

@@ -9,20 +9,18 @@ round, in the order in which the loops add up their durations:
     seen    the first poll >= asked; polls come between growth steps, which are never cut short (Q)
 
 `expect` returns long-run means, which `plan` searches; all configurations read the same draws, and
-equal ones have equal means. `replay` predicts a run from its own draws, and `follow` from the
-outcomes that it had. Shapes: [G, R] for G configurations and R chains, [G, R, b] for sequences.
+equal ones have equal means. `follow` predicts a run's rounds from the outcomes that it had. Shapes:
+[G, R] for G configurations and R chains, [G, R, b] for sequences.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.records import is_first_round
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 from mpissd.lab.predict.grid import (
@@ -32,7 +30,6 @@ from mpissd.lab.predict.grid import (
     LawDraws,
     Mask,
     RecordedDraws,
-    run_of,
 )
 
 _BURN_IN = 8  # first rounds of a chain, which do not count
@@ -195,74 +192,12 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
 _KNOWN: dict[tuple[bytes, ...], Expected] = {}  # rows of many seeds have one grid
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The durations of one job's rounds, [n] in seconds, and the outcomes that they follow from.
+def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]) -> Floats:
+    """Predicts the seconds of a run's rounds, [n], given their outcomes.
 
-    wait_s: the lead's wait for its speculation (the ledger's draft wait, the exposed draft time).
-    sequences: as RoundRecords.sequences() has them, [rows, 8]. t_target_s: of b(K+1) rows.
-    t_growth_s: glue, keys and K growth steps; t_draft_s: K sequential steps; each None if there is
-    none.
+    sequences: as RoundRecords.sequences() has them, [rows, 8].
     """
-
-    job: Job
-    round_s: Floats
-    wait_s: Floats
-    sequences: NDArray[np.int64]
-    t_target_s: float
-    t_draft_s: float | None
-    t_growth_s: float | None
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all sequences, none of which counts beyond its limit."""
-        counts = np.bincount(self.sequences[:, 1], weights=self.sequences[:, 3] + 1)
-        return int(np.minimum(counts, self.job.config.num_tokens or math.inf).sum())
-
-    @property
-    def hit_rate(self) -> float | None:
-        """The share of outcomes that were keys, without forced misses; None if no key was asked
-        for."""
-        asked = self.sequences[~is_first_round(self.sequences), 6]
-        return None if self.t_growth_s is None or not len(asked) else float(asked.mean())
-
-    def round_us(self) -> dict[str, float | int]:
-        """Returns {mean, p50, p90, p99, n} of the round durations in µs, as in a result row."""
-        us = self.round_s * 1e6
-        p50, p90, p99 = (float(each) for each in np.percentile(us, [50, 90, 99]))
-        return {"mean": float(us.mean()), "p50": p50, "p90": p90, "p99": p99, "n": us.size}
-
-
-def replay(
-    job: Job,
-    device: DeviceCosts,
-    host: HostCosts,
-    num_rounds: int | None = None,
-    seed: int | None = None,
-) -> Prediction:
-    """Predicts the run itself: the same seed gives the same k, t* and hits."""
-    limit = num_rounds or job.config.max_rounds or job.config.num_tokens
-    assert limit is not None, "neither rounds nor tokens end this run"
-    return follow(job, device, host, run_of(job, limit, seed))
-
-
-def follow(
-    job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]
-) -> Prediction:
-    """Predicts how long a run's rounds took, given their outcomes (RoundRecords.sequences)."""
     draws = RecordedDraws(job, sequences)
-    grid = Grid.of([job], device, host, ends=True)
-    rounds, times = Rounds(grid, draws), np.empty((2, draws.num_rounds))
-    for number in range(draws.num_rounds):
-        of_round = rounds.advance(number)
-        times[:, number] = of_round["round_s"][0, 0], of_round["wait_s"][0, 0]
-    growth_s = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
-    return Prediction(
-        job,
-        round_s=times[0],
-        wait_s=times[1],
-        sequences=sequences,
-        t_target_s=float(grid.verify_s[0, -1, -1]),
-        t_draft_s=job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None,
-        t_growth_s=growth_s if grid.grows[0] else None,
-    )
+    rounds = Rounds(Grid.of([job], device, host, ends=True), draws)
+    each = (rounds.advance(number)["round_s"][0, 0] for number in range(draws.num_rounds))
+    return np.fromiter(each, np.float64, draws.num_rounds)
