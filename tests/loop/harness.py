@@ -34,6 +34,7 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.workload import gemm
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from tests.oracle import Law
@@ -159,7 +160,7 @@ class Rig:
 
     def target_worker(self, forwards: CountingForwards) -> TargetWorker:
         s = self.scenario
-        stream = TokenStream(s.seed, s.vocab, s.batch, s.K)
+        stream = TokenStream(s.seed, s.vocab, s.batch, s.K, gemm.WINDOW)
         return TargetWorker(forwards, ImposedTarget(stream))
 
     def loop(self, speculator: Speculator, publish: Any = None) -> TargetLoop:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpissd.engine.workload import gemm
 from tests.loop.harness import Scenario, check_against_the_law, run
 
 
@@ -25,6 +26,18 @@ def test_sd_and_ssd_decide_alike(batch: int, lookahead: int) -> None:
     assert ssd.records.tokens() == sd.records.tokens() == inline.records.tokens()
     for result in (ssd, sd, inline):  # the draft's own rows, whatever its rank
         assert result.rig.drafter.table(0, 99)[:, 0].tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("lookahead", "backup"), [(1, "jit"), (4, "fast"), (9, "jit")])
+def test_windows_of_draws_are_refilled(
+    batch: int, lookahead: int, backup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten windows; each sequence has a pace of its own."""
+    monkeypatch.setattr(gemm, "WINDOW", 64)
+    rates = tuple(0.9 - 0.08 * n for n in range(lookahead))
+    told = {"rates": rates, "backup": backup, "num_tokens": 640, "rounds": None, "seed": 3}
+    check_against_the_law(run(Scenario("ssd", batch, lookahead, **told)))
 
 
 @settings(max_examples=120)
