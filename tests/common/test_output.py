@@ -23,16 +23,6 @@ def test_a_file_is_no_folder(judge: Callable[[str], None], tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_in_the_way_of_the_results_is_refused_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "rounds").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        make_output(str(tmp_path))
-    other = tmp_path / "other"
-    (other / "runs.jsonl").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        make_output(str(other))
-
-
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     row = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": -float("inf"), "e": "NaN"}}
     append_row(tmp_path / "rows.jsonl", row)

@@ -13,7 +13,6 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.base import Cost
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile
 from mpissd.engine.model.shard import ForwardOptions, Shard
 
@@ -138,26 +137,6 @@ def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, mo
     key = replace(cost.key, sequences=1)  # a transformer's logits are wider
     unknown = profile.lists_s(replace(listed, key=key))
     assert unknown == 0 and sorted(profile.candidates(listed)) == [1, 4, 8]
-
-
-FEW = {"1": 0.8e-3, "32": 1.2e-3}
-KERNELS = [
-    forward(kernel="cublas", most_rows=None),
-    forward(kernel="chain", most_rows=32, seconds=FEW),
-]
-
-
-@pytest.mark.parametrize(
-    ("rows", "most", "seconds"),
-    [(1, None, 0.8e-3), (1, 32, 0.8e-3), (1, 33, 1e-3), (8, 64, 1.1e-3), (64, None, 1.5e-3)],
-)
-def test_the_largest_forward_of_a_job_chooses_the_kernel(
-    box: Any, rows: int, most: int | None, seconds: float
-) -> None:
-    profile = box({"tables/forwards": KERNELS})
-    assert profile.forward_s(SHARD.cost(rows, 1, 2, OPTIONS, most)) == seconds
-    assert profile.few_rows == EmulatedBackend(profile).few_rows == 32
-    profile.require(SHARD.key(1, OPTIONS), SHARD.num_params(OPTIONS))
 
 
 @pytest.mark.parametrize(

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from mpissd.common.config import parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Source
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.round import TargetLoop
-from mpissd.engine.decode.speculator import InlineSpeculator
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
-from tests.loop.harness import (
-    WAITER,
-    CountingForwards,
-    SteppedSpeculator,
-    drive,
-    requests,
-)
+from tests.loop.harness import Scenario, run, run_stepped
 from tests.mpi.harness import Together, needs_mpi
 
-VOCAB = 4096
 INLINE = ("--mode=sd", "--num_drafts=0")
-Rows = NDArray[np.int64]  # [n, 8]: round, id, epoch, k, t*, source, hit, num_draft
 
 
 # Their resolved flags.
@@ -77,47 +59,28 @@ def test_what_makes_no_sense_takes_one_line(flags: dict[str, str], message: str)
 # Their runs.
 
 
-def inline(backup: Source, num_tokens: int, lookahead: int = 4) -> tuple[Rows, CountingForwards]:
-    """Inline SD over 30 rounds: its rows and the draft's forwards."""
-    law = AcceptanceLaw((0.7,) * lookahead, "")
-    laws = dict.fromkeys((Source.CACHE, Source.JIT, Source.FAST), law)
-    stream = DraftStream(5, VOCAB, 1, laws, HitLaw(""))
-    worker = DraftWorker(forwards := CountingForwards(), ImposedDraft(stream, num_tokens))
-    policy = DraftPolicy(lookahead, FanOuts(), backup, lookahead)
-    target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, lookahead)))
-    speculator = InlineSpeculator(Drafter(worker, policy, 1, WAITER))
-    loop = TargetLoop(target, speculator, None, 1, WAITER)
-    return drive(loop, requests(1), lookahead, rounds=30).sequences(), forwards
+INLINE_RUN = Scenario("sd", rates=(0.7,) * 4, rounds=30, seed=5, inline=True)
 
 
 def test_a_lookup_launches_nothing() -> None:
-    rows, forwards = inline(Source.FAST, 1)
-    assert forwards.log == [] and set(rows[:, 7]) == {4}
+    found = run(replace(INLINE_RUN, backup="fast"))
+    assert found.rig.draft_forwards.log == [] and set(found.rows[:, 7]) == {4}
 
 
 def test_parallel_heads_draft_all_tokens_in_one_forward() -> None:
-    one_by_one, forwards = inline(Source.JIT, 1)
-    at_once, heads = inline(Source.JIT, 4)
-    assert np.array_equal(one_by_one, at_once)
-    assert (len(forwards.log), len(heads.log)) == (120, 30)
-    assert {rows for rows, _ in heads.log} == {1}
+    one_by_one, at_once = run(INLINE_RUN), run(replace(INLINE_RUN, heads=4))
+    assert np.array_equal(one_by_one.rows, at_once.rows)
+    forwards, heads = (found.rig.draft_forwards.log for found in (one_by_one, at_once))
+    assert (len(forwards), [rows for rows, _ in heads]) == (120, [1] * 30)
 
 
 def test_parallel_heads_grow_in_one_forward() -> None:
-    law = AcceptanceLaw((0.7,) * 4, "")
-    laws = dict.fromkeys((Source.CACHE, Source.JIT, Source.FAST), law)
-    stream = DraftStream(5, VOCAB, 1, laws, HitLaw(""), widest=2)
-    worker = DraftWorker(forwards := CountingForwards(), ImposedDraft(stream, 4))
-    drafter = Drafter(worker, DraftPolicy(4, FanOuts((2,) * 5, (2,) * 5), Source.JIT, 4), 1, WAITER)
-    rig: Any = SimpleNamespace(draft_forwards=forwards, drafter=drafter)
-    target = TargetWorker(CountingForwards(), ImposedTarget(TokenStream(5, VOCAB, 1, 4)))
-    speculator = SteppedSpeculator(rig, lambda round_: 9)
-    loop = TargetLoop(target, speculator, None, 1, WAITER)
-    rows = drive(loop, requests(1), 4, rounds=40).sequences()
-    assert rows[:, 6].any() and set(rows[:, 7]) == {4}
-    assert all([rows for rows, _ in grown] == [5, 10] for grown in speculator.grown)  # glue, growth
-    drafted = [len(answered) for answered in speculator.answered]
-    assert drafted == [1 - hit for hit in rows[:, 6].tolist()]
+    scenario = replace(INLINE_RUN, mode="ssd", inline=False, fan_out=(2,) * 5, heads=4, rounds=40)
+    found, draft = run_stepped(scenario, 9)
+    assert found.rows[:, 6].any() and set(found.rows[:, 7]) == {4}
+    assert all([rows for rows, _ in grown] == [5, 10] for grown in draft.grown)  # glue, growth
+    drafted = [len(answered) for answered in draft.answered]
+    assert drafted == [1 - hit for hit in found.rows[:, 6].tolist()]
 
 
 # Whole jobs.

@@ -199,27 +199,6 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
         refused(sent)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"version": 77}, f"version is 77, expected {wire.VERSION}"),
-        ({"kind": 3}, "kind is 3, expected 2"),
-        ({"group": 9}, "group is 9, expected 2"),
-        ({"round": 5}, "round is 5, expected 7"),
-        ({"rows": 2}, "rows is 2, expected 3"),
-        ({"size": 10**6}, "size is 1000000, allowed 0..45"),
-        ({"size": 44}, "44 numbers, expected 3 rows of 15"),
-        ({"weights": -1}, "weights is -1, allowed 0.."),
-    ],
-)
-def test_a_header_that_does_not_fit_names_both_values(
-    changes: dict[str, int], message: str
-) -> None:
-    sent = sent_speculation(0)
-    change(sent.message, **changes)
-    assert message in refused(sent)
-
-
 def test_large_messages_are_checked_by_a_fold() -> None:
     """Distributions of a large vocabulary: any one bit counts there, too."""
     message = LinkShape(0, 2, 4, vocab=30_011).message(Kind.PROPOSALS)

@@ -102,20 +102,6 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     assert slow is not None and fast is not None and slow < fast
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted", "reason"),
-    [
-        ("saguaro/runs.jsonl", {}, "markov"),
-        ("emulated-schedules/runs.jsonl", {"draft": "medusa4-llama-3.1-8b"}, "several tokens"),
-        ("h200/runs.jsonl", {"backend": "emulated"}, "ran on null device"),
-        ("h200-tables/runs.jsonl", {"mode": "ar"}, "is of NVIDIA H100 80GB SXM"),
-    ],
-)
-def test_what_has_no_forecast_has_a_reason(name: str, wanted: dict[str, Any], reason: str) -> None:
-    forecast = forecast_row(row_like(name, **wanted), load_profile("h100"))
-    assert forecast.tok_per_s is None and reason in (forecast.reason or "")
-
-
 def test_a_decision_is_against_the_strongest_rival() -> None:
     """Predicted: SSD 130 over SD 120 and AR 100; measured: SD was the fastest, 4% above SSD."""
     same = {"acceptance": "alpha:0.8", "sampling_error": 0.0, "device_name": "NVIDIA H200"}

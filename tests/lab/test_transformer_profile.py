@@ -23,7 +23,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.derive import check_device, covered, derived_from, with_derived
+from mpissd.lab.predict.derive import check_device, covered, derived_from
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.probe.measure import TRANSFORMER_ROWS, GroupProbe, contexts
 from tests.datasheet import DATASHEET
@@ -97,16 +97,6 @@ def test_beyond_what_was_measured_it_is_derived(
         if is_derived
         else None
     )
-
-
-def test_another_number_of_ranks_is_derived_at_the_same_context() -> None:
-    two = job(2).target_shard
-    profile = with_derived(PROBED, two, 2, at(300))
-    one_s = PROBED.forward_s(SHARD.cost(8, 2, 2, at(300)))
-    curve = profile.measured(two.cost(8, 2, 2, at(300)))
-    assert curve is not None and curve.source.startswith("derived from T=1")
-    assert curve(8) < one_s + 100 * PROBED.all_reduce_s(2, 8 * 64 * 2)
-    assert with_derived(profile, two, 2, at(300)) is profile
 
 
 def test_a_probe_of_products_says_nothing_of_transformers_nor_of_another_model() -> None:

@@ -46,7 +46,7 @@ Hook = Callable[[LeadEnd, DraftEnd], None]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A decoding case: models, batch and policy; inline: D = 0."""
+    """A decoding case: models, batch and policy; inline: D = 0. heads: tokens of a forward."""
 
     mode: str = "ssd"
     batch: int = 1
@@ -62,6 +62,7 @@ class Scenario:
     vocab: int = 4096
     seed: int = 0
     inline: bool = False
+    heads: int = 1
     num_followers: int = 0
     pair: PairHits = ASSUMED  # imposes the hits if p_hit is None
 
@@ -155,7 +156,7 @@ class Rig:
         stream = DraftStream(s.seed, s.vocab, s.batch, laws, hit_law, max((1, *s.fans)))
         fan_outs = FanOuts(s.fans, s.fans)
         policy = DraftPolicy(s.K, fan_outs, s.source, s.backup_tokens)
-        self.draft_worker = DraftWorker(self.draft_forwards, ImposedDraft(stream))
+        self.draft_worker = DraftWorker(self.draft_forwards, ImposedDraft(stream, s.heads))
         self.drafter = Drafter(self.draft_worker, policy, s.batch, WAITER)
 
     def target_worker(self, forwards: CountingForwards) -> TargetWorker:

@@ -149,14 +149,6 @@ class Decoded:
         """[n, 8]: round, id, epoch, k, t*, source, hit, num_draft."""
         return self.records.sequences()
 
-    @property
-    def rejected(self) -> dict[int, bool]:
-        """By round: whether a token was rejected."""
-        found = dict[int, bool]()
-        for round_, _, _, k, _, _, _, num_draft in self.rows.tolist():
-            found[round_] = found.get(round_, False) or k < num_draft
-        return found
-
     def first(self, count: int) -> dict[int, list[int]]:
         return {n: tokens[:count] for n, tokens in self.tokens.items()}
 

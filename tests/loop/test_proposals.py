@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,40 +15,6 @@ from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from tests.loop.markov_rig import Pair, decode
 
 PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2, 2, 2, 3))
-
-
-class Watch:
-    """The lead's handling of PROPOSALS, in order: (round, read or dropped)."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[int, str]] = []
-
-    def __call__(self, lead: LeadEnd, draft: DraftEnd) -> None:
-        read, skip, heard = lead.proposals, lead.skip_proposals, lead.speculation
-        last = [0]
-
-        def proposals(round_: int, count: int) -> NDArray[np.float32]:
-            self.log.append((round_, "read"))
-            return read(round_, count)
-
-        def skip_proposals(*args: Any) -> None:
-            self.log.append((last[0], "dropped"))
-            skip(*args)
-
-        def speculation(round_: int, count: int) -> Any:
-            last[0] = round_
-            return heard(round_, count)
-
-        lead.proposals, lead.skip_proposals = proposals, skip_proposals  # type: ignore[method-assign]
-        lead.speculation = speculation  # type: ignore[method-assign]
-
-
-def test_rows_are_read_in_the_rounds_that_reject_and_in_no_other() -> None:
-    watch = Watch()
-    done = decode(PAIR, 60, hook=watch)
-    needed = done.rejected
-    assert {True, False} == set(needed.values())
-    assert watch.log == [(n, "read" if needed[n] else "dropped") for n in needed]
 
 
 def test_rows_that_come_late_change_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Lesson
 from mpissd.online.examples import HELD, Collector, Example, Memory, compressed
-from mpissd.online.process import check_trainer, receive, send
+from mpissd.online.process import check_trainer
 
 V = 20
 
@@ -96,19 +95,6 @@ def test_the_buffer_holds_some_sequences_out_and_forgets_the_oldest() -> None:
     assert [len(one.tokens) for one in batch[:2]] == [38, 39] and len(batch) == 4
     assert len({len(one.tokens) for one in batch}) == 4
     assert len(Memory(3).batch(4)) == 0
-
-
-def test_messages_come_back_and_a_cut_one_is_the_end() -> None:
-    one, pipe = example(7, rows=3), io.BytesIO()
-    for message in (one, (4, b"weights"), {"state": "learning"}):
-        send(pipe, message)
-    whole = pipe.getvalue()
-    pipe = io.BytesIO(whole + whole[:50])
-    found = receive(pipe)
-    for name in ("tokens", "at", "ids", "logs"):
-        assert np.array_equal(getattr(found, name), getattr(one, name)), name
-    assert receive(pipe) == (4, b"weights") and receive(pipe) == {"state": "learning"}
-    assert receive(pipe) is None
 
 
 def test_an_interpreter_that_cannot_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from typing import Any
 
 import pytest
@@ -13,16 +11,13 @@ import pytest
 from mpissd.common.flags import parse_into, said
 from mpissd.ops.doctor import (
     BAD,
-    MARK,
     NOT_PASSED,
     OK,
     WARN,
     DoctorConfig,
     ask,
     judge,
-    last_report,
     render,
-    versions,
 )
 
 GPUS = ["NVIDIA H200, 580.95.05"] * 4
@@ -111,24 +106,6 @@ def test_a_child_that_hangs_is_ended_with_its_children() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(int(out), 0)
     assert ask(["/nowhere/it"]) == ("", "/nowhere/it: No such file or directory")
-
-
-def test_the_name_of_the_library() -> None:
-    maps = "7f00-7f01 r-xp 0 00:00 1  /opt/x/lib/libmpi.so.40.40.7\n7f02-7f03 rw-p 0 00:00 0\n"
-    known = versions("Open MPI v5.0.11, package: Open MPI user@host\x00", maps)
-    assert known["python"][1] == sys.executable
-    assert known["MPI library"][0] == "Open MPI v5.0.11"
-    assert known["MPI library"][1].startswith("/opt/x/lib/libmpi.so.40.40.7 (")
-
-
-def test_the_last_report_counts() -> None:
-    lines = [f"{MARK}{json.dumps({**report(), 'step': step})}" for step in ("MPI_Init", "")]
-    cut = lines[1][: len(lines[1]) // 2]
-    known = last_report("\n".join(["noise", *lines, cut]), "")
-    assert len(known["ranks"]) == 3 and known["error"] == ""
-    hung = last_report(lines[0], "no answer within 70 s")
-    assert hung["error"] == "MPI_Init: no answer within 70 s"
-    assert last_report("", "no slots") == {"ranks": [], "choices": {}, "error": "no slots"}
 
 
 def test_the_ranks_get_the_same_flags() -> None:

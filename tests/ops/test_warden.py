@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Doing, Page, Stage
+from mpissd.common.stage import SIZE, STAGE, WAITING, Page, Stage
 from mpissd.ops.warden import Peer, Warden
 from tests.needs import needs_linux
 
@@ -83,15 +83,6 @@ def test_a_process_that_got_the_pid_of_a_rank_is_not_killed(job: Job) -> None:
     assert other.poll() is None
 
 
-def test_who_was_killed_is_at_fault_and_not_who_was_ended_for_it(job: Job) -> None:
-    job.set(2, DOING, Doing.GROWTH)
-    job.end(0, signal.SIGTERM, at=1.0)  # seen first
-    job.end(2, signal.SIGKILL, at=2.0)
-    found = job.host.dead()
-    assert found is not None and found.culprit is job.host.peers[2]
-    assert found.line.startswith("rank 2 (h, pid ") and found.line.endswith(" in growth")
-
-
 def test_all_ended_by_the_launcher_is_nobodys_fault(job: Job) -> None:
     for rank in range(3):
         job.end(rank, signal.SIGTERM)
@@ -123,32 +114,6 @@ def test_the_last_message_counts_of_a_rank_that_left_one_unread(job: Job) -> Non
     job.links[0].close()
     job.host._read(peer)
     assert peer.ordered == signal.SIGTERM and peer.is_closed
-
-
-def test_a_rank_that_leaves_and_one_that_only_says_so(job: Job) -> None:
-    leaver = job.host.peers[1]
-    job.end(1)
-    leaver.left, leaver.status = 3, 3 << 8
-    found = job.host.dead()
-    assert found is not None and "left early with exit code 3" in found.line  # MPI was not over
-    job.set(1, STAGE, Stage.DONE)
-    assert job.host.dead() is None
-
-
-def test_a_rank_that_stands_still_is_late_but_not_all_of_them(job: Job) -> None:
-    job.processes[1].send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    assert job.host.stopped(100.0) is None
-    found = job.host.stopped(100.0 + DEADLINE_S + 1)
-    assert found is not None and "stopped in" in found.line and found.culprit is job.host.peers[1]
-    for process in job.processes:
-        process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    assert job.host.stopped(200.0) is None  # job control
-    for process in (job.processes[0], job.processes[2]):
-        process.send_signal(signal.SIGCONT)
-    time.sleep(0.1)
-    assert job.host.stopped(201.0) is None  # its time begins anew
 
 
 def test_who_waits_names_who_does_not(job: Job) -> None:
