@@ -1,7 +1,4 @@
-"""The means of the simulation against closed formulas, at fixed seeds.
-
-[L]  Leviathan, Kalman, Matias, ICML 2023          [S]  Kumar, Dao, May, arXiv 2603.03251
-"""
+"""The means of the simulation against closed formulas, at fixed seeds."""
 
 from __future__ import annotations
 
@@ -46,34 +43,6 @@ def test_a_mean_does_not_depend_on_the_others_in_the_grid() -> None:
         assert getattr(together, name).tolist() == [getattr(one, name)[0] for one in alone]
 
 
-def speedup_sd(tokens: float, verify_ratio: float, t_draft: float) -> float:
-    """Returns the speedup of SD over AR: E_SD / (r + T_draft) [L, theorem 3.8, with r for its 1].
-
-    With r = 1 and t_draft = T_SD it equals the milestone report's E / (1 + T_SD).
-    """
-    return tokens / (verify_ratio + t_draft)
-
-
-def speedup_ssd(
-    p_hit: float,
-    tokens_hit: float,
-    tokens_miss: float,
-    *,
-    verify_ratio: float,
-    t_growth: float,
-    t_backup: float,
-    batch_size: int = 1,
-) -> float:
-    """Returns the speedup of SSD over AR [S, theorem 7].
-
-    It is [h·E_hit + (1−h)·E_miss] / [H·max(r, T_p) + (1−H)·(r + T_b)] with H = h^b, because a round
-    waits for every sequence and hits are independent [S, cor. 16]. A miss aborts the growth.
-    """
-    tokens = p_hit * tokens_hit + (1 - p_hit) * tokens_miss
-    all_hit, hit_s = p_hit**batch_size, max(verify_ratio, t_growth)
-    return tokens / (all_hit * hit_s + (1 - all_hit) * (verify_ratio + t_backup))
-
-
 # Time is counted in single-row forwards: t_target(1) = 1.
 
 
@@ -84,7 +53,7 @@ def test_sd_is_leviathan_s(alpha: float, lookahead: int, inline: bool) -> None:
     device = DeviceCosts.from_points({1: 1.0, lookahead + 1: ratio}, {1: step})
     job = make_job(mode="sd", lookahead=lookahead, alpha=alpha, num_drafts=0 if inline else 1)
     tokens = theory.expected_tokens(alpha, lookahead)
-    speedup = speedup_sd(tokens, ratio, lookahead * step)
+    speedup = theory.speedup_sd(tokens, ratio, lookahead * step)
     assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=EXACT)
 
 
@@ -97,7 +66,7 @@ def test_ssd_is_the_paper_s_where_growth_hides(p_hit: float, batch: int) -> None
     job = make_job(mode="ssd", lookahead=lookahead, alpha=alpha, p_hit=p_hit, batch_size=batch)
     tokens = theory.expected_tokens(alpha, lookahead)
     assert 5 * step < ratio  # glue and K steps
-    speedup = speedup_ssd(
+    speedup = theory.speedup_ssd(
         p_hit, tokens, tokens, verify_ratio=ratio, t_growth=5 * step, t_backup=4 * step,
         batch_size=batch,
     )  # fmt: skip
@@ -112,7 +81,7 @@ def test_ssd_with_a_fast_backup_hides_everything() -> None:
     job = make_job(mode="ssd", lookahead=4, alpha=0.9, p_hit=0.6, backup="fast",
                    acceptance_fast="alpha:0.2", backup_lookahead=3)  # fmt: skip
     hit, miss = theory.expected_tokens(0.9, 4), theory.expected_tokens(0.2, 3)
-    speedup = speedup_ssd(0.6, hit, miss, verify_ratio=1.0, t_growth=0.5, t_backup=0.0)
+    speedup = theory.speedup_ssd(0.6, hit, miss, verify_ratio=1.0, t_growth=0.5, t_backup=0.0)
     assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=NEAR)
 
 
