@@ -1,0 +1,147 @@
+"""Loads a server with `auto` by requests that ask for a fixed way, and by ones that do not.
+
+    python results/serving/ways.py OUT FLAGS…      (of mpissd serve: --target, --draft, …)
+
+All ways share the server, the arrivals and the prompts, and take turns; no HTTP is between. A line
+a load goes to OUT. Prints each way's mean time per token (TPOT), and requests a second that had
+a token within .25 s of their arrival, over those of the best fixed way. Variables: RATES, SEEDS,
+DURATION (seconds of a load), RANKS, VOCAB (prompts are random tokens below it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Ready, Submit, Tokens
+
+WAYS = {"ar": ("ar", None), "sd1": ("sd", 1), "sd2": ("sd", 2), "sd4": ("sd", 4)}
+WAYS |= {"auto": (None, None), "auto again": (None, None)}
+
+
+def load(
+    line: Line, way: str, rate: float, seed: int, seconds: float, vocab: int
+) -> dict[str, float | str]:
+    """Sends Poisson arrivals, each when it is due; returns the line of the load."""
+    random, due, mode_k = np.random.default_rng([seed, int(100 * rate)]), [], WAYS[way]
+    at = random.exponential() / rate
+    while at < seconds:
+        prompt = random.integers(3, vocab, random.integers(16, 128)).tolist()
+        ask = Submit(
+            load.number, prompt, int(random.integers(16, 112)), mode=mode_k[0], lookahead=mode_k[1]
+        )
+        due.append((at, ask))
+        load.number, at = load.number + 1, at + random.exponential() / rate
+    start, arrived = time.monotonic(), {ask.id: at for at, ask in due}
+    waiting, first, last, tokens, ends = due[::-1], {}, {}, dict.fromkeys(arrived, 0), {}
+    while len(ends) < len(due):
+        now = time.monotonic() - start
+        while waiting and waiting[-1][0] <= now:
+            line.put(waiting.pop()[1])
+        line.flush()
+        for message in line.take(min(0.01, max(0.0, waiting[-1][0] - now) if waiting else 0.01)):
+            now = time.monotonic() - start
+            if isinstance(message, Tokens):
+                first.setdefault(message.id, now)
+                last[message.id], tokens[message.id] = now, tokens[message.id] + len(message.tokens)
+            elif isinstance(message, End):
+                ends[message.id] = message
+        if line.is_closed:
+            raise SystemExit("the server has ended")
+    wall = time.monotonic() - start
+    tpot = np.mean([(last[n] - first[n]) / (tokens[n] - 1) for n in ends])
+    good = sum(first[n] - arrived[n] < 0.25 for n in ends) / wall
+    counts = {
+        name: sum(getattr(end, name) for end in ends.values())
+        for name in ("drafted", "accepted", "rounds")
+    }
+    return {
+        "way": way,
+        "rate": rate,
+        "seed": seed,
+        "tpot_s": float(tpot),
+        "good_per_s": good,
+        **counts,
+    }
+
+
+load.number = 1
+
+
+def main() -> None:
+    rates, seeds = (
+        [float(n) for n in os.environ.get(name, of).split(",")]
+        for name, of in (("RATES", "16,32,64,128"), ("SEEDS", "0,1,2"))
+    )
+    seconds, vocab, lines = (
+        float(os.environ.get("DURATION", "3")),
+        int(os.environ.get("VOCAB", "1000")),
+        [],
+    )
+    with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory() as folder:
+        listener.bind(f"{folder}/lead")
+        listener.listen(1)
+        ranks = [
+            "-np",
+            os.environ.get("RANKS", "1"),
+            sys.executable,
+            "-m",
+            "mpi4py",
+            "-m",
+            "mpissd",
+            "serve",
+        ]
+        command = [
+            *os.environ.get("MPIRUN", "mpirun").split(),
+            *ranks,
+            "--mode=auto",
+            *sys.argv[2:],
+        ]
+        job = subprocess.Popen(
+            command,
+            env={**os.environ, SOCKET_VARIABLE: f"{folder}/lead"},
+            stdout=subprocess.DEVNULL,
+        )
+        listener.settimeout(180)
+        line = Line(listener.accept()[0])
+        while not any(isinstance(message, Ready) for message in line.take(1)):
+            pass
+        for way in WAYS:  # a first load compiles, and captures graphs
+            load(line, way, max(rates) / 4, 99, seconds, vocab)
+        for turn, seed in enumerate(seeds):
+            for rate in rates:
+                for way in [*WAYS][turn:] + [*WAYS][:turn]:
+                    lines.append(load(line, way, rate, int(seed), seconds, vocab))
+                    with Path(sys.argv[1]).open("a") as file:
+                        file.write(json.dumps(lines[-1]) + "\n")
+        line.close()
+        job.wait()
+    for rate in rates:
+        of = {
+            way: [each for each in lines if (each["way"], each["rate"]) == (way, rate)]
+            for way in WAYS
+        }
+        mean = {
+            way: np.mean([(each["tpot_s"], each["good_per_s"]) for each in of[way]], axis=0)
+            for way in WAYS
+        }
+        tpot = min(mean[way][0] for way in WAYS if "auto" not in way)
+        good = max(mean[way][1] for way in WAYS if "auto" not in way)
+        shares = (
+            f"{way} {tpot / t:.3f}, {g / max(good, 1e-9):.3f}" for way, (t, g) in mean.items()
+        )
+        print(
+            f"{rate:g} a second, best fixed {1e3 * tpot:.3f} ms, {good:.4g}/s: {'; '.join(shares)}"
+        )
+
+
+if __name__ == "__main__":
+    main()
