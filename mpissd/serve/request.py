@@ -129,7 +129,7 @@ class Request:
         subject = self.subject
         if self.form is not None:
             try:
-                self.grammar = make_grammar(*self.form)
+                self.grammar = make_grammar(*self.form, tokenizer)
             except ConfigError as error:
                 raise Problem(400, str(error), self.form[0]) from error
         try:

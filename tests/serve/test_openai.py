@@ -157,6 +157,7 @@ def test_forms_reach_the_lead_as_grammars(rig: Rig) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format=.*: allowed: "),
         ({"guided_choice": []}, r"guided_choice=\[\]: allowed: a list of strings"),
         ({"guided_regex": "(a"}, "guided_regex: .*unclosed group"),
+        *(({"guided_regex": f"(a{{1000}}){{{n}}}"}, "too costly: too many") for n in (300, 1000)),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice with guided_regex"),
         ({"guided_regex": "a" * 40_000}, "guided_regex: .* bytes: allowed: at most 32768"),
         ({"schema": {"type": "wat"}}, "response_format: Invalid type: wat"),

@@ -22,12 +22,16 @@ from mpissd.common.rounds import MOST_GRAMMAR, Ints
 from mpissd.engine.workload.tokenizer import Tokenizer
 
 Logits = NDArray[np.float32]
+# Work that llguidance may do for a grammar, and for one mask: at most 40 ms of a core each, where
+# its own limits allow 1.3 s. A choice of 1,000 words needs half of it.
+_FUEL = {"initial_lexer_fuel": 50_000, "step_lexer_fuel": 50_000}
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEVER = np.float32(-np.inf)
 
 
-def make_grammar(name: str, kind: str, value: Any) -> str:
-    """Returns the grammar of a value; raises ConfigError if no answer can meet it.
+def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None = None) -> str:
+    """Returns the grammar of a value; raises ConfigError if no answer can meet it, or its first
+    masks over the tokenizer's vocabulary (None: all bytes) are too costly.
 
     name: of the field or flag, for errors. kind: "json" (a schema), "regex" (a text), or "choice"
     (a list of texts).
@@ -43,25 +47,28 @@ def make_grammar(name: str, kind: str, value: Any) -> str:
         raise ConfigError(f"{name}: {' '.join(str(error).split())[:200]}") from error
     if (size := len(text.encode(errors="replace"))) > MOST_GRAMMAR:
         raise ConfigError(f"{name}: {size} bytes: allowed: at most {MOST_GRAMMAR}")
-    matcher = library.LLMatcher(library.LLTokenizer("byte"), text, log_level=0)
-    reason = matcher.get_error()
-    if not reason and not matcher.is_accepting() and not any(matcher.compute_bitmask()):
-        reason = matcher.get_error() or "no text meets it"
-    if reason:
+    words = library.LLTokenizer("byte") if tokenizer is None else tokenizer.for_grammars
+    matcher = _matcher(words, text)
+    is_met = any(matcher.compute_bitmask()) or matcher.is_accepting()
+    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # up to the first choice
+        matcher.compute_bitmask()
+    if reason := matcher.get_error() or ("" if is_met else "no text meets it"):
+        reason = reason.partition("<state>")[0].replace("lexer error", "too costly")
         raise ConfigError(f"{name}: {' '.join(reason.split())[:200]}")
     return str(text)
 
 
-def read_grammar(flag: str) -> str:
+def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
     """Returns the grammar of --grammar: json, regex:…, choice:A|B|…, or a file with a JSON schema.
 
     Raises ConfigError for a file that cannot be read, and as `make_grammar`.
     """
     kind, colon, value = flag.partition(":")
     if flag == "json":
-        return make_grammar("grammar", "json", {"type": "object"})
+        return make_grammar("grammar", "json", {"type": "object"}, tokenizer)
     if colon and kind in ("regex", "choice"):
-        return make_grammar("grammar", kind, value if kind == "regex" else value.split("|"))
+        asked = value if kind == "regex" else value.split("|")
+        return make_grammar("grammar", kind, asked, tokenizer)
     try:
         schema = json.loads(Path(flag).expanduser().read_bytes())
     except OSError as error:
@@ -69,7 +76,7 @@ def read_grammar(flag: str) -> str:
         raise ConfigError(f"grammar={flag}: {error.strerror}: {allowed}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"grammar={flag}: is no JSON: {error}") from error
-    return make_grammar("grammar", "json", json.dumps(schema))
+    return make_grammar("grammar", "json", json.dumps(schema), tokenizer)
 
 
 class Grammar:
@@ -131,11 +138,16 @@ class Grammars:
         self._vocab, self._stop_ids = vocab, stop_ids
         library = _library()
         words = library.LLTokenizer(tokenizer.to_json(), vocab, sorted(stop_ids))
-        self._matcher = lru_cache(maxsize=64)(partial(library.LLMatcher, words, log_level=0))
+        self._matcher = lru_cache(maxsize=64)(partial(_matcher, words))
 
     def begin(self, text: str) -> Grammar:
         """Returns the state of a new answer to the grammar `text`."""
         return Grammar(self._matcher(text), self._vocab, self._stop_ids)
+
+
+def _matcher(words: Any, text: str) -> Any:
+    library = _library()
+    return library.LLMatcher(words, text, log_level=0, limits=library.LLParserLimits(**_FUEL))
 
 
 def _library() -> Any:

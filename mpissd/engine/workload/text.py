@@ -423,7 +423,7 @@ class TextWorkload(Workload):
         flag = self.job.config.grammar
         if flag is not None and not self.stop_ids:
             raise ConfigError(f"grammar={flag}: the model has no token that ends an answer")
-        return "" if flag is None else read_grammar(flag)
+        return "" if flag is None else read_grammar(flag, self.tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:

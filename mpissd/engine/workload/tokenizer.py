@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,6 +59,13 @@ class Tokenizer:
     def to_json(self) -> str:
         """Returns the vocabulary as a tokenizer.json."""
         return self._vocabulary.to_str()
+
+    @cached_property
+    def for_grammars(self) -> Any:
+        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self.to_json(), None, sorted(self.stop_ids))
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, preceded by those that the model expects at a beginning."""
