@@ -354,11 +354,13 @@ class SampledDraft(DraftOracle):
         tree = self.tree
         best = self._likeliest(batch, fan_outs.widest + tree.width)
         for row, source in enumerate(speculation.source.tolist()):
-            served, fan_out = batch.sequences[row].served, fan_outs.behind(source)
+            one, fan_out = batch.sequences[row], fan_outs.behind(source)
+            served, is_drafted = one.served, one.request.lookahead != 0
             for k in range(len(served) + 1):
                 drafted = [served[child - 1] for child in tree.children[k] if child <= len(served)]
                 others = [candidate for candidate in next(best) if candidate not in drafted]
-                entries += [(row, k, place, t) for place, t in enumerate(others[: fan_out[k]])]
+                kept = others[: fan_out[k] * is_drafted]
+                entries += [(row, k, place, token) for place, token in enumerate(kept)]
         table = np.array(entries, np.int64).reshape(-1, 4)
         rows, k_of = table[:, 0], table[:, 1].astype(np.int32)
         lanes = Lanes(rows, k_of, table[:, 2].astype(np.int32))
