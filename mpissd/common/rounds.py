@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 MOST_GRAMMAR = 1 << 15  # bytes of a request's grammar
+MOST_FORCED = 32  # tokens that a grammar forces at once
 
 
 class Source(IntEnum):
@@ -35,10 +36,11 @@ class Event(IntEnum):
     RELEASE = 2  # the sequence is finished and takes no speculation
     PREFILL = 3  # a new sequence whose prompt is stored in parts, during the rounds of the others
     START = 4  # an opened sequence whose prompt is stored: from here on as if it were admitted
+    FORCED = 5  # `bonus` is a token that the grammar forces; it follows the sequence's bonus token
 
 
-LIVE = (True, True, False, False, True)  # by Event: takes part in the next round
-_FRESH = np.array([False, True, False, True, False])  # by Event: its request is new
+LIVE = (True, True, False, False, True, False)  # by Event: takes part in the next round
+_FRESH = np.array([False, True, False, True, False, False])  # by Event: its request is new
 
 
 class Logprob(NamedTuple):
@@ -94,7 +96,8 @@ class Request:
     lookahead: most tokens that are drafted for it in a round (None: K; 0: the draft skips it).
     Ranks other than the lead know neither `logprobs` nor `adjustment`, but only `reads_logits`.
     grammar: which tokens may follow (workload.grammar; "": any), of at most MOST_GRAMMAR bytes.
-    answered: how many of the prompt's last tokens belong to the answer already.
+    answered: how many of the prompt's last tokens belong to the answer already. forces: whether
+    tokens that the grammar leaves no choice of follow without a forward.
     """
 
     request_id: int
@@ -109,6 +112,7 @@ class Request:
     adjustment: Adjustment | None = None
     grammar: str = ""
     answered: int = 0
+    forces: bool = False
 
     @property
     def reads_logits(self) -> bool:

@@ -294,7 +294,7 @@ class Endpoints:
     def _count(self, choice: Request, end: End, arrived_s: float) -> None:
         """Counts a choice that has ended."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
-        kinds |= {"drafted": end.drafted, "accepted": end.accepted}
+        kinds |= {"drafted": end.drafted, "accepted": end.accepted, "forced": end.forced}
         for kind, count in {**kinds, "completion": choice.num_tokens}.items():
             self._tokens.labels(kind).inc(count)
         self._hits.inc(end.hits)

@@ -37,12 +37,14 @@ class Driver:
         goodput: Goodput | None = None,
         stop_ids: frozenset[int] = frozenset(),
         tree: Tree = CHAIN,
+        forces: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """tree: of the drafts. clock: returns seconds for arrivals and deadlines."""
+        """tree: of the drafts. forces: whether grammars may force tokens. clock: returns seconds
+        for arrivals and deadlines."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead, self._stop_ids = mode, lookahead, stop_ids
-        self._tree = tree
+        self._tree, self._forces = tree, forces
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # the sequences for which it has chosen
@@ -117,6 +119,7 @@ class Driver:
             lookahead=asked.lookahead,
             adjustment=adjustment,
             grammar=asked.grammar,
+            forces=self._forces,
             stop_ids=self._stop_ids,
         )
         try:
@@ -210,7 +213,7 @@ class Driver:
             if one.ended is not None:
                 self._modes.pop(task.request_id, None)
                 counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
-                self._mail.put(End(task.request_id, one.ended, *counts))
+                self._mail.put(End(task.request_id, one.ended, *counts, task.forced))
         self._unsent = []
         now, scheduler, chosen = self._clock(), self.scheduler, self.goodput
         if now - self._stats_sent_s >= _STATS_S:

@@ -102,8 +102,8 @@ class End:
     """The end of a request: "stop" (a stop token), "length", "cancelled", "deadline" or "refused".
 
     drafted, accepted: tokens over all of its rounds. hits: rounds whose outcome was in the
-    speculation cache. cached: tokens of the prompt whose KV cache an earlier request had left. why:
-    of a refusal.
+    speculation cache. cached: tokens of the prompt whose KV cache an earlier request had left.
+    forced: tokens that the grammar left no choice of. why: of a refusal.
     """
 
     op: ClassVar[str] = "end"
@@ -114,6 +114,7 @@ class End:
     hits: int = 0
     rounds: int = 0
     cached: int = 0
+    forced: int = 0
     why: str = ""
 
 

@@ -249,7 +249,7 @@ def whole(choices: Sequence[Request]) -> dict[str, Any]:
     """Returns OpenAI's object of choices that have ended; `speculation` is this server's own."""
     first, ends = choices[0], [one.end for one in choices if one.end is not None]
     prompt, tokens = len(first.prompt), sum(one.num_tokens for one in choices)
-    names = ("drafted", "accepted", "hits", "rounds")
+    names = ("drafted", "accepted", "hits", "rounds", "forced")
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": tokens,

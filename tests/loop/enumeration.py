@@ -166,6 +166,7 @@ class Decoding(RemoteSpeculator):
         paths, drafts = self.case.pair.tree.paths, self._previous.tokens.tolist()
         for row, tokens in enumerate(emitted):
             tokens += [*(drafts[row][n] for n in paths[accepted[row]]), int(bonus[row])]
+            tokens += self.case.pair.forced(tokens)
 
     def _key(self, emitted: list[list[int]], accepted: Ints, bonus: Ints) -> Hashable:
         lanes = []

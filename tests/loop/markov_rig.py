@@ -93,6 +93,10 @@ class Pair:
         """The requests of the whole batch."""
         return [Request(n, first_token=self.laws.prompt(n)[-1]) for n in range(self.batch)]
 
+    def forced(self, answer: list[int]) -> list[int]:
+        """The tokens that a grammar forces after an answer."""
+        return []
+
     def drafter(self) -> Drafter:
         oracle = MarkovDraft(self.laws, self.K, self.fans)
         worker = DraftWorker(CountingForwards(), oracle)

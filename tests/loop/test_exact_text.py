@@ -84,6 +84,9 @@ def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
         {"top_p": 0.7},
         {"backup": "fast", "penalties": (((0, 1.5),), 0.5, 0.2)},
         {"mode": "sd", "tree": FORKED},
+        {"forces": True},
+        {"forces": True, "mode": "sd"},
+        {"forces": True, "tree": SMALL},
     ],
 )
 def test_the_law_under_a_grammar_is_the_masked_target_s(

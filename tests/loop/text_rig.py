@@ -128,6 +128,7 @@ class TextPair(Pair):
     penalties: Penalties = None
     forgets_drafts: bool = False  # whether penalties count only committed tokens
     has_grammar: bool = False
+    forces: bool = False
     forgets_path: bool = False  # whether the target masks each row as the first one
 
     @property
@@ -139,11 +140,14 @@ class TextPair(Pair):
     def requests(self) -> list[Request]:
         asked = self.prompts[: self.batch]
         told = self.temperature, self.top_p
-        more = dict[str, Any](grammar=GRAMMAR if self.has_grammar else "")
+        more = dict[str, Any](grammar=GRAMMAR if self.has_grammar else "", forces=self.forces)
         if self.penalties is not None:
             bias, *penalties = self.penalties
             more["adjustment"] = Adjustment(len(asked[0]), dict(bias), *penalties)
         return [Request(n, prompt[-1], 0, prompt, *told, **more) for n, prompt in enumerate(asked)]
+
+    def forced(self, answer: list[int]) -> list[int]:
+        return grammars().begin(GRAMMAR).forced(answer) if self.forces else []
 
     @property
     def ids(self) -> Any:

@@ -20,7 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import MOST_GRAMMAR, Control, Ints, Outcome, Request, Speculation
+from mpissd.common.rounds import (
+    MOST_FORCED,
+    MOST_GRAMMAR,
+    Control,
+    Ints,
+    Outcome,
+    Request,
+    Speculation,
+)
 
 VERSION = 0x5D05
 MOST = int(np.iinfo(np.int32).max)
@@ -30,7 +38,7 @@ _FOLD = 1 << 10  # numbers that are left of a folded body
 # answered, the int32 of the grammar that follows the tokens, temperature, top_p, seed.
 _PROMPT = Struct("=iiiiiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
-_READS_LOGITS, _HAS_SEED = 1, 2
+_READS_LOGITS, _HAS_SEED, _FORCES = 1, 2, 4
 
 
 class Kind(IntEnum):
@@ -98,8 +106,9 @@ class LinkShape:
         return Speculation.width(self.lookahead, self.sampled)
 
     def capacity(self, kind: Kind) -> int:
-        """Returns the int32 of the largest body; an outcome may release and admit b sequences."""
-        outcome = 2 * Outcome.WIDTH
+        """Returns the int32 of the largest body; an outcome may release and admit b sequences, and
+        force tokens of each."""
+        outcome = (2 + MOST_FORCED) * Outcome.WIDTH
         each = {
             Kind.OUTCOME: outcome,
             Kind.SPECULATION: self.speculation_width,
@@ -290,6 +299,7 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
         flags = _READS_LOGITS * request.reads_logits + _HAS_SEED * (request.seed is not None)
+        flags += _FORCES * request.forces
         sampling = request.temperature, request.top_p, request.seed or 0
         grammar = request.grammar.encode()
         grammar += b"\0" * (-len(grammar) % 4)
@@ -314,6 +324,6 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
         grammar, at = body[at : at + rest].tobytes().rstrip(b"\0").decode(), at + rest
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
         more = 0 if flags & _READS_LOGITS else None, None if most < 0 else most, None, grammar
-        every = tuple(tokens.tolist()), *sampling, *more, answered
+        every = tuple(tokens.tolist()), *sampling, *more, answered, bool(flags & _FORCES)
         prompts[id_, epoch] = Request(id_, last, epoch, *every)
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

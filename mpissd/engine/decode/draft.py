@@ -213,6 +213,9 @@ class Drafter:
         lanes = cache.lookup(self.batch, outcome)
         if 0 in own:
             lanes = [lane if limit != 0 else None for lane, limit in zip(lanes, own, strict=True)]
+        for row, tokens in self.batch.forced.items():  # a lane begins with these, too
+            if len(tokens) >= self._most or self.worker.oracle.tree.num_lanes:
+                lanes[row] = None
         mark(DraftPhase.LOOKUP)
         rollouts = []
         if self._most and (hits := cache.prune(lanes)) is not None:
@@ -223,7 +226,10 @@ class Drafter:
         if misses and self._most:
             if self.policy.backup == Source.JIT:
                 start = perf_counter()
-                if (yield from self._fill(misses, 1)):  # leaves one token to the first step
+                spare = 1  # of the tokens to store, left to the first step
+                if self.batch.forced:
+                    spare = max(1, (self.worker.stepper.most_rows - len(lanes)) // len(misses))
+                if (yield from self._fill(misses, spare)):
                     self.caught_up_s = perf_counter() - start
                 self._num_jit = len(misses)
             rollouts.append(self.worker.restart(self.batch, misses, self.policy.backup))
@@ -236,7 +242,7 @@ class Drafter:
             start, backup = perf_counter(), min(self.policy.backup_lookahead, self._most)
             growth = cache.growth
             wanted = [(one, self._most if one is growth else backup) for one in rollouts]
-            while short := [rollout for rollout, want in wanted if rollout.steps < want]:
+            while short := [one for one, want in wanted if not self._is_done(one, want)]:
                 self.worker.launch_step(self.batch, short)
                 yield
                 if not self._collect(short):
@@ -251,6 +257,20 @@ class Drafter:
         cache.clear()
         mark(DraftPhase.SPECULATE)
         return speculation
+
+    def _is_done(self, rollout: Rollout, want: int) -> bool:
+        """Whether lanes have `want` levels, or grammars force the rest of every lane, which then
+        follows the bonus token without a draft."""
+        left, lanes, tree = want - rollout.steps, rollout.lanes or (), rollout.tree
+        if left <= 0 or not lanes or tree.num_lanes:
+            return left <= 0
+        pairs = zip(lanes, rollout.rows.tolist(), strict=True)
+        return all(
+            self.batch.sequences[row].request.forces
+            and lane.grammar is not None
+            and lane.grammar.decides(lane.context, left)
+            for lane, row in pairs
+        )
 
     @property
     def is_asked(self) -> bool:
@@ -285,14 +305,20 @@ class Drafter:
             is_hit = rollout is self.cache.growth
             source = Source.CACHE if is_hit else self.policy.backup
             nodes = rollout.tree.ends[min(rollout.steps, self._most)]
+            left = dict[int, int]()  # by row, tokens after those that the grammar forced
+            for lane, row in enumerate(rollout.rows.tolist() if is_hit else ()):
+                if forced := self.batch.forced.get(row):
+                    left[row] = max(0, nodes - len(forced)) * rollout.drop(lane, forced)
             # A slice if the rollout covers all rows in order.
             rows = slice(None) if len(rollout) == count else rollout.rows
             speculation.rows[rows, :head] = source, int(is_hit), nodes
             speculation.rows[rows, head : head + nodes] = rollout.tokens[:, :nodes]
+            speculation.num_draft[list(left)] = list(left.values())
             ends = rollout.tree.ends
             for row in rollout.rows.tolist():
                 if (limit := self.batch.sequences[row].request.lookahead) is not None:
-                    speculation.num_draft[row] = min(nodes, ends[min(limit, len(ends) - 1)])
+                    most = min(left.get(row, nodes), ends[min(limit, len(ends) - 1)])
+                    speculation.num_draft[row] = most
             if sampled:
                 speculation.q[rows, :nodes] = 1.0 if rollout.q is None else rollout.q[:, :nodes]
                 for lane, row in enumerate(rollout.rows.tolist()):
@@ -318,12 +344,14 @@ class Drafter:
             if not self._most:  # so that drafting can begin again
                 yield from self._fill(every, LAG)
             return False
-        yield from self._fill(every)
-        self._growth_start = perf_counter()
-        self.worker.launch_glue(self.batch, speculation)
         ends, limit = self.worker.oracle.tree.ends, control.lookahead
         served = None if limit is None else ends[limit]
         fan_outs = self._fan_outs = self.policy.fan_outs.within(control.width, served)
+        rows = len(every) * (ends[self.policy.lookahead] + 1)
+        if not self.batch.forced or self.worker.is_short(self.batch, rows):
+            yield from self._fill(every)  # others come with the glue
+        self._growth_start = perf_counter()
+        self.worker.launch_glue(self.batch, speculation)
         yield
         self.ledger.mark(DraftPhase.GLUE)
         branches = self.worker.oracle.branches(self.batch, speculation, fan_outs)

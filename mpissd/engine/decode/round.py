@@ -51,7 +51,7 @@ class RoundResult:
     the outcome was applied. stored_s: seconds in which a draft on the lead's own device stored the
     tokens that it lacked, not counted in wait_s.
     adopted: for each sequence id placed in this round, the tokens of its prompt that other
-    sequences had stored.
+    sequences had stored. forced: by batch row, the tokens that its grammar forces after the bonus.
     """
 
     speculation: Speculation
@@ -62,6 +62,7 @@ class RoundResult:
     wait_s: float = 0.0
     stored_s: float = 0.0
     adopted: Mapping[int, int] = field(default_factory=dict)
+    forced: Mapping[int, list[int]] = field(default_factory=dict)
 
     def emitted(self) -> list[tuple[int, list[int]]]:
         """Returns (request id, the tokens that it emitted in this round) of every sequence."""
@@ -96,6 +97,7 @@ class TargetLoop:
         self.teach: Callable[[Batch, Ints, Ints], None] | None = None
         self._untaught: tuple[Ints, Ints] | None = None  # outcome of the round judged last
         self._decided: Ints = self.batch.identity  # outcome rows of the last round
+        self._forced: dict[int, list[int]] = {}  # tokens after them, by batch row
         # What changes with the next outcome: new sequences, and ids of those that end.
         self._new: list[tuple[Event, Request]] = []
         self._leaving: set[int] = set()
@@ -123,7 +125,8 @@ class TargetLoop:
         if publish is not None:
             publish(outcome, speculation, False)
         mark(LeadPhase.BROADCAST)
-        if change.started and publish is not None:  # the followers do so, too
+        is_short = worker.is_short(self.batch, speculation.num_rows)
+        if is_short or (change.started and publish is not None):  # the followers do so, too
             self._prefill()
         worker.upload(self.batch, speculation, outcome.control.prefill_rows)
         mark(LeadPhase.UPLOAD)
@@ -142,19 +145,22 @@ class TargetLoop:
         self._decided, self._untaught = rows, (accepted, bonus)
         mark(LeadPhase.SAMPLE)
         decided, tree = Outcome(self.round, rows), worker.oracle.tree
+        self._forced = dict[int, list[int]]()
+        for row, one in enumerate(self.batch.sequences):
+            if one.request.forces and (grammar := worker.oracle.grammar(one)) is not None:
+                path = [one.served[column] for column in tree.paths[accepted[row]]]
+                self._forced[row] = grammar.forced([*one.answer, *path, int(bonus[row])])
         if tree.num_lanes:
             speculation, decided = tree.as_chains(speculation, decided)
         self.round += 1
-        seconds, num_rows, adopted = worker.elapsed_s(), worker.num_rows, worker.adopted
-        return RoundResult(
-            speculation, decided, seconds, logprobs, num_rows, wait_s, stored_s, adopted
-        )
+        more = worker.num_rows, wait_s, stored_s, worker.adopted, self._forced
+        return RoundResult(speculation, decided, worker.elapsed_s(), logprobs, *more)
 
     def _outcome(self) -> Outcome:
         """Returns outcome r-1 as it is sent: the decisions of the last round, and which sequences
         join and leave."""
         joining = self._joining
-        if not (joining or self._new or self._leaving):
+        if not (joining or self._new or self._leaving or any(self._forced.values())):
             return Outcome(self.round - 1, self._decided, control=self.control)
         rows = self._decided.copy()
         rows[np.isin(rows[:, 0], list(self._leaving)), 2] = Event.RELEASE
@@ -166,6 +172,9 @@ class TargetLoop:
             *((Event.RELEASE, request) for request in gone),
         ]
         more = [(r.request_id, r.epoch, event, 0, r.first_token) for event, r in changes]
+        for row, tokens in self._forced.items():
+            if rows[row, 2] == Event.COMMIT:
+                more += [(*rows[row, :2].tolist(), Event.FORCED, 0, token) for token in tokens]
         prompts = {(r.request_id, r.epoch): r for _, r in self._new if r.prompt}
         self._new, self._leaving = [], set()
         every = np.concatenate([rows, np.array(more, np.int32).reshape(-1, Outcome.WIDTH)])
@@ -273,7 +282,8 @@ def follow(
         change = batch.apply(outcome)
         worker.enter(batch, change)
         ledger.mark(FollowPhase.COMMIT)
-        if change.started and worker.fill(batch, range(len(batch)), waiter):
+        lacks = change.started or worker.is_short(batch, speculation.num_rows)
+        if lacks and worker.fill(batch, range(len(batch)), waiter):
             ledger.mark(FollowPhase.PREFILL)
         worker.upload(batch, speculation, outcome.control.prefill_rows)
         ledger.mark(FollowPhase.UPLOAD)

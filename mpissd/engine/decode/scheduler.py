@@ -49,8 +49,9 @@ class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    lookahead: most tokens that a round drafts (None: K). grammar: of its answer. stop_ids: tokens
-    that end it. cached: tokens of its prompt that were reused from the cache.
+    lookahead: most tokens that a round drafts (None: K). grammar: of its answer; forces: whether it
+    may force tokens. stop_ids: tokens that end it. cached: tokens of its prompt that were reused
+    from the cache. forced: tokens that the grammar forced.
     """
 
     request_id: int
@@ -65,6 +66,7 @@ class Task:
     lookahead: int | None = None
     adjustment: Adjustment | None = None
     grammar: str = ""
+    forces: bool = False
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -74,6 +76,7 @@ class Task:
     hits: int = 0
     rounds: int = 0
     cached: int = 0
+    forced: int = 0
 
     @property
     def length(self) -> int:
@@ -86,7 +89,8 @@ class Task:
         sampling = self.temperature, self.top_p, self.seed
         asked = *sampling, self.logprobs, self.lookahead, self.adjustment, self.grammar
         told = self.request_id, known[-1], self.epoch, known, *asked
-        return Request(*told, answered=len(self.tokens))
+        forces = self.forces and bool(self.grammar) and self.logprobs is None
+        return Request(*told, answered=len(self.tokens), forces=forces)
 
 
 class Emitted(NamedTuple):
@@ -228,8 +232,10 @@ class Scheduler:
             task.accepted += accepted
             task.rejected += accepted < count and not drafted.is_lost  # lost: not judged
             task.hits += hit
-            tokens = [*served[3 : 3 + accepted], bonus][: task.max_tokens - len(task.tokens)]
-            sources = [*[Source(source)] * accepted, Source.NONE]
+            forced = result.forced.get(row, [])
+            tokens = [*served[3 : 3 + accepted], bonus, *forced]
+            tokens = tokens[: task.max_tokens - len(task.tokens)]
+            sources = [*[Source(source)] * accepted, *[Source.NONE] * (1 + len(forced))]
             logprobs, reason = result.logprobs.get(row), None
             if len(task.tokens) + len(tokens) == task.max_tokens:
                 reason = "length"
@@ -238,6 +244,7 @@ class Scheduler:
                     tokens, reason = tokens[:n], "stop"
                     break
             task.tokens += tokens
+            task.forced += max(0, len(tokens) - accepted - 1)
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)

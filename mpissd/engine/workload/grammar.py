@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import MOST_GRAMMAR, Ints
+from mpissd.common.rounds import MOST_FORCED, MOST_GRAMMAR, Ints
 from mpissd.engine.workload.tokenizer import Tokenizer
 
 Logits = NDArray[np.float32]
@@ -96,14 +96,7 @@ class Grammar:
         Tokens that end an answer are allowed where it is complete, and only there. They are also
         all that is allowed where llguidance gives up: a state too large for its limits.
         """
-        tokens, same = list(tokens), min(len(self._tokens), len(tokens))
-        if not self._ends.isdisjoint(tokens):
-            return None
-        while self._tokens[:same] != tokens[:same]:  # they differ only near their ends
-            same -= 1
-        self._matcher.rollback(len(self._tokens) - same)
-        self._tokens = tokens[: same + self._matcher.try_consume_tokens(tokens[same:])]
-        if len(self._tokens) < len(tokens) and not self._matcher.is_error():
+        if not self._moves_to(list(tokens)):
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
@@ -115,6 +108,35 @@ class Grammar:
         if is_lost:
             self._matcher, self._tokens = self._first.deep_copy(), []
         return mask
+
+    def _moves_to(self, tokens: list[int]) -> bool:
+        """Moves to these tokens; returns whether they are allowed, or llguidance gives up."""
+        if not self._ends.isdisjoint(tokens):
+            return False
+        same = min(len(self._tokens), len(tokens))
+        while self._tokens[:same] != tokens[:same]:  # they differ only near their ends
+            same -= 1
+        self._matcher.rollback(len(self._tokens) - same)
+        self._tokens = tokens[: same + self._matcher.try_consume_tokens(tokens[same:])]
+        return len(self._tokens) == len(tokens) or bool(self._matcher.is_error())
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the tokens after the answer's first `tokens`, at most MOST_FORCED, of which each
+        is the only one that is allowed; the one that ends the answer is among them."""
+        tokens = list(tokens)
+        if not self._moves_to(tokens):
+            return []
+        run: list[int] = self._matcher.compute_ff_tokens()[: MOST_FORCED - 1]
+        if self._moves_to([*tokens, *run]) and self._matcher.is_accepting():
+            allowed = self.allowed([*tokens, *run])
+            if allowed is not None and np.count_nonzero(allowed) == 1:
+                run.append(int(allowed.argmax()))
+        return run
+
+    def decides(self, tokens: Sequence[int], count: int) -> bool:
+        """Returns whether `count` tokens are forced after these, or the answer ends before."""
+        run = [*tokens, *self.forced(tokens)]
+        return len(run) - len(tokens) >= count or not self._ends.isdisjoint(run)
 
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
         """Returns the logits after the answer's first `tokens`, −inf where no token is allowed.

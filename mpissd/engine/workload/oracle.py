@@ -134,6 +134,17 @@ class Rollout:
         self.tokens[n, column], self.q[n, column] = token, q
         self.recorded[n].append(row if q < 1 else None)
 
+    def drop(self, lane: int, tokens: list[int]) -> bool:
+        """Drops as many of a lane's first tokens as a grammar forced; returns whether they were
+        `tokens`, those that it forced."""
+        count = len(tokens)
+        is_same = bool(self.tokens[lane, :count].tolist() == tokens)
+        self.tokens[lane] = np.roll(self.tokens[lane], -count)
+        if self.q is not None:
+            self.q[lane] = np.roll(self.q[lane], -count)
+            self.recorded[lane] = self.recorded[lane][count:]
+        return is_same
+
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
         """Keeps only `lanes`, chosen for batch rows `rows`, and drops all other lanes."""
         chosen, each = np.array(lanes, np.int64), len(self.lanes or ()) // max(1, len(self))

@@ -168,7 +168,8 @@ class Batch:
     one), last_tokens, and identity [b, 5], the rows of an outcome without its decisions. By slot:
     filled, the positions that the cache holds. opened: by slot, the sequences whose prompts are
     being stored, in the order in which they came. digest: CRC-32 of the applied outcomes, to
-    compare between ranks.
+    compare between ranks. forced: by batch row, the tokens that its grammar forced after the last
+    bonus token.
     """
 
     tree: Tree = CHAIN
@@ -191,6 +192,7 @@ class Batch:
         self.last_tokens: Ints = np.zeros(0, np.int32)
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)
         self.digest = 0
+        self.forced: dict[int, list[int]] = {}
         self._steady = b""  # columns 0 to 2, as bytes, of an outcome without changes
         self._base = np.zeros(capacity, np.int64)  # position of the first counted token
         self.filled = np.zeros(capacity, np.int64)
@@ -213,6 +215,7 @@ class Batch:
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
         moves = self._moves(outcome) if self.tree.num_lanes and self.placement else ()
+        self.forced = {}
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
@@ -226,7 +229,22 @@ class Batch:
                     sequence.commit(paths[row[3]], row[4])
         if self.placement is not None:  # positions after the last committed token become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
+        if change is not _UNCHANGED:
+            self._force(outcome)
         return change._replace(moves=moves) if moves else change
+
+    def _force(self, outcome: Outcome) -> None:
+        """Appends the tokens that grammars forced."""
+        names = self.identity[:, :2].tolist()
+        for name, epoch, event, _, token in outcome.rows.tolist():
+            if event == Event.FORCED:
+                if [name, epoch] not in names:
+                    raise self._mismatch(outcome)
+                row = names.index([name, epoch])
+                self.forced.setdefault(row, []).append(token)
+                self.sequences[row].tokens.append(token)
+                self.lengths[row] += 1
+                self.last_tokens[row] = token
 
     def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
         """Returns the moves of an outcome, and notes what the cache holds after them."""
@@ -252,7 +270,7 @@ class Batch:
         gone = [self.sequences[n] for n in np.flatnonzero(~stays)]
         started, placed = list[Sequence](), list[Sequence]()
         for name, epoch, event, *_ in others:  # opened sequences that join or are released
-            if event not in (Event.ADMIT, Event.PREFILL):
+            if event not in (Event.ADMIT, Event.PREFILL, Event.FORCED):
                 slots = [
                     slot
                     for slot, one in self.opened.items()

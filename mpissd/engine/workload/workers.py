@@ -136,6 +136,13 @@ class Worker(Generic[AnyOracle]):
             yield from self._fill_rows(batch, gaps)
         return sum(gap.size for gap in gaps)
 
+    def is_short(self, batch: Batch, rows: int) -> bool:
+        """Whether the forced tokens that the cache lacks do not fit beside `rows` others."""
+        if not batch.forced:
+            return False
+        lacking = sum(gap.size for gap in batch.gaps(range(len(batch))))
+        return lacking > max(0, self.stepper.most_rows - rows)
+
     def _fill_rows(self, batch: Batch, gaps: Sequence[Gap]) -> Steps[None]:
         """Stores the tokens of these gaps by forwards of as many rows as the stepper has."""
         tokens = np.concatenate([batch.committed(gap) for gap in gaps])
@@ -167,9 +174,9 @@ class Worker(Generic[AnyOracle]):
         """Hands the last token of each sequence and its served tokens to the device; returns how
         many tokens these are.
 
-        rows: of the forward, padding included (None: no padding). After them come up to `fill`
-        tokens of opened prompts. lists: whether each row's best candidates are read, or only the
-        best one.
+        rows: of the forward, padding included (None: no padding). After them come the forced tokens
+        that the cache lacks, and up to `fill` tokens of opened prompts. lists: whether each row's
+        best candidates are read, or only the best one.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
         count = len(tokens)
@@ -177,13 +184,17 @@ class Worker(Generic[AnyOracle]):
         if self.placement is None:
             self.stepper.upload(rows, tokens, lists=lists)
             return count
+        gaps = batch.gaps(range(len(batch))) if batch.forced else []
+        parts = [batch.fill(gaps)] if gaps else []
         places = batch.trunk(speculation.num_draft)
-        fill = min(fill, self.stepper.most_rows - rows)
-        if gaps := batch.opened_gaps(fill) if fill > 0 else []:
-            prompts = [batch.committed(gap) for gap in gaps]
-            tokens = np.concatenate([tokens, *prompts])
-            places = joined([places, batch.fill(gaps)], reads=len(batch) > 0)
-            self.num_rows = rows = rows + sum(map(len, prompts))
+        fill = min(fill, self.stepper.most_rows - rows - sum(gap.size for gap in gaps))
+        if opened := batch.opened_gaps(fill) if fill > 0 else []:
+            parts.append(batch.fill(opened))
+        if parts:
+            others = [batch.committed(gap) for gap in (*gaps, *opened)]
+            tokens = np.concatenate([tokens, *others])
+            places = joined([places, *parts], reads=len(batch) > 0)
+            self.num_rows = rows = rows + sum(map(len, others))
         self.stepper.upload(rows, tokens, places, lists=lists)
         return count
 
