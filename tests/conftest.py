@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,31 @@ def refusals_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         super(ConfigError, error).__init__(message)
 
     monkeypatch.setattr(ConfigError, "__init__", checked)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A target and a draft that is often accepted, and often not."""
+    from tests.tiny_pair import tiny_pair
+
+    return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.1)
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A GPU whose kernels run on the processor."""
+    from tests.emulator.launcher import EmulatedGpu
+
+    return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer of bytes, a few merges and a chat template."""
+    from mpissd.engine.workload.tokenizer import load_tokenizer
+    from tests.text import tiny
+
+    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("words") / "tiny")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -32,11 +32,6 @@ from tests.thread_group import ThreadGroup, on_ranks
 pytestmark = pytest.mark.slow  # builds the kernels
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
-    return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_forward_is_the_references(gpu: Any, family: str) -> None:
     rig = Rig(gpu, tiny(family, layers=1))

@@ -11,7 +11,6 @@ from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.spec import sampling
-from tests.emulator.launcher import EmulatedGpu
 
 pytestmark = pytest.mark.slow  # builds the kernel
 
@@ -22,11 +21,6 @@ V, ROWS = 1500, 6  # of 16 warps, the last ones have few columns or none
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two warps have all columns: an emulated thread costs as much as many columns."""
     monkeypatch.setattr(cupy_draws, "_THREADS", 64)
-
-
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
-    return EmulatedGpu(tmp_path_factory.mktemp("draw"))
 
 
 def opened(gpu: Any, seed: int = 0, columns: int = V, spread: float = 2.0) -> tuple[Any, Any]:

@@ -39,11 +39,6 @@ def num_whole(gpu: EmulatedGpu) -> int:
     return gpu.launcher(early=False).launches.count("whole")
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
-    return EmulatedGpu(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows of models of any width use the megakernel."""

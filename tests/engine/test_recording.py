@@ -14,13 +14,13 @@ import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.model.transformer.sources import SafetensorsFiles
 from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
 from mpissd.engine.workload.replay import Recording, load, save
 from tests.loop.recorded import recording_of
+from tests.text_config import finished
 
 ROOT = Path(__file__).parents[2]
 LAWS = MarkovLaws(MarkovModel(12, 2, 0), MarkovModel(12, 2, 0, 0.3), 0.0, 0, prompt_tokens=3)
@@ -146,9 +146,7 @@ def test_the_committed_recordings_are_of_the_shipped_draft(name: str, count: int
     assert found.about["draft_sha256"] == digest(shipped.paths)[0]
     assert len(found.sequences) == count and "MIT" in found.about["licence"]
     flags = {**MACHINE, "mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 8}
-    with Decoder(RunConfig(recording=str(path), **flags)) as decoder:
-        while not decoder.is_over:
-            decoder.step()
+    decoder = finished(RunConfig(recording=str(path), **flags))
     tokens = sum(part.end for part in found.sequences)
     assert sum(map(len, decoder.tokens.values())) == tokens
     mean = decoder.records.sequences()[:, 3].mean() + 1

@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 
 from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, load_tokenizer
+from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer
 from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, width_of
 from tests.text import tiny
 from tests.text.screen import Screen
 
 GREEN, YELLOW = "32", "33"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("show"))))
 
 
 def painted(pieces: list[Piece], columns: int, *, colours: bool = True, margin: str = "") -> Screen:
@@ -105,17 +100,17 @@ def a_round(
     return RoundResult(speculation, Outcome(1, np.array(rows, np.int32)), 0.0)
 
 
-def test_tokens_behind_the_end_of_an_answer_are_not_counted(tokenizer: Tokenizer) -> None:
+def test_tokens_behind_the_end_of_an_answer_are_not_counted(words: Tokenizer) -> None:
     letters = [tiny.of_byte(ord(c)) for c in "abcd"]
     for stop, rounds, kept in ([["bc"], letters, 3], [[], [letters[0], 1, *letters[2:]], 2]):
-        show = Show(AnswerText(tokenizer, stop, {1}), lambda new, _: None, has_cache=True)
+        show = Show(AnswerText(words, stop, {1}), lambda new, _: None, has_cache=True)
         show.take(a_round([0], [rounds], [4], letters[0]))
         assert show.is_over and show.meter.num_tokens == kept
 
 
-def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(tokenizer: Tokenizer) -> None:
+def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(words: Tokenizer) -> None:
     shown: list[Piece] = []
-    show = Show(AnswerText(tokenizer, [], {1}), lambda new, _: shown.extend(new), has_cache=True)
+    show = Show(AnswerText(words, [], {1}), lambda new, _: shown.extend(new), has_cache=True)
     letters = [tiny.of_byte(ord(c)) for c in "abcdef"]
     show.take(a_round([3, 0], [letters[:4], letters[:4]], [4, 2], letters[5]))
     assert shown == [("a", "cache"), ("b", "cache"), ("f", "bonus")]

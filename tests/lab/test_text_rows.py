@@ -25,11 +25,6 @@ from tests.tiny_pair import TinyPair, tiny_pair
 TWO = "1,2,3;4,5"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair(tmp_path_factory.mktemp("pair"))
-
-
 def answered(pair: TinyPair, out: Path, **flags: Any) -> dict[str, Any]:
     """The row of a run of text in this process."""
     given = {"mode": "ar", "prompt_ids": TWO, "num_tokens": 8, **flags}
@@ -63,14 +58,15 @@ def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Pa
 
 
 def test_a_row_says_whether_its_draft_was_made_for_its_target(
-    pair: TinyPair, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """If not, the run prints it once on stderr; for a plain draft it is unknown."""
+    pair = tiny_pair(tmp_path / "pair")
     assert answered(pair, tmp_path, mode="sd")["weights"]["draft"]["made_for_target"] is None
     assert "was made for" not in capfd.readouterr().err
     other = tiny_pair(tmp_path / "other", seed=7).target
     config = pair.draft / "config.json"
-    told = json.loads(before := config.read_text())
+    told = json.loads(config.read_text())
     for maker, expected in ((pair.target, True), (other, False)):
         about = origin_of(open_checkpoint(str(maker)))
         config.write_text(json.dumps({**told, "mpissd": about}))
@@ -79,7 +75,6 @@ def test_a_row_says_whether_its_draft_was_made_for_its_target(
             assert row["weights"]["draft"]["made_for_target"] is expected
         lines = [line for line in capfd.readouterr().err.splitlines() if "was made for" in line]
         assert len(lines) == (not expected) and all(x.startswith("mpissd: draft=") for x in lines)
-    config.write_text(before)
 
 
 def test_answers_of_a_flagged_row_say_so(

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 
 from mpissd.common.rounds import Source
-from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import RunConfig
 from mpissd.engine.spec.tree import Tree
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, text_workers
+from tests.text_config import finished
 from tests.tiny_pair import tiny_pair
 
 V = 4
@@ -125,8 +126,5 @@ def test_many_answers_to_one_prompt_follow_the_target(base: TextPair) -> None:
         prompt_ids=";".join([",".join(map(str, prompt))] * count), batch_size=40, seed=3,
         target=base.target_where, draft=base.draft_where, mode="ssd", fan_out="uniform:2",
     )  # fmt: skip
-    with Decoder(config) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        texts = list(decoder.tokens.values())
+    texts = list(finished(config).tokens.values())
     assert len(texts) == count and deviation(law, texts) < 5

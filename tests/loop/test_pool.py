@@ -9,7 +9,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.engine.decode.in_process import Decoder
 from tests.loop.pool_rig import Pool, config_of, decided
-from tests.text_config import text_config
+from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, ROUNDS = 61, 12
@@ -30,10 +30,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 def alone(flags: dict[str, Any]) -> dict[int, list[tuple[int, ...]]]:
     """The decisions of one group that has all sequences in one batch."""
     batch = int(flags.get("groups", 1)) * int(flags["batch_size"])
-    with Decoder(config_of(**{**flags, "groups": 1, "batch_size": batch})) as decoder:
-        while not decoder.is_over and len(decoder.records) < ROUNDS:
-            decoder.step()
-        return decided(decoder.records)
+    one = config_of(**{**flags, "groups": 1, "batch_size": batch})
+    return decided(finished(one, ROUNDS).records)
 
 
 def together(flags: dict[str, Any], order: tuple[int, ...]) -> dict[int, list[tuple[int, ...]]]:
@@ -70,10 +68,8 @@ def test_groups_answer_prompts_as_one_does(pair: TinyPair, groups: int, temperat
     told = {"prompt_ids": PROMPTS, "num_tokens": 20, "temperature": temperature}
     flags = {**told, "fan_out": "uniform:2", "lookahead": 3, "seed": 5}
     one = text_config(pair, **{**flags, "batch_size": 6})
-    with Decoder(one) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        wanted, tokens = decided(decoder.records), decoder.tokens
+    decoder = finished(one)
+    wanted, tokens = decided(decoder.records), decoder.tokens
     several = text_config(pair, **{**flags, "batch_size": 1, "groups": groups})
     with Pool(several) as pool:
         pool.decode(range(groups), 10**6)

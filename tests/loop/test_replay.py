@@ -10,8 +10,9 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
 from mpissd.common.records import outcome_digest
-from mpissd.engine import Decoder, RunConfig
-from tests.tiny_pair import TinyPair, tiny_pair
+from mpissd.engine import RunConfig
+from tests.text_config import finished
+from tests.tiny_pair import TinyPair
 
 PROMPTS = "5,6,7,8;9;" + ",".join(str(n * 11 % 97) for n in range(40)) + ";3,3,9;48,2;1,2,3,1,2"
 LIMIT, STOP, COUNT = 20, 94, 6
@@ -27,11 +28,6 @@ RUNS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.1)
-
-
-@pytest.fixture(scope="module")
 def recording(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recording") / "pair.npz"
     told = {"target": pair.target, "draft": pair.draft, "prompt_ids": PROMPTS, "out": path}
@@ -40,21 +36,14 @@ def recording(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def decoded(**flags: Any) -> Decoder:
-    with Decoder(RunConfig(**flags)) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-    return decoder
-
-
 @pytest.mark.parametrize("flags", RUNS, ids=str)
 def test_a_replay_has_the_text_run_s_outcomes(
     flags: dict[str, Any], pair: TinyPair, recording: Path
 ) -> None:
     models = {"target": str(pair.target), "draft": str(pair.draft), "backend": "numpy"}
     told = {"prompt_ids": PROMPTS, "num_tokens": LIMIT, "stop_token": STOP}
-    run = decoded(workload="text", **models, **told, **flags)
-    replay = decoded(pair="toy", recording=str(recording), **REPLAYED, **flags)
+    run = finished(RunConfig(workload="text", **models, **told, **flags))
+    replay = finished(RunConfig(pair="toy", recording=str(recording), **REPLAYED, **flags))
     rows = run.records.sequences()
     assert replay.records.sequences().tolist() == rows.tolist()
     assert outcome_digest(replay.records.sequences()) == outcome_digest(rows)
@@ -69,9 +58,10 @@ def test_a_replay_runs_over_a_transformer(pair: TinyPair, recording: Path) -> No
     flags = {"mode": "ssd", "lookahead": 4, "fan_out": "uniform:3", "batch_size": 3}
     models = {"target": str(pair.target), "draft": str(pair.draft), "backend": "numpy"}
     told = {"recording": str(recording), "workload": "replay", **flags}
-    found = decoded(forward="transformer", **models, **told)
-    products = decoded(pair="toy", backend="emulated", device="null", **told)
+    found = finished(RunConfig(forward="transformer", **models, **told))
+    products = finished(RunConfig(pair="toy", backend="emulated", device="null", **told))
     assert found.records.sequences().tolist() == products.records.sequences().tolist()
     small = "gen:layers=1,hidden=64,ffn=64,heads=4,vocab=50"
     with pytest.raises(ConfigError, match=r"has 97 tokens, .* 50: allowed: forward=gemm"):
-        decoded(forward="transformer", target=small, draft=small, backend="numpy", **told)
+        models = {"target": small, "draft": small, "backend": "numpy"}
+        finished(RunConfig(forward="transformer", **models, **told))

@@ -21,7 +21,7 @@ from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, logits_behind
 from tests.needs import module
-from tests.text_config import text_config
+from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 module("safetensors.numpy", "safetensors")
@@ -116,9 +116,7 @@ def test_swaps_in_mid_run_change_no_token_and_help_as_much_as_they_should(
     shares = (0.3, 0.0, 0.6, 1.0)
     versions = [packed(between(pair, share)) for share in shares]
     found = decoded(config, lambda: (m for n, v in enumerate(versions, 1) for m in pieces(n, v)))
-    with Decoder(replace(config, mode="ar", draft=None)) as alone:
-        while not alone.is_over:
-            alone.step()
+    alone = finished(replace(config, mode="ar", draft=None))
     assert {k: v[:150] for k, v in found.tokens.items()} == {
         k: v[:150] for k, v in alone.tokens.items()
     }

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import token_digest
-from mpissd.engine import Decoder
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, packed
 from tests.mpi.harness import Job, ended, needs_mpi, start
+from tests.text_config import finished
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = needs_mpi
@@ -63,10 +63,8 @@ def alone(pair: TinyPair) -> str:
         "target": pair.target, "workload": "text", "backend": "numpy", "mode": "ar",
         "prompt_ids": PROMPTS, "num_tokens": 60, "context": 128,
     }  # fmt: skip
-    with Decoder(parse_flags({name: str(value) for name, value in told.items()})) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        return token_digest(decoder.records.token_arrays(), 60)
+    decoder = finished(parse_flags({name: str(value) for name, value in told.items()}))
+    return token_digest(decoder.records.token_arrays(), 60)
 
 
 def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(

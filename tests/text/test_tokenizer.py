@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
@@ -17,65 +18,46 @@ from tests.text import tiny
 CHAT = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("tiny"))))
-
-
-def gguf_string(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def gguf_value(value: Any) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + gguf_string(value)
-    if isinstance(value, list):
-        kind = 8 if isinstance(value[0], str) else 5
-        items = [gguf_string(v) if kind == 8 else struct.pack("<i", v) for v in value]
-        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
-    return struct.pack("<II", 4, value)
-
-
 def write_gguf(path: Path, **changed: Any) -> Path:
     metadata = {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tiny.tokens(),
-        "tokenizer.ggml.token_type": [3] * len(tiny.SPECIALS) + [1] * (256 + len(tiny.MERGES)),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in tiny.MERGES],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.chat_template": tiny.TEMPLATE,
-        **{f"tokenizer.ggml.{key}": value for key, value in changed.items()},
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tiny.tokens(),
+        "token_type": [3] * len(tiny.SPECIALS) + [1] * (256 + len(tiny.MERGES)),
+        "merges": [" ".join(pair) for pair in tiny.MERGES],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **changed,
     }
-    head = struct.pack("<4sIQQ", b"GGUF", 3, 1, len(metadata))
-    entries = b"".join(gguf_string(k) + gguf_value(v) for k, v in metadata.items())
-    tensor = gguf_string("output.weight") + struct.pack("<I2QIQ", 2, 8, 4, 0, 0)
-    whole = head + entries + tensor
-    path.write_bytes(whole + bytes(-len(whole) % 32) + bytes(8 * 4 * 4))
+    writer = GGUFWriter(path, "llama")
+    kinds = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+    for key, value in metadata.items():
+        kinds[type(value)](f"tokenizer.ggml.{key}", value)
+    writer.add_chat_template(tiny.TEMPLATE)
+    writer.add_tensor("output.weight", np.zeros((4, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 
-def test_a_folder_and_a_gguf_file_of_one_vocabulary_agree(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_folder_and_a_gguf_file_of_one_vocabulary_agree(words: Tokenizer, tmp_path: Path) -> None:
     same = load_tokenizer(str(write_gguf(tmp_path / "tiny.gguf")))
-    assert same.vocab_size == tokenizer.vocab_size == 3 + 256 + 5
-    assert same.stop_ids == tokenizer.stop_ids == {1}
-    assert same.chat(CHAT) == tokenizer.chat(CHAT)
+    assert same.vocab_size == words.vocab_size == 3 + 256 + 5
+    assert same.stop_ids == words.stop_ids == {1}
+    assert same.chat(CHAT) == words.chat(CHAT)
     for text in ("hello world", "Grüße 👋", "\n\n", "a  b"):
-        assert same.encode(text) == tokenizer.encode(text)
+        assert same.encode(text) == words.encode(text)
 
 
-def test_merges_apply_and_a_chat_ends_where_the_answer_begins(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("hello") == [tiny.tokens().index("hello")]
-    tokens = tokenizer.chat(CHAT)
+def test_merges_apply_and_a_chat_ends_where_the_answer_begins(words: Tokenizer) -> None:
+    assert words.encode("hello") == [tiny.tokens().index("hello")]
+    tokens = words.chat(CHAT)
     assert tokens[0] == 0 and tokens.count(1) == 1
-    said = tokenizer.decode(tokens, specials=True)
+    said = words.decode(tokens, specials=True)
     assert said == "<|s|>user\nhello<|e|><|s|>assistant\n"
-    assert tokenizer.decode(tokens) == "user\nhelloassistant\n"
+    assert words.decode(tokens) == "user\nhelloassistant\n"
 
 
 def test_smollm_splits_every_digit_and_the_space_before_it(tmp_path: Path) -> None:
