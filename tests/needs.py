@@ -38,6 +38,16 @@ def module(name: str, what: str) -> Any:
     return importlib.import_module(name)
 
 
+def has_smollm2() -> bool:
+    from mpissd.common.errors import ConfigError
+    from mpissd.common.presets import has_weights
+
+    try:
+        return has_weights("smollm2")
+    except ConfigError:
+        return False
+
+
 def _reason(what: str) -> str:
     return f"needs {what}: more than set-up brings"
 

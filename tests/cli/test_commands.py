@@ -14,6 +14,7 @@ from mpissd.__main__ import main
 from mpissd.cli import arguments as cli
 from mpissd.cli.arguments import ProbeConfig
 from mpissd.engine.job import resolve
+from tests.refusals import refused
 from tests.tiny_pair import tiny_pair
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -35,14 +36,6 @@ def plan(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, 
     out, err = capfd.readouterr()
     assert err == ""
     return json.loads(out.splitlines()[-1], parse_constant=pytest.fail), out
-
-
-def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on stderr."""
-    assert main(list(arguments)) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1
-    return err
 
 
 def command_line(out: str, name: str) -> tuple[int, Any]:

@@ -19,8 +19,7 @@ from mpissd.engine.model.transformer.sources import (
     origin_of,
 )
 from mpissd.learn.export import quantized, save
-from tests.engine.test_greedy_reference import has_smollm2
-from tests.needs import needs
+from tests.needs import has_smollm2, needs
 from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, random_folder, write_folder, write_gguf
 

@@ -81,14 +81,3 @@ def test_one_delayed_forward_of_a_warm_up_changes_little(place: int) -> None:
     for one in seconds:
         times.add(10, one)
     assert times.seconds(10) <= 17
-
-
-def test_seconds_lie_on_lines_between_what_was_measured() -> None:
-    times = ForwardTimes()
-    assert times.seconds(7) == 0.0
-    times.add(10, 2.0)
-    assert times.seconds(5) == 2.0 and times.seconds(20) == 4.0
-    times.add(20, 3.0)
-    assert (times.seconds(15), times.seconds(40)) == (2.5, 5.0)
-    times.add(30, 2.0)  # a slow sample below it: more rows cannot be faster
-    assert times.seconds(60) == 3.0

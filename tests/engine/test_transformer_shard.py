@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,32 +29,6 @@ def configs(draw: st.DrawFn) -> TransformerConfig:
     bias, norm = draw(st.booleans()), draw(st.booleans())
     head = draw(st.integers(16, vocab))
     return TransformerConfig(shape, "llama", qkv_bias=bias, qk_norm=norm, head_vocab=head)
-
-
-@given(config=configs(), data=st.data())
-def test_shards_cover_every_column_once(config: TransformerConfig, data: st.DataObject) -> None:
-    shape = config.shape
-    tp = data.draw(st.integers(1, shape.num_kv_heads))
-    shards = [TransformerShard(config, tp, rank) for rank in range(tp)]
-    ranges: list[tuple[int, Callable[[TransformerShard], slice]]] = [
-        (shape.q_width, lambda shard: shard.q),
-        (shape.kv_width, lambda shard: shard.kv),
-        (shape.ffn, lambda shard: shard.ffn),
-        (config.head_vocab, lambda shard: shard.vocab_range),
-    ]
-    for total, of in ranges:
-        covered = np.concatenate([np.arange(total)[of(shard)] for shard in shards])
-        assert np.array_equal(covered, np.arange(total))
-        sizes = [of(shard).stop - of(shard).start for shard in shards]
-        assert max(sizes) == sizes[0] and min(sizes) > 0
-    assert all(
-        sum(getattr(shard, name) for shard in shards) == getattr(shards[0].shape, f"num_{name}")
-        for name in ("heads", "kv_heads")
-    )
-    for shard in shards:  # a query head is on the rank of its KV head
-        group = shape.num_heads // shape.num_kv_heads
-        assert shard.q == slice(shard.kv.start * group, shard.kv.stop * group)
-        assert abs(shard.kv_heads - shape.num_kv_heads / tp) < 1
 
 
 @given(config=configs(), data=st.data())

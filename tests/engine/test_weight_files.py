@@ -21,8 +21,7 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 from mpissd.engine.model.transformer.config import Llama3Scaling
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.learn.export import quantized
-from tests.engine.test_greedy_reference import has_smollm2
-from tests.needs import lack
+from tests.needs import has_smollm2, lack
 from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, random_folder, write_folder, write_gguf
 

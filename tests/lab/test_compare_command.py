@@ -9,17 +9,11 @@ import pytest
 
 from mpissd.__main__ import main
 from tests.common.tables_model import sd, write
+from tests.refusals import refused
 
 
 def at(second: int) -> dict[str, Any]:
     return {"provenance": {"started_at": f"2026-01-01T00:00:{second:02}+00:00"}}
-
-
-def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main([*map(str, arguments)]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1
-    return err
 
 
 def test_a_name_is_the_row_that_was_measured_last_or_a_run_id(

@@ -16,7 +16,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import known_profiles, load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.measure.card import print_summary
 from mpissd.lab.predict.accuracy import (
     MEAN_BAR,
     decided,
@@ -53,20 +52,6 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
     null = predict("null", HostCosts(), mode="ssd")
     json.dumps(null, allow_nan=False)
     assert null["expected_tok_per_s"] is null["T_SD"] is None
-
-
-def test_a_summary_prints_the_floor_and_the_file_of_answers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    row = json.loads((RESULTS / "h200-sweep/runs_8b.jsonl").read_text().splitlines()[0])
-    print_summary(Row.from_dict({**row, "num_prompts": 3}), "out")
-    text = capsys.readouterr().out
-    assert f"answers  out/text/{row['run_id']}.jsonl: of 3 prompts\n" in text
-    whole, floor = row["t_target_s"] * 1e3, row["floor_us"] / 1e3
-    share = f"its floor is {floor:.2f} ms, {floor / whole:.0%} of that"
-    assert f"  target  {whole:.2f} ms a forward; {share}\n" in text
-    print_summary(Row.from_dict(row), "out")
-    assert "answers" not in capsys.readouterr().out
 
 
 def row_like(name: str, **wanted: Any) -> dict[str, Any]:

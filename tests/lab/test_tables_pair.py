@@ -14,6 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.pair import check_alike
 from tests.common.tables_model import ar, sd, write
+from tests.refusals import refused
 
 
 def test_rows_are_found_under_a_folder_and_count_once(tmp_path: Path) -> None:
@@ -72,9 +73,7 @@ def test_what_means_nothing_is_one_line(
     changed: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "runs.jsonl", sd("one"), sd("two", **changed))
-    assert main(["compare", "one", "two", f"--out={tmp_path}"]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1 and message in err
+    assert message in refused(capfd, "compare", "one", "two", f"--out={tmp_path}")
 
 
 def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:

@@ -27,7 +27,7 @@ from mpissd.learn.draft import (  # noqa: E402
 )
 from mpissd.learn.evaluate import judge, summary  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
-from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank, only_first  # noqa: E402
+from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402
 from mpissd.learn.source import TemplateParts  # noqa: E402
 from mpissd.learn.train import learn  # noqa: E402
 
@@ -91,20 +91,6 @@ def test_at_temperature_0_each_answer_is_the_likeliest_of_a_whole_forward(
     assert torch.equal(found.tokens[:, 1:][mask].long(), likeliest[:, :-1][mask])
 
 
-def test_conversations_are_cut_where_the_time_is_over(sampler: Sampler) -> None:
-    given, ones = blank([TEMPLATE.before] * 4, LENGTH, "cpu"), torch.ones(4)
-    cut_off = sampler.write(given, TEMPLATE, USER, (ones, ones), keep=True, deadline=0.0)
-    sizes = cut_off.tokens.shape, cut_off.answered.shape, cut_off.hidden.shape[:2]
-    assert len(set(sizes)) == 1 and sizes[0][0] == 4 and sizes[0][1] < LENGTH
-
-
-def test_the_first_answers_stop_at_their_end() -> None:
-    tokens = torch.tensor([[1, 5, 6, END, 6, 6], [1, 5, 6, 6, 6, 6]])
-    answered = torch.tensor([[False, True, True, True, False, True], [False, *[True] * 5]])
-    found = only_first(Samples(tokens, answered), END, 4)
-    assert found.answered.int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
-
-
 def test_the_kept_states_are_those_of_a_whole_forward(sampler: Sampler, samples: Samples) -> None:
     """Training on them is training on the target, without its forward."""
     draft, some, found = draft_of(sampler), samples.take(slice(0, 8)), []
@@ -132,9 +118,3 @@ def test_training_raises_agreement(sampler: Sampler, samples: Samples, shape: st
     assert points[-1]["tv"] < points[0]["tv"]
     assert points[-1]["held"]["tv"] < 1 - before["alpha"]
     assert len(copies) > 3 and not copies[0].weights.head.requires_grad
-
-
-def test_a_vocabulary_keeps_stop_tokens_and_the_most_frequent() -> None:
-    counts = np.array([5, 0, 9, 9, 1, 0])
-    assert frequent_tokens(counts, 3, [5]).tolist() == [2, 3, 5]
-    assert frequent_tokens(counts * 0, 2, []).tolist() == [0, 1]

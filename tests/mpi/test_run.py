@@ -20,12 +20,11 @@ from mpissd.common.records import outcome_digest, token_digest
 from mpissd.common.row import KEYS, Row
 from mpissd.engine.workload.replay import load, save
 from mpissd.lab.gates import violations
-from tests.engine.test_greedy_reference import has_smollm2
 from tests.loop.harness import Scenario, check_rows
 from tests.loop.markov_rig import Pair, greedy
 from tests.loop.recorded import recording_of
 from tests.mpi.harness import DIRECT, Job, Started, Together, ended, launch, needs_mpi
-from tests.needs import needs
+from tests.needs import has_smollm2, needs
 from tests.tiny_pair import tiny_pair
 
 pytestmark = needs_mpi

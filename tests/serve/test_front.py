@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from mpissd.__main__ import main
 from mpissd.cli.arguments import parse
 from tests.needs import module
+from tests.refusals import refused
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
@@ -245,6 +245,4 @@ def test_what_cannot_be_is_one_line(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         flags = [flag.replace("TAKEN", str(taken.getsockname()[1])) for flag in flags]
-        assert main(command(pair, *flags)[3:]) == 2
-    out, err = capfd.readouterr()
-    assert says in err and err.count("\n") == 1 and out == ""
+        assert says in refused(capfd, *command(pair, *flags)[3:])
