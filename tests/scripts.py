@@ -6,6 +6,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,11 @@ def call(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess
         text=True,
         timeout=60,
     )
+
+
+def until(true: Callable[[], object], wait_s: float = 60.0, what: object = "it") -> None:
+    """Waits until something is so; AssertionError if it is not in time."""
+    end = time.monotonic() + wait_s
+    while not true():
+        assert time.monotonic() < end, f"{what} did not come to be in {wait_s} s"
+        time.sleep(0.01)

@@ -111,6 +111,28 @@ def test_draw_inverts_the_cumulative_distribution(probs: NDArray[np.float64], u:
     assert probs[:token].sum() <= u + 1e-12 and u - 1e-12 <= probs[: token + 1].sum()
 
 
+@pytest.mark.parametrize("kind", ["flat", "peaked", "mostly 0"])
+@pytest.mark.parametrize("size", [49_152, 49_075])  # whole blocks, and a short last one
+def test_a_draw_among_many_tokens_has_the_bits_of_one_sum_after_the_other(
+    kind: str, size: int
+) -> None:
+    """For random u, for the ends, and within an ulp of tokens' bounds (there rounding decides)."""
+    rng = np.random.default_rng(3)
+    logits = (rng.standard_normal(size) * {"flat": 0, "peaked": 6}.get(kind, 1)).astype(np.float32)
+    if kind == "mostly 0":
+        logits[rng.random(size) > 40 / size] = -1e6
+    weights = sampling.weigh(logits, 0.7)
+    expected = np.exp((logits.astype(np.float64) - float(logits.max())) / 0.7)
+    assert weights.probs.tobytes() == (expected / expected.sum()).tobytes()
+    cumulated = np.cumsum(weights.probs)
+    bounds = rng.choice(cumulated[:-1], 8) / cumulated[-1]
+    edges = [np.nextafter(bound, way) for bound in bounds for way in (0, 1)]
+    for u in (u for u in (0.0, LAST, *rng.random(40), *bounds, *edges) if u < 1):
+        token = int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
+        assert sampling.draw(weights.probs, float(u)) == token
+        assert sampling.draw(weights.values, float(u), weights.total) == token
+
+
 @given(pairs())
 def test_the_residual_is_what_p_has_and_q_has_not(
     pair: tuple[NDArray[np.float64], NDArray[np.float64]],

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -23,6 +22,7 @@ from mpissd.engine.comm.wire import HEADER, Kind, LinkShape, write_outcome, writ
 from mpissd.huggingface import Candidates
 from mpissd.vllm import Proposer
 from tests.loop.text_rig import logits_behind
+from tests.scripts import until
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, K, LONGEST = 61, 3, 96
@@ -42,13 +42,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPISSD_ALWAYS", "1")
-
-
-def until(test: Callable[[], bool]) -> None:
-    end = time.monotonic() + START_S
-    while not test():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.01)
 
 
 class Engine:
@@ -87,7 +80,7 @@ class Engine:
         return answers
 
     def connect(self) -> None:
-        until(lambda: any(self.call([([1, 2], [2])])))
+        until(lambda: any(self.call([([1, 2], [2])])), START_S)
 
 
 @pytest.fixture
@@ -255,13 +248,13 @@ def test_a_path_serves_one_client_after_another(flags: str, tmp_path: Path) -> N
     first, second = (DraftClient(where, K, PATIENCE_S, 1, LONGEST) for _ in range(2))
     rows = [(np.array([1, 2], np.int32), 1), (np.array([1, 3], np.int32), 1)]
     with subprocess.Popen(command) as process:
-        until(Path(where).is_socket)
-        until(lambda: any(first.drafts(rows)))
+        until(Path(where).is_socket, START_S)
+        until(lambda: any(first.drafts(rows)), START_S)
         assert second.drafts(rows) == [[], []]  # waits for its turn, and its engine does not
         (drafted, none) = first.drafts([(np.array([1, 2, 4], np.int32), 1), rows[1]])
         assert len(drafted) == K and none == []  # room for one
         first.close()
-        until(lambda: any(second.drafts(rows)))
+        until(lambda: any(second.drafts(rows)), START_S)
         second.close()
         process.kill()
 
@@ -273,7 +266,7 @@ def test_a_client_that_breaks_the_protocol_is_left(
     flags: str, event: int, bonus: int, token: int
 ) -> None:
     client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
-    until(lambda: client._open() is not None)
+    until(lambda: client._open() is not None, START_S)
     peer, process = client._socket, client._process
     assert peer is not None and process is not None
     sent, prompt = map(SHAPE.message, (Kind.OUTCOME, Kind.PROMPT))

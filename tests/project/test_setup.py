@@ -5,10 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
@@ -143,7 +144,7 @@ def test_nodes_that_share_a_venv(machine: Machine) -> None:
 
 def test_interrupted_installation_starts_over(machine: Machine) -> None:
     process = machine.start(FAKE_PIP="echo > half.done; sleep 60")
-    wait_for(machine.home / "half.done")
+    until((machine.home / "half.done").exists)
     (machine.home / ".venv" / "half").touch()
     os.killpg(process.pid, signal.SIGTERM)
     assert "interrupted" in process.communicate(timeout=10)[1]
@@ -165,10 +166,3 @@ def test_no_usable_python(machine: Machine, answer: str, message: str) -> None:
     _, err = machine.setup(code=1)
     assert message in err
     assert not (machine.home / ".venv").exists()
-
-
-def wait_for(path: Path, limit_s: float = 20) -> None:
-    end = time.monotonic() + limit_s
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path} after {limit_s} s"
-        time.sleep(0.01)

@@ -8,8 +8,7 @@ import json
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from mpissd.serve.app import Endpoints
 from mpissd.serve.config import ServeConfig
 from mpissd.serve.front import Server, bound
 from mpissd.serve.lead import Lead
+from tests.scripts import until
 from tests.serve.fake_lead import FakeLead, Script
 from tests.text import tiny
 
@@ -78,14 +78,6 @@ def answered(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
         text = file.read(int(headers["content-length"]))
     is_json = "json" in headers.get("content-type", "")
     return status, json.loads(text) if is_json else text.decode(), headers
-
-
-def until(true: Callable[[], object], wait_s: float = WAIT_S) -> None:
-    """Waits until something is so; AssertionError if it is not in time."""
-    end = time.monotonic() + wait_s
-    while not true():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.01)
 
 
 @contextmanager

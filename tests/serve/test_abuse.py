@@ -21,6 +21,7 @@ from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve import protocol
 from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack, unpack
 from tests.needs import module, needs_linux
+from tests.scripts import until
 from tests.serve.fake_lead import Script
 from tests.text import tiny
 
@@ -28,7 +29,7 @@ module("uvicorn", "the extra serve")
 from mpissd.serve import app, front  # noqa: E402
 from mpissd.serve.lead import Lead  # noqa: E402
 from mpissd.serve.request import Problem  # noqa: E402
-from tests.serve.rig import Rig, answered, sent, serving, until  # noqa: E402
+from tests.serve.rig import Rig, answered, sent, serving  # noqa: E402
 
 STOP = 1
 LETTER = tiny.of_byte(65)

@@ -17,7 +17,7 @@ import pytest
 
 from mpissd.serve import replicas
 from tests.needs import missing, module, needs
-from tests.serve.rig import until
+from tests.scripts import until
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")

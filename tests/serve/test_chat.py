@@ -12,8 +12,9 @@ import pytest
 
 from mpissd.engine.workload.tokenizer import Tokenizer
 from tests.needs import module
+from tests.scripts import until
 from tests.serve.fake_lead import Script
-from tests.serve.rig import Rig, serving, until
+from tests.serve.rig import Rig, serving
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
 
 module("uvicorn", "the extra serve")

@@ -13,8 +13,9 @@ import pytest
 from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
+from tests.scripts import until
 from tests.serve.fake_lead import Script
-from tests.serve.rig import Rig, serving, until
+from tests.serve.rig import Rig, serving
 from tests.text import tiny
 
 openai = module("openai", "the openai client")

@@ -17,7 +17,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.serve import replicas
 from mpissd.serve.replicas import Entry, Member
 from tests.needs import module, needs_linux
-from tests.serve.rig import answered, until
+from tests.scripts import until
+from tests.serve.rig import answered
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
