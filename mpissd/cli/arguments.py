@@ -153,13 +153,6 @@ SPECS = {
 }
 
 
-_RETIRED = {  # the replacement of each retired command
-    "predict": "plan --mode=ar|sd|ssd, or plan --rows=FOLDER",
-    **dict.fromkeys(("record", "laws"), "pair"),
-    **{name: f"compare --show={name}" for name in ("best", "claims")},
-    "why": "the row's phases_us, device_us and floor_us",
-    "bench-gpu": "make bench-gpu",
-}
 _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
 
 
@@ -187,8 +180,6 @@ def parse(arguments: Sequence[str]) -> Command:
     """
     name = next((word for word in arguments[:1] if word not in ("-h", "--help", "--")), None)
     if name is not None and name not in SPECS:
-        if name in _RETIRED:
-            raise ConfigError(f"{name} is retired: instead: {_RETIRED[name]}")
         raise unknown("command", name, SPECS)
     if not arguments or {"-h", "--help"} & set(arguments):
         print("\n".join(_help() if name is None else _help_of(name)))

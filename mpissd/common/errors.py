@@ -59,5 +59,8 @@ def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     """
     names = sorted(allowed)
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    # top_k is no mistyped top_p: their last words have nothing in common.
+    ends = [name.rpartition("_")[2] for name in (value, *close)]
+    is_typo = bool(difflib.get_close_matches(ends[0], ends[1:], cutoff=0.4))
+    hint = f"did you mean {close[0]!r}? " if is_typo else ""
     return ConfigError(f"unknown {kind} {value!r}: {hint}allowed: {', '.join(names)}")

@@ -22,24 +22,6 @@ MODES = ("ar", "sd", "ssd")
 DRAFTING = ("sd", "ssd")  # The modes with a draft.
 ANY = "any value"
 GROWING = ("ssd",)  # The mode that fills a speculation cache.
-# What takes the place of a retired flag.
-RETIRED = {
-    "num_layers": "--pair=70b@8L/1b, a target of 8 layers",
-    "fan_out_miss": "--fan_out=A/B, B after a miss",
-    **dict.fromkeys(("hit_a", "hit_r"), "--hit_law=power:A=.75,r=1"),
-    "cuda_aware_mpi": "--all_reduce=mpi",
-    "schedule": "--mode=sd --num_drafts=0, with --backup=fast for lookups",
-    **{f"learn_{name}": f"--learn={name}=…" for name in ("rate", "batch", "steps", "device")},
-    "publish_s": "--learn=publish_s=…",
-    "world_size": "--dry_run=N",
-    "to": "--out=FILE",
-    "drafts": "--num_drafts",
-    "host": "plan's --profile=FILE, whose host costs are used",
-    "arrivals": "--requests=N or --duration=S, with --rate",
-    **dict.fromkeys(
-        ("on_late", "draft_lookup", "draft_tasks", "ledger_ab", "learn_from"), "nothing"
-    ),
-}
 
 
 def integer(minimum: int, maximum: float = math.inf) -> Parse:
@@ -313,8 +295,6 @@ def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
         # -m=sd is allowed, because the help offers it.
         name = short[0] if len(short) == 1 else name
         if name not in known:
-            if name in RETIRED:
-                raise ConfigError(f"--{name} is retired: instead: {RETIRED[name]}")
             raise unknown("flag", f"--{name}", (f"--{n}" for n in known))
         texts[name] = str(text)
     values = {

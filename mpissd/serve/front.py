@@ -138,7 +138,10 @@ async def _serve(
             if member is not None and draining is None:
                 member.join()
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            line = f"{url} serves {lead.check().model}{with_draft} ({about['mode']})"
+            how = (
+                f"{about['mode']}, K={about['lookahead']}" if about["lookahead"] else about["mode"]
+            )
+            line = f"{url} serves {lead.check().model}{with_draft} ({how})"
             sys.stdout.write(f"{line}; Ctrl-C ends it\n")
             sys.stdout.flush()
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
@@ -157,8 +160,7 @@ async def _serve(
     ):
         path = str(Path(folder, "lead"))
         async with await lead.accept(path):
-            first = "a first start compiles, too"
-            _note(f"loads {job.target.name}{with_draft} on {config.num_ranks} ranks; {first}")
+            _note(f"loads {job.target.name}{with_draft} on {config.num_ranks} ranks")
             environment = {name: text for name, text in os.environ.items() if name != KEY_VARIABLE}
             ranks = await asyncio.create_subprocess_exec(
                 *command,

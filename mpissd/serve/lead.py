@@ -160,6 +160,5 @@ class Lead:
         elif isinstance(message, Tokens) and message.id in self._open:
             self._open[message.id].messages.put_nowait(message)
         elif isinstance(message, End) and message.id in self._open:
-            is_refused = message.reason == "refused"
-            end = Problem(400, message.why) if is_refused else message
+            end = Problem(400, message.why) if message.reason == "refused" else message
             self._open.pop(message.id).messages.put_nowait(end)

@@ -292,8 +292,7 @@ def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
         raise ConfigError(f"haproxy={file}: {error.strerror}: allowed: a file") from error
     finally:
         made.unlink(missing_ok=True)
-    names = ", ".join(f"{each.id} {each.address}" for each in entries) or "none"
-    print(f"{config.haproxy}: {len(entries)} replicas: {names}", flush=True)
+    print(f"{config.haproxy}: {' '.join(e.id for e in entries) or 'no replica'}", flush=True)
     return True
 
 

@@ -82,7 +82,6 @@ def test_a_file_has_blocks_and_comments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num_layers=8", "grid: num_layers is retired: instead: --pair=70b@8L/1b"),
         ("lookahed=3", r"unknown flag in the grid 'lookahed': did you mean 'lookahead'\?"),
         ("out=x", "grid: out is one for all configurations: say --out="),
         ("mode=ar; mode=sd", "grid: mode twice"),

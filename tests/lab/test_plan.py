@@ -312,7 +312,7 @@ def test_a_verdict_has_the_sampling_error_of_its_prompts(
     assert lines[0].startswith(f"does this draft pay here? {answer}")
     assert re.search(rf"rounds of {len(alphas)} prompts.* over lookup T=2 ", lines[0])
     gain, low, high = map(float, re.findall(r"([0-9.]+)× \(([0-9.]+)–([0-9.]+)\)", lines[0])[0])
-    assert low <= gain <= high and "the answers rest on pair.npz (" in lines[-1]
+    assert low <= gain <= high and "the answers rest on pair.npz (" in lines[-2]
 
 
 def test_what_measured_rows_contradict_is_no_arrow() -> None:

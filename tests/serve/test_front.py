@@ -111,7 +111,7 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path) -> No
     env = {"FAKE_PACE_S": "0.1", "MPISSD_API_KEY": "unseen", "MPISSD_ONE_HOST": "1"}
     with started(pair, tmp_path, *flags, reads=False, **env) as serving:
         line = serving.read()
-        assert line.endswith("serves tiny with draft (ssd); Ctrl-C ends it\n")
+        assert line.endswith("serves tiny with draft (ssd, K=4); Ctrl-C ends it\n")
         assert serving.ask(key="unseen")[0] == 401
         assert serving.ask(key="sesame")[1]["choices"][0]["text"] == "hello there"
         assert serving.ask("/ready")[1]["ready"]

@@ -1,8 +1,7 @@
 """Measures what an answer's method has to beat on the same machine, and gives one verdict.
 
 The rivals are AR and SD inline on the run's target ranks, and the faster of the two on all its
-ranks. Their rows are kept in OUT/beside: for an hour, one of the same configuration, machine and
-commit is used again.
+ranks. Their rows are kept in OUT/beside.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.flags import flags_of
-from mpissd.common.output import read_rows
 from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.comm.topology import Refused, agreed
@@ -26,7 +23,6 @@ from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 _AR_TOKENS = 64  # the speed of AR hardly depends on the text
 _CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
-_FRESH = timedelta(hours=1)  # age of a row that is used again
 _FEWEST_ROUNDS = 8  # for a verdict: the first rounds of a run are its slowest
 _OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c", "tree")
 
@@ -59,11 +55,8 @@ def measured_beside(
 def _measured(
     machine: Machine, use: Family, run: RunConfig, own: Row | None, measure: Measure
 ) -> Row | None:
-    """Returns a rival's row on rank 0, from its file or measured now; None elsewhere."""
+    """Returns a rival's row on rank 0; None elsewhere."""
     config, world = rival(run, use.mode), machine.topology.world
-    known = None if own is None else _known(config, use, own)
-    if world.bcast(known is not None):
-        return known
     if own is not None:
         print(f"{use} answers the same prompt, for comparison (--beside=off: not) …", flush=True)
     row = session = None
@@ -90,23 +83,6 @@ def rival(run: RunConfig, mode: str) -> RunConfig:
     values |= {"num_tokens": min(limit, _AR_TOKENS) if mode == "ar" else limit}
     values |= {"on_draft_loss": "abort", "progress": "off", "show": False, "trace": None}
     return replace(run, **values)
-
-
-def _known(config: RunConfig, use: Family, own: Row) -> Row | None:
-    """Returns a rival's newest row of the run's machine, commit, weights and last hour."""
-
-    def origin(row: Row) -> tuple[Any, ...]:
-        weights = dict(row.weights or {})
-        draft = weights.pop("draft", None)
-        machine = row.backend, row.device_name, row.provenance["hosts"], row.provenance["commit"]
-        return *machine, weights, draft if use.mode == "sd" and own.draft else None
-
-    for line in reversed(read_rows(Path(config.out, "runs.jsonl"))):
-        row = Row.from_dict(line)
-        if row.config_digest == config.digest and Family.of(row) == use:
-            age = datetime.now(timezone.utc) - datetime.fromisoformat(row.provenance["started_at"])
-            return row if age < _FRESH and origin(row) == origin(own) else None
-    return None
 
 
 def speed(row: Row) -> float:

@@ -98,29 +98,20 @@ class _Lines:
 
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
-    """Shows a bar on stderr if a person is watching; yields advance(n), which adds n rounds."""
-    if config.progress == "on" or (config.progress == "auto" and sys.stderr.isatty()):
-        with closing(open_bar(rounds, "round", lines_s=2.0)) as bar:
-            yield bar.update
-    else:
-        yield lambda count: None
+    """Shows a bar on stderr if a person is watching; yields advance(n), which adds n rounds.
 
-
-def open_bar(total: int | None, unit: str, *, lines_s: float, leave: bool = False) -> Any:
-    """Opens a progress bar on stderr, redrawn twice a second.
-
-    If stderr is a launcher's pipe or a file instead of a terminal, the bar prints a line every
-    lines_s seconds.
+    It is redrawn twice a second. If stderr is a launcher's pipe or a file instead of a terminal,
+    the bar prints a line every two seconds.
     """
     direct = sys.stderr.isatty()
-    return tqdm(
-        total=total,
-        unit=unit,
-        mininterval=0.5 if direct else lines_s,
-        leave=leave,
-        ncols=None if direct else 80,
-        file=sys.stderr if direct else _Lines(),
-    )
+    if config.progress == "off" or (config.progress == "auto" and not direct):
+        yield lambda count: None
+        return
+    how: dict[str, Any] = {"mininterval": 0.5, "file": sys.stderr}
+    if not direct:
+        how = {"mininterval": 2.0, "file": _Lines(), "ncols": 80}
+    with closing(tqdm(total=rounds, unit="round", leave=False, **how)) as bar:
+        yield bar.update
 
 
 def print_summary(row: Row, out: str = "") -> None:

@@ -37,7 +37,6 @@ from mpissd.common.config import MachineFlags, OutputFlags, RunConfig, with_text
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import (
     MODES,
-    RETIRED,
     Checked,
     contained,
     flag,
@@ -152,8 +151,6 @@ def _block(axes: Mapping[str, str]) -> Block:
     for name, text in axes.items():
         if name in _ONE_A_JOB:
             raise ConfigError(f"grid: {name} is one for all configurations: say --{name}=…")
-        if name in RETIRED:
-            raise ConfigError(f"grid: {name} is retired: instead: {RETIRED[name]}")
         if name not in _FLAGS:
             raise unknown("flag in the grid", name, [n for n in _FLAGS if n not in _ONE_A_JOB])
         items = _split(text, ",", f"grid: {name}")

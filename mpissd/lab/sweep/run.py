@@ -9,11 +9,8 @@ run.
 from __future__ import annotations
 
 import time
-from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, GateError, MpissdError
@@ -26,7 +23,7 @@ from mpissd.engine.job import Job
 from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.engine.workload.text import check_prompts
 from mpissd.lab.measure.calibrate import with_tree
-from mpissd.lab.measure.card import open_bar, rank_lines
+from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
 from mpissd.lab.tables.best import compare_methods, render
@@ -75,23 +72,14 @@ class Sweep:
         known: dict[str, int] = world.bcast(self._known() if self._is_lead else None)
         todo = [task for task in tasks if self._digest(task) not in known]
         earlier = [code for task in tasks if (code := known.get(self._digest(task)))]
-        bar, when = None, self._config.run.progress
         if self._is_lead:
             self._print_card(len(todo), len(tasks) - len(todo))
-            if when != "off":
-                lines_s = 2.0 if when == "on" else 10.0
-                bar = open_bar(len(todo), "run", lines_s=lines_s, leave=True)
         codes, began = [], time.monotonic()
-        with nullcontext() if bar is None else closing(bar):
-            for task in todo:
-                result = self._one(task)
-                codes.append(result.exit_code if isinstance(result, MpissdError) else 0)
-                if self._is_lead:
-                    line = self._record(task, result)
-                    with nullcontext() if bar is None else tqdm.external_write_mode():
-                        print(line, flush=True)
-                if bar is not None:
-                    bar.update(1)
+        for number, task in enumerate(todo, 1):
+            result = self._one(task)
+            codes.append(result.exit_code if isinstance(result, MpissdError) else 0)
+            if self._is_lead:
+                print(f"{number:>5}/{len(todo)} {self._record(task, result)}", flush=True)
         if self._is_lead:
             self._print_end(tasks, codes, len(earlier), time.monotonic() - began)
         return int(world.bcast(max([0, *codes, *earlier])))
