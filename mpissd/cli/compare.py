@@ -25,8 +25,7 @@ def compare(config: CompareConfig) -> int:
                 f"compare: a={config.a} b={config.b}: a pair needs two results, each a run id, a "
                 "runs.jsonl or a folder, or one folder that holds two configurations"
             )
-        a, b, paths = named
-        print(Pair.of(a, b, *(load_rows([path]) for path in paths)))
+        print(Pair.of(*named))
         return 0
     places_of = config.a or ("results" if show == "claims" else config.out)
     rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))

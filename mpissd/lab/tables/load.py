@@ -76,8 +76,8 @@ def _parse(where: str, line: bytes) -> dict[str, Any]:
     return value
 
 
-def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
-    """Returns the rows of a name, latest last, and the file or folder that has them.
+def find_rows(named: str | None, out: str) -> list[Row]:
+    """Returns the rows of a name, latest last.
 
     named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
     `out`; None means all rows below `out`. Raises ConfigError if there is no such row.
@@ -95,29 +95,21 @@ def find_rows(named: str | None, out: str) -> tuple[list[Row], Path]:
             f"result {named or out!r}: no such row in {str(path)!r}: allowed: a run id there, a "
             "folder, or a runs.jsonl"
         )
-    return rows, path
+    return rows
 
 
-def find_pair(a: str, b: str | None, out: str) -> tuple[Row, Row, list[Path]] | None:
-    """Returns the two rows to compare, and the files or folders that hold them.
+def find_pair(a: str, b: str | None, out: str) -> tuple[list[Row], list[Row]] | None:
+    """Returns the rows of the two configurations to compare, under all their seeds.
 
-    A name (see find_rows) means its last row and the rows of the same configuration under other
-    seeds. Of these, the latest two with a common seed are returned, or the latest of each name.
-    Without b, a must hold two configurations; if not, None is returned.
+    A name (see find_rows) means the configuration of its last row. Without b, a must hold two
+    configurations; if not, None is returned.
     """
-    rows, path = find_rows(a, out)
-    paths, sides = [path], list[list[Row]]()
-    if b is None:
-        while rows and len(sides) < 3:
-            sides.append(siblings(rows[0], rows))
-            rows = [row for row in rows if row not in sides[-1]]
-        if len(sides) != 2:
-            return None
-    else:
-        others, other_path = find_rows(b, out)
-        paths.append(other_path)
-        for of in (rows, others):
+    rows, sides = find_rows(a, out), list[list[Row]]()
+    if b is not None:
+        for of in (rows, find_rows(b, out)):
             alike = siblings(of[-1], of)
             sides.append([row for row in of if row in alike])
-    pairs = ((x, y) for x in reversed(sides[0]) for y in reversed(sides[1]) if x.seed == y.seed)
-    return (*next(pairs, (sides[0][-1], sides[1][-1])), paths)
+    while b is None and rows and len(sides) < 3:
+        sides.append(siblings(rows[0], rows))
+        rows = [row for row in rows if row not in sides[-1]]
+    return (sides[0], sides[1]) if len(sides) == 2 else None

@@ -34,31 +34,19 @@ class Pair:
     comparison: Comparison
 
     @classmethod
-    def of(
-        cls,
-        a: Row,
-        b: Row,
-        others: Sequence[Row] = (),
-        others_of_b: Sequence[Row] | None = None,
-    ) -> Pair:
-        """Compares two rows.
+    def of(cls, a: Sequence[Row], b: Sequence[Row]) -> Pair:
+        """Compares the rows of two configurations, and shows the latest two of one seed.
 
-        others: rows among which further seeds of the same two configurations are looked for;
-        others_of_b: those for b, if they are not the same rows. Raises ConfigError if a comparison
-        would mean nothing.
+        Raises ConfigError if a comparison would mean nothing.
         """
-        check_alike(a, b)
-        sides = [siblings(a, others), siblings(b, others if others_of_b is None else others_of_b)]
-        if any(row in sides[1] for row in sides[0]):  # one configuration: whose row is not known
-            sides = [[a], [b]]
-        for one in sides[0]:
-            for other in sides[1]:
-                if one.seed == other.seed:
-                    check_alike(one, other)
-        comparison = compare_rows(sides[0], sides[1])
-        if not comparison.has_interval:  # compare only the two rows that were named
-            comparison = compare_rows([a], [b])
-        return cls(a, b, comparison)
+        pairs = [(x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed]
+        pairs = pairs or [(a[-1], b[-1])]
+        for one, other in pairs:
+            check_alike(one, other)
+        comparison = compare_rows(a, b)
+        if not comparison.has_interval:  # compare only the two rows that are shown
+            comparison = compare_rows(*([row] for row in pairs[0]))
+        return cls(*pairs[0], comparison)
 
     @property
     def per_gpu(self) -> Comparison:
