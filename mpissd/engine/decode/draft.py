@@ -259,17 +259,17 @@ class Drafter:
         return speculation
 
     def _is_done(self, rollout: Rollout, want: int) -> bool:
-        """Whether lanes have `want` levels, or grammars force the rest of every lane, which then
+        """Whether lanes have `want` levels, or grammars decide the rest of every lane, which then
         follows the bonus token without a draft."""
-        left, lanes, tree = want - rollout.steps, rollout.lanes or (), rollout.tree
-        if left <= 0 or not lanes or tree.num_lanes:
+        left, lanes = want - rollout.steps, rollout.lanes or ()
+        if left <= 0 or not lanes:
             return left <= 0
-        pairs = zip(lanes, rollout.rows.tolist(), strict=True)
+        rows = np.repeat(rollout.rows, len(lanes) // len(rollout)).tolist()
         return all(
             self.batch.sequences[row].request.forces
             and lane.grammar is not None
             and lane.grammar.decides(lane.context, left)
-            for lane, row in pairs
+            for lane, row in zip(lanes, rows, strict=True)
         )
 
     @property

@@ -134,9 +134,12 @@ class Grammar:
         return run
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
-        """Returns whether `count` tokens are forced after these, or the answer ends before."""
-        run = [*tokens, *self.forced(tokens)]
-        return len(run) - len(tokens) >= count or not self._ends.isdisjoint(run)
+        """Returns whether these tokens are excluded, or `count` are forced after them, or fewer up
+        to the answer's end."""
+        if not self._moves_to(list(tokens)):
+            return True
+        run = self.forced(tokens)
+        return len(run) >= count or not self._ends.isdisjoint(run)
 
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
         """Returns the logits after the answer's first `tokens`, −inf where no token is allowed.
