@@ -44,7 +44,7 @@ def test_a_chat(rig: Rig, words: Tokenizer) -> None:
     assert (used.prompt_tokens, used.completion_tokens) == (prompt, said)
     assert used.total_tokens == prompt + said
     assert used.prompt_tokens_details.cached_tokens == 2
-    assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4}
+    assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4, "forced": 0}
     asked = rig.script.submitted[0]
     assert list(asked.prompt) == words.chat(QUESTION)
     assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, None)
