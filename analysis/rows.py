@@ -79,15 +79,19 @@ class Notes:
 
 @dataclass(frozen=True)
 class Data:
-    """Result rows, one a line, and probed profiles, with notes on the lines that were left out."""
+    """Result rows, one a line, and probed profiles, with notes on the lines that were left out.
+
+    cells: predicted uses, one a line (results/extra-gpu/cells.py).
+    """
 
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
     notes: Notes = field(default_factory=Notes)
+    cells: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["device_name"]))
 
 
 def load(paths: Iterable[str | Path]) -> Data:
-    """Reads all runs*.jsonl and profiles/*.json below folders, and files of runs.
+    """Reads all runs*.jsonl, cells.jsonl and profiles/*.json below folders, and files of runs.
 
     Raises ConfigError if a path does not exist, NothingLeft if no row can be used.
     """
@@ -109,7 +113,10 @@ def load(paths: Iterable[str | Path]) -> Data:
     if not rows:
         why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
         raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
-    return Data(tidy(rows.values()), tuple(_profiles(places, notes)), notes)
+    files = [file for path in places for file in sorted(path.rglob("cells.jsonl"))]
+    cells = [pd.read_json(file, lines=True) for file in files]
+    every = {"cells": pd.concat(cells)} if cells else {}
+    return Data(tidy(rows.values()), tuple(_profiles(places, notes)), notes, **every)
 
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:

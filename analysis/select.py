@@ -50,7 +50,8 @@ def on_machine(data: Data, device: str | None = None) -> Data:
     for other, count in others.value_counts().items():
         data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
-    return Data(where(data.rows, device_name=name), profiles, data.notes)
+    rows, cells = (where(frame, device_name=name) for frame in (data.rows, data.cells))
+    return Data(rows, profiles, data.notes, cells)
 
 
 def plain(rows: pd.DataFrame) -> pd.Series:

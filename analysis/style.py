@@ -44,6 +44,7 @@ METHODS = {
     "SD inline": (SKY, "D"),
     "SSD": (RED, "^"),
     "SSD, hits imposed": (ORANGE, "v"),
+    "tree inline": (BLACK, "h"),
     "lookup": (GREEN, "P"),
     "suffix": (PURPLE, "X"),
 }

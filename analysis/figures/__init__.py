@@ -11,6 +11,7 @@ from analysis.figures.kinds import drafts, kinds, saguaro
 from analysis.figures.latency import latency
 from analysis.figures.rates import equal_gpus, throughput
 from analysis.figures.roofline import roofline
+from analysis.figures.study import hidden, host_path, over_batch, over_gpus, uses
 from analysis.rows import Data
 from analysis.style import Poster
 
@@ -36,5 +37,10 @@ FIGURES = {
     "drafts": Spec(drafts, "drafts of equal parameters, from wide to deep"),
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
+    "uses": Spec(uses, "every use of the same GPUs under the laws of real prompts"),
+    "over_gpus": Spec(over_gpus, "SSD over the strongest other use, by number of GPUs"),
+    "over_batch": Spec(over_batch, "SSD over the strongest other use of three GPUs, by batch"),
+    "host_path": Spec(host_path, "SSD over the strongest other use, by the host's speed"),
+    "hidden": Spec(hidden, "SSD over SD inline, by what hits hide and what a GPU saves"),
     "break_even": Spec(break_even, "where the extra GPU pays"),
 }
