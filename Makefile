@@ -10,6 +10,8 @@
 ## make submit TP=2 PARTITION=GPU-shared   run it as a Slurm job: print the sbatch line, and submit
 ## make bench-gpu OUT=out/gpu-limit   how near this machine's GPUs are to their limit, beside an H200
 ##                             (SMOLLM2=model.gguf adds text; without a GPU it says so, and ends 2)
+## make study OUT=out/study    when does an extra GPU for the draft pay, here? (docs/study.md: beside our rows;
+##                             without a GPU SmolLM2 answers on two cores)
 ## make figures                every figure of the rows in results/, in out/figures  (ARGS="--results=out")
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
@@ -43,7 +45,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu test test-mpi test-vllm parity lint check venv clean help
+.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu study test test-mpi test-vllm parity lint check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -150,6 +152,12 @@ pair:
 bench-gpu:
 	$(call check_only,bench-gpu,OUT SMOLLM2 MPIRUN)$(setup)
 	@PYTHON=$(python) $(python) results/study.py run results/h200-limit $(call quote,$(or $(call given,OUT),out/gpu-limit))
+
+study:
+	$(call check_only,study,OUT MPIRUN)$(setup) --pair=smollm2
+	@export PYTHON=$(python); study=results/extra-gpu; \
+	    nvidia-smi -L 2>/dev/null | grep -q "GPU " || { export BACKEND=numpy; study=results/extra-core; }; \
+	    $(python) results/study.py run $$study $(call quote,$(or $(call given,OUT),out/study))
 
 figures:
 	$(call check_only,figures,ARGS)$(setup)

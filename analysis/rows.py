@@ -52,6 +52,9 @@ _NUMBERS = (
 ).split()
 
 
+_OF_CELLS = ["device_name", "pair", "law", "batch_size", "host"]
+
+
 class NothingLeft(ConfigError):
     """Raised if no row can be drawn; names the rows that are needed."""
 
@@ -87,7 +90,7 @@ class Data:
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
     notes: Notes = field(default_factory=Notes)
-    cells: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["device_name"]))
+    cells: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_OF_CELLS))
 
 
 def load(paths: Iterable[str | Path]) -> Data:

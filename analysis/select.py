@@ -1,24 +1,20 @@
 """Selects the rows of one figure, and compares them: one machine, one folder, one configuration.
 
 Rows that do not match are left out and noted, never mixed in. Gains are computed as by `mpissd
-compare` (mpissd/common/compare.py, mpissd/lab/tables/claims.py).
+compare` (mpissd/common/compare.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
-from typing import Any
 
 import pandas as pd
 
 from analysis.rows import Data, Notes, NothingLeft
-from mpissd.common.compare import Comparison, compare_rows, student_t
+from mpissd.common.compare import Comparison, compare_rows
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.lab.tables.best import are_predicted, setting_of
-from mpissd.lab.tables.claims import Claim, judged
+from mpissd.lab.tables.best import are_predicted
 
 # The conditions that a figure's rows share besides the machine.
 CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()
@@ -126,7 +122,7 @@ class Case:
     """A pair on T target GPUs: its SD and SSD rows under the same conditions, and its target's AR
     rows.
 
-    wide: SD rows of the pair with other T, on at most T + 1 GPUs. beyond: AR and SD inline on more.
+    wide: SD rows of the pair with other T, on at most T + 1 GPUs.
     """
 
     target: str
@@ -135,7 +131,6 @@ class Case:
     rows: pd.DataFrame
     ar: pd.DataFrame
     wide: pd.DataFrame
-    beyond: pd.DataFrame
 
     @property
     def label(self) -> str:
@@ -209,14 +204,10 @@ def _case(data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[
     wanted = key(kept, alike).iloc[0]
     sd_of_pair = where(rows, mode="sd", target=target, draft=draft)
     wide = sd_of_pair[(sd_of_pair["tp"] != tp) & (sd_of_pair["gpus"] <= tp + 1)]
-    inline = pd.concat([sd_of_pair[sd_of_pair["num_drafts"] == 0], ar])
-    ar, wide, beyond = (
-        of[key(of, alike).isin([wanted]).to_numpy(dtype=bool)]
-        for of in (ar, wide, inline[inline["gpus"] > tp + 1])
-    )
+    ar, wide = (of[key(of, alike).isin([wanted]).to_numpy(dtype=bool)] for of in (ar, wide))
     ar = _of_folder(data, ar, folder, tp, ["batch_size"])
     wide = _of_folder(data, wide, folder, tp, ["alpha", "lookahead"])
-    return Case(target, draft, tp, pd.concat([sd, ssd]), ar, wide, beyond)
+    return Case(target, draft, tp, pd.concat([sd, ssd]), ar, wide)
 
 
 def _of_folder(
@@ -288,48 +279,3 @@ def gains(
             over = over.scaled(share)
             lines.append((x, over.speedup, over.low, over.high, over.is_headline))
     return pd.DataFrame(lines, columns=[by, "value", "low", "high", "headline"])
-
-
-def of_seeds(rows: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Returns the geometric mean of tok/s over two seeds or more, and its 95% interval.
-
-    Rows of one seed count as their mean; Student's t over seeds, as mpissd.common.compare has it.
-    """
-    logs: dict[Any, list[float]] = {}
-    for row in rows:
-        logs.setdefault(row["seed"], []).append(math.log(row["tok_per_s"]))
-    means = [fmean(of) for of in logs.values()]
-    middle = fmean(means)
-    half = student_t(len(means) - 1) * stdev(means) / math.sqrt(len(means))
-    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
-
-
-def claim_of(case: Case, ssd: pd.DataFrame) -> Claim | None:
-    """Returns the claim of one SSD configuration's rows; None without another use.
-
-    Every row of the case at their alpha and batch size may be the other use; rows on more GPUs only
-    predict uses that were not measured.
-    """
-    alpha, batch_size = ssd["alpha"].iloc[0], ssd["batch_size"].iloc[0]
-    rivals = pd.concat([where(case.rows, mode="sd"), case.wide, case.beyond])
-    rivals = pd.concat([case.ar, rivals[(rivals["alpha"] == alpha) | (rivals["mode"] == "ar")]])
-    own = list(ssd["row"])
-    others = where(rivals, batch_size=batch_size)["row"]
-    claims = judged(setting_of(own[0]), [*others, *own])
-    return claims[0] if claims and claims[0].gain is not None else None
-
-
-def best_a_gpu(claim: Claim) -> Comparison | None:
-    """Returns SSD's gain a GPU over the other use with most tok/s a GPU."""
-    use = max(claim.others, key=lambda use: use.per_gpu)
-    over = claim.ssd.over(use)
-    return None if over is None else over.scaled(use.family.gpus / claim.gpus)
-
-
-def over_strongest(claim: Claim) -> Comparison | None:
-    """Returns SSD's gain over the fastest other use, measured on any visit or expected."""
-    fastest = claim.others[0]
-    rates = [one.rate for one in claim.unknown if one.rate is not None]
-    over = claim.ssd.over(fastest)
-    share = fastest.tok_per_s / max([fastest.tok_per_s, *rates])
-    return None if over is None else over.scaled(share)

@@ -59,6 +59,7 @@ def use(row: Row) -> str:
     words = ["lookup" if is_lookup else str(row.get("schedule") or mode), f"T={row['tp']}"]
     words += [f"D={row['num_drafts']}"] if row.get("num_drafts") else []
     words += [f"K={row['lookahead']}"] if row.get("lookahead") else []
+    words += [f"tree={row['tree_nodes']}"] if row.get("tree_nodes") else []
     words += [f"F={row['branch_budget']} {row['backup']}"] if row.get("branch_budget") else []
     return " ".join(words)
 

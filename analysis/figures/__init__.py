@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from analysis.figures.break_even import break_even
-from analysis.figures.hits import batch_scaling, cache_hits, fan_out, pareto
+from analysis.figures.hits import fan_out, pareto
 from analysis.figures.kinds import drafts, kinds, saguaro
 from analysis.figures.latency import latency
-from analysis.figures.rates import equal_gpus, throughput
+from analysis.figures.rates import throughput
 from analysis.figures.roofline import roofline
-from analysis.figures.study import hidden, host_path, over_batch, over_gpus, uses
+from analysis.figures.study import hidden, host_path, measured, over_batch, over_gpus, uses
 from analysis.rows import Data
 from analysis.style import Poster
 
@@ -26,21 +25,18 @@ class Spec:
 
 
 FIGURES = {
-    "equal_gpus": Spec(equal_gpus, "SSD against every other use of as many GPUs"),
     "throughput": Spec(throughput, "AR, SD and SSD throughput over alpha and K", per_pair=True),
-    "cache_hits": Spec(cache_hits, "what a cache-hit rate is worth"),
     "fan_out": Spec(fan_out, "branch budgets, uniform against geometric"),
     "latency": Spec(latency, "where a round goes, stacked"),
     "roofline": Spec(roofline, "products, forwards, collectives against measured ceilings"),
-    "batch": Spec(batch_scaling, "batch scaling and the p_hit^b cliff"),
     "pareto": Spec(pareto, "tok/s per GPU against tok/s per sequence"),
     "drafts": Spec(drafts, "drafts of equal parameters, from wide to deep"),
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
     "uses": Spec(uses, "every use of the same GPUs under the laws of real prompts"),
+    "measured": Spec(measured, "every measured use of the same GPUs, trees and branches"),
     "over_gpus": Spec(over_gpus, "SSD over the strongest other use, by number of GPUs"),
     "over_batch": Spec(over_batch, "SSD over the strongest other use of three GPUs, by batch"),
     "host_path": Spec(host_path, "SSD over the strongest other use, by the host's speed"),
     "hidden": Spec(hidden, "SSD over SD inline, by what hits hide and what a GPU saves"),
-    "break_even": Spec(break_even, "where the extra GPU pays"),
 }

@@ -1,14 +1,12 @@
-"""The gain from cache hits, the fan-out that they need, and their loss at larger batches."""
+"""The fan-out that hits need, and tok/s a GPU against tok/s a sequence."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.model import Times, over_batch
 from analysis.rows import Data
 from analysis.select import Case, cases, gains, plain, points, richest, where
 from analysis.style import (
@@ -29,48 +27,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "uniform": {"color": PURPLE, "marker": "X"},
     "geometric": {"color": RED, "marker": "^"},
 }
-_RHO = 0.5
 IMPOSED = "SSD, hits imposed"
 _SSD = ("alpha", "lookahead", "hit_law", "policy")
-
-
-def cache_hits(data: Data) -> Poster:
-    """x = imposed hit rate; y = gain over SD on the same GPUs, over SD without a draft GPU, and by
-    the closed formula with the rows' own times."""
-    rows = data.rows
-    wanted = plain(rows) & (rows["batch_size"] == 1)
-    wanted &= rows["p_hit"].notna() | (rows["mode"] != "ssd")
-    by = ["alpha", "lookahead", "policy"]
-    every = cases(data, wanted, ["p_hit"])
-    shown = [(case, richest(case.method("SSD"), by, ["p_hit"])) for case in every]
-    shown = [(case, ssd) for case, ssd in shown if ssd["p_hit"].nunique() >= 3][:3]
-    need(shown, "SSD with imposed hit rates, three or more, and SD")
-    poster = Poster(7.4)
-    grid = poster.panels(1, len(shown), sharey=True)[0]
-    used: list[pd.DataFrame] = []
-    for ax, (case, ssd) in zip(grid, shown, strict=True):
-        used += _hits(poster, ax, case, ssd)
-    grid[0].set_ylabel("SSD's tok/s over SD's, ×")
-    grid[0].set_ylim(0, 1.06 * grid[0].get_ylim()[1])
-    text = caption(used, BARS)
-    return poster.finish("What are cache hits worth?", text)
-
-
-def _hits(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame) -> list[pd.DataFrame]:
-    alpha, lookahead = float(ssd["alpha"].iloc[0]), int(ssd["lookahead"].iloc[0])
-    ax.set_title(f"{case.label}+1, K={lookahead}, α={alpha:g}")
-    bases = [case.method(name, alpha=alpha, lookahead=lookahead) for name in ("SD", "SD inline")]
-    for name, base in zip(("SD", "SD inline"), bases, strict=True):
-        poster.gains(ax, f"over {name}", gains(ssd, base, "p_hit", one_base=True), **look(name))
-    if (times := Times.of(case)) is not None:
-        x, sd = np.linspace(0, 1, 51), times.sd(alpha, lookahead)
-        y = [times.ssd(alpha, lookahead, float(h)) / sd for h in x]
-        style = {"color": BLACK, "linestyle": "--", "linewidth": 1.5}
-        poster.line(ax, "closed formula, over SD", x, y, **style)
-    parity(ax)
-    parity(ax, (case.tp + 1) / case.tp, "SD inline, per GPU")
-    ax.set_xlabel("imposed cache-hit rate p_hit")
-    return [ssd, *bases]
 
 
 def fan_out(data: Data) -> Poster:
@@ -124,86 +82,6 @@ def _fan_out(
     poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **style_of)
     ar = where(case.own_ar, batch_size=1)
     poster.gains(column[2], kind, gains(rows, ar, "branch_budget", one_base=True), **style_of)
-
-
-def batch_scaling(data: Data) -> Poster:
-    """Above: SSD over SD on the same GPUs, by b. Below: every method's tok/s per GPU over AR's."""
-    shown = [(c, *_sweep(c)) for c in cases(data, plain(data.rows), ["batch_size"])]
-    shown = [item for item in shown if all(p["batch_size"].nunique() >= 3 for p in item[1:])][:3]
-    need(shown, "SD and SSD of one alpha and K at three or more batch sizes")
-    poster = Poster(9.6)
-    grid = poster.panels(2, len(shown), sharex="col", sharey="row")
-    for (above, below), (case, ssd, sd) in zip(grid.T, shown, strict=True):
-        alpha, lookahead = ssd["alpha"].iloc[0], int(ssd["lookahead"].iloc[0])
-        title = f"{case.label}+1, K={lookahead}, α={alpha:g}"
-        above.set_title(title)
-        above.set_label(f"{title}: over SD")
-        below.set_label(f"{title}: per GPU over AR")
-        _gain(poster, above, case, ssd, sd)
-        _per_gpu(poster, below, case, ssd, sd)
-        below.set_xlabel("sequences b")
-        below.set_xticks(sorted(ssd["batch_size"].unique()))
-        below.xaxis.set_major_formatter("{x:.0f}")
-        below.minorticks_off()
-    grid[0, 0].set_ylabel("SSD's tok/s over SD's, ×")
-    grid[1, 0].set_ylabel("tok/s per GPU\nover AR's, ×")
-    for ax in grid[:, 0]:
-        ax.set_ylim(0)
-    text = caption(
-        [part for case, ssd, sd in shown for part in (ssd, sd, case.own_ar)],
-        BARS,
-    )
-    return poster.finish("Does SSD's gain survive larger batches?", text)
-
-
-def _sweep(case: Case) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Returns SSD rows of the alpha and K with most batch sizes, and the SD rows to compare."""
-    ssd = richest(case.method("SSD"), ["alpha", "lookahead"], ["batch_size", "hit_law"])
-    if not len(ssd):
-        return ssd, ssd
-    many = ssd.groupby(["hit_law", "policy"])["batch_size"].transform("nunique") >= 3
-    alike = {name: ssd[name].iloc[0] for name in ("alpha", "lookahead")}
-    return ssd[many], where(case.rows, mode="sd", **alike)
-
-
-def _laws(ssd: pd.DataFrame) -> list[tuple[str, float, pd.DataFrame]]:
-    """Returns (method, hit rate of a sequence, rows) of the drawn and the imposed hit models with
-    the most hits."""
-    laws: dict[str, tuple[str, float, pd.DataFrame]] = {}
-    for _, group in ssd.groupby(["hit_law", "policy"]):
-        is_drawn = bool(group["p_hit"].isna().all())
-        rate = float(group["hit_rate"].mean() if is_drawn else group["p_hit"].iloc[0])
-        name = "SSD" if is_drawn else IMPOSED
-        if name not in laws or rate > laws[name][1]:
-            laws[name] = (name, rate, group)
-    return list(laws.values())
-
-
-def _gain(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
-    times = {int(b): Times.of(case, int(b)) for b in sorted(case.rows["batch_size"].unique())}
-    at = float(ssd["alpha"].iloc[0]), int(ssd["lookahead"].iloc[0])
-    for method, rate, group in _laws(ssd):
-        style = look(method)
-        poster.gains(ax, method, gains(group, where(sd, method="SD"), "batch_size"), **style)
-        for rho, dashes in ((0.0, "--"), (_RHO, "-.")):
-            model = {b: over_batch(t, *at, rate, b, rho) for b, t in times.items() if t is not None}
-            line = {"color": style["color"], "linestyle": dashes, "linewidth": 1.5}
-            name = f"_{method}, formula, ρ={rho:g}"
-            poster.line(ax, name, model.keys(), model.values(), **line)
-    for dashes, kind in (("--", "independent"), ("-.", f"correlated, ρ={_RHO:g}")):
-        ax.plot([], [], dashes, color=BLACK, linewidth=1.5, label=f"formula, hits {kind}")
-    parity(ax)
-    ax.set_xscale("log", base=2)
-
-
-def _per_gpu(poster: Poster, ax: Axes, case: Case, ssd: pd.DataFrame, sd: pd.DataFrame) -> None:
-    """Draws tok/s per GPU over AR's on the targets' GPUs at the same b."""
-    lines = [(m, where(sd, method=m)) for m in ("SD inline", "SD")]
-    for method, rows in lines + [(method, rows) for method, _, rows in _laws(ssd)]:
-        if len(rows):
-            share = case.tp / rows["gpus"].iloc[0]
-            poster.gains(ax, method, gains(rows, case.own_ar, "batch_size", share), **look(method))
-    parity(ax, 1.0, "AR")
 
 
 def pareto(data: Data) -> Poster:

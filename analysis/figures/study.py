@@ -1,21 +1,21 @@
 """The figures of docs/study.md: what an extra GPU for the draft is worth.
 
-Four are of cells (results/extra-gpu), every use of up to five GPUs as `plan` predicts it; `hidden`
-compares measured rows with the closed form of the study.
+`measured` and `hidden` draw measured rows; the others draw cells (results/extra-gpu): every use of
+up to five GPUs as `plan` predicts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from analysis.rows import Data
-from analysis.select import best_rows, plain, where
+from analysis.select import best_rows, plain, points, short, where
 from analysis.style import GREY, METHODS, SERIES, Poster, caption, look, need, parity
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.spec.acceptance import named_hit_law
@@ -26,57 +26,104 @@ _CELLS = (
     "{device}, predicted by mpissd plan from its profile: whole transformers, 512 tokens of "
     "context, laws of SmolLM2-135M-Instruct and its shipped draft. {more}"
 )
-
-
-def use_of(cells: pd.DataFrame) -> pd.Series:
-    """Returns the name of each line's use: a draft GPU's is marked."""
-    names = cells["mode"].map(_NAMES)
-    apart = (cells["num_drafts"] > 0) & (cells["mode"] != "ssd")
-    return names.where(~apart, names.str.removesuffix(" inline") + ", draft GPU")
+_FOLDERS = "h200-trees", "extra-gpu"  # of measured rows in which all uses were run
+CELL = ["pair", "law", "batch_size", "host"]
 
 
 def on_gpus(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Returns each use's fastest line on at most so many GPUs, by cell."""
-    fitting = cells[cells["tp"] + cells["num_drafts"] <= gpus]
-    fitting = fitting.assign(use=use_of(fitting)).sort_values("tok_per_s")
-    return fitting.groupby([*_CELL, "use"]).last().reset_index()
+    """Returns each use's fastest line on at most so many GPUs, by cell.
 
-
-_CELL = ["pair", "law", "batch_size", "host"]
+    copies: independent ones of the use that makes most tok/s in all; none is SSD's rival.
+    """
+    apart = (cells["num_drafts"] > 0) & (cells["mode"] != "ssd")  # never faster than inline
+    one = cells.assign(use=cells["mode"].map(_NAMES))[~apart]
+    count = gpus // (one["tp"] + one["num_drafts"])
+    many = one.assign(use="copies", tok_per_s=one["tok_per_s"] * count)
+    both = pd.concat([one[count > 0], many[count > 1]]).sort_values("tok_per_s")
+    return both.groupby([*CELL, "use"]).last().reset_index()
 
 
 def gains_of(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Returns SSD's tok/s over the fastest other use's, by cell, and that use's name."""
     uses = on_gpus(cells, gpus)
-    ssd = where(uses, use="SSD").set_index(_CELL)["tok_per_s"]
-    others = uses[uses["use"] != "SSD"].sort_values("tok_per_s").groupby(_CELL).last()
-    gain = ssd / others["tok_per_s"]
-    return pd.DataFrame({"gain": gain, "other": others["use"], "gpus": gpus}).dropna().reset_index()
+    ssd = where(uses, use="SSD").set_index(CELL)
+    rivals = uses[~uses["use"].isin(["SSD", "copies"])].sort_values("tok_per_s")
+    others = rivals.groupby(CELL).last()
+    gain = ssd["tok_per_s"] / others["tok_per_s"]
+    also = {"other": others["use"], "hits": ssd["hit_rate"], "gpus": gpus}
+    return pd.DataFrame({"gain": gain, **also}).dropna().reset_index()
 
 
 def uses(data: Data) -> Poster:
     """x = tok/s; y = laws; a mark is a use of all GPUs."""
     cells = where(data.cells, batch_size=1, host=1.0)
-    shown = [(pair, gpus) for pair, gpus in (("8b/1b", 2), ("70b/1b", 4)) if pair in {*cells["pair"]}]
-    need(shown, "cells of results/extra-gpu")
+    pairs = [of for of in (("8b/1b", 2), ("70b/1b", 4)) if of[0] in {*cells["pair"]}]
+    need(pairs, "cells of results/extra-gpu")
     poster = Poster(6.4)
-    for ax, (pair, gpus) in zip(poster.panels(1, len(shown), sharey=True)[0], shown, strict=True):
+    for ax, (pair, gpus) in zip(poster.panels(1, len(pairs), sharey=True)[0], pairs, strict=True):
         ax.set_title(f"{pair.upper()} on {gpus} GPUs")
         here = on_gpus(where(cells, pair=pair), gpus)
-        laws = [*dict.fromkeys(cells["law"])][::-1]
+        laws = sorted({*cells["law"]}, reverse=True)
         for use, style in _STYLES.items():
             part = where(here, use=use)
             y = [laws.index(law) for law in part["law"]]
             poster.line(ax, use, part["tok_per_s"], y, linestyle="none", **style)
         ax.set_yticks(range(len(laws)), laws)
         ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
-    return poster.finish("Which use of the GPUs is fastest?", _text(cells, "Best K, tree, fan-out."))
+    more = "Best K, tree, fan-out. Copies: tok/s in all, each sequence slower"
+    return poster.finish("Which use of the GPUs is fastest?", _text(cells, more))
 
 
 _STYLES = {
     name: {"color": METHODS[name][0], "marker": METHODS[name][1]}
     for name in ("AR", "SD inline", "tree inline", "lookup", "SSD")
 }
+_STYLES["SSD tree"] = {**_STYLES["SSD"], "markerfacecolor": "white"}
+_STYLES["copies"] = {"color": GREY, "marker": "s", "markerfacecolor": "white"}
+
+
+def used(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the whole transformers under recordings, with `use`, `ranks` and `setting`."""
+    is_whole = (rows["workload"] == "replay") & (rows["forward"] == "transformer")
+    rows = rows[is_whole & rows["folder"].map(lambda name: Path(name).name in _FOLDERS)]
+    tree = rows["tree_nodes"].notna()
+    names = rows["method"].where(rows["backup"].ne("fast") | rows["method"].eq("SSD"), "lookup")
+    names = names.mask(tree, names.replace({"SD inline": "tree inline", "SSD": "SSD tree"}))
+    law = rows["recording"].str.extract(r"smollm2-(\w+)\.npz")[0].replace("humaneval", "code")
+    ranks = rows["tp"] + rows["num_drafts"]
+    pair = rows["target"].map(short)
+    setting = pair + " " + law + ", " + ranks.astype(str)
+    rows = rows.assign(use=names, ranks=ranks, law=law, pair=pair, setting=setting)
+    every = [rows]  # AR is the same on every prompt
+    for law in ("chat", "code"):
+        ar = rows[(rows["method"] == "AR") & (rows["law"] != law)]
+        every.append(ar.assign(law=law, setting=pair + f" {law}, " + ranks.astype(str)))
+    return pd.concat(every)
+
+
+def measured(data: Data) -> Poster:
+    """x = tok/s; y = pair, prompts and GPUs; a mark is a measured run of a use."""
+    rows = used(data.rows)
+    rows = rows[
+        rows["ranks"].gt(1) & rows["setting"].isin(rows.loc[rows["mode"] == "ssd", "setting"])
+    ]
+    need(len(rows), "runs of results/h200-trees or results/extra-gpu")
+    pairs = sorted({*rows["pair"]}, key=lambda pair: int(pair[:-1]))
+    poster = Poster(5.8)
+    for ax, pair in zip(poster.panels(1, len(pairs))[0], pairs, strict=True):
+        here = where(rows, pair=pair)
+        settings = sorted({*here["setting"]}, reverse=True)
+        ax.set_title(f"{pair}/1B")
+        for use, style in _STYLES.items():
+            part = where(here, use=use)
+            y = [settings.index(setting) for setting in part["setting"]]
+            poster.line(ax, use, part["tok_per_s"], y, linestyle="none", **style)
+        labels = [name.partition(" ")[2] + " GPUs" for name in settings]
+        ax.set_yticks(range(len(settings)), labels)
+        ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
+    what = "whole transformers, recorded outcomes of SmolLM2 and its draft"
+    text = caption([rows[~rows.index.duplicated()]], "Every run is a mark", what=what, claims=False)
+    return poster.finish("Trees, lookups or branches?", text)
 
 
 def over_gpus(data: Data) -> Poster:
@@ -85,7 +132,9 @@ def over_gpus(data: Data) -> Poster:
     need(len(cells), "cells of results/extra-gpu")
     every = pd.concat([gains_of(cells, gpus) for gpus in range(2, 6)])
     text = _text(cells, "Grey: within the predictor's error of 5%.")
-    return _lines(every, "gpus", "law", "GPUs, one of them the draft's", "Does it pay?", text)
+    return _lines(
+        every, "gpus", "law", "GPUs, one of them the draft's", "How many GPUs does it take?", text
+    )
 
 
 def over_batch(data: Data) -> Poster:
@@ -110,14 +159,15 @@ def host_path(data: Data) -> Poster:
 
 
 def _lines(every: pd.DataFrame, x: str, by: str, label: str, heading: str, text: str) -> Poster:
-    pairs = [*dict.fromkeys(every["pair"])]
+    pairs = sorted({*every["pair"]}, key=len)
     poster = Poster(5.6)
     grid = poster.panels(1, len(pairs), sharey=True)[0]
     for ax, pair in zip(grid, pairs, strict=True):
         ax.set_title(pair.upper())
         ax.axhspan(1 - _ERROR, 1 + _ERROR, color="#dddddd", zorder=0)
         parity(ax)
-        for (name, part), colour in zip(where(every, pair=pair).groupby(by, sort=False), _COLOURS):
+        names = where(every, pair=pair).groupby(by, sort=False)
+        for (name, part), colour in zip(names, _COLOURS, strict=False):
             also = {"other": part["other"]}
             poster.line(ax, str(name), part[x], part["gain"], also=also, color=colour, marker="o")
         ticks = sorted({*every[x]})
@@ -140,6 +190,7 @@ def _text(cells: pd.DataFrame, more: str) -> str:
 
 HOST_S = 0.25e-3  # the host's share of a round of SSD, measured: results/h200-pairs
 INLINE_S = 0.15e-3  # that of a round of SD inline over two GPUs whose rounds the host issues
+FITTED = "h200-pairs"  # the folder of whose rows these two are; no other row entered
 
 
 @dataclass(frozen=True)
@@ -147,10 +198,12 @@ class Pays:
     """One measured gain of SSD (T) over SD inline (T + 1), and what the closed form says of it.
 
     hidden_s: drafting that hits hide, p·K·d. saved_s: of a round by T + 1 GPUs in place of T.
+    whole: whether of whole transformers under a recording, with chained inline rounds.
     """
 
-    alpha: float
-    lookahead: int
+    name: str
+    folder: str
+    whole: bool
     hidden_s: float
     saved_s: float
     predicted: float
@@ -170,12 +223,12 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
     wide = inline.groupby([*keys, "tp", "lookahead"])["tok_per_s"].median().reset_index()
     for (*key, tp, law), every in ssd.groupby([*keys, "tp", "hit_law"]):
         part = best_rows(every)
-        k = int(part["lookahead"].iloc[0])
+        k, alpha = int(part["lookahead"].iloc[0]), key[-1]
         rivals = where(wide, tp=tp + 1, **dict(zip(keys, key, strict=True)))
         alike = where(inline, **dict(zip(keys[:-1], key[:-1], strict=True)))
         v = [alike.loc[alike["tp"] == t, "t_target_s"].median() for t in (tp, tp + 1)]
         v[0] = part["t_target_s"].median() if np.isnan(v[0]) else v[0]
-        step, alpha = float(alike["step_s"].median()), key[-1]
+        step = float(alike["step_s"].median())
         if rivals.empty or not np.isfinite([*v, step]).all() or not str(law).startswith("power"):
             continue
         best = rivals.loc[rivals["tok_per_s"].idxmax()]
@@ -183,34 +236,78 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
         ends = named_hit_law(str(law)).hit_probabilities(max(lists))
         chances = zip(accept_probabilities([alpha] * k), lists, strict=True)
         p = sum(w * ends[-(n == k)][f] for n, (w, f) in enumerate(chances))
-        own = expected_tokens(alpha, k) / (v[0] + HOST_S + (1 - p) * k * step)
         other_k = int(best["lookahead"])
-        other = expected_tokens(alpha, other_k) / (v[1] + INLINE_S + other_k * step)
+        tokens = expected_tokens(alpha, k) / expected_tokens(alpha, other_k)
         measured = float(part["tok_per_s"].median() / best["tok_per_s"])
-        saved = v[0] - v[1] + HOST_S - INLINE_S
-        yield Pays(alpha, k, p * k * step, saved, own / other, measured)
+        name = f"{short(key[0])} T={tp}, alpha {alpha:g}, K={k}"
+        about = name, Path(part["folder"].iloc[0]).name, False
+        yield _pays(about, tokens, v, (k * step, other_k * step), p, measured)
+
+
+def _pays(
+    about: tuple[str, str, bool],
+    tokens: float,
+    v: Sequence[float],
+    drafting: tuple[float, float],
+    p: float,
+    measured: float,
+) -> Pays:
+    """Returns a point. tokens: those of SSD's round over SD inline's. drafting: K·d of both."""
+    own, other = v[0] + HOST_S + (1 - p) * drafting[0], v[1] + INLINE_S + drafting[1]
+    saved = v[0] - v[1] + HOST_S - INLINE_S
+    return Pays(*about, p * drafting[0], saved, tokens * other / own, measured)
+
+
+def whole_pays(rows: pd.DataFrame) -> Iterator[Pays]:
+    """Yields the same of runs of whole transformers, whose rows no constant was chosen by.
+
+    Acceptance, hits and times are those of the rows; each run of SSD, over the best chain.
+    """
+    chains = used(rows)
+    chains = chains[(chains["backup"] == "jit") & chains["tree_nodes"].isna()]
+    for (setting, folder), here in chains.groupby(["setting", "folder"]):
+        inline = where(here, method="SD inline")
+        best = points(inline, ["lookahead"]).nlargest(1, "tok_per_s")
+        for other in best.itertuples():
+            for one in where(here, method="SSD").itertuples():
+                tokens = one.acceptance_length / other.acceptance_length
+                about = f"{setting} GPUs, K={one.lookahead:.0f}", Path(folder).name, True
+                v = one.t_target_s, other.t_target_s
+                drafting = one.t_draft_s, other.t_draft_s
+                measured = one.tok_per_s / other.tok_per_s
+                yield _pays(about, tokens, v, drafting, one.hit_rate, measured)
 
 
 def hidden(data: Data) -> Poster:
     """x = drafting that hits hide, less what another target GPU saves; y = SSD over SD inline."""
-    points = [*pays(data.rows)]
-    need(len(points) > 2, "SSD of T and SD inline of T + 1 GPUs at batch 1, jit, and hits of a law")
+    every = [*pays(data.rows), *whole_pays(data.rows)]
+    need(len(every) > 2, "SSD of T and SD inline of T + 1 GPUs at batch 1, jit, and hits of a law")
     poster = Poster(6.0)
-    left, right = poster.panels(1, 2)[0]
-    left.set_title("what decides")
-    x = [1e3 * (one.hidden_s - one.saved_s) for one in points]
-    y = [one.measured for one in points]
-    alphas = {"alpha": [one.alpha for one in points]}
-    poster.line(left, "measured", x, y, also=alphas, linestyle="none", **look("SSD"))
+    left, right = poster.panels(1, 2, sharey=True)[0]
+    left.set_title("what decides, at the same K")
+    right.set_title("the closed form")
+    products = "products, inline rounds by the host", look("SSD")["color"]
+    chained = "whole transformers, inline rounds chained; not fitted to", "white"
+    for whole, (label, fill) in enumerate((products, chained)):
+        some = [one for one in every if one.whole == whole]
+        y, also = [one.measured for one in some], {"name": [one.name for one in some]}
+        style = {**look("SSD"), "linestyle": "none", "markerfacecolor": fill, "also": also}
+        x = [1e3 * (one.hidden_s - one.saved_s) for one in some]
+        poster.line(left, label, x, y, **style)
+        poster.line(right, label, [one.predicted for one in some], y, **style)
     left.axvline(0, color=GREY)
     left.set(xlabel="p·K·d − (v(T) − v(T+1) + g − c), ms", ylabel="SSD's tok/s over SD inline's")
-    right.set_title("the closed form")
-    predicted = [one.predicted for one in points]
-    poster.line(right, "measured", predicted, y, also=alphas, linestyle="none", **look("SSD"))
-    ends = min(predicted + y), max(predicted + y)
+    ends = [end(one.measured for one in every) for end in (min, max)]
     poster.line(right, "equal", ends, ends, color=GREY, linestyle="--")
-    right.set(xlabel="predicted", ylabel="measured")
+    right.set(xlabel="predicted")
     parity(left)
-    errors = np.abs(np.array(predicted) / y - 1)
-    off = f"Closed form off by {np.median(errors):.1%} in the median, {errors.max():.1%} at most"
-    return poster.finish("When does SSD beat SD inline?", caption([data.rows], off))
+    text = (
+        f"{data.rows['device_name'].iloc[0]}, batch 1; {len(every)} gains: of products each pair's "
+        "best K at each alpha, of transformers each run. K and K′ may differ, which the left omits"
+    )
+    return poster.finish("When does SSD beat SD inline?", text)
+
+
+def errors(some: Iterable[Pays]) -> np.ndarray:
+    """Returns the sizes of the closed form's relative errors."""
+    return np.array([abs(one.predicted / one.measured - 1) for one in some])

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Predicts every use of up to five GPUs under the laws of real pairs: results/extra-gpu/cells.py OUT
+"""Predicts every use of up to five GPUs under real pairs' laws: results/extra-gpu/cells.py OUT
 
-A line of OUT is a use in a cell: pair, profile, law (prompts and temperature), batch_size and host
-(the host's costs as a multiple of the measured ones), and what `plan` printed of the use. Needs
+A line of OUT is a use in a cell: pair, profile, law (prompts and temperature), its alpha at K = 4,
+batch_size and host (the host's costs as a multiple of the measured ones), and what `plan` printed
+of the use. Needs
 results/recordings and results/real-pair/warm.jsonl; takes about ten minutes on two cores.
 """
 
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "mpissd/engine/backend/profiles"
 GREEDY = "chat", "humaneval", "edit", "summarise"
 WIDE = "chat, T=0", "humaneval, T=0"  # laws of the cells with batches and other hosts
-WHOLE = "--forward=transformer", "--context=512"
+IMPOSED = "alpha .8"  # not of a recording
+FORWARDS = {"h200": ("--forward=transformer", "--context=512"), "h100": ()}  # h100: products
 Cell = tuple[str, str, str, int, float]
 
 
@@ -64,6 +66,8 @@ def cells(names: list[str]) -> Iterator[Cell]:
     for law in WIDE:
         for host in (0.0, 0.5, 2.0, 4.0):
             yield "8b/1b", "h200", law, 1, host
+    for law in (IMPOSED, *WIDE):
+        yield "70b/1b", "h100", law, 1, 1.0
 
 
 def hosted(folder: Path, profile: str, host: float) -> str:
@@ -81,12 +85,16 @@ def hosted(folder: Path, profile: str, host: float) -> str:
 def uses(folder: Path, files: dict[str, Path], cell: Cell) -> list[str]:
     """Returns the lines of a cell."""
     pair, profile, law, batch, host = cell
-    words = f"--pair={pair}", f"--laws={files[law]}", f"--batch_size={batch}", "--gpus=5"
+    decided = "--alpha=.8" if law == IMPOSED else f"--laws={files[law]}"
+    words = f"--pair={pair}", decided, f"--batch_size={batch}", "--gpus=5", "--trees"
     where = f"--profile={hosted(folder, profile, host)}"
-    printed = mpissd("plan", where, *words, *WHOLE, "--trees")
+    printed = mpissd("plan", where, *words, *FORWARDS[profile])
     judged = json.loads(printed.splitlines()[-1])["judged"]
     device = json.loads((PROFILES / f"{profile}.json").read_text())["device_name"]
-    about = {"device_name": device, "pair": pair, "law": law, "host": host}
+    about = {"device_name": device, "pair": pair, "law": law, "alpha": 0.8, "host": host}
+    if law in files:
+        every = json.loads(files[law].read_text())["laws"]
+        about["alpha"] = min(every, key=lambda one: abs(one["lookahead"] - 4))["alpha"]
     return [json.dumps(about | use | {"derived": bool(use["derived"])}) for use in judged]
 
 

@@ -185,7 +185,7 @@ def test_imposed_hits_claim_nothing() -> None:
     assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+@pytest.mark.parametrize("page", ["docs/study.md"])
 def test_a_table_of_a_page_is_that_of_its_rows(page: str) -> None:
     """Every number is recomputed."""
     text = (ROOT / page).read_text()
