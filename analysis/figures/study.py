@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from analysis.rows import Data
@@ -64,10 +65,7 @@ def uses(data: Data) -> Poster:
         ax.set_title(f"{pair.upper()} on {gpus} GPUs")
         here = on_gpus(where(cells, pair=pair), gpus)
         laws = sorted({*cells["law"]}, reverse=True)
-        for use, style in _STYLES.items():
-            part = where(here, use=use)
-            y = [laws.index(law) for law in part["law"]]
-            poster.line(ax, use, part["tok_per_s"], y, linestyle="none", **style)
+        _marks(poster, ax, here, [laws.index(law) for law in here["law"]])
         ax.set_yticks(range(len(laws)), laws)
         ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
     more = "Best K, tree, fan-out. Copies: tok/s in all, each sequence slower"
@@ -80,6 +78,14 @@ _STYLES = {
 }
 _STYLES["SSD tree"] = {**_STYLES["SSD"], "markerfacecolor": "white"}
 _STYLES["copies"] = {"color": GREY, "marker": "s", "markerfacecolor": "white"}
+
+
+def _marks(poster: Poster, ax: Axes, lines: pd.DataFrame, y: Sequence[int]) -> None:
+    """Draws a mark for each line at its tok/s; y: its place."""
+    for use, style in _STYLES.items():
+        part = lines.assign(y=y)[lines["use"] == use]
+        if len(part):
+            poster.line(ax, use, part["tok_per_s"], part["y"], linestyle="none", **style)
 
 
 def used(rows: pd.DataFrame) -> pd.DataFrame:
@@ -114,10 +120,7 @@ def measured(data: Data) -> Poster:
         here = where(rows, pair=pair)
         settings = sorted({*here["setting"]}, reverse=True)
         ax.set_title(f"{pair}/1B")
-        for use, style in _STYLES.items():
-            part = where(here, use=use)
-            y = [settings.index(setting) for setting in part["setting"]]
-            poster.line(ax, use, part["tok_per_s"], y, linestyle="none", **style)
+        _marks(poster, ax, here, [settings.index(setting) for setting in here["setting"]])
         labels = [name.partition(" ")[2] + " GPUs" for name in settings]
         ax.set_yticks(range(len(settings)), labels)
         ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))

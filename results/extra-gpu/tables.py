@@ -67,13 +67,18 @@ def laws() -> Lines:
     """Yields a line a law: alpha, SSD's hit rate, and gains with the strongest other use."""
     one = where(cells(), batch_size=1, host=1.0)
     shown = [("8b/1b", 2), ("8b/1b", 3), ("8b/1b", 4), ("70b/1b", 3), ("70b/1b", 4), ("70b/1b", 5)]
-    yield from head("prompts", "alpha", "hits", *(f"{p.upper()}, {n} GPUs" for p, n in shown))
+    names = [f"{pair.upper()}, {gpus} GPUs" for pair, gpus in shown]
+    yield from head("prompts", "alpha", "hits", *names, "per GPU, at most")
     every = {n: gains_of(one, n).set_index(["pair", "law"]) for n in (2, 3, 4, 5)}
+    rates = one.assign(rate=one["tok_per_s"] / (one["tp"] + one["num_drafts"]))
+    is_ssd = rates["mode"] == "ssd"
+    a_gpu = [rates[of].groupby(["pair", "law"])["rate"].max() for of in (is_ssd, ~is_ssd)]
+    share_a_gpu = (a_gpu[0] / a_gpu[1]).groupby("law").max()
     for law in sorted({*one["law"]}):
         alpha, hits = where(one, law=law)["alpha"].iloc[0], every[2]["hits"][("8b/1b", law)]
         at = [every[n].loc[(pair, law)] for pair, n in shown]
         gains = [f"{share(of['gain'], 2)} {of['other'].removesuffix(' inline')}" for of in at]
-        yield line([law, share(alpha, 2), share(hits, 2), *gains])
+        yield line([law, share(alpha, 2), share(hits, 2), *gains, share(share_a_gpu[law], 2)])
 
 
 def closed() -> Lines:
