@@ -136,11 +136,10 @@ def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path:
     kinds = [(row["flags"]["mode"], row["flags"]["batch_size"]) for row in failed]
     assert kinds == [("ssd", "8")]
     assert len(set(tasks(tmp_path))) == 5
-    again = sweep(2, *flags, folder=tmp_path)
-    told = last(again)
-    assert (again.code, told["measured"], told["failed"]) == (found.code, 0, 0)
-    assert told["failed_before"] == 6 - len(rows_in(tmp_path))
-    assert f", {told['failed_before']} before (--retry measures them again)" in again.out
+    count = len(rows_in(tmp_path))
+    again = last(sweep(2, *flags, folder=tmp_path))  # of all ranks with memory
+    assert again["measured"] + again["failed"] == 6 - count
+    assert len(set(tasks(tmp_path))) == 6
 
 
 def test_a_dry_run_lists_the_plan(tmp_path: Path) -> None:

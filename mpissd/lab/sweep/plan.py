@@ -44,7 +44,6 @@ from mpissd.common.flags import (
     integer,
     parse_into,
     said,
-    switch,
     words,
 )
 
@@ -74,7 +73,6 @@ class SweepConfig(Checked):
         "measurements of every configuration, each round of them in another order",
     )
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
-    retry: bool = flag(False, switch, "repeat configurations that failed or were flagged before")
 
     def check(self) -> None:
         """Refuses a sweep without a grid, and flags of single runs.

@@ -69,9 +69,8 @@ class Sweep:
     def measure(self) -> int:
         """Measures the tasks without a row, in the plan's order; returns the exit code."""
         tasks, world = list(self._plan.tasks()), self._machine.topology.world
-        known: dict[str, int] = world.bcast(self._known() if self._is_lead else None)
+        known: set[str] = world.bcast({*self._rows()} if self._is_lead else None)
         todo = [task for task in tasks if self._digest(task) not in known]
-        earlier = [code for task in tasks if (code := known.get(self._digest(task)))]
         if self._is_lead:
             self._print_card(len(todo), len(tasks) - len(todo))
         codes, began = [], time.monotonic()
@@ -81,29 +80,16 @@ class Sweep:
             if self._is_lead:
                 print(f"{number:>5}/{len(todo)} {self._record(task, result)}", flush=True)
         if self._is_lead:
-            self._print_end(tasks, codes, len(earlier), time.monotonic() - began)
-        return int(world.bcast(max([0, *codes, *earlier])))
+            self._print_end(tasks, codes, time.monotonic() - began)
+        return int(world.bcast(max([0, *codes])))
 
     def _digest(self, task: Task) -> str:
         machine = self._machine  # infos[0] is the lead's device; a draft's may be of another kind
         return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
-    def _known(self) -> dict[str, int]:
-        """Returns the tasks that were measured or have failed before, with their exit codes.
-
-        They are read from the folder's files, which several jobs may share.
-        """
-        exit_codes: dict[str, int] = {}
-        if not self._config.retry:
-            for row in read_rows(self._out / "failed.jsonl"):
-                code = int(row.get("exit_code") or ConfigError.exit_code)
-                exit_codes[str(row.get("task"))] = code
-            exit_codes |= dict.fromkeys(self._rows("flagged.jsonl"), GateError.exit_code)
-        return exit_codes | dict.fromkeys(self._rows("runs.jsonl"), 0)
-
-    def _rows(self, name: str) -> dict[str, Row]:
-        """Returns {task: row} of a file of OUT."""
-        rows = [Row.from_dict(line) for line in read_rows(self._out / name)]
+    def _rows(self) -> dict[str, Row]:
+        """Returns {task: row} of the folder's file, which several jobs may share."""
+        rows = [Row.from_dict(line) for line in read_rows(self._out / "runs.jsonl")]
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: Task) -> Row | MpissdError | None:
@@ -156,26 +142,24 @@ class Sweep:
         lines += rank_lines(machine.topology, machine.infos)
         print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
-    def _print_end(self, tasks: list[Task], codes: list[int], before: int, seconds: float) -> None:
+    def _print_end(self, tasks: list[Task], codes: list[int], seconds: float) -> None:
         """Prints the best methods of all rows of this plan, then a JSON object as the last line.
 
-        codes: the exit code of each measurement. before: tasks that failed in earlier jobs.
+        codes: the exit code of each measurement.
         """
-        known = self._rows("runs.jsonl")
+        known = self._rows()
         rows = [known[name] for task in tasks if (name := self._digest(task)) in known]
         if comparisons := compare_methods(rows):
             print(f"\n{render(comparisons)}\n")
         done, failed = codes.count(0), len(codes) - codes.count(0)
         rate = 60 * done / seconds if done and seconds > 0 else None
         at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
-        again = f", {before} before (--retry measures them again)" if before else ""
         there = f"{len(rows)} rows of this sweep are there"
-        print(f"{done} measured{at}; {failed} failed{again}; {there}")
+        print(f"{done} measured{at}; {failed} failed; {there}")
         summary = {
             "sweep": self._id,
             "measured": done,
             "failed": failed,
-            "failed_before": before,
             "rows": len(rows),
             "seconds": round(seconds, 3),
             "per_minute": None if rate is None else round(rate, 1),
