@@ -41,7 +41,7 @@ def endless(np_: int, tmp_path: Path, *flags: str, **env: str) -> Iterator[Start
     """A job in the midst of its measured rounds."""
     told = [*flags, "--rounds=100000000", "--progress=on", f"--out={tmp_path / 'out'}"]
     with start(np_, "mpissd", "run", *told, env=env) as job:
-        job.read_until("round/s")
+        job.read_until(" rounds, ")
         yield job
 
 

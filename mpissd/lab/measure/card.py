@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from typing import Any
-
-from tqdm import tqdm
+from contextlib import contextmanager
+from time import monotonic
 
 from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
@@ -78,40 +76,31 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
     return lines
 
 
-class _Lines:
-    """A stream that prints each redraw of a bar as a line of its own.
-
-    Open MPI 5 holds back a rank's output until the line ends, so a bar that redraws one line would
-    not appear.
-    """
-
-    encoding = "utf-8"
-
-    def write(self, text: str) -> int:
-        if line := text.strip("\r\n "):
-            sys.stderr.write(f"{line}\n")
-        return len(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
 @contextmanager
-def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], Any]]:
-    """Shows a bar on stderr if a person is watching; yields advance(n), which adds n rounds.
+def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], None]]:
+    """Counts rounds on stderr if a person is watching; yields advance(n), which adds n rounds.
 
-    It is redrawn twice a second. If stderr is a launcher's pipe or a file instead of a terminal,
-    the bar prints a line every two seconds.
+    A terminal has one line that is redrawn. A launcher's pipe gets lines, because Open MPI 5 holds
+    back a rank's output until the line ends.
     """
-    direct = sys.stderr.isatty()
+    direct, begun, done = sys.stderr.isatty(), monotonic(), 0
     if config.progress == "off" or (config.progress == "auto" and not direct):
         yield lambda count: None
         return
-    how: dict[str, Any] = {"mininterval": 0.5, "file": sys.stderr}
-    if not direct:
-        how = {"mininterval": 2.0, "file": _Lines(), "ncols": 80}
-    with closing(tqdm(total=rounds, unit="round", leave=False, **how)) as bar:
-        yield bar.update
+    every_s, clear, end = (0.5, "\x1b[2K", "\r") if direct else (2.0, "", "\n")
+    due = begun + every_s
+
+    def advance(count: int) -> None:
+        nonlocal done, due
+        done += count
+        if (now := monotonic()) >= due:
+            due, total = now + every_s, f" of {rounds}" if rounds else ""
+            rate = done / (now - begun)
+            sys.stderr.write(f"{clear}{done}{total} rounds, {rate:.1f} a second{end}")
+            sys.stderr.flush()
+
+    yield advance
+    sys.stderr.write(clear)
 
 
 def print_summary(row: Row, out: str = "") -> None:
