@@ -33,8 +33,8 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(
-                f"profile {name!r}: no such file: allowed: what `probe` saved, a run's "
-                f"OUT/profiles/RUN_ID.json, or {', '.join(known_profiles())}"
+                f"profile {name!r}: no such file: allowed: what `probe` saved, or "
+                f"{', '.join(known_profiles())}"
             )
     if config.rows is not None:
         return _judge(config, config.rows)

@@ -50,11 +50,10 @@ def _check_folder(asked: str, folder: Path) -> None:
 
 
 def make_output(out: str) -> None:
-    """Creates OUT, OUT/rounds and OUT/profiles; raises ConfigError if that fails."""
+    """Creates OUT and OUT/rounds; raises ConfigError if that fails."""
     folder = Path(out)
     try:
-        for name in ("rounds", "profiles"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / "rounds").mkdir(parents=True, exist_ok=True)
         # The file has no name, so a kill leaves no trace.
         with tempfile.TemporaryFile(dir=folder / "rounds"):
             pass

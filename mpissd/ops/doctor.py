@@ -404,7 +404,7 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
 
     sharpen_sleep()
     out = Path(config.out)
-    made = [p for p in (out / "rounds", out / "profiles", out, *out.parents) if not p.exists()]
+    made = [p for p in (out / "rounds", out, *out.parents) if not p.exists()]
     try:
         with opened(config) as session:
             for rank, info in zip(ranks, session.infos, strict=True):

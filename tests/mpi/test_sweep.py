@@ -93,15 +93,8 @@ def test_a_row_of_a_sweep_is_the_row_of_a_run(swept: Job, tmp_path: Path) -> Non
         assert len(row["rank_digests"]) == np_ == len(row["provenance"]["ranks"])
         assert row["tok_per_s_per_gpu"] == pytest.approx(row["tok_per_s"] / np_, abs=1e-3)
         assert (swept.folder / "rounds" / f"{row['run_id']}.npz").exists()
-        profile = json.loads((swept.folder / "profiles" / f"{row['run_id']}.json").read_text())
-        assert set(profile["device"]["verify"]) == set(_verify(tmp_path, alone))
     calibrated = {row["provenance"]["calibrated_at"] for row in found}
     assert len(calibrated) == 1  # the repeat reuses the first one's calibration
-
-
-def _verify(folder: Path, row: dict[str, Any]) -> Any:
-    told = json.loads((folder / "profiles" / f"{row['run_id']}.json").read_text())
-    return told["device"]["verify"]
 
 
 def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:

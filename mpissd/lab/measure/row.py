@@ -1,6 +1,6 @@
 """Builds the result row, with every key of its schema, from raw rounds; unknown values are None.
 
-It writes the row, its raw rounds, the job's profile and the answers of a text job.
+It writes the row, its raw rounds and the answers of a text job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_dige
 from mpissd.lab.measure.calibrate import chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.measure.reports import DraftReport, LeadReport, Measured
-from mpissd.lab.predict.costs import job_to_dict
 from mpissd.lab.predict.row import is_followable, is_predictable
 from mpissd.lab.predict.simulation import expected, follow
 
@@ -350,21 +349,17 @@ def write_row(
     arrays: Mapping[str, NDArray[Any]],
     violations: Sequence[str],
 ) -> None:
-    """Writes the answers of text, the raw rounds, the job's profile and the row, each file
-    completely or not at all. Raises OSError.
+    """Writes the answers of text, the raw rounds and the row, each file completely or not at all.
+    Raises OSError.
 
-    They go to OUT/text/RUN_ID.jsonl, OUT/rounds/RUN_ID.npz, OUT/profiles/RUN_ID.json, and
-    OUT/runs.jsonl, or OUT/flagged.jsonl if a gate failed.
+    They go to OUT/text/RUN_ID.jsonl, OUT/rounds/RUN_ID.npz, and OUT/runs.jsonl, or
+    OUT/flagged.jsonl if a gate failed.
     """
-    job, out, profile = session.job, Path(session.job.config.out), measured.profile
+    out = Path(session.job.config.out)
     if isinstance(session.workload, TextWorkload):
         _write_text(session.workload, measured.lead, row.run_id, violations)
     with whole_file(out / "rounds" / f"{row.run_id}.npz") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    costs = profile.device, profile.host, rates(measured)
-    saved = job_to_dict(job, session.backend.name, row.num_rounds, *costs)
-    with whole_file(out / "profiles" / f"{row.run_id}.json") as file:
-        file.write(f"{json.dumps(saved, indent=1)}\n".encode())
     name = "flagged.jsonl" if violations else "runs.jsonl"
     gates = {"gates": violations} if violations else {}
     append_row(out / name, {**row.to_dict(), **gates})

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -281,34 +281,3 @@ def forwards(
     within = [n for n in rows if n <= limit] if any_job else []
     many = table(rows, max(rows[-1], limit + 1) if any_job else rows[-1])
     return replace(many, few=table(within, within[-1]), few_rows=limit) if within else many
-
-
-def job_to_dict(
-    job: Job,
-    backend: str,
-    num_rounds: int,
-    device: DeviceCosts,
-    host: HostCosts,
-    rates: Mapping[str, float | None],
-) -> dict[str, Any]:
-    """Returns a job's own profile as JSON: its flags, T, and the durations measured in it.
-
-    `run` writes one for each row (OUT/profiles/RUN_ID.json). rates: of the lead's device, by their
-    keys in a row.
-    """
-    config = asdict(job.config)
-    # The default pair depends on the machine, so the file names the pair.
-    if config["pair"] is None and config["target"] is None:
-        config["target"] = job.target.name
-        config["draft"] = None if job.draft is None else job.draft.name
-    return {
-        "schema": 1,
-        "kind": "job",
-        "backend": backend,
-        "tp": job.tp,
-        "num_rounds": num_rounds,
-        "config": config,
-        **rates,
-        "device": device.to_dict(),
-        "host": host.to_dict(),
-    }

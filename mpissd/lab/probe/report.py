@@ -126,6 +126,7 @@ def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
     path = Path(out) / "profiles" / f"{name}.json"
     half = path.with_name(f".{name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(exist_ok=True)
         half.write_text(json.dumps({"schema": SCHEMA, "kind": "device", **data}, indent=1) + "\n")
         load_profile(str(half))
         os.replace(half, path)
