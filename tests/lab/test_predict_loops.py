@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import queue
 import random
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Request, Source
-from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
@@ -32,10 +31,11 @@ from mpissd.engine.decode.speculator import (
     Speculator,
 )
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload import workers
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
+from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.simulation import expected, follow
+from tests.loop.harness import Guarded
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_broadcast=2e-6, lead_upload=5e-6, lead_launch=9e-6,
@@ -131,11 +131,14 @@ class VirtualForwards:
     """Forwards that move their rank's clock by the time of their bucket.
 
     lists: the time of forwards that read out more than one candidate a row (None: the same).
+    wake_s: of the host after each.
     """
 
-    def __init__(self, clock: Clock, seconds: RowTable, lists: RowTable | None = None) -> None:
+    def __init__(
+        self, clock: Clock, seconds: RowTable, lists: RowTable | None = None, wake_s: float = 0.0
+    ) -> None:
         self._clock, self._seconds, self._lists = clock, seconds, lists or seconds
-        self._end = self._elapsed_s = 0.0
+        self._wake_s, self._end, self._elapsed_s = wake_s, 0.0, 0.0
 
     def upload(self, rows: int, tokens: Any, places: None = None, *, lists: bool = False) -> None:
         seconds = self._lists if lists else self._seconds
@@ -148,7 +151,7 @@ class VirtualForwards:
         return self._clock.now >= self._end
 
     def wait(self, waiter: Waiter) -> None:
-        self._clock.now = max(self._clock.now, self._end)
+        self._clock.now = max(self._clock.now, self._end) + self._wake_s
 
     def elapsed_s(self) -> float:
         return self._elapsed_s
@@ -157,67 +160,42 @@ class VirtualForwards:
         return None
 
 
-class TargetWorker(workers.TargetWorker):
-    """The target's worker; its host work takes the time that HOST sets."""
+def slowed(what: Any, clock: Clock, **seconds: float) -> Any:
+    """The same object, of which these methods first take so much of their rank's time."""
 
-    clock: Clock
+    def spend(method: Any, taken: float, *args: Any) -> Any:
+        clock.spend(taken)
+        return method(*args)
 
-    def enter(self, *args: Any) -> None:
-        self.clock.spend(HOST.lead_commit)
-        super().enter(*args)
-
-    def upload(self, *args: Any) -> None:
-        self.clock.spend(HOST.lead_broadcast + HOST.lead_upload)
-        super().upload(*args)
-
-    def launch(self) -> None:
-        self.clock.spend(HOST.lead_launch)
-        super().launch()
-
-    def wait(self, waiter: Waiter) -> None:
-        super().wait(waiter)
-        self.clock.spend(HOST.wake)
-
-    def judge(self, *args: Any) -> Any:
-        self.clock.spend(HOST.lead_sample)
-        return super().judge(*args)
-
-
-class DraftWorker(workers.DraftWorker):
-    """The draft's worker, in the same way."""
-
-    clock: Clock
-
-    def enter(self, *args: Any) -> None:
-        self.clock.spend(HOST.draft_commit + HOST.draft_lookup)
-        super().enter(*args)
-
-    def place_branches(self, *args: Any) -> None:
-        self.clock.spend(HOST.glue + HOST.keys)
-        super().place_branches(*args)
-
-    def collect_step(self, *args: Any) -> None:
-        self.clock.spend(HOST.step)
-        super().collect_step(*args)
+    for name, taken in seconds.items():
+        setattr(what, name, partial(spend, getattr(what, name), taken))
+    return what
 
 
 def target_worker(job: Job, device: DeviceCosts, clock: Clock) -> TargetWorker:
     config = job.config
     stream = TokenStream(config.seed, job.target.vocab_size, config.batch_size, job.lookahead)
-    worker = TargetWorker(VirtualForwards(clock, device.verify), ImposedTarget(stream))
-    worker.clock = clock
-    return worker
+    forwards = VirtualForwards(clock, device.verify, wake_s=HOST.wake)
+    return slowed(
+        TargetWorker(forwards, ImposedTarget(stream)), clock, enter=HOST.lead_commit,
+        upload=HOST.lead_broadcast + HOST.lead_upload, launch=HOST.lead_launch,
+        judge=HOST.lead_sample,
+    )  # fmt: skip
 
 
 def drafter_of(job: Job, forwards: Any, clock: Clock) -> Drafter:
     config, vocab, widest = job.config, job.target.vocab_size, max(1, job.fan_outs.widest)
     laws = job.acceptance, job.hit_law
     stream = DraftStream(config.seed, vocab, config.batch_size, *laws, widest)
-    worker = DraftWorker(forwards, ImposedDraft(stream))
-    worker.clock = clock
+    worker = slowed(
+        DraftWorker(forwards, ImposedDraft(stream)), clock, collect_step=HOST.step,
+        enter=HOST.draft_commit + HOST.draft_lookup, place_branches=HOST.glue + HOST.keys,
+    )  # fmt: skip
     source = Source.FAST if config.backup == "fast" else Source.JIT
     policy = DraftPolicy(job.lookahead, job.fan_outs, source, job.backup_lookahead)
-    return Drafter(worker, policy, config.batch_size, clock)
+    drafter = Drafter(worker, policy, config.batch_size, clock)
+    slowed(drafter.ledger, clock, close_round=HOST.draft_record)
+    return drafter
 
 
 class VirtualRun:
@@ -235,8 +213,6 @@ class VirtualRun:
         loop = TargetLoop(
             target_worker(job, self.device, self.lead), speculator, None, batch, self.lead
         )
-        if thread is not None:
-            thread.start()
         loop.admit([Request(WARM_ID + n) for n in range(batch)])
         for _ in range(WARMUP):
             loop.step()
@@ -257,45 +233,23 @@ class VirtualRun:
             records.round_s.append(self.lead.now - start)
         loop.stop()
         if thread is not None:
-            thread.join(60)
+            thread.finish()
         return records, records.round_s
 
-    def _speculator(self) -> tuple[Speculator, threading.Thread | None]:
+    def _speculator(self) -> tuple[Speculator, Guarded | None]:
         job = self.job
         if job.lookahead == 0:
-            return asks(Speculator(), self.lead), None
+            return slowed(Speculator(), self.lead, ask=HOST.lead_send), None
         assert self.device.draft is not None
         lists = dict(self.device.lists).get(job.draft_options.top_k)
         forwards = VirtualForwards(self.draft, self.device.draft, lists)
         drafter = drafter_of(job, forwards, self.draft)
-        close = drafter.ledger.close_round
-
-        def close_round(round_: int, phase: int) -> None:
-            assert phase == DraftPhase.RECORD
-            self.draft.spend(HOST.draft_record)
-            close(round_, phase)
-
-        drafter.ledger.close_round = close_round  # type: ignore[method-assign]
         if job.inline:
-            return asks(InlineSpeculator(drafter), self.lead), None
+            return slowed(InlineSpeculator(drafter), self.lead, ask=HOST.lead_send), None
         shape = LinkShape(0, job.config.batch_size, job.lookahead)
         costs = HOST.lead_send, HOST.draft_send, HOST.draft_read
         lead_end, draft_end = virtual_link(shape, self.lead, self.draft, costs)
-        return RemoteSpeculator(lead_end), threading.Thread(
-            target=serve, args=((draft_end, drafter),), daemon=True
-        )
-
-
-def asks(inner: Speculator, clock: Clock) -> Speculator:
-    """A speculator without a link: asking still takes the lead's time."""
-    ask = inner.ask
-
-    def spend_and_ask(outcome: Any) -> None:
-        clock.spend(HOST.lead_send)
-        ask(outcome)
-
-    inner.ask = spend_and_ask  # type: ignore[method-assign]
-    return inner
+        return RemoteSpeculator(lead_end), Guarded(lambda: serve((draft_end, drafter)))
 
 
 def steep(device: DeviceCosts) -> DeviceCosts:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import token_digest
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, packed
+from mpissd.engine.model.transformer.checkpoint import packed
+from tests.loop.test_swaps import between, share_embedding
 from tests.mpi.harness import Job, ended, needs_mpi, start
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -28,15 +27,9 @@ LEARNING = ["--learners=1", "--learn=publish_s=0", *LONG]
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     """A pair with one embedding, and three versions of its draft, the last of them the target."""
     made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3)
-    target, draft = (load_file(f / "model.safetensors") for f in (made.target, made.draft))
-    save_file({**draft, EMBEDDING: target[EMBEDDING]}, made.draft / "model.safetensors")
+    share_embedding(made)
     for number, share in enumerate((0.3, 0.7, 1.0)):
-        moved = {
-            name: (draft[name] + share * (target[name] - draft[name])).astype(np.float32)
-            for name in draft
-            if name != EMBEDDING
-        }
-        (made.target.parent / f"{number}.version").write_bytes(packed(moved))
+        (made.target.parent / f"{number}.version").write_bytes(packed(between(made, share)))
     return made
 
 
