@@ -96,8 +96,7 @@ class Request:
     lookahead: most tokens that are drafted for it in a round (None: K; 0: the draft skips it).
     Ranks other than the lead know neither `logprobs` nor `adjustment`, but only `reads_logits`.
     grammar: which tokens may follow (workload.grammar; "": any), of at most MOST_GRAMMAR bytes.
-    answered: how many of the prompt's last tokens belong to the answer already. forces: whether
-    tokens that the grammar leaves no choice of follow without a forward.
+    answered: how many of the prompt's last tokens belong to the answer already.
     """
 
     request_id: int
@@ -112,13 +111,11 @@ class Request:
     adjustment: Adjustment | None = None
     grammar: str = ""
     answered: int = 0
-    forces: bool = False
 
     @property
     def reads_logits(self) -> bool:
-        """Whether the lead reads the target's logits, also if it is greedy."""
-        asked = self.logprobs is not None or self.adjustment is not None
-        return asked or bool(self.grammar)
+        """Whether the lead reads the target's logits, also if it is greedy and has no grammar."""
+        return self.logprobs is not None or self.adjustment is not None
 
 
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)

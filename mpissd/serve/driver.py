@@ -37,14 +37,12 @@ class Driver:
         goodput: Goodput | None = None,
         stop_ids: frozenset[int] = frozenset(),
         tree: Tree = CHAIN,
-        forces: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """tree: of the drafts. forces: whether grammars may force tokens. clock: returns seconds
-        for arrivals and deadlines."""
+        """tree: of the drafts. clock: returns seconds for arrivals and deadlines."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead, self._stop_ids = mode, lookahead, stop_ids
-        self._tree, self._forces = tree, forces
+        self._tree = tree
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # the sequences for which it has chosen
@@ -119,7 +117,6 @@ class Driver:
             lookahead=asked.lookahead,
             adjustment=adjustment,
             grammar=asked.grammar,
-            forces=self._forces,
             stop_ids=self._stop_ids,
         )
         try:

@@ -91,7 +91,6 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         goodput=goodput,
         stop_ids=workload.stop_ids,
         tree=job.tree,
-        forces=not job.reads_states,  # which no verification has computed for forced tokens
     )
     line.put(
         Ready(

@@ -140,7 +140,7 @@ class TextPair(Pair):
     def requests(self) -> list[Request]:
         asked = self.prompts[: self.batch]
         told = self.temperature, self.top_p
-        more = dict[str, Any](grammar=GRAMMAR if self.has_grammar else "", forces=self.forces)
+        more = dict[str, Any](grammar=GRAMMAR if self.has_grammar else "")
         if self.penalties is not None:
             bias, *penalties = self.penalties
             more["adjustment"] = Adjustment(len(asked[0]), dict(bias), *penalties)
@@ -205,6 +205,7 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
     judge.forgets_path, drafter.grammars, judge.grammars = pair.forgets_path, grammars, grammars
     judge.forgets_drafts = pair.forgets_drafts
+    judge.forces = drafter.forces = pair.forces
     judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
     if pair.mode == "ssd" and pair.tree.num_lanes:
         drafter.layout = Branched(pair.tree, pair.fans.after_hit)

@@ -86,12 +86,9 @@ def served(
     times: ForwardTimes | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
-    *,
-    forces: bool = False,
 ) -> Driver:
     scheduler, job = Scheduler(room_of(loops)), loops.job
     told: Any = {"times": times, "goodput": goodput, "clock": clock, "tree": job.tree}
-    told["forces"] = forces and not job.reads_states
     told["stop_ids"] = job.workload.stop_ids  # type: ignore[attr-defined]
     driver = Driver(scheduler, mail, "", job.lookahead, **told)
     while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:

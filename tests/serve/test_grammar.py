@@ -131,7 +131,8 @@ def answers(
     config = parse_flags({name: str(value) for name, value in told.items()})
     mail = Script(*((n, one) for n, one in enumerate(asked)))
     with Loops(*in_one_process(config, serving)) as loops:
-        mail.watched = [served(loops, mail, forces=forces).scheduler.num_preempted]
+        loops.worker.oracle.forces &= forces
+        mail.watched = [served(loops, mail).scheduler.num_preempted]
     return mail
 
 

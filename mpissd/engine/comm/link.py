@@ -34,7 +34,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts sending the message, or the first `size` numbers of it."""
+        """Starts sending the message in its usual size, or the first `size` numbers of it."""
 
     def close(self) -> None:  # noqa: B027
         """Finishes the send that is in flight."""
@@ -81,9 +81,9 @@ class LeadEnd:
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
         """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
         self._outcomes.ready()
-        wire.write_outcome(self._outcomes.message, outcome, stop)
-        self._outcomes.send()
-        self._count(self._outcomes.message.array.nbytes)
+        message = self._outcomes.message
+        self._outcomes.send(wire.write_outcome(message, outcome, stop))
+        self._count(4 * message.usual)
         if self._prompts is not None and outcome.prompts and wire.has_prompts(outcome):
             self._prompts.ready()
             size = wire.write_prompts(self._prompts.message, outcome)
@@ -203,7 +203,7 @@ class QueueOutbox(Outbox):
         return None
 
     def send(self, size: int | None = None) -> None:
-        self._queue.put(self.message.array[:size].copy())
+        self._queue.put(self.message.array[: size or self.message.usual].copy())
 
 
 class QueueInbox(Inbox):

@@ -21,7 +21,7 @@ from mpissd.engine.comm.wire import Kind, LinkShape, Message
 class MpiOutbox(Outbox):
     """Sends a message to some ranks.
 
-    A message that is shorter than its memory is sent by requests of its own.
+    A message of another size than usual is sent by requests of its own.
     """
 
     def __init__(
@@ -30,7 +30,8 @@ class MpiOutbox(Outbox):
         super().__init__(message)
         self._comm, self._peers, self._waiter = comm, peers, waiter
         self._tag = int(message.kind)
-        self._whole = [comm.Send_init(message.array, peer, self._tag) for peer in peers]
+        usual = message.array[: message.usual]
+        self._whole = [comm.Send_init(usual, peer, self._tag) for peer in peers]
         self._sending: list[MPI.Request] = []
 
     def ready(self) -> None:
@@ -110,9 +111,9 @@ class PlanSender:
         """Sends the plan of round speculation.round to every follower."""
         if not self.num_followers:
             return
-        wire.write_plan(self._plans.message, outcome, speculation, stop)
-        self._plans.send()
-        self._count(self._plans.message.array.nbytes)
+        message = self._plans.message
+        self._plans.send(wire.write_plan(message, outcome, speculation, stop))
+        self._count(4 * message.usual)
         if self._prompts is not None and wire.has_prompts(outcome):
             size = wire.write_prompts(self._prompts.message, outcome)
             self._prompts.send(size)

@@ -38,7 +38,7 @@ _FOLD = 1 << 10  # numbers that are left of a folded body
 # answered, the int32 of the grammar that follows the tokens, temperature, top_p, seed.
 _PROMPT = Struct("=iiiiiddQ")
 _PROMPT_HEAD = _PROMPT.size // 4
-_READS_LOGITS, _HAS_SEED, _FORCES = 1, 2, 4
+_READS_LOGITS, _HAS_SEED = 1, 2
 
 
 class Kind(IntEnum):
@@ -106,9 +106,9 @@ class LinkShape:
         return Speculation.width(self.lookahead, self.sampled)
 
     def capacity(self, kind: Kind) -> int:
-        """Returns the int32 of the largest body; an outcome may release and admit b sequences, and
-        force tokens of each."""
-        outcome = (2 + MOST_FORCED) * Outcome.WIDTH
+        """Returns the int32 of the largest body without forced tokens; an outcome may release and
+        admit b sequences."""
+        outcome = 2 * Outcome.WIDTH
         each = {
             Kind.OUTCOME: outcome,
             Kind.SPECULATION: self.speculation_width,
@@ -125,7 +125,8 @@ class LinkShape:
 
 
 class Message:
-    """The preallocated memory of one message: array, int32 [HEADER + capacity].
+    """The preallocated memory of one message: array, int32 [HEADER + capacity], with room for the
+    tokens that grammars force. usual: int32 that are sent if these take no room.
 
     All methods that read raise ProtocolError for a message that is not as expected.
     """
@@ -134,6 +135,9 @@ class Message:
         """Makes the memory; capacity: int32 of the body (None: as the shape needs)."""
         self.kind, self.shape = kind, shape
         size = shape.capacity(kind) if capacity is None else capacity
+        self.usual = HEADER + size
+        if kind in (Kind.OUTCOME, Kind.PLAN):
+            size += shape.batch * MOST_FORCED * Outcome.WIDTH
         self.array: Ints = np.zeros(HEADER + size, np.int32)
         self._bytes = self.array.data.cast("B")
         self._words = self._bytes.cast("I")
@@ -220,10 +224,11 @@ class Message:
         return crc32(folded.data, crc32(self._bytes[4 : 4 * HEADER]))
 
 
-def write_outcome(message: Message, outcome: Outcome, stop: bool = False) -> None:
-    """Writes an outcome, with one copy."""
+def write_outcome(message: Message, outcome: Outcome, stop: bool = False) -> int | None:
+    """Writes an outcome, with one copy; returns its int32 if they are more than usual."""
     rows = outcome.rows
-    message.write(outcome.round, len(rows), [rows], stop=stop, control=outcome.control)
+    end = message.write(outcome.round, len(rows), [rows], stop=stop, control=outcome.control)
+    return end if end > message.usual else None
 
 
 def read_outcome(message: Message, round_: int | None = None) -> tuple[Outcome, bool]:
@@ -253,10 +258,16 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
     return speculation
 
 
-def write_plan(message: Message, outcome: Outcome, speculation: Speculation, stop: bool) -> None:
-    """Writes a plan: the outcome that followers apply and the speculation that they verify."""
+def write_plan(
+    message: Message, outcome: Outcome, speculation: Speculation, stop: bool
+) -> int | None:
+    """Writes a plan: the outcome that followers apply and the speculation that they verify.
+
+    Returns its int32 if they are more than usual.
+    """
     parts, control = [outcome.rows, speculation.rows], outcome.control
-    message.write(outcome.round, len(outcome.rows), parts, stop=stop, control=control)
+    end = message.write(outcome.round, len(outcome.rows), parts, stop=stop, control=control)
+    return end if end > message.usual else None
 
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
@@ -299,7 +310,6 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
         flags = _READS_LOGITS * request.reads_logits + _HAS_SEED * (request.seed is not None)
-        flags += _FORCES * request.forces
         sampling = request.temperature, request.top_p, request.seed or 0
         grammar = request.grammar.encode()
         grammar += b"\0" * (-len(grammar) % 4)
@@ -324,6 +334,6 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
         grammar, at = body[at : at + rest].tobytes().rstrip(b"\0").decode(), at + rest
         sampling = temperature, top_p, seed if flags & _HAS_SEED else None
         more = 0 if flags & _READS_LOGITS else None, None if most < 0 else most, None, grammar
-        every = tuple(tokens.tolist()), *sampling, *more, answered, bool(flags & _FORCES)
+        every = tuple(tokens.tolist()), *sampling, *more, answered
         prompts[id_, epoch] = Request(id_, last, epoch, *every)
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

@@ -262,12 +262,12 @@ class Drafter:
         """Whether lanes have `want` levels, or grammars decide the rest of every lane, which then
         follows the bonus token without a draft."""
         left, lanes = want - rollout.steps, rollout.lanes or ()
-        if left <= 0 or not lanes:
+        if left <= 0 or not lanes or not self.worker.oracle.forces:
             return left <= 0
         rows = np.repeat(rollout.rows, len(lanes) // len(rollout)).tolist()
         return all(
-            self.batch.sequences[row].request.forces
-            and lane.grammar is not None
+            lane.grammar is not None
+            and self.batch.sequences[row].request.logprobs is None
             and lane.grammar.decides(lane.context, left)
             for lane, row in zip(lanes, rows, strict=True)
         )

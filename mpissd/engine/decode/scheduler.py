@@ -49,9 +49,9 @@ class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    lookahead: most tokens that a round drafts (None: K). grammar: of its answer; forces: whether it
-    may force tokens. stop_ids: tokens that end it. cached: tokens of its prompt that were reused
-    from the cache. forced: tokens that the grammar forced.
+    lookahead: most tokens that a round drafts (None: K). grammar: of its answer. stop_ids: tokens
+    that end it. cached: tokens of its prompt that were reused from the cache. forced: tokens that
+    its grammar forced.
     """
 
     request_id: int
@@ -66,7 +66,6 @@ class Task:
     lookahead: int | None = None
     adjustment: Adjustment | None = None
     grammar: str = ""
-    forces: bool = False
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -89,8 +88,7 @@ class Task:
         sampling = self.temperature, self.top_p, self.seed
         asked = *sampling, self.logprobs, self.lookahead, self.adjustment, self.grammar
         told = self.request_id, known[-1], self.epoch, known, *asked
-        forces = self.forces and bool(self.grammar) and self.logprobs is None
-        return Request(*told, answered=len(self.tokens), forces=forces)
+        return Request(*told, answered=len(self.tokens))
 
 
 class Emitted(NamedTuple):

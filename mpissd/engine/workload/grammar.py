@@ -64,11 +64,11 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
     Raises ConfigError for a file that cannot be read, and as `make_grammar`.
     """
     kind, colon, value = flag.partition(":")
+    make = partial(make_grammar, "grammar", tokenizer=tokenizer)
     if flag == "json":
-        return make_grammar("grammar", "json", {"type": "object"}, tokenizer)
+        return make("json", {"type": "object"})
     if colon and kind in ("regex", "choice"):
-        asked = value if kind == "regex" else value.split("|")
-        return make_grammar("grammar", kind, asked, tokenizer)
+        return make(kind, value if kind == "regex" else value.split("|"))
     try:
         schema = json.loads(Path(flag).expanduser().read_bytes())
     except OSError as error:
@@ -76,7 +76,7 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
         raise ConfigError(f"grammar={flag}: {error.strerror}: {allowed}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"grammar={flag}: is no JSON: {error}") from error
-    return make_grammar("grammar", "json", json.dumps(schema), tokenizer)
+    return make("json", json.dumps(schema))
 
 
 class Grammar:

@@ -138,12 +138,11 @@ class Rollout:
         """Drops as many of a lane's first tokens as a grammar forced; returns whether they were
         `tokens`, those that it forced."""
         count = len(tokens)
-        is_same = bool(self.tokens[lane, :count].tolist() == tokens)
         self.tokens[lane] = np.roll(self.tokens[lane], -count)
         if self.q is not None:
             self.q[lane] = np.roll(self.q[lane], -count)
             self.recorded[lane] = self.recorded[lane][count:]
-        return is_same
+        return bool(self.tokens[lane, -count:].tolist() == tokens)
 
     def keep(self, lanes: Sequence[int], rows: Sequence[int]) -> None:
         """Keeps only `lanes`, chosen for batch rows `rows`, and drops all other lanes."""
@@ -206,7 +205,8 @@ class Oracle:
 
     reads_tokens: whether the batch keeps tokens for it. reads_forwards: whether the forwards'
     results decide. chains: whether the device may decide whole greedy rounds by itself
-    (decode.chained). grammars: returns what makes sequences' grammars (None: they have none). tree:
+    (decode.chained). grammars: returns what makes sequences' grammars (None: they have none).
+    forces: whether tokens that these leave no choice of are committed without a forward. tree:
     the shape of a draft, a chain of any length by default. layout: the places of its nodes and of
     branches after them, if any grow (None: the tree's own).
     """
@@ -217,6 +217,7 @@ class Oracle:
     reads_forwards: ClassVar[bool] = False
     chains: bool = False
     grammars: Callable[[], Grammars] | None = None
+    forces: bool = False
 
     def grammar(self, one: Live) -> Grammar | None:
         """Returns the state of a sequence's grammar; None without one."""

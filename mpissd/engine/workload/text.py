@@ -91,7 +91,7 @@ class LogitsTarget(SampledTarget):
             return
         self._live, requests = batch.sequences, [one.request for one in batch.sequences]
         self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        asked = self._teaches or any(one.reads_logits for one in requests)
+        asked = self._teaches or any(one.reads_logits or one.grammar for one in requests)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -470,6 +470,11 @@ class TextWorkload(Workload):
         return own or (serving is not None and serving.samples)
 
     @property
+    def forces(self) -> bool:
+        """Whether grammars force tokens, of which a draft then has no hidden states."""
+        return self.job.serving is not None and not self.job.reads_states
+
+    @property
     def law(self) -> str:
         config, where = self.job.config, self.job.target_where
         weights = "" if has_weights(where) else " of random weights"
@@ -502,7 +507,7 @@ class TextWorkload(Workload):
             widths=[part.vocab for part in ranks],
             teaches=job.config.learners > 0,
         )
-        oracle.grammars = lambda: self.grammars
+        oracle.grammars, oracle.forces = lambda: self.grammars, self.forces
         return oracle
 
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
@@ -518,7 +523,7 @@ class TextWorkload(Workload):
             lookup=config.lookup,
             heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
         )
-        oracle.grammars = lambda: self.grammars
+        oracle.grammars, oracle.forces = lambda: self.grammars, self.forces
         return oracle
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
