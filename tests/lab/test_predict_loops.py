@@ -147,9 +147,6 @@ class VirtualForwards:
     def launch(self) -> None:
         self._end = self._clock.now + self._elapsed_s
 
-    def done(self) -> bool:
-        return self._clock.now >= self._end
-
     def wait(self, waiter: Waiter) -> None:
         self._clock.now = max(self._clock.now, self._end) + self._wake_s
 

@@ -112,9 +112,6 @@ class CountingForwards:
     def launch(self) -> None:
         self.log.append(self._next)
 
-    def done(self) -> bool:
-        return True
-
     def wait(self, waiter: Waiter) -> None:
         self.on_wait()
 

@@ -87,9 +87,6 @@ class Forwards(Protocol):
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
 
-    def done(self) -> bool:
-        """Returns whether the last launched forward is over; never blocks."""
-
     def wait(self, waiter: Waiter) -> None:
         """Waits until the last launched forward is over."""
 
@@ -114,9 +111,6 @@ class Forwards(Protocol):
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees the cache of these slots, whose sequences have ended."""
-
-    def close(self) -> None:
-        """Frees the forwards."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:

@@ -195,9 +195,6 @@ class Stepper(Forwards):
     def launch(self) -> None:
         self._current.launch()
 
-    def done(self) -> bool:
-        return self._current.done()
-
     def wait(self, waiter: Waiter) -> None:
         self._current.wait(waiter)
 
@@ -227,14 +224,9 @@ class Stepper(Forwards):
         return self.stack.logits(rows)
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
-        """Replaces tensors of the model in place, part by part; its cache is void afterwards.
-
-        None: goes back to the tensors of its files.
-
-        For transformers only. Raises ProtocolError for arrays that are not the model's.
-        """
+        """Replaces tensors of a transformer in place, part by part; see TransformerStack.reload."""
         assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
-        yield from self.stack.reload(arrays)
+        return self.stack.reload(arrays)
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
         assert isinstance(self.stack, TransformerStack), "lanes of a stack of products"
@@ -328,9 +320,6 @@ class GroupView(Forwards):
         lane, slot = self._first_lane + lane, self._first_slot + slot
         self.shared.stepper.move(lane, slot, start, stop)
 
-    def done(self) -> bool:
-        return self not in self.shared.launched and self.shared.stepper.done()
-
     def wait(self, waiter: Waiter) -> None:
         self.shared.wait(waiter)
 
@@ -348,6 +337,3 @@ class GroupView(Forwards):
 
     def release(self, slots: Sequence[int]) -> None:
         self.shared.stepper.release([self._first_slot + slot for slot in slots])
-
-    def close(self) -> None:
-        """Does nothing: the owner of the stepper closes it."""

@@ -29,7 +29,7 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Array, Backend
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stacks import Find, ReadOut, Stack
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import (
@@ -47,7 +47,6 @@ from mpissd.engine.model.transformer.checkpoint import (
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.ops import Layer, Ops, ops_of
-from mpissd.engine.model.transformer.shard import TransformerShard
 
 _EMULATED_PAGE = 64
 
@@ -148,32 +147,6 @@ def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: st
     return layer
 
 
-def reload(
-    weights: TransformerWeights, checkpoint: Checkpoint, shard: TransformerShard
-) -> Iterator[None]:
-    """Overwrites one rank's share in place by its share of another checkpoint of the same shapes.
-
-    Yields between its parts, so that the caller may do other work: each is packed into memory of
-    its own first. All of them are copied after the last yield, in one go, so that no forward reads
-    two checkpoints. The embedding table stays, and so does an LM head that the target lends.
-    Programs that were captured over the weights stay valid: the arrays keep their addresses.
-    """
-    ops = weights.ops
-    if ops is None:
-        return
-    fresh = list[tuple[Any, Any]]()
-    for number, layer in enumerate(weights.layers):
-        new = _layer(ops, checkpoint, shard, f"model.layers.{number}.")
-        fresh += [(old, vars(new)[name]) for name, old in vars(layer).items() if old is not None]
-        yield
-    fresh.append((weights.norm, ops.vector(checkpoint.read(LAST_NORM))))
-    if HEAD in replaced(checkpoint):
-        fresh.append((weights.head, ops.matrix([checkpoint.part(HEAD, shard.vocab_range)])))
-        yield
-    for old, new in fresh:
-        ops.overwrite(old, new)
-
-
 class Buffers:
     """Host and device buffers of a forward, for up to `rows` rows; only `tokens` if emulated."""
 
@@ -250,15 +223,30 @@ class TransformerStack(Stack):
         self._placed, self._reads = 0, True
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
-        """Replaces the weights by these tensors, None: by its files', in steps; see reload.
+        """Replaces the weights by these tensors (None: by those of its files); the cache is void
+        then.
 
-        Raises ProtocolError for arrays that are not the model's. The cache is void then.
+        Yields between its parts, so that the caller may do other work: each is packed into memory
+        of its own first. All of them are copied after the last yield, in one go, so that no forward
+        reads two versions. The embedding table stays, and so does an LM head that the target lends.
+        Captured programs stay valid: the arrays keep their addresses. Raises ProtocolError for
+        arrays that are not the model's.
         """
-        source, ops = self.weights.source, self.weights.ops
-        assert source is not None, "weights that nothing computes with"
+        weights, source, ops = self.weights, self.weights.source, self.weights.ops
+        assert source is not None and ops is not None, "weights that nothing computes with"
         version = source if arrays is None else new_version(source, arrays)
-        yield from reload(self.weights, version, self.shard)
-        if arrays is None and ops is not None:
+        fresh = list[tuple[Any, Any]]()
+        for number, layer in enumerate(weights.layers):
+            new = vars(_layer(ops, version, self.shard, f"model.layers.{number}."))
+            fresh += [(old, new[name]) for name, old in vars(layer).items() if old is not None]
+            yield
+        fresh.append((weights.norm, ops.vector(version.read(LAST_NORM))))
+        if HEAD in replaced(version):
+            fresh.append((weights.head, ops.matrix([version.part(HEAD, self.shard.vocab_range)])))
+            yield
+        for old, new in fresh:
+            ops.overwrite(old, new)
+        if arrays is None:
             ops.clear(self.cache)
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
