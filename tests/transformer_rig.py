@@ -13,7 +13,7 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
@@ -23,7 +23,6 @@ from mpissd.engine.model.transformer.checkpoint import (
     random_checkpoint,
 )
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack, TransformerWeights, load_weights
 from tests.transformer_reference import stored
 

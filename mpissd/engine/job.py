@@ -23,8 +23,7 @@ from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
 from mpissd.engine.model.forwards import MOST_SPAN, SPAN
-from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.model.transformer.shard import TransformerShard
+from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out

@@ -11,7 +11,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.model.transformer.cupy_ops import products
+from mpissd.engine.model.transformer.cupy_ops import ops as gpu_ops
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.spec.tree import Tree
 from tests.emulator.launcher import EmulatedGpu
@@ -55,13 +55,13 @@ def test_a_row_is_the_same_in_any_forward(gpu: Any) -> None:
     check_rows_alone(Rig(gpu, tiny("llama", layers=1), max_rows=33), 33, [17, 33])
 
 
-@pytest.mark.parametrize("kind", products._LARGE)
+@pytest.mark.parametrize("kind", gpu_ops._LARGE)
 def test_a_row_is_the_same_in_large_blocks(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, kind: tuple[int, int, int]
 ) -> None:
     """70 rows are 64 and 6; the head's 7 tiles of columns do not divide into these blocks."""
-    monkeypatch.setattr(products, "_MIN_BLOCKS", 1)
-    monkeypatch.setattr(products, "_LARGE", (kind,))
+    monkeypatch.setattr(gpu_ops, "_MIN_BLOCKS", 1)
+    monkeypatch.setattr(gpu_ops, "_LARGE", (kind,))
     rig = Rig(gpu, tiny("llama", layers=1), max_rows=70)
     tokens = prompt(rig, 70)
     assert np.array_equal(rig.fill(tokens, 70), rig.fill(tokens, 32))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mpissd.engine.comm.draft_switch import DraftSwitch
+from mpissd.engine.comm.draft_client import DraftSwitch
 
 K, PLAIN_S = 3, 0.02  # tokens of a draft; seconds of a step without drafts
 

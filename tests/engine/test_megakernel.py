@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.model.shard import TransformerShard
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
@@ -23,7 +24,6 @@ from mpissd.engine.model.transformer.cupy_ops.megakernel import (
     MegakernelOps,
     chosen,
 )
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 
 OPTIONS = ForwardOptions(lm_head=True, context=50, own_tokens=2, capacity=70, lanes=3, steps=4)

@@ -13,7 +13,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.topology import Topology
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
-from mpissd.engine.session.models import Models
+from mpissd.engine.session.session import Models
 from mpissd.lab.probe.command import kinds
 from mpissd.lab.probe.measure import FORWARD_ROWS, GroupProbe
 

@@ -16,14 +16,13 @@ from mpissd.common.rounds import Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.chained import BEFORE, SLOT, Ends, Sheet, Stage
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.spec.tree import Branched, Tree
 from mpissd.engine.workload.sequence import Batch, Placement

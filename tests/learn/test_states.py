@@ -13,10 +13,9 @@ import pytest
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests.needs import module
 from tests.tiny_pair import tiny_pair

@@ -15,10 +15,9 @@ from mpissd.common.rounds import Adjustment, Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.tree import Branched

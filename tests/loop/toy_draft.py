@@ -16,8 +16,7 @@ import numpy as np
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.rounds import Event, Speculation
-from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.comm.socket_link import SocketWaiter, boxes, packets, send_hello
+from mpissd.engine.comm.link import DraftEnd, SocketWaiter, packets, send_hello, socket_boxes
 from mpissd.engine.comm.wire import LinkShape
 
 V, K, LONGEST = 61, 3, 96
@@ -29,7 +28,7 @@ def draft(peer: socket.socket) -> None:
     """Answers questions; after up to seven good answers comes a fault of a random kind."""
     rng = random.Random()
     fault, after = rng.choice(FAULTS), rng.randrange(8)
-    link = DraftEnd(SHAPE, SocketWaiter(peer), *boxes(peer))
+    link = DraftEnd(SHAPE, SocketWaiter(peer), *socket_boxes(peer))
     send_hello(peer, SHAPE, V)
     for round_ in count():
         outcome, _ = link.outcome(round_ - 1)

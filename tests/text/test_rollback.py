@@ -15,10 +15,9 @@ from mpissd.common.rounds import Event, Outcome, Request, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.sequence import Batch, Placement

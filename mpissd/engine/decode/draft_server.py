@@ -19,8 +19,14 @@ from mpissd.common.errors import ConfigError, MpissdError, ProtocolError
 from mpissd.common.rounds import Event, Outcome, Request
 from mpissd.common.wait import Waiter, sharpen_sleep
 from mpissd.engine.backend.registry import choose
-from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.comm.socket_link import MOST_PROMPTS, SocketWaiter, boxes, packets, send_hello
+from mpissd.engine.comm.link import (
+    MOST_PROMPTS,
+    DraftEnd,
+    SocketWaiter,
+    packets,
+    send_hello,
+    socket_boxes,
+)
 from mpissd.engine.decode.draft import Drafter, link_shape, make_drafter
 from mpissd.engine.decode.in_process import open_stepper
 from mpissd.engine.decode.round import draft_rounds
@@ -112,7 +118,7 @@ def _warm(job: Job, worker: DraftWorker) -> None:
 def _serve(job: Job, worker: DraftWorker, client: socket.socket) -> None:
     """Serves one client until it leaves."""
     waiter, shape = Waiter(job.config.deadline_s, spin=False), link_shape(job)
-    link, idle = CheckedEnd(shape, waiter, *boxes(client)), SocketWaiter(client)
+    link, idle = CheckedEnd(shape, waiter, *socket_boxes(client)), SocketWaiter(client)
     drafter = link.drafter = make_drafter(job, worker, waiter)
     link.vocab, link.longest = job.workload.vocab, job.longest
     drafter.keep_no_rounds()

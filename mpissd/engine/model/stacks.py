@@ -31,9 +31,8 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import Backend, WeightPart
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.transformer.cache import PageTable
-from mpissd.engine.model.transformer.shard import TransformerShard
 
 if TYPE_CHECKING:
     from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws

@@ -16,10 +16,9 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.model.shard import Shard
+from mpissd.engine.model.shard import Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
-from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.spec.fanout import FanOuts

@@ -17,7 +17,7 @@ from mpissd.common.rounds import Ints, Logprob, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
-from mpissd.engine.model.transformer.shard import StateShard, TransformerShard
+from mpissd.engine.model.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts

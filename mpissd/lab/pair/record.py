@@ -22,10 +22,9 @@ from mpissd.engine.backend.base import Backend
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.shard import TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.workload.replay import Recorded, Recording, save
 from mpissd.engine.workload.tokenizer import load_tokenizer, read_prompts

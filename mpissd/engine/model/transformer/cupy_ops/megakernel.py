@@ -26,9 +26,10 @@ from mpissd.engine.model.transformer.cupy_ops.ops import (
     QUERY_TILES,
     Cache,
     CupyOps,
+    Normed,
+    PackedWeight,
     task_bytes,
 )
-from mpissd.engine.model.transformer.cupy_ops.products import Normed, PackedWeight
 
 FIRST_CAPABILITY = 90
 OPERATIONS = 5  # operations in a layer
