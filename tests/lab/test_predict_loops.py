@@ -70,9 +70,6 @@ class VirtualOutbox(Outbox):
         super().__init__(message)
         self._clock, self._queue, self._send_s = clock, messages, send_s
 
-    def ready(self) -> None:
-        """At once."""
-
     def send(self, size: int | None = None) -> None:
         self._clock.spend(self._send_s)
         self._queue.put((self._clock.now + HOST.link, self.message.array.copy()))

@@ -51,7 +51,7 @@ class NumpyBackend(Backend):
 
     def __init__(self) -> None:
         self.info = DeviceInfo(
-            name=cpu_name(),
+            name=_reported("cpuinfo", "model name") or platform.machine(),
             kind="cpu",
             memory_bytes=available_memory_bytes(),
             cache_bytes=last_level_cache_bytes(),
@@ -152,11 +152,6 @@ def _reported(file: str, name: str) -> str:
             if line.startswith(name):
                 return line.partition(":")[2].strip()
     return ""
-
-
-def cpu_name() -> str:
-    """Returns the processor's name, or its architecture if the system does not report a name."""
-    return _reported("cpuinfo", "model name") or platform.machine()
 
 
 def available_memory_bytes() -> int | None:

@@ -41,9 +41,8 @@ class Outbox(ABC):
     def __init__(self, message: Message) -> None:
         self.message = message
 
-    @abstractmethod
-    def ready(self) -> None:
-        """Returns when the message may be written again."""
+    def ready(self) -> None:  # noqa: B027
+        """Returns when the message may be written again; at once where send keeps a copy."""
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
@@ -53,21 +52,26 @@ class Outbox(ABC):
         """Finishes the send that is in flight."""
 
 
-class Inbox(ABC):
+class Inbox:
     """Receives one kind of message, one at a time, into preallocated memory."""
 
     def __init__(self, message: Message) -> None:
-        self.message = message
+        self.message, self._full = message, False
 
-    @abstractmethod
     def arrived(self) -> bool:
         """Returns whether the memory holds a message, without blocking."""
+        self._full = self._full or self._receive()
+        return self._full
 
-    @abstractmethod
+    def _receive(self) -> bool:
+        """Takes a message into the memory if one is there."""
+        raise NotImplementedError
+
     def release(self) -> None:
         """Gives the memory back for the next message."""
+        self._full = False
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Cancels the receive that is in flight."""
 
 
@@ -145,7 +149,7 @@ class LeadEnd:
 
     def close(self) -> None:
         """Ends the messages in flight."""
-        _close(self._outcomes, self._speculations, self._prompts, self._proposals)
+        close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
 class DraftEnd:
@@ -186,10 +190,11 @@ class DraftEnd:
 
     def close(self) -> None:
         """Ends the messages in flight."""
-        _close(self._outcomes, self._speculations, self._prompts, self._proposals)
+        close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
-def _close(*boxes: Outbox | Inbox | None) -> None:
+def close_all(*boxes: Outbox | Inbox | None) -> None:
+    """Closes the ends that there are."""
     for box in boxes:
         if box is not None:
             box.close()
@@ -212,9 +217,6 @@ class QueueOutbox(Outbox):
         super().__init__(message)
         self._queue = messages
 
-    def ready(self) -> None:
-        return None
-
     def send(self, size: int | None = None) -> None:
         self._queue.put(self.message.array[: size or self.message.usual].copy())
 
@@ -225,20 +227,14 @@ class QueueInbox(Inbox):
     def __init__(self, message: Message, messages: queue.SimpleQueue[Ints]) -> None:
         super().__init__(message)
         self._queue = messages
-        self._full = False
 
-    def arrived(self) -> bool:
-        if not self._full:
-            try:
-                numbers = self._queue.get_nowait()
-            except queue.Empty:
-                return False
-            self.message.array[: len(numbers)] = numbers
-            self._full = True
+    def _receive(self) -> bool:
+        try:
+            numbers = self._queue.get_nowait()
+        except queue.Empty:
+            return False
+        self.message.array[: len(numbers)] = numbers
         return True
-
-    def release(self) -> None:
-        self._full = False
 
 
 def queue_link(
@@ -277,9 +273,6 @@ class SocketOutbox(Outbox):
         super().__init__(message)
         self._socket = connected
 
-    def ready(self) -> None:
-        return None  # the kernel keeps a copy
-
     def send(self, size: int | None = None) -> None:
         size = size or HEADER + int(self.message.array[_SIZE])
         self._socket.send(self.message.array[:size].data)
@@ -290,22 +283,17 @@ class SocketInbox(Inbox):
 
     def __init__(self, message: Message, connected: socket.socket) -> None:
         super().__init__(message)
-        self._socket, self._full = connected, False
+        self._socket = connected
 
-    def arrived(self) -> bool:
-        if not self._full:
-            array = self.message.array
-            try:
-                count = self._socket.recv_into(array.data)
-            except BlockingIOError:
-                return False
-            if count != 4 * (HEADER + int(array[_SIZE])):  # a longer packet is cut off
-                raise FaultError(f"{self.message.kind.name}: {count} bytes: the peer has left")
-            self._full = True
+    def _receive(self) -> bool:
+        array = self.message.array
+        try:
+            count = self._socket.recv_into(array.data)
+        except BlockingIOError:
+            return False
+        if count != 4 * (HEADER + int(array[_SIZE])):  # a longer packet is cut off
+            raise FaultError(f"{self.message.kind.name}: {count} bytes: the peer has left")
         return True
-
-    def release(self) -> None:
-        self._full = False
 
 
 class SocketWaiter(Waiter):

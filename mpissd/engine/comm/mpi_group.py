@@ -414,9 +414,13 @@ class OneshotGroup(Group):
                 )
 
 
-class HostPacedGroup(Group):
-    """A group whose operations wait for the stream and then call MPI, so no graph holds them."""
+class StagedGroup(Group):
+    """The group that sums in host memory by MPI, in float32, and rounds the sum once.
 
+    Its operations wait for the stream and then call MPI, so no graph holds them.
+    """
+
+    name = "staged"
     capturable = False
 
     def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
@@ -427,12 +431,6 @@ class HostPacedGroup(Group):
     def _settle(self) -> None:
         """Waits for the stream, which MPI does not follow."""
         self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
-
-
-class StagedGroup(HostPacedGroup):
-    """The group that sums in host memory by MPI, in float32, and rounds the sum once."""
-
-    name = "staged"
 
     def all_reduce(self, array: Any) -> None:
         halves = self._host((array.size + 1) // 2).view(np.float16)[: array.size]
@@ -459,8 +457,8 @@ class StagedGroup(HostPacedGroup):
         return self._memory[count]
 
 
-class DeviceMpiGroup(HostPacedGroup):
-    """The group that exchanges device arrays by MPI and sums them on the device in float32."""
+class DeviceMpiGroup(StagedGroup):
+    """The same with device arrays, which MPI exchanges, and sums on the device."""
 
     name = "device"
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpissd.common.rounds import Ints, Outcome, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import Inbox, MakeInbox, MakeOutbox, Outbox, with_prompts
+from mpissd.engine.comm.link import Inbox, MakeInbox, MakeOutbox, Outbox, close_all, with_prompts
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
 
 
@@ -36,11 +36,9 @@ class MpiOutbox(Outbox):
 
     def ready(self) -> None:
         if self._sending:
-            self._waiter.until(self._is_sent, f"send of {self.message.kind.name}")
+            what = f"send of {self.message.kind.name}"
+            self._waiter.until(lambda: MPI.Request.Testall(self._sending), what)
             self._sending = []
-
-    def _is_sent(self) -> bool:
-        return MPI.Request.Testall(self._sending)
 
     def send(self, size: int | None = None) -> None:
         if size is None:
@@ -61,24 +59,21 @@ class MpiInbox(Inbox):
 
     def __init__(self, comm: MPI.Comm, peer: int, message: Message) -> None:
         super().__init__(message)
-        self._receive = comm.Recv_init(message.array, peer, int(message.kind))
-        self._receive.Start()
-        self._full = False
+        self._request = comm.Recv_init(message.array, peer, int(message.kind))
+        self._request.Start()
 
-    def arrived(self) -> bool:
-        if not self._full:
-            self._full = self._receive.Test()
-        return self._full
+    def _receive(self) -> bool:
+        return self._request.Test()
 
     def release(self) -> None:
-        self._full = False
-        self._receive.Start()
+        super().release()
+        self._request.Start()
 
     def close(self) -> None:
         if not self._full:
-            self._receive.Cancel()
-            self._receive.Wait()
-        self._receive.Free()
+            self._request.Cancel()
+            self._request.Wait()
+        self._request.Free()
 
 
 def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, MakeInbox]:
@@ -138,10 +133,7 @@ class PlanSender:
 
     def close(self) -> None:
         """Frees the requests."""
-        self._plans.close()
-        self._starts.close()
-        if self._prompts is not None:
-            self._prompts.close()
+        close_all(self._plans, self._starts, self._prompts)
 
 
 class PlanReceiver:
@@ -176,7 +168,4 @@ class PlanReceiver:
 
     def close(self) -> None:
         """Cancels the posted receives; called after the plan with the stop flag."""
-        self._plans.close()
-        self._starts.close()
-        if self._prompts is not None:
-            self._prompts.close()
+        close_all(self._plans, self._starts, self._prompts)
