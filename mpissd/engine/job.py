@@ -24,6 +24,8 @@ from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
 from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
@@ -37,7 +39,27 @@ _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
 _PREFILL_ROWS = {"numpy": 32, "cupy": 128}
 _FLOAT32 = 4  # bytes of an entry of a distribution, and of a weight on a CPU
 _SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
+TARGET, DRAFT = 0, 1
 _LEAST_CONTEXT = 256  # tokens; a default context is not made smaller
+
+
+@dataclass(frozen=True)
+class Need:
+    """The weights and programs that a job needs of one model, TARGET or DRAFT."""
+
+    which: int
+    model: ModelSource
+    shard: AnyShard
+    options: ForwardOptions
+    buckets: tuple[int, ...]
+    num_sequences: int
+    source: Need | None = None  # the target, if the draft reads its hidden states
+
+    def num_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Returns the bytes of this rank's weights, and of its KV cache."""
+        rows, options, shard = self.buckets[-1], self.options, self.shard
+        kv_bytes = shard.cache_bytes(rows, self.num_sequences, options, itemsize)
+        return shard.weight_bytes(options, itemsize), kv_bytes
 
 
 @dataclass(frozen=True)
@@ -113,6 +135,18 @@ class Job(Resolved):
         """The rows of the draft's largest growth step, at least one a sequence."""
         return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 
+    @property
+    def needs(self) -> list[Need]:
+        """The needs of the target, and of the draft if there is one."""
+        workload, rows = self.workload, tuple(self.target_buckets())
+        sizes = self.target_shard, self.options, rows, self.config.batch_size
+        needed = [Need(TARGET, workload.target_model, *sizes)]
+        if (shard := self.draft_shard) is not None:
+            rows, source = tuple(self.draft_buckets()), needed[0] if self.reads_states else None
+            parts = shard, self.draft_options, rows, self.draft_sequences
+            needed.append(Need(DRAFT, workload.draft_model, *parts, source))
+        return needed
+
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns the weight and KV bytes of a (target rank, draft rank).
 
@@ -121,21 +155,15 @@ class Job(Resolved):
         the last answer, and of the branches that grow. A target keeps one for each sequence that
         rejects.
         """
-        batch = self.config.batch_size
-        parts = [(self.target_shard, self.target_buckets(), self.options, batch)]
-        if (shard := self.draft_shard) is not None:
-            rows, sequences = self.draft_buckets(), self.draft_sequences
-            parts.append((shard, rows, self.draft_options, sequences))
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
             lanes = self.config.groups * self.group_lanes if self.fan_out else 0
-            kept = batch, (self.draft_sequences + lanes) * self.num_nodes
+            kept = self.config.batch_size, (self.draft_sequences + lanes) * self.num_nodes
         needed = [
-            shard.weight_bytes(options, itemsize)
-            + shard.cache_bytes(rows[-1], sequences, options, itemsize)
-            + shard.scratch_bytes(rows[-1], options, itemsize)
+            sum(need.num_bytes(itemsize))
+            + need.shard.scratch_bytes(need.buckets[-1], need.options, itemsize)
             + count * self.workload.proposal_width * _FLOAT32
-            for (shard, rows, options, sequences), count in zip(parts, kept, strict=False)
+            for need, count in zip(self.needs, kept, strict=False)
         ]
         target, draft = [*needed, 0][:2]
         return (target + draft, 0) if self.inline else (target, draft)

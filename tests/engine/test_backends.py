@@ -10,9 +10,8 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Cost
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.backend.profile import Profile
+from mpissd.engine.backend.profile import EmulatedBackend, Profile
 from mpissd.engine.backend.registry import choose, open_backend
 
 WAITER = Waiter(60.0, spin=False)

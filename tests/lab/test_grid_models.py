@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mpissd.common.config import RunConfig
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.session import models

@@ -13,8 +13,14 @@ from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.base import ForwardKey
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import Curve, Forward, HostEntry, Profile, load_profile
+from mpissd.engine.backend.profile import (
+    Curve,
+    EmulatedBackend,
+    Forward,
+    HostEntry,
+    Profile,
+    load_profile,
+)
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.predict.advisor import plan

@@ -11,8 +11,7 @@ import pytest
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.base import DeviceInfo
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.job import resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.measure.row import floor_of, shares_gpu_of

@@ -15,9 +15,8 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.backend.profile import Profile, forwards_of, load_profile
+from mpissd.engine.backend.profile import EmulatedBackend, Profile, forwards_of, load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions

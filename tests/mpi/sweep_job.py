@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from mpissd.__main__ import main
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
+from mpissd.engine.backend.profile import EmulatedBackend
 
 MOST_ROWS = 24
 

@@ -4,6 +4,10 @@ docs/profile.md describes the file. "from" is measured, modelled, datasheet, ass
 tables "forwards", "shards" and "read_outs" are read; the others, and the spread of each entry, are
 for human readers. Where a measured table covers a forward, the table is used; otherwise the forward
 is modelled from the rates. The emulated backend and the predictor take their durations from here.
+
+`EmulatedBackend` allocates nothing and runs no body: ranks sleep until the modelled end of a
+forward, so a machine with many GPUs can be rehearsed on two cores. Forwards of the `null` profile
+take 0 s, which measures the framework itself.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import bisect
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from importlib import resources
@@ -20,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.engine.backend.base import Cost, ForwardKey
+from mpissd.common.wait import Waiter
+from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, ForwardKey, Program
 
 SCHEMA = 1
 _FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # H100, GH200, A100, V100, L40S
@@ -433,3 +439,60 @@ def _profile(data: dict[str, Any]) -> Profile:
         hosts=tuple(HostEntry.parse(entry) for entry in data.get("host") or ()),
         **values,
     )
+
+
+class ModelledProgram(Program):
+    """A forward without work: it is over its modelled duration after it starts.
+
+    It starts at its launch, or when the forward before it is over.
+    """
+
+    def __init__(self, backend: EmulatedBackend, duration_s: float) -> None:
+        self._backend = backend
+        self._duration_s = duration_s
+        self._end = 0.0
+
+    def launch(self) -> None:
+        start = max(time.perf_counter(), self._backend.busy_until)
+        self._end = self._backend.busy_until = start + self._duration_s
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def wait(self, waiter: Waiter) -> None:
+        waiter.sleep_until(self._end)
+
+    def elapsed_s(self) -> float:
+        return self._duration_s
+
+
+class EmulatedBackend(Backend):
+    """A device whose only state is `busy_until`, the time at which its last forward ends."""
+
+    name = "emulated"
+    itemsize = 2
+    dtype_name = "float16"
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.few_rows = profile.few_rows
+        self.busy_until = 0.0
+        self.info = DeviceInfo(
+            name=f"{profile.device_name} (emulated)",
+            kind="emulated",
+            memory_bytes=profile.memory_bytes,
+        )
+
+    def kernel(self, weight: Any) -> str:
+        return "modelled"
+
+    def program(
+        self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
+    ) -> ModelledProgram:
+        return ModelledProgram(self, self.profile.forward_s(cost))
+
+    def read_bandwidth(self, num_bytes: int) -> float | None:
+        return self.profile.read_bytes_per_s
+
+    def peak_flops(self) -> float | None:
+        return self.profile.peak_flops_per_s

@@ -63,8 +63,7 @@ def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True)
 
         return NumpyBackend()
     if name == "emulated":
-        from mpissd.engine.backend.emulated_backend import EmulatedBackend
-        from mpissd.engine.backend.profile import load_profile
+        from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 
         return EmulatedBackend(load_profile(device))
     if name == "cupy":

@@ -61,19 +61,18 @@ def open_stepper(
 
     drafts: the draft instead of the target. source: the target whose hidden states it reads.
     """
-    config, shard = job.config, job.draft_shard if drafts else job.target_shard
-    assert shard is not None, "a drafter without a draft model"
+    config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
     backend = open_backend(backend_name, device=device, local_rank=0)
     resources.callback(backend.close)
     stepper = Stepper(
         backend,
         SoloGroup(),
-        shard,
-        job.draft_options if drafts else job.options,
-        buckets=job.draft_buckets() if drafts else job.target_buckets(),
-        num_sequences=config.batch_size,
-        model=job.workload.draft_model if drafts else job.workload.target_model,
+        need.shard,
+        need.options,
+        buckets=need.buckets,
+        num_sequences=need.num_sequences,
+        model=need.model,
         seed=2 * config.seed + drafts,
         source=source,
     )

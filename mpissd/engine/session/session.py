@@ -48,9 +48,8 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
-from mpissd.engine.job import Job, Serving, resolve
+from mpissd.engine.job import DRAFT, TARGET, Job, Need, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
-from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.engine.model.transformer.sources import doubt
 from mpissd.engine.workload.base import Workload
@@ -63,7 +62,6 @@ Logits = NDArray[np.float32]
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # time between two polls of an idle rank
 _SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
-_TARGET, _DRAFT = 0, 1
 _SPARE_BYTES = 2 << 30  # left free for activations, graphs and libraries
 
 
@@ -81,49 +79,6 @@ class WeightsKey:
 
 
 StepperKey = tuple[WeightsKey, ForwardOptions, int]  # with the sequences, if KV is read
-
-
-@dataclass(frozen=True)
-class Need:
-    """The weights and programs that one configuration needs of one model."""
-
-    which: int
-    model: ModelSource
-    shard: AnyShard
-    options: ForwardOptions
-    buckets: tuple[int, ...]
-    num_sequences: int
-    source: Need | None = None  # the target, if the draft reads its hidden states
-
-    def keys(self, few_rows: int) -> tuple[WeightsKey, StepperKey]:
-        """Returns the keys of the weights, and of the stepper on them."""
-        options, shard = self.options, self.shard
-        few = self.buckets[-1] <= few_rows and not isinstance(shard, TransformerShard)
-        weights = WeightsKey(
-            self.which, self.model, shard.shape, shard.tp, options.fuse, options.lm_head, few
-        )
-        keeps_kv = options.context or options.capacity
-        return weights, (weights, options, self.num_sequences if keeps_kv else 0)
-
-    def num_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Returns the bytes of this rank's weights, and of its KV cache."""
-        rows, options, shard = self.buckets[-1], self.options, self.shard
-        kv_bytes = shard.cache_bytes(rows, self.num_sequences, options, itemsize)
-        return shard.weight_bytes(options, itemsize), kv_bytes
-
-
-def needs(job: Job) -> list[Need]:
-    """Returns the needs of a job: of its target, and of its draft if it has one."""
-    batch, workload = job.config.batch_size, job.workload
-    target, rows = job.target_shard, tuple(job.target_buckets())
-    needed = [Need(_TARGET, workload.target_model, target, job.options, rows, batch)]
-    if (draft := job.draft_shard) is not None:
-        rows = tuple(job.draft_buckets())
-        source = needed[0] if job.reads_states else None
-        model, options, sequences = workload.draft_model, job.draft_options, job.draft_sequences
-        parts = model, draft, options, rows, sequences
-        needed.append(Need(_DRAFT, *parts, source))
-    return needed
 
 
 @dataclass
@@ -154,7 +109,7 @@ class Models:
 
     def expect(self, jobs: Iterable[Job]) -> None:
         """Plans steppers with the row counts of all these jobs; call before the first `open`."""
-        for need in (need for job in jobs for need in needs(job)):
+        for need in (need for job in jobs for need in job.needs):
             key = self._keys(need)[1]
             self._rows[key] = self._rows.get(key, frozenset()) | set(need.buckets)
 
@@ -166,8 +121,8 @@ class Models:
         them has no room for these either.
         """
         # An inline draft is the lead's; every target rank counts its memory.
-        held = {_DRAFT} if topology.is_draft else {_TARGET, _DRAFT} if job.inline else {_TARGET}
-        mine = [need for need in needs(job) if need.which in held]
+        held = {DRAFT} if topology.is_draft else {TARGET, DRAFT} if job.inline else {TARGET}
+        mine = [need for need in job.needs if need.which in held]
         try:
             return self._open(mine, topology)
         except Refused:
@@ -181,7 +136,7 @@ class Models:
         full = None
         try:
             for need in fresh:
-                is_here = need.which == _TARGET or topology.is_draft or topology.is_lead
+                is_here = need.which == TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
             # The error itself would keep the allocations alive.
@@ -205,7 +160,13 @@ class Models:
         return steppers
 
     def _keys(self, need: Need) -> tuple[WeightsKey, StepperKey]:
-        return need.keys(self._backend.few_rows)
+        """Returns the keys of a need's weights, and of the stepper on them."""
+        options, shard, few_rows = need.options, need.shard, self._backend.few_rows
+        few = need.buckets[-1] <= few_rows and not isinstance(shard, TransformerShard)
+        model = need.model, shard.shape, shard.tp
+        weights = WeightsKey(need.which, *model, options.fuse, options.lm_head, few)
+        keeps_kv = options.context or options.capacity
+        return weights, (weights, options, need.num_sequences if keeps_kv else 0)
 
     def _stepper(self, need: Need) -> Stepper | None:
         stepper: Stepper | None = cast(Any, self._held[self._keys(need)[1]].made)
@@ -245,8 +206,8 @@ class Models:
     def _make(self, need: Need, rank: int, is_here: bool) -> None:
         weights, key = self._keys(need)
         rows = self._rows.get(key, frozenset()) | set(need.buckets)
-        group = self._group if need.which == _TARGET else SoloGroup()
-        shard = replace(need.shard, rank=rank if need.which == _TARGET else 0)
+        group = self._group if need.which == TARGET else SoloGroup()
+        shard = replace(need.shard, rank=rank if need.which == TARGET else 0)
         weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
         base = self._held.setdefault(weights, _Held(weight_bytes))
         seed = 2 * self._seed + need.which

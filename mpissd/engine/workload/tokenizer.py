@@ -27,6 +27,7 @@ from mpissd.common.gguf import read_gguf
 from mpissd.common.presets import files_of
 from mpissd.common.rounds import Source
 from mpissd.engine.model.transformer.checkpoint import digest
+from mpissd.engine.model.transformer.sources import library as load_library
 
 if TYPE_CHECKING:
     import tokenizers
@@ -188,7 +189,8 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")  # some files name only the end of a
 
 def from_folder(folder: Path) -> Tokenizer:
     """Reads tokenizer.json and its neighbour files; raises ConfigError if that fails."""
-    library, path = _library(), folder / "tokenizer.json"
+    library = load_library("tokenizers", "workload=text")
+    path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{str(folder)!r}: has no tokenizer.json, which --workload=text needs")
     try:
@@ -238,7 +240,7 @@ def from_gguf(path: Path) -> Tokenizer:
     Raises ConfigError for another kind (SentencePiece), and for a pre-tokenizer that is not known
     here, as it would give wrong tokens without any error.
     """
-    library = _library()
+    library = load_library("tokenizers", "workload=text")
     from tokenizers import decoders, models, normalizers, processors
 
     metadata = read_gguf(path).metadata
@@ -303,14 +305,6 @@ def _split(path: Path, name: str, prefix: bool | None) -> Any:
         return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     allowed = ", ".join(sorted({*_GPT2, *_DIGITS, *_SPLITS}))
     raise ConfigError(f"{str(path)!r}: pre-tokenizer {name!r}: allowed: {allowed}")
-
-
-def _library() -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as missing:
-        raise ConfigError("workload=text needs tokenizers: pip install 'mpissd[text]'") from missing
-    return tokenizers
 
 
 def _first_line(error: Exception) -> str:

@@ -28,8 +28,7 @@ from mpissd.common.real_pairs import DEFAULT_RATES
 from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.emulated_backend import EmulatedBackend
-from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.comm.topology import agreed
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.round import TargetLoop
