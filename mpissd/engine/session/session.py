@@ -143,12 +143,8 @@ class Models:
             full = ConfigError(f"rank {topology.world.rank}: {error}")
         try:
             agree(topology.world, full)
-        except Refused:  # undo _make
-            for need in fresh:
-                weights, key = self._keys(need)
-                self._drop(key)
-                if not any(isinstance(k, tuple) and k[0] == weights for k in self._held):
-                    self._drop(weights)
+        except Refused:
+            self.close()  # of all ranks alike; another attempt makes what it needs
             raise
         for need in fresh:
             if (stepper := self._stepper(need)) is not None:
