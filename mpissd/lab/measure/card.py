@@ -18,12 +18,8 @@ from mpissd.lab.measure.row import answers_file
 
 def print_card(session: Session) -> None:
     """Prints the job's settings, ranks and devices to stdout, before anything is measured."""
-    job, config, topology, backend = (
-        session.job,
-        session.job.config,
-        session.topology,
-        session.backend,
-    )
+    job, topology, backend = session.job, session.topology, session.backend
+    config = job.config
     sizes = [
         f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
         for count in job.rank_bytes(backend.itemsize)
@@ -53,12 +49,6 @@ def print_card(session: Session) -> None:
         how = f"rate {learning.rate:g}, batch {learning.batch}"
         text = f"learner  trains the draft {how}; a version every {learning.publish_s:g} s at most"
         lines.append((f"rank {job.world_size - 1}", text))
-    if backend.info.kind == "emulated" and (rate := backend.read_bandwidth(0)):
-        cost = job.target_shard.cost(
-            job.verify_rows, config.batch_size, backend.itemsize, job.options
-        )
-        read_s = (cost.weight_bytes + cost.kv_bytes) / rate
-        lines.append(("floor", f"{read_s * 1e3:.3f} ms to read a target rank's bytes"))
     no_law = "none: every round emits one token a sequence"
     lines.append(("law", no_law if job.draft is None else session.workload.law))
     each = " in each group" if topology.groups > 1 else ""
@@ -132,22 +122,12 @@ def print_summary(row: Row, out: str = "") -> None:
         ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
         lines.append(("draft", f"{us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
     if (learner := row.learner) is not None:
-        names = ("sequences", "steps", "published", "refused")
-        seen, steps, published, refused = (learner.get(name, 0) for name in names)
-        text = f"{row.learner_state}: {seen} sequences, {steps} steps; versions: {published} "
-        text += f"published, {refused} refused, {row.draft_versions} taken over"
-        if not_taken := learner.get("refused_versions"):
-            text += f"; the draft refused {len(not_taken)}, first {not_taken[0]}"
-        if (shared := learner.get("shares_gpu_of")) is not None:
-            text += f"; on rank {shared}'s GPU, which counts once"
+        text = f"{row.learner_state}: {learner.get('steps', 0)} steps, {row.draft_versions} "
+        text += "versions taken over"
         lines.append(("learner", text))
     if row.per_group:
         rates = ", ".join(f"{group['tok_per_s']:.1f}" for group in row.per_group)
         lines.append(("groups", f"{rates} tok/s"))
-    if (pool := row.pool) is not None:
-        wait = row.draft_wait_us or {}
-        text = f"the draft is busy {pool['busy']:.0%}, {pool['seats']:.2f} groups a forward"
-        lines.append(("pool", f"{text}; waits for it p50 {us(wait['p50'])}, p90 {us(wait['p90'])}"))
     if row.hit_rate is not None:
         lines.append(("hits", f"{row.hit_rate:.3f} of the lookups"))
     if (row.num_prompts or 0) > 1 and out:
