@@ -1,9 +1,7 @@
 """Closed formulas that measurements are compared with, each with its source.
 
 Letters as in the papers: alpha per-token acceptance, K lookahead, k accepted tokens (0..K), F_k
-bonus candidates kept for "k accepted", B = ΣF_k, h hit rate, b batch size. Times are in units of
-one autoregressive step of the target: r = verify_ratio = t_target(b(K+1)) / t_target(1). The T_SD
-of a result row is in units of the verification instead: t_draft = r·T_SD.
+bonus candidates kept for "k accepted", B = ΣF_k.
 
     [L]  Leviathan, Kalman, Matias, ICML 2023          [S]  Kumar, Dao, May, arXiv 2603.03251
     [D]  derived here; tests/common/test_theory.py checks it by simulation or brute force
@@ -36,34 +34,6 @@ def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
         probabilities.append(reached * (1.0 - rate))
         reached *= rate
     return (*probabilities, reached)
-
-
-def speedup_sd(tokens: float, verify_ratio: float, t_draft: float) -> float:
-    """Returns the speedup of SD over AR: E_SD / (r + T_draft) [L, theorem 3.8, with r for its 1].
-
-    With r = 1 and t_draft = T_SD it equals the milestone report's E / (1 + T_SD).
-    """
-    return tokens / (verify_ratio + t_draft)
-
-
-def speedup_ssd(
-    p_hit: float,
-    tokens_hit: float,
-    tokens_miss: float,
-    *,
-    verify_ratio: float,
-    t_growth: float,
-    t_backup: float,
-    batch_size: int = 1,
-) -> float:
-    """Returns the speedup of SSD over AR [S, theorem 7].
-
-    It is [h·E_hit + (1−h)·E_miss] / [H·max(r, T_p) + (1−H)·(r + T_b)] with H = h^b, because a round
-    waits for every sequence and hits are independent [S, cor. 16]. A miss aborts the growth.
-    """
-    tokens = p_hit * tokens_hit + (1 - p_hit) * tokens_miss
-    all_hit, hit_s = p_hit**batch_size, max(verify_ratio, t_growth)
-    return tokens / (all_hit * hit_s + (1 - all_hit) * (verify_ratio + t_backup))
 
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:

@@ -41,19 +41,3 @@ def test_tokens_and_probabilities_against_simulation() -> None:
     assert near(accepted + 1, theory.expected_tokens_from_rates(hazards))
     for k, weight in enumerate(theory.accept_probabilities(hazards)):
         assert near((accepted == k).astype(float), weight)
-
-
-def test_ssd_meets_sd_and_its_bound_at_the_ends() -> None:
-    """Between them tests/lab/test_simulation.py compares the formula with simulated rounds."""
-    tokens, r, t_draft = 4.0, 1.05, 0.8
-    sd = theory.speedup_sd(tokens, r, t_draft)
-    times = {"verify_ratio": r, "t_growth": 0.9, "t_backup": t_draft}
-    never, half, always = (theory.speedup_ssd(h, tokens, tokens, **times) for h in (0.0, 0.5, 1.0))
-    assert never == pytest.approx(sd) and half > sd
-    assert always / sd == pytest.approx((r + t_draft) / r)  # [S, cor. 9]
-    # T_p >= T_SD and equal K: hiding latency is worth at most 2x, at T_SD = r.
-    gains = [
-        theory.speedup_ssd(1, 1, 1, verify_ratio=1, t_growth=t, t_backup=t) * (1 + t)
-        for t in np.linspace(0.05, 5, 100)
-    ]
-    assert max(gains) <= 2

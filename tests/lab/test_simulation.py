@@ -43,6 +43,20 @@ def test_a_mean_does_not_depend_on_the_others_in_the_grid() -> None:
         assert getattr(together, name).tolist() == [getattr(one, name)[0] for one in alone]
 
 
+def speedup_sd(tokens: float, ratio: float, t_draft: float) -> float:
+    """SD over AR [Leviathan, theorem 3.8, with r = t_target(b(K+1)) / t_target(1) for its 1]."""
+    return tokens / (ratio + t_draft)
+
+
+def speedup_ssd(
+    p_hit: float, hit: float, miss: float, ratio: float, growth: float, backup: float, b: int = 1
+) -> float:
+    """SSD over AR [Kumar, Dao, May, theorem 7; corollary 16 for b sequences]; hit, miss: tokens."""
+    all_hit = p_hit**b
+    round_s = all_hit * max(ratio, growth) + (1 - all_hit) * (ratio + backup)
+    return (p_hit * hit + (1 - p_hit) * miss) / round_s
+
+
 # Time is counted in single-row forwards: t_target(1) = 1.
 
 
@@ -53,7 +67,7 @@ def test_sd_is_leviathan_s(alpha: float, lookahead: int, inline: bool) -> None:
     device = DeviceCosts.from_points({1: 1.0, lookahead + 1: ratio}, {1: step})
     job = make_job(mode="sd", lookahead=lookahead, alpha=alpha, num_drafts=0 if inline else 1)
     tokens = theory.expected_tokens(alpha, lookahead)
-    speedup = theory.speedup_sd(tokens, ratio, lookahead * step)
+    speedup = speedup_sd(tokens, ratio, lookahead * step)
     assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=EXACT)
 
 
@@ -66,10 +80,7 @@ def test_ssd_is_the_paper_s_where_growth_hides(p_hit: float, batch: int) -> None
     job = make_job(mode="ssd", lookahead=lookahead, alpha=alpha, p_hit=p_hit, batch_size=batch)
     tokens = theory.expected_tokens(alpha, lookahead)
     assert 5 * step < ratio  # glue and K steps
-    speedup = theory.speedup_ssd(
-        p_hit, tokens, tokens, verify_ratio=ratio, t_growth=5 * step, t_backup=4 * step,
-        batch_size=batch,
-    )  # fmt: skip
+    speedup = speedup_ssd(p_hit, tokens, tokens, ratio, 5 * step, 4 * step, batch)
     found = expected(job, device, FREE)
     assert found.tok_per_s[0] / batch == pytest.approx(speedup, rel=NEAR)
     assert found.hit_rate[0] == pytest.approx(p_hit, abs=NEAR)
@@ -81,7 +92,7 @@ def test_ssd_with_a_fast_backup_hides_everything() -> None:
     job = make_job(mode="ssd", lookahead=4, alpha=0.9, p_hit=0.6, backup="fast",
                    acceptance_fast="alpha:0.2", backup_lookahead=3)  # fmt: skip
     hit, miss = theory.expected_tokens(0.9, 4), theory.expected_tokens(0.2, 3)
-    speedup = theory.speedup_ssd(0.6, hit, miss, verify_ratio=1.0, t_growth=0.5, t_backup=0.0)
+    speedup = speedup_ssd(0.6, hit, miss, 1.0, 0.5, 0.0)
     assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=NEAR)
 
 

@@ -4,7 +4,7 @@ rivals.py defines the uses that SSD must beat, docs/definitions.md when a verdic
 takes SSD at the K, fan-out and backup of its largest predicted mean, from one visit
 (compare.same_visit), and the use of the same visit, at any measured K, that leaves the lower end of
 its interval smallest. A use of another visit counts by its rows and DRIFT, one without rows by
-Times.bound.
+`bound_of`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from mpissd.common.compare import (
@@ -26,9 +25,8 @@ from mpissd.common.compare import (
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import ASSUMED_LAW
-from mpissd.common.rivals import LOOKUPS, Family, between, tps_of, widest
+from mpissd.common.rivals import LOOKUPS, Family, tps_of, widest
 from mpissd.common.row import Row
-from mpissd.common.theory import expected_tokens
 from mpissd.lab.tables.best import (
     Use,
     best_use,
@@ -41,7 +39,6 @@ from mpissd.lab.tables.best import (
 )
 
 LEVEL = 0.05  # False-alarm rate of all verdicts of a table together.
-MOST_K = 16
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
 
 
@@ -49,7 +46,7 @@ _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one set
 class Open:
     """A use that may be the strongest: not measured, of too few seeds, or of another visit.
 
-    rate: tok/s on the other visit, or expected from measured times (None: unknown).
+    rate: tok/s on the other visit.
     """
 
     family: Family
@@ -59,8 +56,7 @@ class Open:
     def __str__(self) -> str:
         if self.why == "another visit":
             return f"few visits: {self.family}, {self.rate or 0:.0f} tok/s on another"
-        rate = "" if self.rate is None else f" ({self.rate:.0f} tok/s expected)"
-        return f"{self.family} {self.why}{rate}"
+        return f"{self.family} {self.why}"
 
 
 @dataclass(frozen=True)
@@ -95,12 +91,6 @@ class Claim:
     def is_assumed(self) -> bool:
         """Whether SSD's hits follow the assumed model, of no real pair."""
         return self.hit_law == ASSUMED_LAW
-
-    @property
-    def is_verdict(self) -> bool:
-        """Whether the line decides which is faster, or that there is no difference."""
-        known = self.gain is not None and self.gain.is_headline and not self.unknown
-        return known and (self.p_value < LEVEL or not (self.gain and self.gain.is_real))
 
     @property
     def text(self) -> str:
@@ -214,7 +204,7 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -
     for use in sorted(rivals, key=lambda use: -use.tok_per_s):
         fastest.setdefault(use.family, use)
     best = max((use.tok_per_s for use in here), default=0.0)
-    times, unknown = Times(uses, first), []
+    every, unknown = [row for use in uses for row in use.rows], list[Open]()
     lookups = LOOKUPS if first.acceptance is None else LOOKUPS[:1]
     measured = {use.family for use in here}
     for family in widest(gpus, tps_of(str(setting["target"]), gpus), lookups):
@@ -227,8 +217,8 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -
             if rate * (1 + DRIFT) >= best:
                 few = Open(family, f"has {most} of {seeds} seeds")
                 unknown.append(few if most < seeds else Open(family, "another visit", rate))
-        elif (bound := times.bound(family)) is None or bound >= best:
-            unknown.append(Open(family, "not measured", times.rate(family)))
+        elif (bound := bound_of(family, every, first)) is None or bound >= best:
+            unknown.append(Open(family, "not measured"))
     unknown.sort(key=lambda one: -(one.rate or 0.0))
     several = [(gpus // use.family.gpus, use) for use in rivals if 2 * use.family.gpus <= gpus]
     copies = max(several, key=lambda one: one[0] * one[1].tok_per_s, default=None)
@@ -240,70 +230,20 @@ def _fast_of(row: Row) -> str:
     return str(row.acceptance_fast or RunConfig.acceptance_fast)
 
 
-class Times:
-    """Median times of a setting's rows, and expectations from them for uses without rows.
+def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
+    """Returns tok/s that AR, or a lookup under imposed acceptance, cannot exceed; None: unknown.
 
-    A forward on T ranks takes a + c/T seconds, by the measured T next below and above.
+    AR on T ranks is no faster than on the next measured number of them; a lookup commits at most
+    1/(1 − a) tokens a forward of AR.
     """
-
-    def __init__(self, uses: Sequence[Use], ssd: Row) -> None:
-        rows = [row for use in uses for row in use.rows if not _is_imposed(row)]
-        self.alpha, self.fast = alpha_of(ssd.acceptance), alpha_of(_fast_of(ssd))
-        self.usable = ssd.batch_size == 1 and self.alpha is not None and self.fast is not None
-        self.verify = {
-            tp: median(r.t_target_s for r in rows if r.tp == tp and r.t_target_s)
-            for tp in {row.tp for row in rows if row.t_target_s}
-        }
-        ars = [row for row in rows if row.mode == "ar"]
-        self.ar = {tp: max(r.tok_per_s for r in ars if r.tp == tp) for tp in {r.tp for r in ars}}
-        chains = (r for r in rows if r.mode == "sd" and not r.tree_nodes)
-        drafted = [r for r in chains if r.t_draft_s and r.t_target_s]
-        steps = [(row.t_draft_s or 0.0) / row.lookahead for row in drafted]
-        self.step = median(steps) if steps else None
-        hosts = [
-            row.round_us["p50"] / 1e6 - ((row.t_draft_s or 0.0) + (row.t_target_s or 0.0))
-            for row in drafted
-            if row.inline_draft
-        ]
-        self.host = median(hosts) if hosts else 0.0
-
-    def rate(self, family: Family) -> float | None:
-        """Returns the expected tok/s of a use without a draft GPU at its best K, or None.
-
-        With no larger T measured, the forward of the largest smaller one is divided evenly, which
-        is the best that the rival could do.
-        """
-        tp, verify = family.tp, self.verify
-        low = max((t for t in verify if t <= tp), default=None)
-        high = min((t for t in verify if t >= tp), default=None)
-        if not self.usable or low is None or family.num_drafts:
-            return None
-        if high is None or high == low:
-            forward = verify[low] * low / tp
-        else:
-            forward = between(tp, (low, verify[low]), (high, verify[high]))
-        if family.mode == "ar":
-            return 1 / (forward + self.host)
-        if family.mode in LOOKUPS:
-            return expected_tokens(self.fast or 0.0, 8) / (forward + self.host)
-        if self.step is None:
-            return None
-        return max(
-            expected_tokens(self.alpha or 0.0, k) / (forward + k * self.step + self.host)
-            for k in range(1, MOST_K + 1)
-        )
-
-    def bound(self, family: Family) -> float | None:
-        """Returns tok/s that AR, or a lookup under imposed acceptance, cannot exceed.
-
-        AR on T ranks is no faster than on the next measured number of them; a lookup commits at
-        most 1/(1 − a) tokens a forward of AR.
-        """
-        wider = [tp for tp in self.ar if tp >= family.tp]
-        if not self.usable or not wider or family.mode not in ("ar", *LOOKUPS):
-            return None
-        most = 1.0 if family.mode == "ar" else 1 / (1 - (self.fast or 0.0))
-        return self.ar[min(wider)] * (1 + DRIFT) * most
+    fast = alpha_of(_fast_of(ssd))
+    wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
+    is_known = ssd.batch_size == 1 and alpha_of(ssd.acceptance) is not None and fast is not None
+    if not is_known or not wider or family.mode not in ("ar", *LOOKUPS):
+        return None
+    next_tp = min(row.tp for row in wider)
+    rate = max(row.tok_per_s for row in wider if row.tp == next_tp)
+    return rate * (1 + DRIFT) * (1.0 if family.mode == "ar" else 1 / (1 - (fast or 0.0)))
 
 
 def alpha_of(law: object) -> float | None:
