@@ -18,7 +18,6 @@ from mpissd.engine.spec.acceptance import (
     AcceptanceLaw,
     HitLaw,
     Power,
-    count_accepted,
     hazards_of_counts,
     named_hit_law,
     resolve_acceptance,
@@ -70,19 +69,6 @@ def test_errors_name_the_value_and_what_is_allowed(text: str, message: str) -> N
     with pytest.raises(ConfigError) as error:
         resolve_acceptance(text, 3)
     assert message in str(error.value)
-
-
-@given(st.integers(0, 5), st.integers(0, 6), st.integers(0, 2**32 - 1))
-def test_count_accepted_against_a_loop(batch: int, lookahead: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    drafts = rng.integers(0, 2, (batch, lookahead), np.int32)
-    stream = rng.integers(0, 2, (batch, lookahead + 1), np.int32)
-    num_draft = rng.integers(0, lookahead, batch, np.int32, endpoint=True)
-    for i, accepted in enumerate(count_accepted(drafts, stream, num_draft)):
-        k = 0
-        while k < num_draft[i] and drafts[i, k] == stream[i, k]:
-            k += 1
-        assert accepted == k
 
 
 def test_imposed_hits() -> None:

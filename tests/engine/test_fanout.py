@@ -29,26 +29,12 @@ def miss_probability(weights: Any, fan_out: Any, a: Any, r: Any) -> float:
     return math.fsum(w * power_law_miss(*law) for w, *law in rows)
 
 
-def hit_rate(
-    fan_out: tuple[int, ...], hazards: list[float], a: list[float], r: float = 1.0
-) -> float:
-    return 1 - miss_probability(accept_probabilities(hazards), fan_out, a, r)
-
-
 def least_miss(
     weights: tuple[float, ...], budget: int, a: list[float], r: float | list[float]
 ) -> float:
     """By trying every fan-out within the budget."""
     choices = itertools.product(range(budget + 1), repeat=len(weights))
     return min(miss_probability(weights, f, a, r) for f in choices if sum(f) <= budget)
-
-
-def test_greedy_and_no_zeros_are_worse() -> None:
-    hazards, a = [0.8] * 7, [1.0] * 8
-    assert hit_rate((24, 0, 0, 0, 0, 0, 0, 0), hazards, a) == pytest.approx(0.19, abs=5e-3)
-    without_zeros = resolve_fan_out("geometric:12", 7, hazards, 1.0, 1.0, minimum=1)
-    assert min(without_zeros) == 1 and sum(without_zeros) == 12
-    assert hit_rate(without_zeros, hazards, a) == pytest.approx(0.349, abs=5e-4)
 
 
 @settings(max_examples=60)

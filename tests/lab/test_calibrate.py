@@ -93,15 +93,6 @@ def test_growth_shows_its_parts_and_an_outcome_that_waited_shows_its_reading() -
     assert costs(told, lead(), all_hit)["step"] == pytest.approx(90)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_few_rounds_are_enough(count: int) -> None:
-    missed = draft({"num_jit": 1, "t_growth_s": np.nan}, speculate=4200)
-    assert missed.rounds is not None
-    first = WarmUp(lead().ledger[:count], np.full(count, K + 1))
-    second = WarmUp(missed.ledger[:count], None, missed.rounds[:count])
-    assert costs(job("ssd"), first, second)["link"] == 142
-
-
 FORWARDS: list[Any] = [  # ms by rows of target and draft, and what is chosen
     ({1: 9.95, 4: 14.0, 8: 18.8}, {1: 2.57, 8: 5.09, 16: 8.2}, (2, "uniform:2")),  # AVX-512
     ({1: 10, 8: 10.5}, {1: 0.3, 16: 0.4}, (7, "uniform:3")),  # flat, and the draft is cheap

@@ -257,14 +257,6 @@ def test_a_choice_is_labelled_where_its_times_are_derived(
     assert {choice.mode for choice in choices if choice.derived} == derived
 
 
-@pytest.mark.parametrize("context", [0, 16384])
-def test_derived_times_are_to_be_probed_first(context: int) -> None:
-    """Also if only the best use's rival has them."""
-    _, advice = advised(2, context=context)
-    half = replace(advice, judged=(replace(advice.best, derived=None), *advice.judged[1:]))
-    assert bool(advice.to_probe) == bool(half.to_probe) == (context > 0)
-
-
 def test_host_costs_that_nobody_knows_make_no_verdict(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

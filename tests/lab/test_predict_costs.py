@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
@@ -37,12 +38,17 @@ from mpissd.lab.predict.search import survey
 from tests.datasheet import DATASHEET
 
 
-def test_a_table_is_straight_between_points_flat_before_and_goes_on_behind() -> None:
-    table = RowTable.of({8: 3.0, 2: 1.0, 4: 2.0})
+def curve(points: dict[int, float]) -> Any:
+    """A profile's forward, as a function of arrays."""
+    return np.vectorize(Curve(tuple(points), tuple(points.values())))
+
+
+@pytest.mark.parametrize("made", [RowTable.of, curve])
+def test_a_table_is_straight_between_points_flat_before_and_goes_on_behind(made: Any) -> None:
+    table = made({2: 1.0, 4: 2.0, 8: 3.0})
     assert table([1, 2, 3, 4, 6, 8, 10]).tolist() == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
-    assert table(6).shape == ()
-    assert RowTable.of({4: 2.0})([1, 4, 99]).tolist() == [2.0, 2.0, 2.0]
-    falling = RowTable.of({2: 2.0, 4: 1.0})
+    assert made({4: 2.0})([1, 4, 99]).tolist() == [2.0, 2.0, 2.0]
+    falling = made({2: 2.0, 4: 1.0})
     assert falling([4, 8]).tolist() == [1.0, 1.0]  # noise doesn't become a negative time
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mpissd.engine
-from mpissd.common.errors import ConfigError, FaultError, ProtocolError
+from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.decode.draft import Drafter
@@ -57,11 +57,6 @@ def test_its_models_are_freed_with_it(flags: dict[str, Any]) -> None:
         assert [model() for model in models] == [None] * len(models)
     finally:
         gc.enable()
-
-
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="backend=cupy in one process: allowed: numpy, emulated"):
-        Decoder(RunConfig(backend="cupy", pair="toy"))
 
 
 def test_a_draft_that_fails_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

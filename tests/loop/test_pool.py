@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.errors import ConfigError
-from mpissd.engine.decode.in_process import Decoder
 from tests.loop.pool_rig import Pool, config_of, decided
 from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -99,8 +97,3 @@ def test_groups_stop_in_any_order_even_before_they_began() -> None:
         for number in (2, 0, 1):
             pool.groups[number].stop()
     assert all(group.is_stopped for group in pool.groups)  # and the draft loop has ended
-
-
-def test_a_decoder_in_one_process_has_one_group() -> None:
-    with pytest.raises(ConfigError, match="groups=2 in one process: allowed: 1"):
-        Decoder(config_of(**{**GEMM, "groups": 2}))

@@ -69,6 +69,11 @@ def test_a_prompt_that_ends_with_a_page_is_read_once_more_at_its_end(pair: TinyP
         rows_of(pair, "ssd", Submit(0, SYSTEM[:length], 5), Submit(1, SYSTEM[:length], 70))
 
 
+def test_a_page_is_found_only_after_the_tokens_that_it_followed(pair: TinyPair) -> None:
+    second = SYSTEM[64:128]
+    rows_of(pair, "ssd", Submit(0, SYSTEM, 9), Submit(1, [*second, *second, 5], 40))
+
+
 class Wild(Goodput):
     """Takes any way before each round."""
 
