@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.engine.backend import weights
 from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 
@@ -25,7 +24,7 @@ def test_a_part_is_cut_from_the_whole(name: str, data: st.DataObject) -> None:
     if len(cuts) == 2:
         spec = checkpoint.part(name, *cuts).recipe()
         assert spec is not None
-        assert np.array_equal(weights.part(spec).T, part)
+        assert np.array_equal(spec.values().T, part)
     assert whole.shape == SIZES[name] and whole.dtype == np.float32
     assert np.array_equal(part, whole[tuple(cuts)])
 

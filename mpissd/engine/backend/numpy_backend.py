@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.engine.backend import weights
-from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart
+from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, Program, WeightPart, element
 
 Floats = NDArray[np.float32]
 
@@ -58,13 +57,13 @@ class NumpyBackend(Backend):
         )
 
     def weight(self, parts: Sequence[WeightPart]) -> Floats:
-        return np.ascontiguousarray(np.concatenate([weights.part(p) for p in parts], axis=1))
+        return np.ascontiguousarray(np.concatenate([part.values() for part in parts], axis=1))
 
     def activation(self, rows: int, width: int) -> Floats:
         return np.full((rows, width), np.nan, np.float32)
 
     def table(self, entries: int, width: int, key: int) -> Floats:
-        return weights.element(key, np.arange(entries), np.arange(width))
+        return element(key, np.arange(entries), np.arange(width))
 
     def gather(self, table: Any, tokens: Any, out: Any) -> None:
         np.take(table, tokens % len(table), axis=0, out=out)

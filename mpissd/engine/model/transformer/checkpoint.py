@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.rounds import Ints
-from mpissd.engine.backend import weights
 from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.model.transformer.config import TransformerConfig
 
@@ -274,7 +273,7 @@ class RandomTensor(Tensor):
         self._key, self._scale, self._mean = key, scale, mean
 
     def read(self, rows: slice, columns: slice) -> Floats:
-        values = np.asarray(weights.part(self.recipe(rows, columns)).T)
+        values = np.asarray(self.recipe(rows, columns).values().T)
         return values if len(self.shape) == 2 else values[:, 0] + np.float32(self._mean)
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart:
