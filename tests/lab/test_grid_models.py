@@ -9,7 +9,7 @@ from mpissd.common.config import RunConfig
 from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.session import models
+from mpissd.engine.session.session import Models
 
 WORLD = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
 LEAD = SimpleNamespace(world=WORLD, group=WORLD, is_draft=False, is_lead=True)
@@ -39,7 +39,7 @@ def job(mode: str = "ssd", tp: int = 1, **flags: Any) -> Job:
 
 
 def opened(jobs: list[Job], backend: Counted, room: int | None = None) -> Any:
-    held = models.Models(backend, SoloGroup(), 0)
+    held = Models(backend, SoloGroup(), 0)
     held.room = room
     held.expect(jobs)
     return held
