@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import device_kind, known_profiles, load_profile
+from mpissd.engine.backend.profile import device_kind, load_profile
+from mpissd.lab.predict.derive import shipped_profiles
 from mpissd.lab.predict.row import Forecast, forecast_row
 
 # Largest allowed median and p95 of the size of error (c).
@@ -33,8 +34,8 @@ def profile_of_another_job(name: str | None) -> Callable[[Row], Forecast]:
     ConfigError if there is no such profile.
     """
     named = [] if name is None else [*map(load_profile, name.split(","))]
-    known = {p.kind: p for p in (*map(load_profile, known_profiles()), *named)}
     own = {p.kind: p for p in named}
+    known = shipped_profiles() | own
 
     def forecast(row: Row) -> Forecast:
         kind = device_kind(row.device_name)

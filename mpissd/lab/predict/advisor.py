@@ -111,11 +111,8 @@ def plan(
 
     Only the imposed models and the batch size of `config` are used; the search finds mode, K,
     fan-out and backup. unjudged: further uses that would fit (search.survey). trees: whether SD's
-    trees are uses, too. Raises ConfigError without placements or GPUs, and where rounds take no
-    time.
+    trees are uses, too. Raises ConfigError where rounds take no time.
     """
-    if gpus < 1 or not places:
-        raise ConfigError(f"plan: {len(places)} placements on {gpus} GPUs: allowed: 1 or more")
     by_tp = {place.tp: place for place in places}
     space = COARSE if config.batch_size <= _FEW else ROUGH
     every = (c for place in places for c in candidates(config, place, gpus, space, trees=trees))

@@ -181,10 +181,9 @@ class DeviceCosts:
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
         """Returns the seconds of draft forwards (growth or backup) with these row counts.
 
-        most_rows: as RowTable takes it. Raises ConfigError if there is no draft.
+        most_rows: as RowTable takes it.
         """
-        if self.draft is None:
-            raise ConfigError("these device costs have no draft: allowed: mode=ar")
+        assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
     def glue_s(
@@ -193,7 +192,7 @@ class DeviceCosts:
         """Returns the seconds of draft forwards that read `candidates` of each of these rows.
 
         Between measured numbers of candidates time goes in straight lines. most_rows: as RowTable
-        takes it. Raises ConfigError if there is no draft.
+        takes it.
         """
         if not self.lists:
             return self.draft_s(rows, most_rows)

@@ -127,17 +127,14 @@ def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
     """Returns this profile if it has all-reduces, or a built-in one of its device that has."""
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile
-    return next((o for o in _same_device(profile) if o.all_reduce_latency_s), profile)
-
-
-def _same_device(profile: Profile) -> list[Profile]:
-    """Returns the built-in profiles of this profile's device."""
-    return [other for other in _built_in() if other.kind == profile.kind]
+    other = shipped_profiles().get(profile.kind)
+    return profile if other is None or not other.all_reduce_latency_s else other
 
 
 @lru_cache(maxsize=1)
-def _built_in() -> tuple[Profile, ...]:
-    return tuple(map(load_profile, known_profiles()))
+def shipped_profiles() -> dict[str, Profile]:
+    """Returns the built-in profile of each kind of device."""
+    return {profile.kind: profile for profile in map(load_profile, known_profiles())}
 
 
 def with_hosts(profile: Profile) -> Profile:
@@ -147,13 +144,13 @@ def with_hosts(profile: Profile) -> Profile:
     labelled "derived". A profile without any host costs is returned unchanged: it treats the host's
     work as free.
     """
-    if not profile.hosts:
+    other = shipped_profiles().get(profile.kind)
+    if not profile.hosts or other is None:
         return profile
     added = [
         replace(entry, source=f"{DERIVED} from profile {other.name}: {entry.source}")
         for mode, drafts in METHODS
         if not _entries(profile, mode, drafts)
-        for other in _same_device(profile)[:1]
         for entry in _entries(other, mode, drafts)
     ]
     return replace(profile, hosts=(*profile.hosts, *added)) if added else profile

@@ -7,9 +7,9 @@ from typing import Any
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.engine.backend.profile import Profile, device_kind, known_profiles, load_profile
+from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
 from mpissd.lab.predict.advice import with_laws
-from mpissd.lab.predict.derive import with_hosts
+from mpissd.lab.predict.derive import shipped_profiles, with_hosts
 from mpissd.lab.predict.search import Space, candidates, placed, weigh
 
 _GAIN = 1.03  # a tree must promise so many times the best chain's rate
@@ -18,9 +18,8 @@ _GAIN = 1.03  # a tree must promise so many times the best chain's rate
 def profile_of(device_name: str) -> Profile:
     """Returns the shipped profile of a device; raises ConfigError if there is none."""
     kind = device_kind(device_name)
-    for profile in map(load_profile, known_profiles()):
-        if profile.kind == kind:
-            return profile
+    if (profile := shipped_profiles().get(kind)) is not None:
+        return profile
     known = ", ".join(known_profiles())
     raise ConfigError(f"tree=auto on {kind}: no profile of it: allowed: tree=1..256, or on {known}")
 
