@@ -20,14 +20,14 @@ def test_two_ranks_give_what_one_gives(backend: str, choices: str, models: str) 
     flags = f"--backend={backend} --all_reduce={choices} --models={models} --tokens=12"
     done = ended(start(2, "tests.gpu.mpi_shard_check", *flags.split()))
     assert done.code == 0, done.out + done.err
-    assert done.out.rstrip().endswith("passed") and "pass  " in done.out
+    assert "passed" in done.out.splitlines() and "pass  " in done.out
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_chain_rounds_to_the_outcomes_of_the_host(ranks: int) -> None:
     done = ended(start(ranks, "tests.gpu.mpi_chained_check", "numpy"))
     assert done.code == 0, done.out + done.err
-    assert done.out.count("pass  ") == 8 and done.out.rstrip().endswith("passed")
+    assert done.out.count("pass  ") == 8 and "passed" in done.out.splitlines()
 
 
 def test_a_logit_of_any_rank_that_is_not_finite_ends_the_job() -> None:
