@@ -146,7 +146,11 @@ class TextPair(Pair):
         return [Request(n, prompt[-1], 0, prompt, *told, **more) for n, prompt in enumerate(asked)]
 
     def forced(self, answer: list[int]) -> list[int]:
-        return grammars().begin(GRAMMAR).forced(answer) if self.forces else []
+        if not self.forces:
+            return []
+        grammar = grammars().begin(GRAMMAR)
+        grammar.forces = True
+        return grammar.forced(answer)
 
     @property
     def ids(self) -> Any:

@@ -261,10 +261,8 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
 def write_plan(
     message: Message, outcome: Outcome, speculation: Speculation, stop: bool
 ) -> int | None:
-    """Writes a plan: the outcome that followers apply and the speculation that they verify.
-
-    Returns its int32 if they are more than usual.
-    """
+    """Writes a plan: the outcome that followers apply and the speculation that they verify; returns
+    its int32 if they are more than usual."""
     parts, control = [outcome.rows, speculation.rows], outcome.control
     end = message.write(outcome.round, len(outcome.rows), parts, stop=stop, control=control)
     return end if end > message.usual else None

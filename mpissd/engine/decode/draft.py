@@ -226,9 +226,8 @@ class Drafter:
         if misses and self._most:
             if self.policy.backup == Source.JIT:
                 start = perf_counter()
-                spare = 1  # of the tokens to store, left to the first step
-                if self.batch.forced:
-                    spare = max(1, (self.worker.stepper.most_rows - len(lanes)) // len(misses))
+                room = self.worker.stepper.most_rows - len(lanes) if self.batch.forced else 0
+                spare = max(1, room // len(misses))  # a sequence's tokens for the first step
                 if (yield from self._fill(misses, spare)):
                     self.caught_up_s = perf_counter() - start
                 self._num_jit = len(misses)
@@ -262,14 +261,10 @@ class Drafter:
         """Whether lanes have `want` levels, or grammars decide the rest of every lane, which then
         follows the bonus token without a draft."""
         left, lanes = want - rollout.steps, rollout.lanes or ()
-        if left <= 0 or not lanes or not self.worker.oracle.forces:
+        if left <= 0 or not lanes:
             return left <= 0
-        rows = np.repeat(rollout.rows, len(lanes) // len(rollout)).tolist()
         return all(
-            lane.grammar is not None
-            and self.batch.sequences[row].request.logprobs is None
-            and lane.grammar.decides(lane.context, left)
-            for lane, row in zip(lanes, rows, strict=True)
+            lane.grammar is not None and lane.grammar.decides(lane.context, left) for lane in lanes
         )
 
     @property
@@ -317,8 +312,8 @@ class Drafter:
             ends = rollout.tree.ends
             for row in rollout.rows.tolist():
                 if (limit := self.batch.sequences[row].request.lookahead) is not None:
-                    most = min(left.get(row, nodes), ends[min(limit, len(ends) - 1)])
-                    speculation.num_draft[row] = most
+                    most = ends[min(limit, len(ends) - 1)]
+                    speculation.num_draft[row] = min(most, speculation.num_draft[row])
             if sampled:
                 speculation.q[rows, :nodes] = 1.0 if rollout.q is None else rollout.q[:, :nodes]
                 for lane, row in enumerate(rollout.rows.tolist()):

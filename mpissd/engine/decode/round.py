@@ -146,9 +146,8 @@ class TargetLoop:
         mark(LeadPhase.SAMPLE)
         decided, tree = Outcome(self.round, rows), worker.oracle.tree
         self._forced = dict[int, list[int]]()
-        for row, one in enumerate(self.batch.sequences if worker.oracle.forces else ()):
-            grammar = worker.oracle.grammar(one)
-            if grammar is not None and one.request.logprobs is None:
+        for row, one in enumerate(self.batch.sequences):
+            if (grammar := worker.oracle.grammar(one)) is not None:
                 path = [one.served[column] for column in tree.paths[accepted[row]]]
                 self._forced[row] = grammar.forced([*one.answer, *path, int(bonus[row])])
         if tree.num_lanes:

@@ -230,10 +230,9 @@ class Scheduler:
             task.accepted += accepted
             task.rejected += accepted < count and not drafted.is_lost  # lost: not judged
             task.hits += hit
-            forced = result.forced.get(row, [])
-            tokens = [*served[3 : 3 + accepted], bonus, *forced]
+            tokens = [*served[3 : 3 + accepted], bonus, *result.forced.get(row, ())]
             tokens = tokens[: task.max_tokens - len(task.tokens)]
-            sources = [*[Source(source)] * accepted, *[Source.NONE] * (1 + len(forced))]
+            sources = [*[Source(source)] * accepted, *[Source.NONE] * len(tokens)]
             logprobs, reason = result.logprobs.get(row), None
             if len(task.tokens) + len(tokens) == task.max_tokens:
                 reason = "length"

@@ -81,7 +81,10 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
 
 class Grammar:
     """The state of one answer's grammar, which moves to any tokens: to those of a verified node, or
-    of a branch that a draft grows, and back. Tokens beyond an answer's end are not masked."""
+    of a branch that a draft grows, and back. Tokens beyond an answer's end are not masked. forces:
+    whether tokens that it leaves no choice of are committed without a forward."""
+
+    forces = False
 
     def __init__(self, matcher: Any, vocab: int, stop_ids: Collection[int]) -> None:
         """matcher: llguidance's, at the beginning of an answer. stop_ids: tokens that end it."""
@@ -124,7 +127,7 @@ class Grammar:
         """Returns the tokens after the answer's first `tokens`, at most MOST_FORCED, of which each
         is the only one that is allowed; the one that ends the answer is among them."""
         tokens = list(tokens)
-        if not self._moves_to(tokens):
+        if not self.forces or not self._moves_to(tokens):
             return []
         run: list[int] = self._matcher.compute_ff_tokens()[: MOST_FORCED - 1]
         if self._moves_to([*tokens, *run]) and self._matcher.is_accepting():
@@ -137,7 +140,7 @@ class Grammar:
         """Returns whether these tokens are excluded, or `count` are forced after them, or fewer up
         to the answer's end."""
         if not self._moves_to(list(tokens)):
-            return True
+            return self.forces
         run = self.forced(tokens)
         return len(run) >= count or not self._ends.isdisjoint(run)
 

@@ -223,6 +223,7 @@ class Oracle:
         """Returns the state of a sequence's grammar; None without one."""
         if one.grammar is None and one.request.grammar and self.grammars is not None:
             one.grammar = self.grammars().begin(one.request.grammar)
+            one.grammar.forces = self.forces and one.request.logprobs is None
         return one.grammar
 
     def prompt(self, request: Request) -> Sequence[int]:
