@@ -310,9 +310,8 @@ def _real(low: float, high: float, *, is_open: bool = False) -> Parser:
     def is_allowed(value: Any) -> bool:
         return type(value) in (int, float) and low <= value <= high and not (is_open and not value)
 
-    return _field(
-        is_allowed, f"a number {'above' if is_open else '>='} {low:g}, at most {high:g}", float
-    )
+    least = f"{'above' if is_open else '>='} {low:g}"
+    return _field(is_allowed, f"a number {least}, at most {high:g}", float)
 
 
 def _only(*neutral: Any) -> Parser:

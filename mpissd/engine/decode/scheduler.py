@@ -50,8 +50,7 @@ class Task:
 
     max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
     lookahead: most tokens that a round drafts (None: K). grammar: of its answer. stop_ids: tokens
-    that end it. cached: tokens of its prompt that were reused from the cache. forced: tokens that
-    its grammar forced.
+    that end it. cached: tokens of its prompt reused from the cache. forced: tokens by its grammar.
     """
 
     request_id: int

@@ -135,8 +135,7 @@ class Rollout:
         self.recorded[n].append(row if q < 1 else None)
 
     def drop(self, lane: int, tokens: list[int]) -> bool:
-        """Drops as many of a lane's first tokens as a grammar forced; returns whether they were
-        `tokens`, those that it forced."""
+        """Drops a lane's first tokens; returns whether they were these, which a grammar forced."""
         count = len(tokens)
         self.tokens[lane] = np.roll(self.tokens[lane], -count)
         if self.q is not None:
