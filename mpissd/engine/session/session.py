@@ -38,7 +38,7 @@ from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.output import make_output
-from mpissd.common.presets import ModelShape, resolve_model, target_of
+from mpissd.common.presets import resolve_model, target_of
 from mpissd.common.process import keep_freed
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
@@ -49,8 +49,8 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
 from mpissd.engine.job import DRAFT, TARGET, Job, Need, Serving, resolve
-from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
-from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
+from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.model.stepper import Stepper, Weights
 from mpissd.engine.model.transformer.sources import doubt
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.oracle import LogitsGather
@@ -65,31 +65,19 @@ _SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
 _SPARE_BYTES = 2 << 30  # left free for activations, graphs and libraries
 
 
-@dataclass(frozen=True)
-class WeightsKey:
-    """Key of one model's weights; configurations with equal keys share them."""
-
-    which: int
-    model: ModelSource
-    shape: ModelShape
-    tp: int
-    fuse: bool
-    lm_head: bool
-    few: bool  # whether forwards have few rows, for which a GPU may use another layout
-
-
-StepperKey = tuple[WeightsKey, ForwardOptions, int]  # with the sequences, if KV is read
+Key = tuple[Any, ...]  # of weights, or of a stepper; configurations with equal keys share them
 
 
 @dataclass
 class _Held:
     """Weights, or a stepper on weights, in the cache; made is None if only the lead holds it.
 
-    rows: the row counts of a stepper.
+    base: the key of a stepper's weights. rows: its row counts.
     """
 
     num_bytes: int
     made: Weights | Stepper | None = None
+    base: Key | None = None
     rows: frozenset[int] = frozenset()
 
 
@@ -104,8 +92,8 @@ class Models:
         self._backend, self._group, self._seed = backend, group, seed
         self.room: int | None = None  # bytes that each rank of this role may use; None: unknown
         # The last used comes last.
-        self._held: OrderedDict[WeightsKey | StepperKey, _Held] = OrderedDict()
-        self._rows: dict[StepperKey, frozenset[int]] = {}
+        self._held: OrderedDict[Key, _Held] = OrderedDict()
+        self._rows: dict[Key, frozenset[int]] = {}
 
     def expect(self, jobs: Iterable[Job]) -> None:
         """Plans steppers with the row counts of all these jobs; call before the first `open`."""
@@ -155,12 +143,13 @@ class Models:
             steppers[need.which] = None if stepper is None else stepper.only(need.buckets)
         return steppers
 
-    def _keys(self, need: Need) -> tuple[WeightsKey, StepperKey]:
+    def _keys(self, need: Need) -> tuple[Key, Key]:
         """Returns the keys of a need's weights, and of the stepper on them."""
-        options, shard, few_rows = need.options, need.shard, self._backend.few_rows
-        few = need.buckets[-1] <= few_rows and not isinstance(shard, TransformerShard)
-        model = need.model, shard.shape, shard.tp
-        weights = WeightsKey(need.which, *model, options.fuse, options.lm_head, few)
+        options, shard = need.options, need.shard
+        # For few rows, a GPU may use another layout of the weights of products.
+        few = need.buckets[-1] <= self._backend.few_rows and isinstance(shard, Shard)
+        model = need.which, need.model, shard.shape, shard.tp
+        weights = *model, options.fuse, options.lm_head, few
         keeps_kv = options.context or options.capacity
         return weights, (weights, options, need.num_sequences if keeps_kv else 0)
 
@@ -185,7 +174,7 @@ class Models:
             self._drop(keys[1])
         return is_usable
 
-    def _make_room(self, fresh: Sequence[Need], keep: Collection[WeightsKey | StepperKey]) -> None:
+    def _make_room(self, fresh: Sequence[Need], keep: Collection[Key]) -> None:
         """Drops the least recently used, except `keep`, until `fresh` fits.
 
         It counts computed bytes, which are equal on all ranks of a role, and not a device's report.
@@ -211,7 +200,7 @@ class Models:
             base.made = need.model.weights(
                 self._backend, shard, need.options, max_rows=max(rows), seed=seed
             )
-        held = self._held[key] = _Held(kv_bytes, rows=rows)
+        held = self._held[key] = _Held(kv_bytes, base=weights, rows=rows)
         if is_here:
             source = None if need.source is None else self._stepper(need.source)
             parts = self._backend, group, shard, need.options
@@ -220,12 +209,10 @@ class Models:
                 model=need.model, weights=cast(Any, base.made), source=source, compiled=False,
             )  # fmt: skip
 
-    def _drop(self, key: WeightsKey | StepperKey) -> None:
+    def _drop(self, key: Key) -> None:
         """Closes and removes a stepper, or weights with the steppers on them, if they exist."""
-        if isinstance(key, WeightsKey):
-            on_them = [k for k in self._held if isinstance(k, tuple) and k[0] == key]
-            for stepper_key in on_them:
-                self._drop(stepper_key)
+        for other in [other for other, held in self._held.items() if held.base == key]:
+            self._drop(other)
         held = self._held.pop(key, None)
         if held is not None and isinstance(held.made, Stepper):
             held.made.close()
