@@ -400,7 +400,7 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
     Adds the devices to the facts of the ranks. Removes the empty folders that it made. Raises
     ConfigError or Refused on every rank. Collective.
     """
-    from mpissd.engine.session.session import doubts, opened
+    from mpissd.engine.session.session import doubt_of, opened
 
     sharpen_sleep()
     out = Path(config.out)
@@ -416,7 +416,7 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
                 "all-reduce": session.group.name,
                 "pair": " / ".join(each.name for each in (job.target, job.draft) if each),
             }
-            doubt = "; ".join(doubts(job))
+            doubt = doubt_of(job)
             return {**chosen, "draft": doubt} if doubt else chosen
     finally:
         for folder in made:

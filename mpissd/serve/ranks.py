@@ -24,7 +24,7 @@ from mpissd.engine.decode.scheduler import Room, Scheduler
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import opened_machine, session_of, tell_doubts
+from mpissd.engine.session.session import opened_machine, session_of, tell_doubt
 from mpissd.engine.workload.text import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
@@ -42,7 +42,7 @@ def execute_serve(config: ServeConfig) -> int:
     with opened_machine(run, run.drafts) as machine:
         session = session_of(machine, run, serving)
         if machine.topology.is_lead:
-            tell_doubts(session.job)
+            tell_doubt(session.job)
         with contextlib.suppress(ConfigError):  # without llguidance the front refuses grammars
             if isinstance(session.workload, TextWorkload):
                 _ = session.workload.grammars  # takes a second, for which no request should wait

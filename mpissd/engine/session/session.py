@@ -473,28 +473,19 @@ def backend_name(config: RunConfig, topology: Topology) -> str:
     if size > _SMALL_BYTES or here <= (gpus := visible_gpus()):
         return name
     if topology.is_lead:
-        line = f"mpissd: {here} ranks, {gpus} visible GPU(s): backend numpy, one core a rank"
-        hint = "on the GPU: --backend=cupy --mode=sd --num_drafts=0"
-        sys.stderr.write(f"{line} ({hint})\n")
-        sys.stderr.flush()
+        line = f"{here} ranks, {gpus} visible GPU(s): backend numpy, one core a rank"
+        _tell(f"{line} (on the GPU: --backend=cupy --mode=sd --num_drafts=0)")
     return "numpy"
 
 
-def drafts_of(job: Job) -> dict[str, str]:
-    """Returns the drafts with weights of a job, as its row names them: {name: model name}."""
-    is_model = job.config.is_transformer and job.drafts_by_transformer
-    return {"draft": job.draft_where} if is_model else {}
+def doubt_of(job: Job) -> str:
+    """Returns a line if a job's draft was made for another target than the job's; "" if not."""
+    return doubt(job.draft_where, job.target_where) if job.drafts_by_transformer else ""
 
 
-def doubts(job: Job) -> list[str]:
-    """Returns a line for each draft that was made for another target than the job's."""
-    lines = (doubt(each, job.target_where) for each in drafts_of(job).values())
-    return [line for line in lines if line]
-
-
-def tell_doubts(job: Job) -> None:
-    """Writes the doubts about a job to stderr, each once in this process; for the lead."""
-    for line in doubts(job):
+def tell_doubt(job: Job) -> None:
+    """Writes the doubt about a job's draft to stderr, once in this process; for the lead."""
+    if line := doubt_of(job):
         _tell(line)
 
 

@@ -30,7 +30,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
-from mpissd.engine.session.session import Session, drafts_of
+from mpissd.engine.session.session import Session
 from mpissd.engine.workload.base import ROW_FIELDS
 from mpissd.engine.workload.text import TextWorkload
 from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_digest
@@ -212,7 +212,7 @@ def _weights(job: Job) -> dict[str, Any]:
     """Returns the row's keys of the models' forwards and weights."""
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
-    drafts = drafts_of(job)
+    drafts = {"draft": job.draft_where} if job.drafts_by_transformer else {}
     weights: dict[str, dict[str, str | bool | None]] = {}
     for which, name in {"target": job.target_where, **drafts}.items():
         of = open_checkpoint(name, target=job.target_where)

@@ -30,7 +30,7 @@ from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.learning import Teaching
 from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Session, opened, rest, tell_doubts
+from mpissd.engine.session.session import Session, opened, rest, tell_doubt
 from mpissd.lab.gates import violations
 from mpissd.lab.measure.beside import measured_beside, verdict
 from mpissd.lab.measure.calibrate import calibrate, choose, host_costs, warm_up
@@ -87,7 +87,7 @@ def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None
     not fit in memory or the row contradicts itself.
     """
     if session.topology.is_lead:
-        tell_doubts(session.job)
+        tell_doubt(session.job)
     rank = Rank(session)
     guard.stage(Stage.WARM_UP)
     try:
