@@ -8,7 +8,7 @@ row         a prediction with the keys of a result row; a row's rate from anothe
 search      a pair's places on a machine, and the configurations that `plan` weighs there
 advisor     which mode, T, K, fan-out and backup to run on given GPUs
 advice      plan's text
-accuracy    the errors of predictions over rows, and the regret of their choices
+accuracy    the errors of predictions over rows
 
 Pure NumPy: needs neither MPI nor a GPU.
 """
