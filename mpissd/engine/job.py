@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -271,7 +272,11 @@ def resolve(
         names = [(config.target, config.draft)]
     else:
         pairs = ("toy",) if backend == "numpy" else _DEFAULT_PAIRS
-        names += [split_pair(pair) for pair in pairs if _divides(config, pair, tp)]
+        for pair in pairs:
+            target = split_pair(pair)[0]
+            with suppress(ConfigError):
+                _check_shards(config, resolve_model(target), target, tp)
+                names.append(split_pair(pair))
         if not names:
             tried = ", ".join(pairs)
             raise ConfigError(
@@ -312,15 +317,6 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
     )
 
 
-def _divides(config: RunConfig, pair: str, tp: int) -> bool:
-    target = split_pair(pair)[0]
-    try:
-        _check_shards(config, resolve_model(target), target, tp)
-    except ConfigError:
-        return False
-    return True
-
-
 def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str) -> Job:
     """Returns the job of this target and draft, in memory of any size."""
     target = resolve_model(where)
@@ -351,7 +347,9 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         powers = hit_law.powers(config.lookahead, served)
         minimum = 1 if hit_law.p_hit else 0
         fans = resolve_fan_out(text, config.lookahead, hazards, *powers, minimum=minimum)
-        hit_law.check_fan_out(fans)
+        if hit_law.p_hit and not all(fans):  # a hit cannot be imposed without a candidate
+            what = f"p_hit={hit_law.p_hit} with fan_out {fans}"
+            raise ConfigError(f"{what}: allowed: every F_k from 1")
         return fans
 
     fan_outs, (text, _, text_after_miss) = FanOuts(), config.fan_out.partition("/")

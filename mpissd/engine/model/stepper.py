@@ -122,7 +122,7 @@ class Stepper(Forwards):
         self.source = source
         if source is not None:
             assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
-            self.stack.read_states(source.stack)
+            self.stack.source_states = source.stack.states
         self.pages: PageTable | None = self.stack.pages
         self.draws = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)

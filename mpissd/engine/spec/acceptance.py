@@ -207,13 +207,6 @@ class HitLaw:
         counts = range(widest + 1)
         return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
 
-    def check_fan_out(self, fan_out: tuple[int, ...]) -> None:
-        """Raises ConfigError if hits are imposed (p_hit) on an outcome that keeps no candidate."""
-        if self.p_hit and not all(fan_out):
-            raise ConfigError(
-                f"p_hit={self.p_hit} with fan_out {fan_out}: allowed: every F_k from 1"
-            )
-
 
 def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
     """Returns the hit model of a configuration's flags at K = lookahead; raises ConfigError."""

@@ -336,7 +336,7 @@ class TransformerStack(Stack):
 class StateStack(TransformerStack):
     """An MLP speculator's or an EAGLE layer's forward; `states` are its own."""
 
-    _source: Array = None  # the target's states
+    source_states: Array = None  # of a target on the same device; set before forwards are compiled
 
     def __init__(self, *parts: Any, max_rows: int, max_sequences: int) -> None:
         super().__init__(*parts, max_rows=max_rows, max_sequences=max_sequences)
@@ -344,16 +344,12 @@ class StateStack(TransformerStack):
         # [max_rows, hidden], the embedding's part of the product that joins.
         self._joined = None if ops is None else ops.delta(max_rows)
 
-    def read_states(self, target: TransformerStack) -> None:
-        """Takes the states of a target on the same device; before any forward is compiled."""
-        self._source = target.states
-
     def _enter(self, ops: Ops, rows: int) -> Array:
         memory, weights = self.buffers, self.weights
         ops.embed(weights.table, memory.tokens, memory.hidden, rows)
         ops.norm(memory.hidden, None, weights.joined_norms[0], memory.x, rows)
         ops.product(memory.x, weights.joins[0], self._joined, rows)
-        ops.recall(self._source, self.states, self.cache, memory.hidden, rows)
+        ops.recall(self.source_states, self.states, self.cache, memory.hidden, rows)
         ops.norm(memory.hidden, None, weights.joined_norms[1], memory.x, rows)
         ops.product(memory.x, weights.joins[1], memory.delta, rows)
         ops.norm(memory.hidden, self._joined, weights.joined_norms[1], memory.x, rows)
@@ -382,7 +378,7 @@ class MedusaStack(StateStack):
         ops.begin(self.cache, rows)
         for head in range(self._heads):
             layer = self.weights.layers[head]
-            ops.recall(self._source, self.states, self.cache, memory.hidden, rows)
+            ops.recall(self.source_states, self.states, self.cache, memory.hidden, rows)
             ops.norm(memory.hidden, None, layer.ffn_norm, memory.x, rows)
             ops.gated(memory.x, layer.gate_up, memory.inner, rows)
             ops.product(memory.inner, layer.down, memory.delta, rows)
