@@ -291,9 +291,6 @@ def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
     known = flags_of(kind)
     texts = {}
     for name, text in flags.items():
-        short = [f for f in known if len(name) == 1 and f.startswith(name)]
-        # -m=sd is allowed, because the help offers it.
-        name = short[0] if len(short) == 1 else name
         if name not in known:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in known))
         texts[name] = str(text)
