@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from analysis.figures.hits import fan_out, pareto
+from analysis.figures.hits import batch_scaling, cache_hits, fan_out, pareto
 from analysis.figures.kinds import drafts, kinds, saguaro
 from analysis.figures.latency import latency
 from analysis.figures.rates import throughput
-from analysis.figures.roofline import roofline
+from analysis.figures.roofline import roofline, window
 from analysis.figures.study import hidden, host_path, measured, over_batch, over_gpus, uses
 from analysis.rows import Data
 from analysis.style import Poster
@@ -26,9 +26,12 @@ class Spec:
 
 FIGURES = {
     "throughput": Spec(throughput, "AR, SD and SSD throughput over alpha and K", per_pair=True),
+    "cache_hits": Spec(cache_hits, "what a cache-hit rate is worth"),
     "fan_out": Spec(fan_out, "branch budgets, uniform against geometric"),
     "latency": Spec(latency, "where a round goes, stacked"),
     "roofline": Spec(roofline, "products, forwards, collectives against measured ceilings"),
+    "batch": Spec(batch_scaling, "batch scaling and the p_hit^b cliff"),
+    "window": Spec(window, "the time of a forward over its rows, r(M)"),
     "pareto": Spec(pareto, "tok/s per GPU against tok/s per sequence"),
     "drafts": Spec(drafts, "drafts of equal parameters, from wide to deep"),
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),

@@ -1,4 +1,4 @@
-"""The fan-out that hits need, and tok/s a GPU against tok/s a sequence."""
+"""What hits are worth, the fan-out that they need, their loss in batches, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -28,7 +28,89 @@ _KINDS: dict[str, dict[str, Any]] = {
     "geometric": {"color": RED, "marker": "^"},
 }
 IMPOSED = "SSD, hits imposed"
+_RHO = 0.5
 _SSD = ("alpha", "lookahead", "hit_law", "policy")
+
+
+def cache_hits(data: Data) -> Poster:
+    """x = imposed hit rate; y = gain over SD, and over SD without a draft GPU."""
+    rows = data.rows
+    wanted = plain(rows) & (rows["batch_size"] == 1)
+    wanted &= rows["p_hit"].notna() | (rows["mode"] != "ssd")
+    return _over_sd(data, wanted, "p_hit", "imposed cache-hit rate p_hit", "What are hits worth?")
+
+
+def batch_scaling(data: Data) -> Poster:
+    """x = sequences b; y = gain over SD, of drawn and imposed hits."""
+    return _over_sd(data, plain(data.rows), "batch_size", "sequences b", "Does it survive batches?")
+
+
+def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -> Poster:
+    """Draws SSD over SD of one alpha and K, and the closed formula with the rows' own times."""
+    shown = []
+    for case in cases(data, wanted, [by]):
+        ssd = richest(case.method("SSD"), ["alpha", "lookahead", "policy"], [by, "hit_law"])
+        if ssd[by].nunique() >= 3:
+            alike = {name: ssd[name].iloc[0] for name in ("alpha", "lookahead")}
+            shown.append((case.only(**alike), ssd))
+    shown = [item for item in shown if len(item[0].method("SD"))][:3]
+    need(shown, f"SSD of three or more values of {by}, and SD")
+    poster, used = Poster(6.6), []
+    grid = poster.panels(1, len(shown), sharey=True)[0]
+    for ax, (case, ssd) in zip(grid, shown, strict=True):
+        sd, inline = case.method("SD"), case.method("SD inline")
+        ax.set_title(f"{case.label}+1, K={ssd['lookahead'].iloc[0]}, α={ssd['alpha'].iloc[0]:g}")
+        one = by == "p_hit"
+        for imposed in (False, True):
+            part = ssd[ssd["p_hit"].notna() == imposed]
+            if not one:  # the hit model with most hits
+                long = part.groupby("hit_law").filter(lambda of: of[by].nunique() >= 3)
+                rates = long.groupby("hit_law")["hit_rate"].mean()
+                part = long[long["hit_law"] == rates.idxmax()] if len(long) else long
+            name = IMPOSED if imposed else "SSD"
+            poster.gains(ax, f"{name}, over SD", gains(part, sd, by, one_base=one), **look(name))
+            style = {"color": look(name)["color"], "linewidth": 1.5}
+            for rho, dashes in ((0.0, "--"), (_RHO, "-."))[: 1 if one else 2]:
+                x, y = _formula(part, sd, by, rho)
+                what = "closed formula" if one else f"closed formula, ρ={rho:g}"
+                poster.line(ax, what, x, y, linestyle=dashes, **style)
+        if one:
+            over = gains(ssd, inline, by, one_base=True)
+            poster.gains(ax, "over SD inline", over, **look("SD inline"))
+        else:
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(sorted(ssd[by].unique()))
+            ax.xaxis.set_major_formatter("{x:.0f}")
+            ax.minorticks_off()
+        parity(ax)
+        ax.set_xlabel(label)
+        used += [ssd, sd, inline]
+    grid[0].set_ylabel("SSD's tok/s over SD's, ×")
+    grid[0].set_ylim(0)
+    more = "Hits of sequences independent (ρ = 0: all hit with p^b), or half correlated"
+    return poster.finish(heading, caption(used, BARS, more if by != "p_hit" else ""))
+
+
+def _formula(
+    ssd: pd.DataFrame, sd: pd.DataFrame, by: str, rho: float
+) -> tuple[list[float], list[float]]:
+    """Returns (x, SSD over SD) by theorem 7, with the rows' times at each batch size.
+
+    All sequences hit with rho·h + (1 − rho)·h^b; a round of SD is one in which all miss.
+    """
+    values = []
+    for x, part in ssd.groupby(by):
+        b = int(part["batch_size"].iloc[0])
+        rounds = sd[sd["batch_size"] == b]
+        verify, drafting, whole = (
+            float(rounds[name].median()) for name in ("t_target_s", "t_draft_s", "round_s")
+        )
+        host, h = whole - verify - drafting, float(part["p_hit"].fillna(part["hit_rate"]).median())
+        every, judged = rho * h + (1 - rho) * h**b, verify + host
+        grown = float(part["t_growth_s"].fillna(0).median()) + host
+        gain = whole / (every * max(judged, grown) + (1 - every) * (judged + drafting))
+        values.append((float(str(x)), gain))
+    return [x for x, _ in values], [y for _, y in values]
 
 
 def fan_out(data: Data) -> Poster:

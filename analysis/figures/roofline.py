@@ -59,6 +59,30 @@ def roofline(data: Data) -> Poster:
     return poster.finish(heading, text, legend=False)
 
 
+def window(data: Data) -> Poster:
+    """x = rows M of a forward; y = its time over that of one row, r(M); a line is a model."""
+    known = forwards(p for p in data.profiles if p.get("backend") != "emulated")
+    plain_ones = {k: f for k, f in known.items() if not k.kv_tokens and 1 in f.seconds}
+    wide = {k: f for k, f in plain_ones.items() if len(f.seconds) > 3 and not k.lm_head}
+    need(wide, "profiles/*.json with forwards of four row counts or more")
+    poster = Poster(6.2)
+    ((ax,),) = poster.panels(1, 1)
+    models = sorted({short(key.model) for key in wide})
+    for (model, tp), one in {(short(k.model), k.tp): f for k, f in sorted(wide.items())}.items():
+        rows = sorted(one.seconds)
+        style = {
+            "color": SERIES[models.index(model) % len(SERIES)],
+            "marker": _OF_RANKS.get(tp, "X"),
+        }
+        y = [one.seconds[m] / one.seconds[1] for m in rows]
+        poster.line(ax, f"{model}, T={tp}", rows, y, **style)
+    ax.set(xlabel="rows M = b·(K + 1) of a verification", ylabel="r(M) = t(M) / t(1)")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    text = f"{data.profiles[0]['device_name']}, measured by mpissd probe: products, no LM head"
+    return poster.finish("How wide may a verification be?", text)
+
+
 def _roof(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
     read, peak = (
         max(p["numbers"][name]["value"] for p in profiles)

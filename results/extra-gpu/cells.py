@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "mpissd/engine/backend/profiles"
 GREEDY = "chat", "humaneval", "edit", "summarise"
-WIDE = "chat, T=0", "humaneval, T=0"  # laws of the cells with batches and other hosts
+WIDE = "chat, temp. 0", "humaneval, temp. 0"  # laws of the cells with batches and other hosts
 IMPOSED = "alpha .8"  # not of a recording
 FORWARDS = {"h200": ("--forward=transformer", "--context=512"), "h100": ()}  # h100: products
 Cell = tuple[str, str, str, int, float]
@@ -38,7 +38,7 @@ def mpissd(*words: str) -> str:
 
 def laws(folder: Path) -> dict[str, Path]:
     """Returns files of laws, written to the folder, by prompts and temperature."""
-    sources = {f"{name}, T=0": f"results/recordings/smollm2-{name}.npz" for name in GREEDY}
+    sources = {f"{name}, temp. 0": f"results/recordings/smollm2-{name}.npz" for name in GREEDY}
     rounds = ROOT / "results/real-pair/rounds"
     for line in (ROOT / "results/real-pair/warm.jsonl").open():
         row = json.loads(line)
@@ -48,7 +48,7 @@ def laws(folder: Path) -> dict[str, Path]:
         (rows / "rounds").symlink_to(rounds)
         words = " ".join(row["provenance"]["command"])
         name = next(name for name in GREEDY if f"/{name}.jsonl" in words)
-        sources[f"{name}, T={row['temperature']:g}"] = str(rows)
+        sources[f"{name}, temp. {row['temperature']:g}"] = str(rows)
     files = {name: folder / f"{name}.json" for name in sources}
     for name, source in sources.items():
         mpissd("pair", source, f"--out={files[name]}")

@@ -15,7 +15,7 @@ import pytest
 
 from analysis.__main__ import draw
 from analysis.figures import FIGURES
-from analysis.figures.roofline import roofline
+from analysis.figures.roofline import roofline, window
 from analysis.figures.study import gains_of, pays, whole_pays
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
 from analysis.select import cases, plain, where
@@ -23,7 +23,7 @@ from analysis.style import Poster, rendered, themed
 
 FIXTURE = Path(__file__).parent / "fixture"
 STUDY = "uses measured over_gpus over_batch host_path hidden".split()
-OF_ROWS = sorted({*FIGURES} - {"roofline", "saguaro", "kinds", "drafts", *STUDY})
+OF_ROWS = sorted({*FIGURES} - {"roofline", "window", "saguaro", "kinds", "drafts", *STUDY})
 RESULTS = FIXTURE.parents[2] / "results"
 Line = dict[str, Any]
 
@@ -132,6 +132,39 @@ def test_throughput() -> None:
     assert series("throughput", "AR, 2 GPUs", "all GPUs")["y"].iloc[0] == rate(mode="ar", tp=2)
 
 
+def test_cache_hits() -> None:
+    over = series("cache_hits", "SSD, hits imposed, over SD")
+    assert list(over["x"]) == [0, 0.25, 0.5, 0.75, 0.9, 1]
+    at = {"acceptance": "alpha:0.8", "lookahead": 4, "batch_size": 1, "lm_head": False}
+    sd = rate(mode="sd", num_drafts=1, draft="llama-3.2-1b", **at)
+    inline = rate(mode="sd", num_drafts=0, **at)
+    ssd = rate(mode="ssd", hit_law="p_hit:1.0", **at)
+    assert over["y"].iloc[-1] == pytest.approx(ssd / sd)
+    assert series("cache_hits", "over SD inline")["y"].iloc[-1] == pytest.approx(ssd / inline)
+    formula = series("cache_hits", "closed formula")
+    assert formula["y"].iloc[0] == pytest.approx(1, abs=0.05)  # every miss is a round of SD
+    assert formula["y"].is_monotonic_increasing
+    assert "Hits imposed cost no branches" in poster("cache_hits").caption
+
+
+def test_batch() -> None:
+    """A batch hits with p^b if its sequences are independent, more often if correlated."""
+    drawn_hits = series("batch", "SSD, hits imposed, over SD")
+    assert len(drawn_hits) >= 3 and drawn_hits["x"].iloc[0] == 1
+    alone, half = (series("batch", f"closed formula, ρ={rho}")["y"].to_numpy() for rho in (0, 0.5))
+    assert (alone <= half + 1e-12).all() and (alone < half).any()
+
+
+def test_window() -> None:
+    profile = data().profiles[0]
+    table = profile["tables"]["forwards"][0]["seconds"]
+    with themed():
+        numbers = window(replace(data(), notes=Notes())).table()
+    assert (numbers[numbers["x"] == 1]["y"] == 1).all()
+    wide = float(table["64"]) / float(table["1"])
+    assert np.isclose(numbers[numbers["x"] == 64]["y"], wide).any()
+
+
 def test_roofline() -> None:
     with themed():
         figure = roofline(replace(data(), notes=Notes()))
@@ -226,7 +259,7 @@ def test_a_figure_of_the_study_keeps_its_texts_on_the_sheet(name: str) -> None:
 
 
 def test_gains_are_over_the_strongest_use_that_is_no_copy() -> None:
-    cell = {"pair": "8b/1b", "law": "chat, T=0", "batch_size": 1, "host": 1.0}
+    cell = {"pair": "8b/1b", "law": "chat, temp. 0", "batch_size": 1, "host": 1.0}
     every = where(study().cells, **cell).query("tp + num_drafts <= 2 and num_drafts <= 1")
     ssd = where(every, mode="ssd")["tok_per_s"].max()
     others = every[(every["mode"] != "ssd") & (every["num_drafts"] == 0)]
