@@ -21,15 +21,16 @@ from analysis.style import GREY, METHODS, SERIES, Poster, caption, look, need, p
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.spec.acceptance import named_hit_law
 
-# Within these a prediction is no difference: of 8B as measured on two GPUs (tables.py measured), of
-# 70B, whose forwards on several GPUs are derived, as `plan` has it.
-ERRORS = {"8b/1b": 0.09, "70b/1b": 0.2}
+# Predictions that decide nothing: of 8B up to 16% above 1, since measured gains are that much below
+# predicted ones (tables.py measured); of 70B, whose forwards are derived, 20% as `plan` has it.
+UNDECIDED = {"8b/1b": (1.0, 1.16), "70b/1b": (0.8, 1.2)}
 _NAMES = {"ar": "AR", "sd": "SD inline", "tree": "tree inline", "lookup": "lookup", "ssd": "SSD"}
 _CELLS = (
     "{device}, predicted by mpissd plan from its profile: whole transformers, 512 tokens of "
     "context, laws of SmolLM2-135M-Instruct and its shipped draft. {more}"
 )
 _FOLDERS = "h200-trees", "extra-gpu"  # of measured rows in which all uses were run
+_WARM = "code at temp. 0.7"
 CELL = ["pair", "law", "batch_size", "host"]
 
 
@@ -93,22 +94,25 @@ def _marks(poster: Poster, ax: Axes, lines: pd.DataFrame, y: Sequence[int]) -> N
 
 
 def used(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the whole transformers under recordings, with `use`, `ranks` and `setting`."""
-    is_whole = (rows["workload"] == "replay") & (rows["forward"] == "transformer")
-    rows = rows[is_whole & rows["folder"].map(lambda name: Path(name).name in _FOLDERS)]
+    """Returns the whole transformers, with `use`, `ranks` and `setting`.
+
+    Those without a recording follow a law, of HumanEval at temperature 0.7. AR is the same on all
+    prompts of its folder.
+    """
+    rows = rows[(rows["forward"] == "transformer") & (rows["backend"] == "cupy")]
+    here = [Path(name).name in _FOLDERS for name in rows["folder"]]
+    rows = rows[np.array(here, dtype=bool)]
     tree = rows["tree_nodes"].notna()
     names = rows["method"].where(rows["backup"].ne("fast") | rows["method"].eq("SSD"), "lookup")
     names = names.mask(tree, names.replace({"SD inline": "tree inline", "SSD": "SSD tree"}))
     law = rows["recording"].str.extract(r"smollm2-(\w+)\.npz")[0].replace("humaneval", "code")
-    ranks = rows["tp"] + rows["num_drafts"]
-    pair = rows["target"].map(short)
-    setting = pair + " " + law + ", " + ranks.astype(str)
-    rows = rows.assign(use=names, ranks=ranks, law=law, pair=pair, setting=setting)
-    every = [rows]  # AR is the same on every prompt
-    for law in ("chat", "code"):
-        ar = rows[(rows["method"] == "AR") & (rows["law"] != law)]
-        every.append(ar.assign(law=law, setting=pair + f" {law}, " + ranks.astype(str)))
-    return pd.concat(every)
+    rows = rows.assign(use=names, ranks=rows["tp"] + rows["num_drafts"], law=law.fillna(_WARM))
+    rows = rows.assign(pair=rows["target"].map(short))
+    every = [rows[rows["method"] != "AR"]]
+    for folder, law in every[0].groupby(["folder", "law"]).groups:
+        every.append(rows[(rows["method"] == "AR") & (rows["folder"] == folder)].assign(law=law))
+    rows = pd.concat(every)
+    return rows.assign(setting=rows["pair"] + " " + rows["law"] + ", " + rows["ranks"].astype(str))
 
 
 def measured(data: Data) -> Poster:
@@ -128,7 +132,7 @@ def measured(data: Data) -> Poster:
         labels = [name.partition(" ")[2] + " GPUs" for name in settings]
         ax.set_yticks(range(len(settings)), labels)
         ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
-    what = "whole transformers, recorded outcomes of SmolLM2 and its draft"
+    what = "whole transformers, recordings and laws of SmolLM2 and its draft"
     one = rows[~rows.index.duplicated()]
     text = caption([one], "Every run is a mark", vary=("context",), what=what, claims=False)
     return poster.finish("Trees, lookups or branches?", text)
@@ -173,7 +177,7 @@ def _lines(every: pd.DataFrame, x: str, by: str, label: str, heading: str, text:
     grid = poster.panels(1, len(pairs), sharey=True)[0]
     for ax, pair in zip(grid, pairs, strict=True):
         ax.set_title(pair.upper())
-        ax.axhspan(1 - ERRORS[pair], 1 + ERRORS[pair], color="#e4e4e4", zorder=0)
+        ax.axhspan(*UNDECIDED[pair], color="#e4e4e4", zorder=0)
         parity(ax)
         names = where(every, pair=pair).groupby(by, sort=False)
         for (name, part), colour in zip(names, _COLOURS, strict=False):
@@ -192,7 +196,7 @@ def _lines(every: pd.DataFrame, x: str, by: str, label: str, heading: str, text:
 
 _COLOURS = (*SERIES, GREY)
 _GPUS = ("8b/1b", 2), ("70b/1b", 4)
-_GREY = "Grey: no difference, by the predictor's error (9% for 8B, 20% for 70B)"
+_GREY = "Grey: undecided, as predictions flatter SSD (8B) or are derived (70B)"
 
 
 def _text(cells: pd.DataFrame, more: str) -> str:
@@ -276,6 +280,7 @@ def whole_pays(rows: pd.DataFrame) -> Iterator[Pays]:
     """
     chains = used(rows)
     chains = chains[(chains["backup"] == "jit") & chains["tree_nodes"].isna()]
+    chains = chains[chains["backup_lookahead"] == chains["lookahead"]]
     for (setting, folder), here in chains.groupby(["setting", "folder"]):
         inline = where(here, method="SD inline")
         best = points(inline, ["lookahead"]).nlargest(1, "tok_per_s")
