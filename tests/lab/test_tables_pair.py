@@ -58,6 +58,12 @@ def test_a_ratio_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "a = one: " in out and "b = two: " in out and "differ in: fuse False → True\n" in out
     assert "b over a: 1.01× (no interval: 1 seed)" in out and "few seeds" in out
     assert "per GPU: 0.5" in out
+    write(tmp_path / "a/runs.jsonl", sd("x", tok_per_s=99.0), sd("y", seed=1, tok_per_s=100.0))
+    write(
+        tmp_path / "b/runs.jsonl", sd("u", fuse=True), sd("v", seed=1, fuse=True, tok_per_s=300.0)
+    )
+    assert main(["compare", *files]) == 0
+    assert "(no interval: 2 seeds)" in capfd.readouterr().out
 
 
 REFUSED = [

@@ -44,7 +44,7 @@ class Pair:
         for one, other in pairs:
             check_alike(one, other)
         comparison = compare_rows(a, b)
-        if not comparison.has_interval:  # compare only the two rows that are shown
+        if comparison.num_seeds == 1:  # compare only the two rows that are shown
             comparison = compare_rows(*([row] for row in pairs[0]))
         return cls(*pairs[0], comparison)
 
