@@ -105,6 +105,14 @@ def test_avx2_gives_the_bits_of_this_processor() -> None:
     assert in_a_process(text, "avx2").split() == ["avx2", digest()]
 
 
+def test_rounded_inputs_are_held_until_the_last_output() -> None:
+    """glibc overwrites freed memory here, as another thread's product does."""
+    text = "from tests.engine import test_packed as t; print(t.digest())"
+    env = os.environ | {"MALLOC_PERTURB_": "165"}
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == digest()
+
+
 def test_ranks_that_compile_two_types_at_once_write_two_files_of_numba_s_cache() -> None:
     assert len({each._cache._impl.filename_base for each in packed.PRODUCTS.values()}) == 5
 

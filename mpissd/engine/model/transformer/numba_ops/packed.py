@@ -295,17 +295,17 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def packed_tile(typing, kind, rows, weights, records, y, blocks, stride):
+def packed_tile(typing, kind, rows, weights, y, blocks, stride, first, records):
     """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs.
 
-    kind: a literal, ggml's type. weights, records, y: addresses. blocks: of inputs. stride: of y's
-    rows, in elements.
+    kind: a literal, ggml's type. weights, y: addresses. blocks: of inputs. stride: of y's rows, in
+    elements. first: the rows' first word in records, an array: an address would not keep it.
     """
-    number = kind.literal_value
 
     def code(context, builder, signature, args):
-        _, rows, weights, records, y, *counts = args
-        words = [builder.inttoptr(each, ir.PointerType(I32)) for each in (weights, records)]
+        _, rows, weights, y, *counts, first, records = args
+        array = context.make_array(signature.args[-1])(context, builder, records)
+        words = builder.inttoptr(weights, ir.PointerType(I32)), at(builder, array.data, first)
         y = builder.inttoptr(y, ir.PointerType(F32))
         done = builder.append_basic_block("done")
         switch = builder.switch(rows, done)
@@ -313,12 +313,12 @@ def packed_tile(typing, kind, rows, weights, records, y, blocks, stride):
             block = builder.append_basic_block(f"rows{m}")
             switch.add_case(I64(m), block)
             with builder.goto_block(block):
-                builder.call(kernel(builder.module, number, m), [*words, y, *counts])
+                builder.call(kernel(builder.module, kind.literal_value, m), [*words, y, *counts])
                 builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.intp] * 6), code
+    return types.void(kind, *[types.intp] * 6, records), code
 
 
 _LARGEST, _ZERO = np.float32(32767), np.float32(0)
@@ -366,7 +366,6 @@ def _product(kind: int) -> Any:
             start, stop = tile * rows // tiles, (tile + 1) * rows // tiles
             round_inputs(x, start, stop, groups, records[start * groups * RECORD :])
         base, to = np.int64(packed.ctypes.data), np.int64(out.ctypes.data) + first * 4
-        source = np.int64(records.ctypes.data)
         for column in range(columns):
             for tile in range(tiles):
                 start, stop = tile * rows // tiles, (tile + 1) * rows // tiles
@@ -374,10 +373,11 @@ def _product(kind: int) -> Any:
                     kind,
                     stop - start,
                     base + column * blocks * words * lanes * 4,
-                    source + start * groups * RECORD * 4,
                     to + (start * out.shape[1] + column * lanes) * 4,
                     blocks,
                     out.shape[1],
+                    start * groups * RECORD,
+                    records,
                 )
 
     # Ranks that compile two types at once must not write the same file of Numba's cache.
