@@ -100,7 +100,7 @@ def test_plan_judges_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 WITHOUT = {  # reasons why rows of GPUs have no forecast, and how many rows have each
-    "a recording decides their tokens": 111,
+    "a recording decides their tokens": 127,
     "the models' own text decides their tokens": 106,
     "they adapt": 30,
     "pearl keeps candidates": 9,
