@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from pages import Lines, head, line, printed, share  # noqa: E402
 
-from analysis.figures.study import FITTED, errors, gains_of, on_gpus, pays, used, whole_pays  # noqa: E402  # noqa: E402
+from analysis.figures.study import FITTED, errors, gains_of, on_gpus, pays, used, whole_pays  # noqa: E402
 from analysis.rows import load  # noqa: E402
 from analysis.select import gain as gain_of  # noqa: E402
 from analysis.select import key, where  # noqa: E402

@@ -10,6 +10,7 @@ DURATION (seconds of a load), RANKS, VOCAB (prompts are random tokens below it).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ import numpy as np
 
 from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Ready, Submit, Tokens
 
+NUMBERS = itertools.count(1)  # ids of requests
 WAYS = {"ar": ("ar", None), "sd1": ("sd", 1), "sd2": ("sd", 2), "sd4": ("sd", 4)}
 WAYS |= {"auto": (None, None), "auto again": (None, None)}
 
@@ -36,10 +38,14 @@ def load(
     while at < seconds:
         prompt = random.integers(3, vocab, random.integers(16, 128)).tolist()
         ask = Submit(
-            load.number, prompt, int(random.integers(16, 112)), mode=mode_k[0], lookahead=mode_k[1]
+            next(NUMBERS),
+            prompt,
+            int(random.integers(16, 112)),
+            mode=mode_k[0],
+            lookahead=mode_k[1],
         )
         due.append((at, ask))
-        load.number, at = load.number + 1, at + random.exponential() / rate
+        at += random.exponential() / rate
     start, arrived = time.monotonic(), {ask.id: at for at, ask in due}
     waiting, first, last, tokens, ends = due[::-1], {}, {}, dict.fromkeys(arrived, 0), {}
     while len(ends) < len(due):
@@ -73,9 +79,6 @@ def load(
     }
 
 
-load.number = 1
-
-
 def main() -> None:
     rates, seeds = (
         [float(n) for n in os.environ.get(name, of).split(",")]
@@ -89,22 +92,9 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory() as folder:
         listener.bind(f"{folder}/lead")
         listener.listen(1)
-        ranks = [
-            "-np",
-            os.environ.get("RANKS", "1"),
-            sys.executable,
-            "-m",
-            "mpi4py",
-            "-m",
-            "mpissd",
-            "serve",
-        ]
-        command = [
-            *os.environ.get("MPIRUN", "mpirun").split(),
-            *ranks,
-            "--mode=auto",
-            *sys.argv[2:],
-        ]
+        launch = f"{os.environ.get('MPIRUN', 'mpirun')} -np {os.environ.get('RANKS', '1')}".split()
+        serve = [sys.executable, "-m", "mpi4py", "-m", "mpissd", "serve", "--mode=auto"]
+        command = [*launch, *serve, *sys.argv[2:]]
         job = subprocess.Popen(
             command,
             env={**os.environ, SOCKET_VARIABLE: f"{folder}/lead"},

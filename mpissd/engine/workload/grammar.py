@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import MOST_FORCED, MOST_GRAMMAR, Ints
+from mpissd.engine.model.transformer.sources import library as load_library
 from mpissd.engine.workload.tokenizer import Tokenizer
 
 Logits = NDArray[np.float32]
@@ -36,7 +37,7 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
     name: of the field or flag, for errors. kind: "json" (a schema), "regex" (a text), or "choice"
     (a list of texts).
     """
-    library = _library()
+    library = load_library("llguidance", "grammars")
     try:
         if kind == "json":
             text = library.LLMatcher.grammar_from_json_schema(value, overrides=_SEPARATORS)
@@ -164,8 +165,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
         """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end answers."""
         self._vocab, self._stop_ids = vocab, stop_ids
-        words = _library().LLTokenizer(tokenizer.to_json(), vocab, sorted(stop_ids))
-        self._matcher = partial(_matcher, words)
+        self._matcher = partial(_matcher, tokenizer.for_grammars)
 
     def begin(self, text: str) -> Grammar:
         """Returns the state of a new answer to the grammar `text`, in 1 ms for most schemas.
@@ -177,14 +177,6 @@ class Grammars:
 
 
 def _matcher(words: Any, text: str) -> Any:
-    library = _library()
+    library = load_library("llguidance", "grammars")
     limits = library.LLParserLimits(initial_lexer_fuel=_FUEL)
     return library.LLMatcher(words, text, log_level=0, limits=limits)
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ModuleNotFoundError as missing:
-        raise ConfigError("grammars need llguidance: pip install 'mpissd[text]'") from missing
-    return llguidance

@@ -57,16 +57,11 @@ class Tokenizer:
         """The number of tokens, added ones included; ids are below it."""
         return self._vocabulary.get_vocab_size()
 
-    def to_json(self) -> str:
-        """Returns the vocabulary as a tokenizer.json."""
-        return self._vocabulary.to_str()
-
     @cached_property
     def for_grammars(self) -> Any:
         """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make."""
-        from llguidance import LLTokenizer
-
-        return LLTokenizer(self.to_json(), None, sorted(self.stop_ids))
+        library = load_library("llguidance", "grammars")
+        return library.LLTokenizer(self._vocabulary.to_str(), None, sorted(self.stop_ids))
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, preceded by those that the model expects at a beginning."""
