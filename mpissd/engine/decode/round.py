@@ -146,7 +146,7 @@ class TargetLoop:
         mark(LeadPhase.SAMPLE)
         decided, tree = Outcome(self.round, rows), worker.oracle.tree
         self._forced = dict[int, list[int]]()
-        for row, one in enumerate(self.batch.sequences):
+        for row, one in enumerate(self.batch.sequences if worker.oracle.forces else ()):
             if (grammar := worker.oracle.grammar(one)) is not None:
                 path = [one.served[column] for column in tree.paths[accepted[row]]]
                 self._forced[row] = grammar.forced([*one.answer, *path, int(bonus[row])])
