@@ -1,8 +1,6 @@
 """What every test gets: a refusal takes one line. With --long, also `long` tests, and new examples
 of properties. SIGTERM ends a run of tests as Ctrl-C does, so that jobs and folders go with it."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

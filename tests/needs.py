@@ -4,8 +4,6 @@ Set-up brings the packages of setup.cfg and an mpirun, to a Linux with Python, m
 to any user. A compiler, a GPU, Slurm, iproute2 or root is more than that.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

@@ -3,8 +3,6 @@
 They can check everything that a run recorded, whatever code made it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What a command that is refused leaves: exit code 2, and one line on stderr."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpissd.__main__ import main

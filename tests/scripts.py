@@ -1,7 +1,5 @@
 """Loads programs outside the packages, and starts them with a fake Python and mpirun."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

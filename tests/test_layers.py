@@ -3,8 +3,6 @@
 A module that no layer lists fails here: add it to its layer.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

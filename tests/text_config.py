@@ -1,7 +1,5 @@
 """The configuration of a tiny pair that decodes prompts of token ids on the CPU, and its end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mpissd.common.config import RunConfig, parse_flags

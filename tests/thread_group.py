@@ -1,7 +1,5 @@
 """T target ranks as threads of one process, with a group that adds up by hand."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A pair of tiny random transformers as Hugging Face folders; the draft is a disturbed target."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A hidden state is a strong hint of the next tokens only to a draft that was trai
 target's LM head and small layers: its drafts are near the target's likely tokens anyway.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

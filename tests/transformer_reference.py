@@ -1,7 +1,5 @@
 """A transformer over whole sequences in plain NumPy: the oracle of weights and kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A transformer's stack on the CPU for tests: tiny models of all families, and forwards by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Writes tiny models in the formats of the public, from random weights of any architecture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

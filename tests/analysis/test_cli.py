@@ -1,7 +1,5 @@
 """The command line: strict, one line for a mistake, exit code 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

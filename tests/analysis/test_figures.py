@@ -1,7 +1,5 @@
 """Every figure, as an object: axes, legends, points, caption; its numbers by hand; its rivals."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace

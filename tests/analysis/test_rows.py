@@ -1,7 +1,5 @@
 """Reading rows: a bad line is left out with one note, the others are drawn; which probe counts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

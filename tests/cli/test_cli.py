@@ -1,7 +1,5 @@
 """The command line in one process: its exit codes, and one line for each refusal."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """plan and compare on the command line: JSON at the end, or one line of refusal."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

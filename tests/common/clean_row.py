@@ -1,7 +1,5 @@
 """A result row without a flaw, and the raw rounds that it follows from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

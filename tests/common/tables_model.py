@@ -1,7 +1,5 @@
 """Result rows that can be compared, and their files, for the tests of mpissd.lab.tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

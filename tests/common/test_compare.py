@@ -1,7 +1,5 @@
 """A speedup is printed when its 95% interval leaves 1 out, and "no difference" otherwise."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

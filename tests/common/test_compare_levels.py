@@ -5,8 +5,6 @@ autocorrelated like an H200's, and each job has its own mean speed. Bands: 95% i
 truth 93 to 97 times in 100; for 800 groups ± 2 points are 2.6 standard errors.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

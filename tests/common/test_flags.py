@@ -1,7 +1,5 @@
 """The flags of every command, held against their own declarations; the values that they imply."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

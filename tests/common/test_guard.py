@@ -1,7 +1,5 @@
 """Ranks and their warden as processes, without MPI: their messages and their ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

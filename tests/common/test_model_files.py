@@ -1,7 +1,5 @@
 """Names of files: paths, the hub's cache, a wheel, and weights that mpissd ships."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

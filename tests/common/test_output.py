@@ -1,7 +1,5 @@
 """The output folder is judged before the run; rows are added to its files as whole lines."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

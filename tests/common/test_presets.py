@@ -1,7 +1,5 @@
 """Model shapes: totals against published ones, and every way to name a model or a pair."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

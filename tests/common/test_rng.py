@@ -1,7 +1,5 @@
 """Counter-based draws: any position on its own, in any order, in any process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

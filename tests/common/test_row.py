@@ -1,7 +1,5 @@
 """A row is read and written without loss, whichever schema its line has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The ledger: exclusive phases that add up to the round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Waiting: returns when it may, gives the core away, and gives up at the deadline."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -3,8 +3,6 @@
 Statistical tests fix their seed and allow 5 standard errors: false-alarm rate 6e-7 each.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Backends: NumPy's is the oracle of the others, an emulated one computes nothing, names."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 

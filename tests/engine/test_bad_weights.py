@@ -1,7 +1,5 @@
 """Files that cannot be used are refused in one line, before a tensor is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The transformer's CUDA kernels on a processor (tests/emulator), against NumPy; no GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

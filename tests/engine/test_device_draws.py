@@ -1,7 +1,5 @@
 """Tokens drawn by draw.cu on a processor (tests/emulator), against the host's draws; no GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

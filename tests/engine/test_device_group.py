@@ -1,7 +1,5 @@
 """Which all-reduce a set of ranks gets, and when device pointers are kept from MPI. No GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpissd.common.errors import ConfigError

@@ -1,8 +1,6 @@
 """A draft that is lost: while rounds have no drafting, while a message to it or from it is awaited,
 and while the distributions of a sampled round are on their way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

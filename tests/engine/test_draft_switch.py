@@ -1,7 +1,5 @@
 """The switch of a draft's client, in virtual time: an engine whose steps cost what a test sets."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Drafts loaded with a target: its embedding, a reduced head, and another vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

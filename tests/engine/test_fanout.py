@@ -1,7 +1,5 @@
 """Fan-outs: the optimum against exhaustive search, and every way to write one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

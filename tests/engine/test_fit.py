@@ -3,8 +3,6 @@
 Statistical tests fix their seed. The likelihood here is written out rank by rank on its own.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How many rows of prompts go with a verification if a forward's true seconds are known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

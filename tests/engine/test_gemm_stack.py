@@ -1,7 +1,5 @@
 """The stack of products: T shards add up to one, by any way of issuing it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

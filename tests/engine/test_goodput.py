@@ -1,7 +1,5 @@
 """The controller on its own: its choices for known times, acceptance and load."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

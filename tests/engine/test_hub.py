@@ -1,7 +1,5 @@
 """Names of the hub: fetched once into its cache, and refused in one line where that fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A configuration, resolved for T ranks: shapes, models, bytes and row counts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lookups against their definitions, by exhaustive search in short sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model pair of the markov workload: rows by hashing, equal wherever they are made."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

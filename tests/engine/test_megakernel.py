@@ -1,7 +1,5 @@
 """The megakernel of a forward on a processor (tests/emulator), and which models use it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

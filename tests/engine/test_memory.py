@@ -1,7 +1,5 @@
 """A job that does not fit into memory is refused with the batch and the context that would."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder of compiled code, and the message without Numba."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks of one host: how they share its memory, and which backend they take on too few GPUs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

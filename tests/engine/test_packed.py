@@ -1,7 +1,5 @@
 """Products with weights in ggml's blocks, against NumPy; their machine code on other processors."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Device profiles: forwards by rates and by measured tables, and profiles that are refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Random weights as a hash of (key, row, column): any part equals the same part of the whole."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Files of recordings: each is read as it was written, and a broken one is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Rejection sampling: distributions as they are sent, acceptance, and replacement tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

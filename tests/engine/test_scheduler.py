@@ -1,7 +1,5 @@
 """The scheduler on its own: order, pages, preemption, and that every request ends."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

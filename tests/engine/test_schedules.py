@@ -1,7 +1,5 @@
 """Drafts inline, lookups and head-sized drafts: their resolved flags, and their runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

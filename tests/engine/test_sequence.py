@@ -1,7 +1,5 @@
 """The batch that every rank keeps by applying the same outcomes: rows, tokens and places."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

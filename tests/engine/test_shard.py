@@ -1,7 +1,5 @@
 """A rank's share of a model: widths and costs add up to the whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpissd.common.errors import ConfigError

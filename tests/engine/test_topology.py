@@ -1,7 +1,5 @@
 """The launcher's variables for a process, and worlds that are too small. No MPI is started."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpissd.common.errors import ConfigError

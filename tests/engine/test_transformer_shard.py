@@ -1,7 +1,5 @@
 """The shards of a transformer, uneven where they must be, are the transformer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The transformer's forward on the CPU: against plain NumPy, and each row against a single one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

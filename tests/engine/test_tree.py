@@ -1,7 +1,5 @@
 """Shapes of drafts: their places, and the optimal one against all that there are."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 

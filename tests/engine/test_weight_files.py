@@ -1,7 +1,5 @@
 """Weights of files: they are read as they were written, for every format and every part."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

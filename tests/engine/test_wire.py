@@ -1,7 +1,5 @@
 """Messages: fields are unpacked as they were packed, and bad messages are refused in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

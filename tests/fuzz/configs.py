@@ -1,7 +1,5 @@
 """Random valid command lines of `run` on DEVICE=null."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

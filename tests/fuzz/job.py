@@ -2,8 +2,6 @@
 other, in one world; rank 0 prints (mode, rounds, tokens) of each as a JSON line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Random valid configurations run, and their rows pass every gate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

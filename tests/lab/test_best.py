@@ -1,7 +1,5 @@
 """Methods compared at equal K, and each at its own best K, from rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

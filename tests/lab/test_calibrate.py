@@ -1,7 +1,5 @@
 """Calibration: host costs off the ledgers of rounds whose costs are known, and all-reduces."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

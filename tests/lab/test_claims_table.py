@@ -1,7 +1,5 @@
 """SSD against the strongest other use of its GPUs: which verdicts hold, and the rows they need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`compare` takes run ids, files and folders: the rows it selects, its output, its refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

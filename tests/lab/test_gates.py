@@ -1,7 +1,5 @@
 """Gates: a clean row passes, and every kind of fault is caught by its own gate."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

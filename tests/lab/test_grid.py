@@ -1,7 +1,5 @@
 """A grid's text → configurations, folded, ordered, shared out; everything but the measuring."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models are made once, shared by all jobs with the same weights, and dropped for lack of room."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Open-loop load: arrival times, the end of each request, and the row that reports it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """`pair` counts the outcomes of a pair's rounds, fits them, and --laws imposes the file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pair` records a pair's decisions at temperature 0: here two tiny models with real caches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

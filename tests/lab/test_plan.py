@@ -3,8 +3,6 @@
 Statistical tests fix their seeds and allow five standard errors: false-alarm rate 6e-7 each.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

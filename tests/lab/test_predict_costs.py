@@ -1,8 +1,6 @@
 """Costs: tables between measured points, a profile's forwards to the last bit, JSON and back, the
 kernel's times that a job takes, host costs, and forwards at a T that was not measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ a message or a named piece of host work takes time. Times follow exactly from th
 which have the means of the models.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 On committed rows; sampling is kept apart from the model.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A probe on one rank: what it measures and refuses, and the profile that it saves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A row's floor, and the rank whose GPU a learner shares."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """An answer on the screen: wrapped by words, coloured by source, numbers next to it."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 

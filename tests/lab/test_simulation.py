@@ -1,7 +1,5 @@
 """The means of the simulation against closed formulas, at fixed seeds."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows and rounds, read strictly; two results compared: refusals, and the output."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

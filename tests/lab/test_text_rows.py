@@ -1,7 +1,5 @@
 """Row and answers of a text run: the fields for prompts, sampling, weights, failed gates."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

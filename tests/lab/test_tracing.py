@@ -1,7 +1,5 @@
 """Traces of ranks whose clocks differ."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

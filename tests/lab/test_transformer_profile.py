@@ -1,7 +1,5 @@
 """A transformer's measured forwards: between contexts and sequences, labelled, and as probed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`distill` as a command, on two tiny layers: one process, two, bad input, a full disk."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

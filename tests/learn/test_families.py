@@ -1,7 +1,5 @@
 """Targets of each architecture: the forward in PyTorch, and the drafts that are made of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

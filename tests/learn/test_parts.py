@@ -1,7 +1,5 @@
 """Parts of distil without PyTorch: quantised weights, rounds from ranks, and chat templates."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

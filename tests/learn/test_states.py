@@ -1,7 +1,5 @@
 """Drafts on hidden states: PyTorch and the engine compute the same, and training helps."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

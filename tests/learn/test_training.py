@@ -1,7 +1,5 @@
 """A whole distillation at the smallest size: samples and training."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -3,8 +3,6 @@
 Forwards compute nothing. Draft ranks and followers are threads; their messages are the real ones.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Recordings of markov pairs at temperature 0, computed from the definition and the models only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The imposed model gives each sequence's tokens whatever the mode, K, policy or t
 emits the same tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

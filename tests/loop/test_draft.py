@@ -3,8 +3,6 @@
 The draft shares the lead's thread here, so that it grows exactly as many steps as a test sets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`mpissd draft` and its clients: vLLM's calls, recorded and random ones, and drafts that fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

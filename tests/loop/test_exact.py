@@ -4,8 +4,6 @@ The total variation must be below 1e-12 (it is about 2e-16). Each condition of l
 has a biased variant that the same enumeration must refuse.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

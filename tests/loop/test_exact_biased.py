@@ -4,8 +4,6 @@ At least one variant for each condition that losslessness depends on. For some o
 machinery also runs without the mistake and is exact: so the mistake is the cause of the refusal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

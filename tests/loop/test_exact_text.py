@@ -3,8 +3,6 @@
 Two transformers of two tiny layers decide, through the loops, the links and the caches of text.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Any workload decides the same over a transformer's forward as over products only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

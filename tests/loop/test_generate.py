@@ -1,7 +1,5 @@
 """Text from Python: the tokens of an answer as they are decided."""
 
-from __future__ import annotations
-
 from threading import active_count
 
 import pytest

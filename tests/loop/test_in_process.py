@@ -1,7 +1,5 @@
 """The engine in one process: the example of docs/engine.md, and its equality with real ranks."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

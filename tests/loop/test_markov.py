@@ -1,7 +1,5 @@
 """The markov workload in the real loops: the emitted tokens, and the messages sent for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

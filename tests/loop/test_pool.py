@@ -1,7 +1,5 @@
 """Target groups that share a draft decode the same as each with a draft of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Time is counted in the draft's forwards. Each group's next outcome is due a draw
 after its last answer: during the others' glues, growth and answers.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

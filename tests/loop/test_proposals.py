@@ -1,7 +1,5 @@
 """PROPOSALS: the whole rows that tokens were drawn from, and the lead's handling of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

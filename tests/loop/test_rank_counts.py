@@ -1,7 +1,5 @@
 """The ranks that a draft counts are the ranks of its target's emitted tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 

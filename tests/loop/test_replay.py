@@ -1,7 +1,5 @@
 """A text run, its recording by the same models, and the replay: the same decisions, one by one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Very many rounds of SSD in one thread: a server's memory stays flat, a run's record complete."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

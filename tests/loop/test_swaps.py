@@ -1,7 +1,5 @@
 """A draft whose weights change while it drafts: nothing is lost, and no version drafts twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

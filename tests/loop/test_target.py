@@ -1,7 +1,5 @@
 """The target loop as a server would drive it: sequences join and leave between rounds."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

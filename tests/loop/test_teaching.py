@@ -1,7 +1,5 @@
 """The lessons that a learner receives of a round: when, and with which logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

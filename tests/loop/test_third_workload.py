@@ -4,8 +4,6 @@ Its target counts upward from token to token; its draft counts, too, and is wron
 multiple of five. Sequences that end make room for the next ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

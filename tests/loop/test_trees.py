@@ -1,7 +1,5 @@
 """Trees decode the target's own tokens: whatever their shape, from texts, laws and recordings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pairs of tiny transformers whose sampled text is enumerated in the same way as markov models'."""
 
-from __future__ import annotations
-
 import json
 from collections import abc
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Drafts of random tokens that fail again and again, one for each client: toy_draft.py PATH"""
 
-from __future__ import annotations
-
 import os
 import random
 import select

@@ -4,8 +4,6 @@ KIND: versions (one for every second example, from FOLDER's files), dying (ends 
 example), huge (versions whose logits are not finite).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ python -m mpi4py -m tests.mpi.many_job FOLDER…      FOLDER/flags.json lists th
 Rank 0 writes FOLDER/told.json: [exit code, stdout, stderr]. A run that raises ends the job.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

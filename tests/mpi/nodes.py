@@ -4,8 +4,6 @@ Each has a name, a network and a /dev/shm of its own, so that ranks on it reach 
 by TCP. mpirun starts its daemon there by an agent that does what ssh would. Needs root.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

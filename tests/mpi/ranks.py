@@ -3,8 +3,6 @@
 Each check fails on the rank that sees it, which ends the job; rank 0 prints "good" if all pass.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -7,8 +7,6 @@ variables of the environment: STRIKE, "RANK HOW PHASE AFTER", and STRUCK, the na
 the struck rank makes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 mpirun -np 2 python -m mpi4py -m tests.mpi.sweep_job sweep --grid=…
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A chat with real ranks in every mode, and the answers of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Messages between real ranks, many and long; their checks are in tests/mpi/ranks.py."""
 
-from __future__ import annotations
-
 from tests.mpi.harness import Started, ended, needs_mpi, start
 
 pytestmark = needs_mpi

@@ -1,7 +1,5 @@
 """The doctor with faults as they happen: shims on PYTHONPATH, other programs as mpirun."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """--on_draft_loss=ar: the targets go on without their draft if the launcher lets them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank that dies, stops or raises ends the job, is named once, and nothing is left of the job."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A learner rank of a job: swaps change no token, and a faulty learner costs nothing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two nodes: nothing assumes that all ranks share a host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 As a program (`python -m mpi4py -m tests.mpi.test_probe FLAGS…`) it is a probe whose data change.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A refusal is one line, with exit code 2, and writes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ All runs of as many ranks are one job of MPI (harness.Together). That each run d
 models and distributions imply is proved in one process by tests/loop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The ranks of a server: requests that join and leave, and ranks that rest in between."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

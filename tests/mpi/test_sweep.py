@@ -1,7 +1,5 @@
 """Sweeps under mpirun: rows as `run` makes them, resumed, shared out, and never stopped by one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ As a program (`python -m mpi4py -m tests.mpi.test_truth FLAGS…`) it is a run w
 outcomes of its own.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """Two jobs on one host at the same time do not touch each other."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A learner's data from the target: distributions, sequences, the buffer, and its messages."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A learner on a tiny shift: it raises acceptance, and publishes nothing that is worse."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each fault of healthy ranks is one line of the doctor's table; how its facts are read."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

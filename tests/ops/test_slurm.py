@@ -1,7 +1,5 @@
 """Requests that a cluster would refuse are refused before they wait in a queue."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The warden's verdicts about real processes; no MPI."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import selectors

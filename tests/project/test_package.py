@@ -1,7 +1,5 @@
 """What `pip install` brings: each file of mpissd/ that is not Python is listed in setup.cfg."""
 
-from __future__ import annotations
-
 import configparser
 import subprocess
 from pathlib import Path

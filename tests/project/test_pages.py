@@ -1,7 +1,5 @@
 """The pages: links have targets, and commands parse."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

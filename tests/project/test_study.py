@@ -1,7 +1,5 @@
 """results/study.py: each study can be measured, and a failing step does not stop the others."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

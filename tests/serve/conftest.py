@@ -1,7 +1,5 @@
 """Fixtures of the server's tests: a tokenizer, and a pair of models that has it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.text import tiny

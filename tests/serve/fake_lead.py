@@ -1,7 +1,5 @@
 """A lead without ranks: it gives one answer to every request, at a given pace."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ at a time, from FAKE_LOAD_S seconds on, and once the file FAKE_GATE exists, if i
 its arguments, and writes its process id to the file that FAKE_PID names.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

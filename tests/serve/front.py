@@ -1,7 +1,5 @@
 """Plays the front: a socket, the ranks of a server, and the messages between them."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A server over a fake lead, on a free port, in threads of the test."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Bad requests, too many requests, and clients that send or read nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """HAProxy over two replicas without ranks, under a load: one is killed, both are replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

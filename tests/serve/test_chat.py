@@ -1,7 +1,5 @@
 """A chat on a terminal, as the client of a server over a fake lead."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Requests on real loops in one process: joins, leaves, pages, cancellations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command `serve` without ranks: the job that it starts, its output, its drain and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Answers to grammars: each meets its own, and every mode gives the same tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

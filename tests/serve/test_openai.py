@@ -1,7 +1,5 @@
 """The server over a fake lead, asked by OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Requests that begin alike share pages: their tokens stay, no page is lost, less is computed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

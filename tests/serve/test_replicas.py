@@ -1,7 +1,5 @@
 """The folder of servers' addresses, and HAProxy's configuration of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

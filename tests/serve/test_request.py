@@ -1,7 +1,5 @@
 """Bodies of any JSON: each is a request with sound values, or is refused with 400."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One Slurm for all tests here; it is removed at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

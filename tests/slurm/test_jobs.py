@@ -3,8 +3,6 @@
 All jobs of the module are in the queue before the first is waited for.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

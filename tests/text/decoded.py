@@ -1,7 +1,5 @@
 """Answers of a tiny pair in this process, and what its rounds were like."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from mpissd.engine import RunConfig

@@ -1,7 +1,5 @@
 """A terminal of one width that knows what mpissd writes to one: text, colours, columns, erasing."""
 
-from __future__ import annotations
-
 import re
 
 from mpissd.lab.show import width_of

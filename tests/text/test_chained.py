@@ -1,7 +1,5 @@
 """Rounds that the device decides have the same outcomes as rounds that the host decides."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

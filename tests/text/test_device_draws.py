@@ -1,7 +1,5 @@
 """Sampled text is the same if the device draws it (emulated), however it is drafted."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

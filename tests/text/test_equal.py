@@ -3,8 +3,6 @@
 The draft is a disturbed target: it is accepted often, but not always, and the cache hits as often.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts from flags and files, and which of them are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

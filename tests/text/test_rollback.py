@@ -1,7 +1,5 @@
 """After any outcomes the KV cache holds the committed tokens' K and V, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

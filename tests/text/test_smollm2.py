@@ -1,7 +1,5 @@
 """SmolLM2 answers with the tokens of transformers in every mode, with the draft that we ship."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ Greedy answers are the target's own bit for bit, sampled ones follow its distrib
 forward equals a plain NumPy reading of stack.py's equations.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text while it arrives: only whole characters, and nothing after a stop."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Text to tokens and back, from a Hugging Face folder and from a GGUF file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tokenizer of 256 bytes, a few merges and three special tokens, written for a test."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
