@@ -1,16 +1,18 @@
-"""Acceptance models, matching of tokens, and hit models.
+"""Acceptance models, hit models, and the power law fitted to ranks.
 
-Statistical tests fix their seed and allow 5 standard errors: false-alarm rate 6e-7 each.
+Statistical tests fix their seed and allow 5 standard errors: false-alarm rate 6e-7 each. The
+likelihood of the fit is written out rank by rank here.
 """
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.theory import power_law_miss
 from mpissd.engine.spec.acceptance import (
     NEVER,
     AcceptanceLaw,
@@ -20,6 +22,7 @@ from mpissd.engine.spec.acceptance import (
     named_hit_law,
     resolve_acceptance,
 )
+from mpissd.engine.spec.fit import LEAST_COUNT, most_likely
 
 SEED = 20260302
 
@@ -61,11 +64,16 @@ def test_a_histogram_s_law_is_the_truncated_histogram(counts: list[int], lookahe
         ("marginal:.8,.9,.1", "never rise"),
         ("rate:.9,.8,.7", "did you mean 'rates'"),
         ("often", "allowed: alpha, laws, marginal, prompt, rates, suffix"),
+        ("p_hit:1.1", "p_hit: 1.1: allowed: 0 to 1"),
+        ("power:A=-1,r=1", "hit_a=-1.0"),
+        ("power:A=.5,r=0", "hit_r=0.0"),
+        ("power:A=1", "unknown hit_law"),
+        ("power:A=x,r=1", "'x'"),
     ],
 )
 def test_errors_name_the_value_and_what_is_allowed(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve_acceptance(text, 3)
+        named_hit_law(text) if text[0] == "p" else resolve_acceptance(text, 3)
     assert message in str(error.value)
 
 
@@ -105,17 +113,78 @@ def test_ranks_follow_the_power_law(a: float, r: float) -> None:
         assert abs((ranks <= fan_out).mean() - expected) <= 5 * error
 
 
+Outcomes = st.lists(
+    st.integers(1, 9).flatmap(lambda f: st.tuples(st.integers(0, f), st.just(f))),
+    min_size=LEAST_COUNT,
+    max_size=60,
+)
+
+
+def log_likelihood(ranks: np.ndarray, limits: np.ndarray, a: float, r: float) -> float:
+    total = 0.0
+    for rank, limit in zip(ranks.tolist(), limits.tolist(), strict=True):
+        p = power_law_miss(limit, a, r) if limit else 1.0
+        if rank:
+            p = power_law_miss(rank - 1, a, r) - power_law_miss(rank, a, r)
+        total += math.log(p) if p > 0 else -math.inf
+    return total
+
+
+def drawn(a: float, r: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ranks, limits) drawn from a hit model, with limits of several sizes."""
+    rng = np.random.default_rng([SEED, seed])
+    limits = rng.choice([0, 1, 2, 3, 4, 8], count).astype(np.int32)
+    ranks = HitLaw("", None, (Power(a, r),)).ranks(rng.random(count))
+    return np.where(ranks <= limits, ranks, 0), limits
+
+
+def arrays(outcomes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    table = np.array(outcomes, np.int32).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+@settings(max_examples=60)
+@given(Outcomes, st.integers(0, 2**32 - 1))
+def test_nothing_is_likelier_than_the_fit(outcomes: list[tuple[int, int]], seed: int) -> None:
+    ranks, limits = arrays(outcomes)
+    fit = most_likely(ranks, limits)
+    assume(fit is not None)
+    assert fit is not None
+    top = log_likelihood(ranks, limits, fit[0], fit[1])
+    rng = np.random.default_rng(seed)
+    others = [
+        *zip(np.exp(rng.uniform(-4, 3, 20)), np.exp(rng.uniform(-4, 3, 20)), strict=True),
+        *zip(
+            fit[0] * np.exp(rng.normal(0, 0.02, 20)),
+            fit[1] * np.exp(rng.normal(0, 0.02, 20)),
+            strict=True,
+        ),
+    ]
+    for a, r in others:
+        assert log_likelihood(ranks, limits, float(a), float(r)) <= top + 1e-6
+
+
+@pytest.mark.parametrize(("a", "r"), [(0.4, 2.0), (1.0, 0.5), (2.0, 1.5)])
+def test_a_known_law_is_found(a: float, r: float) -> None:
+    fit = most_likely(*drawn(a, r, 40_000, 1))
+    assert fit is not None
+    assert fit[0] == pytest.approx(a, rel=0.06)
+    assert fit[1] == pytest.approx(r, rel=0.06)
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("ranks", "limits"),
     [
-        ("p_hit:1.1", "p_hit: 1.1: allowed: 0 to 1"),
-        ("power:A=-1,r=1", "hit_a=-1.0"),
-        ("power:A=.5,r=0", "hit_r=0.0"),
-        ("power:A=1", "unknown hit_law"),
-        ("power:A=x,r=1", "'x'"),
+        ([], []),
+        ([1, 2, 3, 0] * 2, [4] * 8),  # too few
+        ([0] * 50, [4] * 50),  # all miss: any larger A is likelier
+        ([1] * 50, [4] * 50),  # all hit at once: any smaller A is likelier
+        ([1, 0] * 25, [1] * 50),  # only A is determined
+        ([1, 2] * 25, [4] * 50),  # r without end
+        ([2, 0] * 25, [2] * 50),  # one share, two parameters
+        ([1, 0] * 25, [4] * 50),  # no hit beyond rank 1: r = 0
+        ([0] * 50, [0] * 50),  # nothing was kept
     ],
 )
-def test_hit_law_errors(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        named_hit_law(text)
-    assert message in str(error.value)
+def test_what_leaves_a_or_r_open_has_no_fit(ranks: list[int], limits: list[int]) -> None:
+    assert most_likely(np.array(ranks, np.int32), np.array(limits, np.int32)) is None

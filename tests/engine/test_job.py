@@ -1,5 +1,7 @@
-"""A configuration, resolved for T ranks: shapes, models, bytes and row counts."""
+"""A configuration, resolved for T ranks: shapes, models, bytes and row counts. A job that does not
+fit into memory is refused with the batch and the context that would."""
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.engine.job import Job, buckets, resolve
+from mpissd.engine.job import Job, Room, Serving, buckets, resolve
 
 GB = 10**9
 TINY = "gen:layers=1,hidden=8,ffn=8,heads=2"
@@ -48,18 +50,10 @@ def test_imposed_hits_leave_every_outcome_a_candidate() -> None:
     [
         (3, {"pair": "toy"}, "num_heads=8 is not divisible by tp=3; allowed for it: 1, 2, 4, 8"),
         (8, {"pair": "toy"}, "num_kv_heads=4 is not divisible by tp=8"),
-        (
-            2,
-            {"target": f"{TINY},vocab=9", "mode": "ar", "lm_head": True},
-            "vocab_size=9 % tp=2",
-        ),
+        (2, {"target": f"{TINY},vocab=9", "mode": "ar", "lm_head": True}, "vocab_size=9 % tp=2"),
         (1, {"pair": "toy", "fan_out": "uniform:4096"}, "4096: allowed: 1 to"),
         (1, {"pair": "toy", "lookahead": 1, "fan_out": "list:1,4096"}, "a sum from 1 to 4096"),
-        (
-            1,
-            {"target": f"{TINY},vocab=4", "draft": "toy-draft"},
-            "at most vocab_size - 2 = 2",
-        ),
+        (1, {"target": f"{TINY},vocab=4", "draft": "toy-draft"}, "at most vocab_size - 2 = 2"),
     ],
 )
 def test_refusals(tp: int, flags: dict[str, Any], message: str) -> None:
@@ -95,3 +89,48 @@ def test_buckets_hold_every_row_count(batch: int, verify: int, growth: int) -> N
     assert {batch, verify, growth} <= set(found)
     assert found[-1] == max(batch, verify, growth)
     assert all(b <= 2 * a for a, b in pairwise(found))  # never twice the rows
+
+
+TEXT = {"target": "8b", "draft": "1b", "pair": None, "workload": "text", "prompt_ids": "1,2,3"}
+INLINE = {"mode": "sd", "num_drafts": 0, "pair": "8b/1b", "forward": "transformer"}
+
+
+def job_of(memory: int | None, serving: Serving | None = None, **flags: Any) -> Any:
+    config = RunConfig(**{**INLINE, **flags})
+    return resolve(config, 1, backend="cupy", memory_bytes=memory, serving=serving)
+
+
+@pytest.mark.parametrize("flags", [
+    {"batch_size": 64, "context": 4096}, {"batch_size": 3, "context": 200_000},
+    {"batch_size": 500, "context": 1000, "mode": "ar"},
+    {"batch_size": 90, "context": 3000, "num_drafts": 1},
+], ids=str)  # fmt: skip
+def test_the_numbers_it_names_fit_and_one_more_does_not(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="another pair") as refused:
+        job_of(40 * GB, **flags)
+    found = re.findall(r"--(batch_size|context)=(\d+)", str(refused.value))
+    assert found
+    for name, value in found:
+        assert job_of(40 * GB, **{**flags, name: int(value)})
+        with pytest.raises(ConfigError):
+            job_of(40 * GB, **{**flags, name: int(value) + 1})
+
+
+def test_a_default_context_of_text_is_as_long_as_memory_allows() -> None:
+    wide, batch = job_of(None, **TEXT, batch_size=64), 64
+    need = sum(wide.rank_bytes(2))
+    tight = job_of(need - 5 * GB, **TEXT, batch_size=batch)
+    assert 256 <= tight.longest < wide.longest and Room(2, need - 5 * GB, None).fits(tight)
+    with pytest.raises(ConfigError):
+        job_of(need - 5 * GB, **TEXT, batch_size=batch, context=wide.longest)
+
+
+def test_a_gpu_that_draws_tokens_needs_room_for_their_distributions() -> None:
+    """Of K drafted tokens of each sequence, and one of each for the target that rejects."""
+    flags = {**TEXT, "batch_size": 4, "lookahead": 5, "context": 512}
+    greedy, drawn = job_of(None, **flags), job_of(None, **flags, temperature=0.7)
+    more = sum(drawn.rank_bytes(2)) - sum(greedy.rank_bytes(2))
+    assert more == (4 + 4 * 5) * 128_256 * 4
+    assert drawn.rank_bytes(4) == greedy.rank_bytes(4)
+    drawn, greedy = (job_of(None, Serving(samples=samples), **flags) for samples in (True, False))
+    assert sum(drawn.rank_bytes(2)) - sum(greedy.rank_bytes(2)) == more, "a server, by default"

@@ -18,10 +18,7 @@ from mpissd.engine.model.transformer.checkpoint import (
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import ops as cupy_ops
-from mpissd.engine.model.transformer.cupy_ops.megakernel import (
-    MegakernelOps,
-    chosen,
-)
+from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps, chosen
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu

@@ -96,19 +96,6 @@ def test_a_deadline_and_a_cancel_end_what_waits_and_what_runs() -> None:
     assert sorted(turn.leave) == [0, 1] and [r.request_id for r in turn.join] == [4]
 
 
-def test_the_deadline_of_an_ended_request_is_forgotten() -> None:
-    scheduler, ranks = Scheduler(ROOM), Ranks(random.Random(0))
-    for n in range(20):
-        scheduler.submit(task(n, tokens=1 + n % 3, deadline_s=600.0 - n))
-    while scheduler.running or scheduler.num_waiting:
-        scheduler.cancel(19)
-        turn = scheduler.turn(1.0)
-        ranks.turn(turn.leave, turn.join)
-        scheduler.take(ranks.step())
-        known = [*scheduler.running, *scheduler._waiting]
-        assert {name for _, name in scheduler._deadlines} == {one.request_id for one in known}
-
-
 def test_a_stop_token_or_the_limit_ends_a_request_within_a_round() -> None:
     served, rows = Speculation.empty(0, 2, K), np.zeros((2, Outcome.WIDTH), np.int32)
     served.rows[:, 2], served.tokens[:] = K, [[7, 8, 9], [7, 8, 9]]

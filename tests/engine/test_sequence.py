@@ -10,12 +10,7 @@ from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Event, Outcome, Request, Source
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov import (
-    MarkovDraft,
-    MarkovLaws,
-    MarkovModel,
-    MarkovTarget,
-)
+from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
 from mpissd.engine.workload.sequence import Batch, Placement
 from mpissd.engine.workload.workers import DraftWorker
 from tests.loop.harness import CountingForwards

@@ -1,26 +1,27 @@
 """The transformer's forward on the CPU: against plain NumPy, and each row against a single one."""
 
+import os
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpissd.common.errors import ConfigError
+from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.forwards import merged
+from mpissd.engine.model.transformer import numba_ops
 from mpissd.engine.model.transformer.cache import trunk_rows
+from mpissd.engine.model.transformer.ops import ops_of
 from tests import transformer_reference as reference
 from tests.thread_group import ThreadGroup, on_ranks
-from tests.transformer_rig import (
-    FAMILIES,
-    TINY,
-    Rig,
-    dice_tokens,
-    joined,
-    lane_rows,
-)
+from tests.transformer_rig import FAMILIES, TINY, Rig, dice_tokens, joined, lane_rows
 
 LLAMA = FAMILIES["llama"]
 RIG = Rig(LLAMA)  # for tests that do not change it
@@ -132,3 +133,20 @@ def test_uneven_shards_are_the_whole(tp: int, heads: tuple[int, int]) -> None:
     for _, _, best in found:
         assert np.array_equal(best.ids[0], order) and best.values is not None
         assert np.array_equal(best.values[0], np.take_along_axis(whole, order, 1))
+
+
+def test_a_read_only_checkout_compiles_into_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the user asked for no folder."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Path(numba_ops._cache_folder())
+    assert folder.parent == tmp_path / "cache" and folder.is_dir()
+
+
+def test_without_numba_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(ConfigError, match=r"on a CPU needs numba: pip install 'mpissd\[text\]'"):
+        ops_of(NumpyBackend(), FAMILIES["llama"], heads=6, kv_heads=3)

@@ -1,4 +1,5 @@
-"""Weights of files: they are read as they were written, for every format and every part."""
+"""Weights of files and of recipes: they are read as they were written, for every format and every
+part. Names of the hub are fetched once into its cache."""
 
 import hashlib
 import json
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,11 +19,11 @@ from mpissd.common.presets import files_of, has_weights, resolve_model
 from mpissd.engine.model.transformer import checkpoint
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 from mpissd.engine.model.transformer.config import Llama3Scaling
-from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from mpissd.engine.model.transformer.sources import config_of, fetch_missing, open_checkpoint
 from mpissd.learn.export import quantized
 from tests.needs import has_smollm2, lack
 from tests.transformer_reference import logits
-from tests.weight_files import CONFIG, random_folder, write_folder, write_gguf
+from tests.weight_files import CONFIG, random_folder, values_of, write_folder, write_gguf
 
 Values = dict[str, np.ndarray]
 # Logits as transformers computes them from the same folders.
@@ -99,7 +101,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpo
         "gguf Q4_1": write_gguf(home / "q4.gguf", values, "Q4_1"),
     }
     write_bfloat16(paths["bfloat16"] / "model.safetensors", values)
-    return {kind: (open_checkpoint(str(path)), values) for kind, path in paths.items()}
+    every = {kind: (open_checkpoint(str(path)), values) for kind, path in paths.items()}
+    recipe = open_checkpoint(
+        "gen:layers=2,hidden=24,ffn=40,heads=4,kv_heads=2,head_dim=6,vocab=50", 3
+    )
+    return {**every, "random": (recipe, values_of(recipe))}
 
 
 ALLOWED = {"float32": 0.0, "gguf F32": 0.0, "int8-32": 0.005, "gguf Q8_0": 0.005, "gguf Q4_1": 0.1}
@@ -113,7 +119,7 @@ def test_every_format_gives_the_weights(
     assert_holds(*sources[kind], ALLOWED[kind])
 
 
-@given(kind=st.sampled_from(sorted(ALLOWED)), data=st.data())
+@given(kind=st.sampled_from(sorted([*ALLOWED, "random"])), data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_part_of_a_file_is_cut_from_the_whole(
     sources: dict[str, tuple[Checkpoint, Values]], kind: str, data: st.DataObject
@@ -124,7 +130,11 @@ def test_a_part_of_a_file_is_cut_from_the_whole(
     for size in values[name].shape:
         start = data.draw(st.integers(0, size - 1))
         cuts.append(slice(start, data.draw(st.integers(start + 1, size))))
-    assert np.array_equal(checkpoint.read(name, *cuts), checkpoint.read(name)[tuple(cuts)])
+    part = checkpoint.read(name, *cuts)
+    assert np.array_equal(part, checkpoint.read(name)[tuple(cuts)])
+    if kind == "random" and len(cuts) == 2:
+        spec = checkpoint.part(name, *cuts).recipe()
+        assert spec is not None and np.array_equal(spec.values().T, part)
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
@@ -207,3 +217,71 @@ def test_a_large_file_counts_by_size_beginning_and_blocks(
     assert len({wanted[0], *digests}) == len(others) + 1
     # Bytes between the head and the first block are not covered.
     assert found("between", data[:between] + b"\0\0" + data[between + 2 :]) == wanted
+
+
+def test_a_tied_head_is_the_embedding_and_depth_changes_no_layer() -> None:
+    cut = open_checkpoint("1b@1L")
+    assert cut.config.tied and cut.config.shape.num_layers == 1
+    part = slice(5, 9), slice(0, 7)
+    embedding = cut.read("model.embed_tokens.weight", *part)
+    assert np.array_equal(cut.read("lm_head.weight", *part), embedding)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.array_equal(cut.read(name, *part), open_checkpoint("1b").read(name, *part))
+
+
+NAME = "owner/tiny-model"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_name_is_fetched_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, **how: Any) -> None:
+        """Writes a snapshot as the library does."""
+        asked.append(name)
+        folder = cache / "models--owner--tiny-model"
+        random_folder(folder / "snapshots" / "abc")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    fetch_missing(f"{NAME}/{NAME}", None, "toy-target", str(tmp_path))
+    fetch_missing(None, NAME)
+    assert asked == [NAME]
+    assert resolve_model(NAME).hidden == config_of(NAME).shape.hidden == CONFIG["hidden_size"]
+
+
+def test_without_a_network_one_line_says_how_to_go_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str, **how: Any) -> None:
+        raise OSError("no route to the hub\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    for pair, model in ((None, "owner/absent"), ("toy-target/owner/absent", None)):
+        with pytest.raises(ConfigError) as error:
+            fetch_missing(pair, model)
+        told = "owner/absent is not on this machine and cannot be fetched (no route to the hub): "
+        assert str(error.value).startswith(told) and "\n" not in str(error.value)
+        assert "--target=FOLDER" in str(error.value)
+
+
+def test_a_damaged_file_of_two_words_is_no_name_of_the_hub(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path has the form OWNER/NAME, too."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "cut.gguf").write_bytes(b"GGUF")
+    fetch_missing(None, "weights/cut.gguf")
+    with pytest.raises(ConfigError, match=r"weights/cut\.gguf'.* cut off"):
+        resolve_model("weights/cut.gguf")

@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import (
-    Comparisons,
-    Use,
-    best_use,
-    compare_methods,
-    method_of,
-    render,
-)
+from mpissd.lab.tables.best import Comparisons, Use, best_use, compare_methods, method_of, render
 
 SAME = {
     "workload": "gemm",

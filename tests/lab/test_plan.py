@@ -31,15 +31,7 @@ from mpissd.lab.predict.advice import level_with, verdicts
 from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import METHODS, host_of
-from mpissd.lab.predict.search import (
-    FULL,
-    Placement,
-    Space,
-    candidates,
-    runnable,
-    survey,
-    weigh,
-)
+from mpissd.lab.predict.search import FULL, Placement, Space, candidates, runnable, survey, weigh
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.predict.trees import profile_of, with_best_tree
 

@@ -23,11 +23,7 @@ from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop, serve
-from mpissd.engine.decode.speculator import (
-    InlineSpeculator,
-    RemoteSpeculator,
-    Speculator,
-)
+from mpissd.engine.decode.speculator import InlineSpeculator, RemoteSpeculator, Speculator
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker

@@ -19,13 +19,7 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn import export  # noqa: E402
 from mpissd.learn.config import form_of  # noqa: E402
-from mpissd.learn.draft import (  # noqa: E402
-    ModelDraft,
-    draft_config,
-    fresh_layers,
-    started,
-    state_config,
-)
+from mpissd.learn.draft import ModelDraft, draft_config, fresh_layers, started, state_config  # noqa: E402
 from mpissd.learn.job import rounded  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, mapped, named  # noqa: E402
 from mpissd.learn.sample import Samples  # noqa: E402

@@ -16,13 +16,7 @@ module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
 from mpissd.learn.config import DistillConfig, form_of  # noqa: E402
-from mpissd.learn.draft import (  # noqa: E402
-    ModelDraft,
-    draft_config,
-    frequent_tokens,
-    fresh_layers,
-    started,
-)
+from mpissd.learn.draft import ModelDraft, draft_config, frequent_tokens, fresh_layers, started  # noqa: E402
 from mpissd.learn.evaluate import judge, summary  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402

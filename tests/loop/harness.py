@@ -27,11 +27,7 @@ from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop, follow, serve
-from mpissd.engine.decode.speculator import (
-    InlineSpeculator,
-    RemoteSpeculator,
-    Speculator,
-)
+from mpissd.engine.decode.speculator import InlineSpeculator, RemoteSpeculator, Speculator
 from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload import gemm

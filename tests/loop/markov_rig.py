@@ -18,10 +18,7 @@ from mpissd.common.rounds import Outcome, Request, Source
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.decode.draft import Drafter, DraftPolicy
 from mpissd.engine.decode.round import TargetLoop
-from mpissd.engine.decode.speculator import (
-    RemoteSpeculator,
-    Speculator,
-)
+from mpissd.engine.decode.speculator import RemoteSpeculator, Speculator
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.tree import CHAIN, Tree
 from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget

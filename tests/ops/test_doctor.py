@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.flags import parse_into, said
-from mpissd.ops.doctor import (
-    BAD,
-    NOT_PASSED,
-    OK,
-    WARN,
-    DoctorConfig,
-    ask,
-    judge,
-    render,
-)
+from mpissd.ops.doctor import BAD, NOT_PASSED, OK, WARN, DoctorConfig, ask, judge, render
 
 GPUS = ["NVIDIA H200, 580.95.05"] * 4
 VERSIONS = {
