@@ -1,12 +1,29 @@
-"""The markov workload in the real loops: the emitted tokens, and the messages sent for them."""
+"""The markov workload in the real loops: its model pair, the emitted tokens, the ranks that a draft
+counts, and PROPOSALS, the whole rows that tokens were drawn from."""
 
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import outcome_digest
+from mpissd.common.rounds import Source
+from mpissd.common.wait import Waiter
+from mpissd.engine import Decoder, RunConfig
+from mpissd.engine.comm.link import DraftEnd, LeadEnd
+from mpissd.engine.decode import draft as drafting
+from mpissd.engine.decode.draft import RankCounts
+from mpissd.engine.spec.sampling import probabilities
+from mpissd.engine.workload.markov import MarkovModel
 from tests.loop.markov_rig import Pair, decode, greedy
 
 GREEDY = Pair(temperature=0.0, vocab=12, order=2, lookahead=3, prompt_tokens=3, seed=4)
@@ -68,3 +85,133 @@ def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
     ended = {n: tokens for n, tokens in found[0].items() if 7 in tokens}
     assert len({len(tokens) for tokens in ended.values()}) > 1, "choose another stop token"
     assert all(tokens.index(7) == len(tokens) - 1 for tokens in ended.values())
+
+
+PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2, 2, 2, 3))
+
+
+def test_rows_that_come_late_change_nothing() -> None:
+    def late(lead: LeadEnd, draft: DraftEnd) -> None:
+        inbox, polls = lead._proposals, [0]
+        assert inbox is not None
+        arrived, release = inbox.arrived, inbox.release
+
+        def arrived_late() -> bool:
+            polls[0] += 1
+            return polls[0] > 40 and arrived()
+
+        def released() -> None:
+            polls[0] = 0
+            release()
+
+        inbox.arrived, inbox.release = arrived_late, released  # type: ignore[method-assign]
+
+    assert decode(PAIR, 40, hook=late).tokens == decode(PAIR, 40).tokens
+
+
+Rows = Sequence[NDArray[np.float32]]
+Send = Callable[[int, Rows], None]
+
+
+def tampering(change: Callable[[Send, int, Rows], None]) -> Callable[[LeadEnd, DraftEnd], None]:
+    def hook(lead: LeadEnd, draft: DraftEnd) -> None:
+        send = draft.send_proposals
+        draft.send_proposals = lambda round_, rows: change(send, round_, rows)  # type: ignore[method-assign]
+
+    return hook
+
+
+MALFORMED: dict[str, tuple[Callable[[Send, int, Rows], None], str]] = {
+    "another round": (lambda send, r, rows: send(r + 1, rows), "round is 1, expected 0"),
+    "too few": (lambda send, r, rows: send(r, rows[1:]), "rows is 5, expected 6"),
+    "out of order": (lambda send, r, rows: send(r, rows[::-1]), "its row says"),
+    "not normal": (lambda send, r, rows: send(r, [row * np.nan for row in rows]), "row says nan"),
+    "all zero": (lambda send, r, rows: send(r, [row * 0 for row in rows]), "its row says 0.0"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_rows_are_refused(name: str) -> None:
+    change, message = MALFORMED[name]
+    pair = replace(PAIR, divergence=1.0)  # rejects at once
+    with pytest.raises(ProtocolError, match=message):
+        decode(pair, 40, hook=tampering(change))
+
+
+@pytest.mark.parametrize("divergence", [0.0, 1.0])
+def test_rows_that_never_come_are_missed(divergence: float) -> None:
+    """If none was needed, at the end of their round."""
+
+    def lost(lead: LeadEnd, draft: DraftEnd) -> None:
+        lead.waiter = Waiter(0.2, spin=False)
+        draft.send_proposals = lambda round_, rows: None  # type: ignore[method-assign]
+
+    with pytest.raises(FaultError, match="draft: proposals: nothing for"):
+        decode(replace(PAIR, divergence=divergence), 40, hook=lost)
+
+
+COUNTED = {"workload": "markov", "vocab": 9, "order": 1, "divergence": 0.4, "temperature": 1.0}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("backup", ["jit", "fast"])
+def test_ranks_are_counted_by_what_was_kept_and_where_the_tokens_end(
+    batch: int, backup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hits have a rank and misses none; candidates after tokens from a lookup are not counted."""
+    flags = {"fan_out": "list:3,1,2/list:2,4,1", "lookahead": 2}
+    config = RunConfig(
+        mode="ssd", pair="toy", backend="emulated", device="null", batch_size=batch,
+        backup=backup, rounds=60, **flags, **COUNTED,
+    )  # fmt: skip
+    counts = RankCounts()
+    monkeypatch.setattr(drafting, "RankCounts", lambda: counts)
+    with Decoder(config) as decoder:
+        for _ in range(60):
+            decoder.step()
+        rows = decoder.records.sequences().tolist()
+    found = counts.to_dict()
+    lists = {Source.CACHE: (3, 1, 2), Source.JIT: (2, 4, 1)}
+    wanted: Counter[tuple[bool, int, bool]] = Counter()
+    by_sequence: dict[int, list[list[int]]] = {}
+    for row in rows:
+        by_sequence.setdefault(row[1], []).append(row)
+    for each in by_sequence.values():
+        for (_, _, _, k, _, source, _, drafted), after in pairwise(each):
+            if source != Source.FAST:
+                wanted[k == drafted, lists[Source(source)][k], bool(after[6])] += 1
+    got: Counter[tuple[bool, int, bool]] = Counter()
+    for end, name in ((False, "ranks_rejected"), (True, "ranks_all_accepted")):
+        for limit, rank, count in found[name]:
+            assert 0 <= rank <= limit
+            got[end, limit, rank > 0] += count
+    assert got == wanted and found["outcomes"] == sum(wanted.values())
+
+
+MODEL = MarkovModel(40, 2, 7, 0.3)
+
+
+def overlap(a: MarkovModel, b: MarkovModel, contexts: int = 60) -> float:
+    """Mean Σ min(p, q), temperature 1."""
+    found = []
+    for n in range(contexts):
+        context = a.context([n % a.vocab, 3 * n % a.vocab, 7 * n % a.vocab])
+        p, q = (probabilities(model.logits(context), 1.0) for model in (a, b))
+        found.append(np.minimum(p, q).sum())
+    return float(np.mean(found))
+
+
+def test_a_row_is_the_same_in_another_process() -> None:
+    code = (
+        "from mpissd.engine.workload.markov import MarkovModel as M;"
+        "print(M(40, 2, 7, 0.3).logits((3, 5)).tobytes().hex())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == MODEL.logits((3, 5)).tobytes().hex()
+
+
+def test_divergence_takes_the_draft_away_from_the_target() -> None:
+    target = MarkovModel(200, 1, 3)
+    alpha = [overlap(target, replace(target, divergence=d)) for d in (0.0, 0.1, 0.3, 0.6, 1.0)]
+    assert alpha[0] == pytest.approx(1, abs=1e-12)
+    assert alpha == sorted(alpha, reverse=True) and len(set(alpha)) == 5

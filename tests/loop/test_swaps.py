@@ -1,4 +1,5 @@
-"""A draft whose weights change while it drafts: nothing is lost, and no version drafts twice."""
+"""A draft whose weights change while it drafts: nothing is lost, and no version drafts twice. The
+lessons that a learner receives of a round: when, and with which logits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,24 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from mpissd.common.config import RunConfig
-from mpissd.engine.comm.learner_messages import Bytes, pieces
+from mpissd.common.rounds import Ints
+from mpissd.engine.comm import learner_messages
+from mpissd.engine.comm.learner_messages import Bytes, Lesson, pieces
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.learning import Updates
+from mpissd.engine.decode.learning import Teaching, Updates
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, packed, tensors
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.spec import sampling
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, logits_behind
-from tests.needs import module
 from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
-
-module("safetensors.numpy", "safetensors")
-
-from safetensors.numpy import load_file, save_file  # noqa: E402
 
 SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
 WAYS = [
@@ -236,3 +235,59 @@ def overflowing(arrays: Arrays) -> Arrays:
     """These tensors with a last norm that no product of float32 holds."""
     name = "model.norm.weight"
     return {**arrays, name: np.full_like(arrays[name], 3e38, np.float32)}
+
+
+class Recorded:
+    """An outlet that keeps the sent lessons, and has room only in some rounds."""
+
+    def __init__(self, has_room: Callable[[int], bool]) -> None:
+        self._has_room, self.asked, self.lessons = has_room, 0, list[list[Lesson]]()
+
+    def has_room(self) -> bool:
+        self.asked += 1
+        return self._has_room(self.asked)
+
+    def send(self, numbers: Ints) -> None:
+        self.lessons.append(learner_messages.read_lessons(numbers))
+
+
+class Read:
+    """A target oracle that counts the rows of logits that are read of it."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self.rows, self.asked = worker, 0, 0
+
+    def lessons(self, *args: Any, **told: Any) -> list[Lesson]:
+        self.asked += 1
+        found: list[Lesson] = self._worker.lessons(*args, **told)
+        return found
+
+    def logits_of(self, row: int) -> Any:
+        self.rows += 1
+        return self._worker.logits_of(row)
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_lessons_carry_the_logits_that_decided_each_token(
+    pair: TinyPair, mode: str, every: int
+) -> None:
+    """No later forward has overwritten them; if there is no room, none are read."""
+    config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=60, mode=mode, lookahead=3)
+    outlet = Recorded(lambda asked: asked % every == 0)
+    with Decoder(config) as decoder:
+        read = Read(decoder.worker.oracle)
+        teaching = Teaching(read, outlet)  # type: ignore[arg-type]
+        decoder.loop.teach = teaching
+        while not decoder.is_over:
+            decoder.step()
+        decoder.loop.tell()
+        answer = next(iter(decoder.tokens.values()))
+    text = np.array([3, 1, 4, 1, 5, *answer], np.int32)
+    assert len(outlet.lessons) == read.asked == teaching.rounds // every > 5
+    assert teaching.dropped == teaching.rounds - read.asked
+    rows = [row for (one,) in outlet.lessons for row in zip(one.at, one.logits, strict=True)]
+    assert len(rows) == read.rows == teaching.rows
+    assert all(int(logits.argmax()) == text[at + 1] for at, logits in rows)
+    joined = [token for (one,) in outlet.lessons for token in one.tokens.tolist()]
+    assert joined == text[: len(joined)].tolist()
