@@ -155,9 +155,7 @@ def all_imports() -> dict[str, list[Import]]:
     known = frozenset(paths)
     return {
         name: imports_in(
-            path.read_text(),
-            name if path.name == "__init__.py" else name.rpartition(".")[0],
-            known,
+            path.read_text(), name if path.name == "__init__.py" else name.rpartition(".")[0], known
         )
         for name, path in paths.items()
     }

@@ -43,9 +43,7 @@ def test_help_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--results" in shown and not stderr and all(f"  {name} " in shown for name in FIGURES)
 
 
-def test_a_figure_without_rows_is_skipped_and_the_code_is_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_without_rows_end_in_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["saguaro", f"--results={FIXTURE}", f"--out={tmp_path / 'out'}"]) == 2
     assert "saguaro: skipped: no rows for it: it needs markov SSD rows" in capsys.readouterr().err
     null = [

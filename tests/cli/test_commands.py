@@ -66,9 +66,7 @@ RATES = ".95,.9,.7,.4,.2,.1,.05,.02,.01,.01,.01,.01,.01,.01,.01,.01,.01,.01"
     ],
     ids=str,
 )
-def test_a_plan_is_a_line_that_runs(
-    flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_one_that_runs(flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     """Lists of rates are cut to the K that is run."""
     told, out = plan(capfd, A100, "--pair=8b/1b", *flags)
     ranks, config = command_line(out, "run")
@@ -81,9 +79,7 @@ def test_a_plan_is_a_line_that_runs(
         assert listed.split(",") == RATES.split(",")[: job.lookahead]
 
 
-def test_a_plan_names_the_fastest_sequence_and_the_most_of_all_gpus(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_is_of_one_sequence_and_of_all_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     """Two GPUs: one sequence is fastest over both, two on one GPU each give more together."""
     told, out = plan(capfd, "--profile=h200", "--fuse", "--alpha=.7", "--gpus=2")
     best, most = told["best"], told["most_tok_per_s"]
@@ -153,9 +149,7 @@ def test_refusals(
     assert message in refused(capfd, *arguments)
 
 
-def test_a_profile_of_other_weights_of_that_name_is_refused(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_profile_of_other_weights_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     device = json.loads(Path(EIGHT.partition("=")[2]).read_text())
     for entry in device["tables"]["forwards"]:
         entry["params"] += entry["model"] == "llama-3.1-8b"
@@ -163,9 +157,7 @@ def test_a_profile_of_other_weights_of_that_name_is_refused(
     assert "doesn't cover this llama-3.1-8b" in refused(capfd, "plan", "--profile=./probed.json")
 
 
-def test_a_plan_for_a_pair_with_weights_can_be_run(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_plan_for_weights_can_be_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """With weights, imposed acceptance needs --workload=gemm."""
     pair = tiny_pair(tmp_path, kv_heads=6)
     _, out = plan(capfd, f"--pair={pair.target}/{pair.draft}", "--gpus=1", "--alpha=0.7", A100)

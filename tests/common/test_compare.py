@@ -28,9 +28,7 @@ from mpissd.common.row import Row
         (0.9, 1.1, "0.90–1.10", False),
     ],
 )
-def test_a_bound_that_rounds_to_1_shows_its_side(
-    low: float, high: float, shown: str, real: bool
-) -> None:
+def test_a_bound_near_1_shows_its_side(low: float, high: float, shown: str, real: bool) -> None:
     """Two digits print 0.98x (0.97–1.00) both for a difference and for none."""
     found = Comparison(0.98, low, high, HEADLINE_SEEDS, HEADLINE_ROUNDS)
     assert found.interval == shown and found.is_real == real

@@ -83,12 +83,9 @@ def rows_of(rates: list[float], num_rounds: int = 400, first: int = 0) -> list[R
 
 
 @pytest.mark.parametrize(
-    ("seeds", "num_rounds", "is_headline"),
-    [(5, 400, True), (4, 400, False), (5, 399, False)],
+    ("seeds", "num_rounds", "is_headline"), [(5, 400, True), (4, 400, False), (5, 399, False)]
 )
-def test_a_headline_takes_five_seeds_of_400_rounds(
-    seeds: int, num_rounds: int, is_headline: bool
-) -> None:
+def test_a_headline_takes_5_seeds_of_400(seeds: int, num_rounds: int, is_headline: bool) -> None:
     a = rows_of([100.0 + n for n in range(seeds)], num_rounds)
     b = [row | {"tok_per_s": 1.5 * row.tok_per_s} for row in a]
     found = compare_rows(a, b)

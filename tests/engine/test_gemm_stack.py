@@ -80,9 +80,7 @@ def test_equal_values_of_several_shards_go_to_the_lowest_id(seed: int) -> None:
 
 
 @pytest.mark.parametrize("own_tokens", [1, 4])
-def test_what_is_read_of_a_context_is_what_is_counted(
-    own_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_context_s_reads_are_counted(own_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer: the prefix of every sequence, and every row's own tokens, within the buffer."""
     reads: list[int] = []
     sizes: list[int] = []

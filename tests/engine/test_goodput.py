@@ -110,9 +110,7 @@ class Compiling(World):
 @pytest.mark.parametrize("count", [1, 24])
 @pytest.mark.parametrize(("alpha", "hits"), [(0.05, 0.3), (0.5, 0.6), (0.9, 0.95)])
 @pytest.mark.parametrize("row_s", [1e-6, 2e-3])
-def test_it_settles_on_nearly_the_best_way(
-    count: int, alpha: float, hits: float, row_s: float
-) -> None:
+def test_it_settles_near_the_best_way(count: int, alpha: float, hits: float, row_s: float) -> None:
     world = World(alpha, hits, row_s)
     _, (ways,) = decoded(world, [count])
     assert world.share(ways[100:], count) >= 0.97
@@ -120,9 +118,7 @@ def test_it_settles_on_nearly_the_best_way(
 
 @pytest.mark.parametrize("widths", [(), (None,)])
 @pytest.mark.parametrize(("alpha", "row_s"), [(0.05, 2e-4), (0.9, 2e-3)])
-def test_rounds_that_compile_are_no_reason_to_leave_a_way(
-    alpha: float, row_s: float, widths: tuple[int | None, ...]
-) -> None:
+def test_compiling_keeps_a_way(alpha: float, row_s: float, widths: tuple[int | None, ...]) -> None:
     world = Compiling(alpha, 0.8, row_s)
     _, every = decoded(world, [1, 4, 2, 6], 300, widths)
     for count, ways in zip((1, 4, 2, 6), every, strict=True):
@@ -277,9 +273,8 @@ CASES = [
 
 @pytest.mark.parametrize(("cost", "buckets"), CASES)
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_nine_rounds_in_ten_take_at_most_30_percent_longer(
-    cost: Callable[[int], float], buckets: Sequence[int], rows: int
-) -> None:
+def test_prompts_cost_few(cost: Callable[[int], float], buckets: Sequence[int], rows: int) -> None:
+    """Nine rounds in ten take at most 30 percent longer."""
     times, own_s = known(cost, buckets), cost(padded(rows, buckets))
     stored = [times.prefill_rows(rows, 512) for _ in range(400)]
     growth = [cost(padded(rows + more, buckets)) / own_s - 1 for more in stored]

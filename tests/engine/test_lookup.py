@@ -30,9 +30,7 @@ def test_prompt_lookup_is_its_definition(tokens: list[int], longest: int, count:
 
 
 @given(TOKENS, st.integers(1, 6))
-def test_the_automaton_finds_the_longest_suffix_at_its_latest_place(
-    tokens: list[int], count: int
-) -> None:
+def test_the_automaton_finds_the_longest_latest_suffix(tokens: list[int], count: int) -> None:
     lookup = SuffixLookup()
     lookup.follow(tokens)
     assert lookup.drafted(count) == looked_up(tokens, len(tokens), count)

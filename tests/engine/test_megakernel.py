@@ -131,9 +131,7 @@ def test_the_gpu_and_the_model_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not MegakernelOps.suits(device(), model(**changed), heads=32)
 
 
-def test_a_gpu_that_mps_divides_uses_separate_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_under_mps_takes_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     assert MegakernelOps.suits(device(), model(), heads=32)
     (tmp_path / "control").touch()

@@ -154,9 +154,7 @@ def test_more_candidates_take_more_time(box: Any, rows: int, candidates: int, mo
         ("host", [{}], "missing 'tp'"),
     ],
 )  # fmt: skip
-def test_a_file_that_does_not_fit_is_refused_in_one_line(
-    box: Any, path: str, value: Any, message: str
-) -> None:
+def test_a_file_that_does_not_fit_is_refused(box: Any, path: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         box({path: value})
     assert "box.json" in str(caught.value)

@@ -180,9 +180,7 @@ def recorded(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("flags", RUNS, ids=str)
-def test_a_replay_has_the_text_run_s_outcomes(
-    flags: dict[str, Any], pair: TinyPair, recorded: Path
-) -> None:
+def test_a_replay_has_its_run_s_rows(flags: dict[str, Any], pair: TinyPair, recorded: Path) -> None:
     models = {"target": str(pair.target), "draft": str(pair.draft), "backend": "numpy"}
     told = {"prompt_ids": PROMPTS, "num_tokens": LIMIT, "stop_token": STOP}
     run = finished(RunConfig(workload="text", **models, **told, **flags))

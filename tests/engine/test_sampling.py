@@ -52,9 +52,7 @@ def test_probabilities_are_a_softmax(logits: NDArray[np.float32], temperature: f
 
 
 @given(Logits)
-def test_temperature_0_is_greedy_and_takes_the_first_of_equals(
-    logits: NDArray[np.float32],
-) -> None:
+def test_temperature_0_is_greedy_and_takes_the_first_of_equals(logits: NDArray[np.float32]) -> None:
     for top, scale in ((0, 1.0), (3, 0.1), (3, 0.0)):
         probs = sampling.probabilities(logits, 0.0, top, scale)
         assert probs.tolist() == np.eye(len(logits))[logits.tolist().index(max(logits))].tolist()
@@ -111,9 +109,7 @@ def test_draw_inverts_the_cumulative_distribution(probs: NDArray[np.float64], u:
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "mostly 0"])
 @pytest.mark.parametrize("size", [49_152, 49_075])  # whole blocks, and a short last one
-def test_a_draw_among_many_tokens_has_the_bits_of_one_sum_after_the_other(
-    kind: str, size: int
-) -> None:
+def test_a_draw_among_many_tokens_has_the_bits_of_a_plain_sum(kind: str, size: int) -> None:
     """For random u, for the ends, and within an ulp of tokens' bounds (there rounding decides)."""
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal(size) * {"flat": 0, "peaked": 6}.get(kind, 1)).astype(np.float32)
@@ -132,9 +128,7 @@ def test_a_draw_among_many_tokens_has_the_bits_of_one_sum_after_the_other(
 
 
 @given(pairs())
-def test_the_residual_is_what_p_has_and_q_has_not(
-    pair: tuple[NDArray[np.float64], NDArray[np.float64]],
-) -> None:
+def test_the_residual_is_p_beyond_q(pair: tuple[NDArray[np.float64], NDArray[np.float64]]) -> None:
     p, q = pair
     missing = [max(a - b, 0) for a, b in zip(p.tolist(), q.tolist(), strict=True)]
     left = sampling.residual(p, q)

@@ -45,9 +45,7 @@ def test_a_world_is_t_and_d_and_groups_divide_its_targets() -> None:
         ([("a", 0), ("a", 1), ("a", 0), ("b", 3)], ("a#0", "a#1", "a#0", "b")),
     ],
 )
-def test_machines_of_one_name_are_told_apart(
-    told: list[tuple[str, int]], labels: tuple[str, ...]
-) -> None:
+def test_equal_names_are_told_apart(told: list[tuple[str, int]], labels: tuple[str, ...]) -> None:
     assert label_hosts(told) == labels
 
 

@@ -135,9 +135,7 @@ def test_uneven_shards_are_the_whole(tp: int, heads: tuple[int, int]) -> None:
         assert np.array_equal(best.values[0], np.take_along_axis(whole, order, 1))
 
 
-def test_a_read_only_checkout_compiles_into_the_users_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_checkout_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the user asked for no folder."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(os, "access", lambda *_: False)

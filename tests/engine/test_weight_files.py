@@ -57,9 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_gives_what_was_written_and_the_librarys_logits(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_folder_gives_its_values_and_the_librarys_logits(tmp_path: Path, family: str) -> None:
     """Random weights of seed 1, 40 tokens; transformers' float32 differs by 3e-6 of 4."""
     shards = 3 if family == "tied" else 1
     folder, values = random_folder(tmp_path / "model", 1, shards, **FAMILIES[family])
@@ -113,9 +111,7 @@ ALLOWED["bfloat16"] = 2.0**-7  # cut off, not rounded
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
-def test_every_format_gives_the_weights(
-    sources: dict[str, tuple[Checkpoint, Values]], kind: str
-) -> None:
+def test_every_format_is_read(sources: dict[str, tuple[Checkpoint, Values]], kind: str) -> None:
     assert_holds(*sources[kind], ALLOWED[kind])
 
 
@@ -138,9 +134,7 @@ def test_a_part_of_a_file_is_cut_from_the_whole(
 
 
 @pytest.mark.parametrize("kind", ALLOWED)
-def test_blocks_come_as_they_are_stored(
-    sources: dict[str, tuple[Checkpoint, Values]], kind: str
-) -> None:
+def test_blocks_are_as_stored(sources: dict[str, tuple[Checkpoint, Values]], kind: str) -> None:
     checkpoint, name = sources[kind][0], "model.layers.0.mlp.up_proj.weight"
     rows, columns = slice(3, 40), slice(32, 64)
     part = checkpoint.part(name, rows, columns).blocks()
@@ -193,9 +187,7 @@ def test_smollm2_of_its_wheel_knows_a_capital() -> None:
     assert logits(open_checkpoint("smollm2"), said)[-1].argmax() == 7042  # " Paris"
 
 
-def test_a_large_file_counts_by_size_beginning_and_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, head, block = 100_000, 4096, 256
     for name, value in (("LARGEST", size - 1), ("_HEAD", head), ("_SAMPLE", block)):
         monkeypatch.setattr(checkpoint, name, value)
@@ -239,9 +231,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_a_name_is_fetched_once(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetch_happens_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def download(name: str, **how: Any) -> None:
@@ -259,9 +249,7 @@ def test_a_name_is_fetched_once(
     assert resolve_model(NAME).hidden == config_of(NAME).shape.hidden == CONFIG["hidden_size"]
 
 
-def test_without_a_network_one_line_says_how_to_go_on(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(name: str, **how: Any) -> None:
         raise OSError("no route to the hub\nand more")
 
@@ -274,9 +262,7 @@ def test_without_a_network_one_line_says_how_to_go_on(
         assert "--target=FOLDER" in str(error.value)
 
 
-def test_a_damaged_file_of_two_words_is_no_name_of_the_hub(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_no_names(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path has the form OWNER/NAME, too."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked"))
     monkeypatch.chdir(tmp_path)

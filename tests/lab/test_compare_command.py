@@ -14,9 +14,7 @@ def at(second: int) -> dict[str, Any]:
     return {"provenance": {"started_at": f"2026-01-01T00:00:{second:02}+00:00"}}
 
 
-def test_a_name_is_the_row_that_was_measured_last_or_a_run_id(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_is_the_last_row_or_an_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "a" / "runs_2.jsonl", sd("old", **at(1)), sd("late", **at(9)))
     write(tmp_path / "a" / "below" / "runs_3.jsonl", sd("between", **at(5)))
     folder = str(tmp_path / "a")
@@ -25,9 +23,7 @@ def test_a_name_is_the_row_that_was_measured_last_or_a_run_id(
         assert capfd.readouterr().out.startswith(f"   a = {run_id}: ")
 
 
-def test_a_pair_is_the_latest_rows_of_one_seed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_is_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A sweep measures the seeds of both in its own order; three configurations are ranked."""
 
     def told(*words: object) -> list[str]:

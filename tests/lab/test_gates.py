@@ -92,11 +92,7 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
     "a result that is no number": ("finite", put("tok_per_s", math.nan), "tok_per_s is nan"),
     "a fan-out of another K": ("counts", put("fan_out", [5, 5, 5]), "is 4, fan_out has 3"),
     "a ledger that misses 2%": ("ledger", lose(0.02), "close to 0.9"),
-    "a device slower than the wall": (
-        "device",
-        consistently(1.5),
-        "within a launch and wait of 2",
-    ),
+    "a device slower than the wall": ("device", consistently(1.5), "within a launch and wait of 2"),
     "an idle device that takes less than nothing": (
         "device",
         put("device_us.idle", -50.0),
@@ -134,9 +130,7 @@ def test_what_is_unknown_is_judged_by_no_gate(clean: tuple[Line, Rounds]) -> Non
     assert judge(row, {}) == []
 
 
-def test_the_floor_allows_for_the_cache_and_for_the_noise_of_a_cpu(
-    clean: tuple[Line, Rounds],
-) -> None:
+def test_the_floor_allows_for_caches_and_a_cpu_s_noise(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     consistently(1.7 / 2.38)(row, rounds)  # 1.70 ms, the cache allows 1.767
     assert [line[:20] for line in judge(row, rounds)] == ["floor: t_target_s is"]
@@ -154,9 +148,7 @@ def test_the_floor_allows_for_the_cache_and_for_the_noise_of_a_cpu(
 
 
 @pytest.mark.parametrize(("limit", "counted"), [(None, 0), (10**6, 0), (500, -1), (3, -2)])
-def test_tokens_beyond_the_limit_do_not_count(
-    clean: tuple[Line, Rounds], limit: int | None, counted: int
-) -> None:
+def test_the_limit_ends_counts(clean: tuple[Line, Rounds], limit: int | None, counted: int) -> None:
     row, rounds = clean
     total = row["num_tokens"]
     row["token_limit"] = limit

@@ -117,9 +117,7 @@ def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert (numbers["latency_s"] >= 0.99 * pace * numbers["num_tokens"]).all()
 
 
-def test_refusals_and_deaths_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_are_no_deaths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module("uvicorn", "the extra serve")
     from tests.serve.rig import serving, tokenizer
 
@@ -144,9 +142,7 @@ def test_no_row_keeps_a_key_in_any_form_that_is_read(form: list[str]) -> None:
     assert without([*before, *form, *behind], "api_key") == [*before, *behind]
 
 
-def test_a_server_of_another_kind_fails_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_server_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     httpx = module("httpx", "the extra serve")
     with pytest.raises(ConfigError, match="url=http://h:port/v1"):
         load(config(tmp_path, url="http://h:port/v1"))

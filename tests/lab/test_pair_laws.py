@@ -61,9 +61,7 @@ def rounds_of(recording: Recording, lookahead: int) -> list[tuple[int, int, int 
 
 
 @pytest.mark.parametrize("lookahead", [1, K, 6])
-def test_the_file_holds_the_rounds_of_the_definition(
-    lookahead: int, recording: Recording, file: Path
-) -> None:
+def test_the_file_holds_defined_rounds(lookahead: int, recording: Recording, file: Path) -> None:
     laws, wanted = load_laws(str(file)), rounds_of(recording, lookahead)
     assert [at.lookahead for at in laws.at] == [1, 2, 3, 4, 5, 6]
     at = laws.behind(lookahead)
@@ -129,9 +127,7 @@ def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> N
         (lambda text: "[]", "TypeError"),
     ],
 )
-def test_damaged_files_are_refused_in_one_line(
-    file: Path, tmp_path: Path, change: Any, message: str
-) -> None:
+def test_damaged_files_are_refused(file: Path, tmp_path: Path, change: Any, message: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(change(file.read_text()))
     with pytest.raises(ConfigError, match=message) as error:

@@ -53,9 +53,7 @@ def test_a_table_is_straight_between_points_flat_before_and_goes_on_behind(made:
 @pytest.mark.parametrize("device", ["h200", "v100-32"])
 @pytest.mark.parametrize(("tp", "drafts"), [(1, 0), (4, 1)])
 @pytest.mark.parametrize("options", [{}, {"lm_head": True, "context": 4096, "fuse": True}])
-def test_a_profile_s_forwards_are_the_emulated_backend_s(
-    device: str, tp: int, drafts: int, options: dict[str, int]
-) -> None:
+def test_profiles_are_emulated(device: str, tp: int, drafts: int, options: dict[str, int]) -> None:
     """Bit by bit: the emulated backend lets exactly this time pass."""
     config = RunConfig(
         mode="sd" if not drafts else "ssd", num_drafts=drafts, pair="70b/8b", batch_size=3,
@@ -121,9 +119,7 @@ def job(**flags: Any) -> Job:
         ({"mode": "ssd", "fan_out": "geometric:33"}, 3e-3, 2e-3 / 3),  # only the draft's rows
     ],
 )
-def test_a_job_s_largest_row_count_chooses_the_kernel_of_all(
-    flags: dict[str, Any], verify: float, draft: float | None
-) -> None:
+def test_one_kernel_for_all_rows(flags: dict[str, Any], verify: float, draft: float | None) -> None:
     costs = DeviceCosts.from_profile(PROFILE, job(**flags))
     assert float(costs.verify(1)) == verify
     if draft is not None:
@@ -161,9 +157,7 @@ HOSTS = (
         ({"mode": "ssd", "lookahead": 7}, 1, 7e-6, False),
     ],
 )
-def test_host_costs_are_those_of_the_nearest_way_to_decode(
-    flags: dict[str, Any], tp: int, sample: float, derived: bool
-) -> None:
+def test_nearest_host_costs(flags: dict[str, Any], tp: int, sample: float, derived: bool) -> None:
     profile = replace(PROFILE, hosts=HOSTS)
     found = replace(job(**flags), tp=tp)
     assert host_of(profile, found).lead_sample == pytest.approx(sample)

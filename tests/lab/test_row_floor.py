@@ -42,9 +42,7 @@ def test_an_emulated_floor_is_its_profile_s(batch: int, bound: str) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "shared"), [("GPU-b", 1), ("GPU-c", None), (None, None)])
-def test_a_learner_shares_the_gpu_of_the_rank_that_has_the_same_one(
-    gpu: str | None, shared: int | None
-) -> None:
+def test_a_learner_shares_the_gpu_of_its_rank(gpu: str | None, shared: int | None) -> None:
     infos = [DeviceInfo("a GPU", "gpu", uuid=f"GPU-{name}") for name in "ab"]
     measured: Any = SimpleNamespace(lead=SimpleNamespace(learner=gpu and {"gpu": gpu}))
     assert shares_gpu_of(measured, infos) == shared

@@ -38,9 +38,7 @@ def test_words_wrap_whole_also_where_a_word_arrives_in_parts() -> None:
 
 
 @given(st.text("ab \n日é👋", max_size=120), st.integers(1, 7), st.integers(30, 110))
-def test_no_character_is_lost_and_none_leaves_its_column(
-    text: str, size: int, columns: int
-) -> None:
+def test_no_character_is_lost_or_leaves_its_column(text: str, size: int, columns: int) -> None:
     """Screen asserts that nothing is written beyond the last column."""
     screen = painted(split(text, size, "cache"), columns, margin="2.00 tok/round")
     width = columns - MARGIN - 3 if columns >= 72 else columns
@@ -116,9 +114,7 @@ def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(words: Toke
     assert len(shown) == 3 and show.meter.num_rounds == 1
 
 
-def test_a_terminal_is_opened_by_its_name_on_its_own_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_terminal_is_opened_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import os
     import pty
 

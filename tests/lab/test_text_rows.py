@@ -55,9 +55,7 @@ def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Pa
     check_alike(Row.from_dict(older), Row.from_dict({**row, "tok_per_s": 1.0}))
 
 
-def test_a_row_says_whether_its_draft_was_made_for_its_target(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_doubts_its_draft(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """If not, the run prints it once on stderr; for a plain draft it is unknown."""
     pair = tiny_pair(tmp_path / "pair")
     assert answered(pair, tmp_path, mode="sd")["weights"]["draft"]["made_for_target"] is None
@@ -75,9 +73,7 @@ def test_a_row_says_whether_its_draft_was_made_for_its_target(
         assert len(lines) == (not expected) and all(x.startswith("mpissd: draft=") for x in lines)
 
 
-def test_answers_of_a_flagged_row_say_so(
-    pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flagged_answers(pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "violations", lambda *_: ["batch_size is 4", "so it is"])
     with pytest.raises(Refused):
         answered(pair, tmp_path)

@@ -71,20 +71,15 @@ PROBED = measured(entries())
 
 
 @given(st.sampled_from(TRANSFORMER_ROWS), st.integers(64, 2000), st.integers(1, 8))
-def test_a_time_that_grows_with_context_and_sequences_is_found_between(
-    rows: int, context: int, batch: int
-) -> None:
+def test_times_between_contexts_are_found(rows: int, context: int, batch: int) -> None:
     seconds = PROBED.forward_s(SHARD.cost(rows, batch, 4, at(context)))
     assert seconds == pytest.approx(truth(rows, context, batch), rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("context", "batch", "is_derived"),
-    [(1999, 7, False), (2001, 1, True), (500, 9, True)],
+    ("context", "batch", "is_derived"), [(1999, 7, False), (2001, 1, True), (500, 9, True)]
 )
-def test_beyond_what_was_measured_it_is_derived(
-    context: int, batch: int, *, is_derived: bool
-) -> None:
+def test_beyond_measured_ones_it_is_derived(context: int, batch: int, *, is_derived: bool) -> None:
     """The job's mean context is its --context and half of its one round."""
     found = job(mode="ar", draft=None, context=context, batch_size=batch, rounds=1)
     label = derived_from(PROBED, PROBED, found)

@@ -119,9 +119,7 @@ def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
         assert str(found.config.shape.num_layers) == shape[0]
 
 
-def test_a_step_that_the_time_has_no_room_for_takes_fewer_conversations(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_time(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty steps of the whole batch would take 16 s; only --seconds_training is that short."""
     from mpissd.learn.draft import ModelDraft
 
@@ -173,9 +171,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> Non
     assert " s  " not in printed, "refused before anything is sampled"
 
 
-def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
-    target: Path, draft: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_full_disks_keep_good_files(target: Path, draft: tuple[Path, str], tmp_path: Path) -> None:
     out = Path(shutil.copytree(draft[0], tmp_path / "draft"))
     good = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
     flags = [f"--target={target}", f"--out={out}", "--save_every=1", "--seconds_training=3"]
@@ -193,9 +189,7 @@ def test_a_full_disk_is_one_line_and_the_last_good_files_stay(
 
 
 @pytest.mark.parametrize("flags", [["--length=60", "--seed=5"], ["--sequences=16"]], ids=str)
-def test_a_target_that_hardly_ends_its_turn_makes_no_draft(
-    target: Path, tmp_path: Path, flags: list[str]
-) -> None:
+def test_a_target_without_ends_is_refused(target: Path, tmp_path: Path, flags: list[str]) -> None:
     given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}
     code, printed = distill(f"--target={target}", f"--out={tmp_path}", *given.values())
     assert code == 2 and "sampled tokens answer a message" in printed.splitlines()[-1], printed

@@ -50,9 +50,7 @@ def target_of(home: Path, family: str) -> Path:
 @pytest.mark.parametrize(
     ("family", "optimizer"), [("llama", "adamw"), ("qwen2", "adamw"), ("qwen3", "muon")]
 )
-def test_a_draft_of_the_target_s_layers_trains_and_reloads(
-    family: str, optimizer: str, tmp_path: Path
-) -> None:
+def test_a_draft_of_layers_trains_and_reloads(family: str, optimizer: str, tmp_path: Path) -> None:
     """Every tensor of it is trained, biases and the norms of q and k included."""
     where = target_of(tmp_path, family)
     source = open_checkpoint(str(where))

@@ -112,9 +112,7 @@ def test_the_engine_computes_what_was_trained(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_brings_it_closer_to_the_target(
-    sampler: Sampler, samples: Samples, kind: str
-) -> None:
+def test_training_brings_it_closer(sampler: Sampler, samples: Samples, kind: str) -> None:
     config, ids = state_config(CONFIG, kind, HEADS, V), torch.arange(V)
     weights = {n: w.requires_grad_(True) for n, w in fresh_states(config, 1, 1.0).items()}
     table = angles(CONFIG, LENGTH + 40, "cpu")

@@ -69,9 +69,7 @@ def test_a_conversation_follows_the_template(samples: Samples) -> None:
     assert turns > 10  # the template was met
 
 
-def test_at_temperature_0_each_answer_is_the_likeliest_of_a_whole_forward(
-    sampler: Sampler,
-) -> None:
+def test_at_temperature_0_each_answer_is_the_likeliest_of_a_whole_forward(sampler: Sampler) -> None:
     given = blank([(1, 5, 40, 2, 7, 1), (1, 5, 41, 42, 2, 7, 1)], 20, "cpu")
     cold = torch.zeros(2)
     found = sampler.write(given, TEMPLATE, ANSWER, (cold, cold))

@@ -82,11 +82,7 @@ class Scenario:
 
     def hazards(self) -> dict[Source, tuple[float, ...]]:
         primary = self.rates or (0.8,) * self.K
-        return {
-            Source.CACHE: primary,
-            Source.JIT: primary,
-            Source.FAST: (self.fast_rate,) * self.K,
-        }
+        return {Source.CACHE: primary, Source.JIT: primary, Source.FAST: (self.fast_rate,) * self.K}
 
     def law(self) -> Law:
         return Law(self.seed, self.vocab, self.hazards(), self.fans, self.p_hit, self.pair.laws)

@@ -45,9 +45,7 @@ def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
 @pytest.mark.parametrize("backup_lookahead", [None, 2])
 @pytest.mark.parametrize("backup", ["jit", "fast"])
 @pytest.mark.parametrize("steps", [0, 2, K + 1])
-def test_an_answer_drafts_what_is_missing_and_nothing_else(
-    steps: int, backup: str, backup_lookahead: int | None
-) -> None:
+def test_an_answer_drafts_what_lacks(steps: int, backup: str, backup_lookahead: int | None) -> None:
     """Hits are pruned to their lane and finished, misses start over, in shared forwards."""
     scenario = replace(MIXED, backup=backup, backup_lookahead=backup_lookahead)
     result, draft = run_stepped(scenario, steps)

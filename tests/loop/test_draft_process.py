@@ -115,9 +115,7 @@ def test_a_recorded_request_is_new_once_and_when_it_returns(engine: Engine, name
     engine.client.close()
 
 
-def test_counts_are_published(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_published_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     engine.call([([1, 2, 4], [2, 4])])
     for name, count in (+engine.client.counts).items():
@@ -142,9 +140,7 @@ def test_counts_that_cannot_be_published_do_not_stop_the_engine(
 
 
 @pytest.mark.parametrize("fault", ["none", "killed", "refused"])
-def test_tokens_are_the_targets_whatever_happens_to_the_draft(
-    engine: Engine, pair: TinyPair, fault: str
-) -> None:
+def test_tokens_are_the_targets_always(engine: Engine, pair: TinyPair, fault: str) -> None:
     """Requests join, end, swap rows and are preempted, and some steps do not ask."""
 
     def greedy(tokens: list[int]) -> int:
@@ -260,9 +256,7 @@ def test_a_path_serves_one_client_after_another(flags: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("event", "bonus", "token"), [(4, 2, 5), (0, 2, 5), (9, 2, 5), (1, V, 5), (1, -1, 5), (1, 2, V)]
 )
-def test_a_client_that_breaks_the_protocol_is_left(
-    flags: str, event: int, bonus: int, token: int
-) -> None:
+def test_a_protocol_breaker_is_left(flags: str, event: int, bonus: int, token: int) -> None:
     client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
     until(lambda: client._open() is not None, START_S)
     peer, process = client._socket, client._process

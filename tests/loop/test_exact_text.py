@@ -61,9 +61,7 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
         ({"penalties": PENALTIES, "mode": "sd", "tree": SMALL}, {JIT}),
     ],
 )
-def test_the_law_of_the_text_is_the_target_s(
-    base: TextPair, changed: dict[str, object], sources: set[Source]
-) -> None:
+def test_the_law_of_text(base: TextPair, changed: dict[str, object], sources: set[Source]) -> None:
     found = enumerated(replace(base, **changed))  # type: ignore[arg-type]
     assert {source for rows in found.served for source, _ in rows} == sources
     assert abs(sum(found.law.values()) - 1) < 1e-9 and found.bias <= EXACT
@@ -88,9 +86,7 @@ def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
         {"forces": True, "tree": SMALL},
     ],
 )
-def test_the_law_under_a_grammar_is_the_masked_target_s(
-    base: TextPair, narrow: TextPair, changed: dict[str, object]
-) -> None:
+def test_the_law_of_grammars(base: TextPair, narrow: TextPair, changed: dict[str, object]) -> None:
     """The texts of four tokens 0 … 3 are 64 without the grammar."""
     for pair in (base, narrow)[: 2 - len(changed)]:
         found = enumerated(replace(pair, has_grammar=True, **changed))  # type: ignore[arg-type]

@@ -119,9 +119,7 @@ def said(tokens: list[Token]) -> str:
     return "".join(token.text for token in tokens)
 
 
-def test_every_mode_answers_with_the_same_tokens_and_says_what_drafted_them(
-    pair: TinyPair,
-) -> None:
+def test_every_mode_answers_with_the_same_tokens_and_says_what_drafted_them(pair: TinyPair) -> None:
     by_mode = {mode: answer(pair, mode=mode) for mode in ("ar", "sd", "ssd")}
     ids = [token.id for token in by_mode["ar"]]
     assert len(ids) == 24

@@ -70,11 +70,7 @@ def test_any_pair_emits_what_its_target_or_sd_emits(data: st.DataObject) -> None
 def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
     """Later tokens of the same round were never emitted; the others go on."""
     base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
-    modes = [
-        base,
-        replace(base, mode="sd"),
-        replace(base, mode="sd", is_inline=True),
-    ]
+    modes = [base, replace(base, mode="sd"), replace(base, mode="sd", is_inline=True)]
     if temperature == 0:
         modes += [replace(base, mode="ar"), replace(base, backup="fast")]
     found = [decode(pair, 40, stop_token=7).tokens for pair in modes]

@@ -182,9 +182,7 @@ class DueEnd(ScriptedEnd):
 
 @pytest.mark.parametrize(("groups", "seed"), [(1, 0), (2, 1), (3, 2), (8, 0)])
 @pytest.mark.parametrize("p_hit", [0.0, 0.6, 1.0])
-def test_no_group_waits_for_another_ones_work_longer_than_one_forward(
-    groups: int, p_hit: float, seed: int
-) -> None:
+def test_no_group_waits_longer_than_one_forward(groups: int, p_hit: float, seed: int) -> None:
     clock, dice, served = Clock(groups, MIXED.batch), random.Random(seed), []
     for number, seat in enumerate(clock.shared.seats):
         rig = Rig(replace(MIXED, p_hit=p_hit, seed=MIXED.seed + number))

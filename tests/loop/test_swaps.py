@@ -26,11 +26,7 @@ from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 SSD = {"mode": "ssd", "fan_out": "uniform:2", "lookahead": 3}
-WAYS = [
-    {"mode": "sd", "lookahead": 3},
-    {**SSD, "batch_size": 2},
-    {**SSD, "backup": "fast"},
-]
+WAYS = [{"mode": "sd", "lookahead": 3}, {**SSD, "batch_size": 2}, {**SSD, "backup": "fast"}]
 SAMPLED = {"mode": "ssd", "fan_out": "uniform:2"}
 LENGTH, PROMPT = 3, (1, 0, 2)  # enumerated tokens of a text, and the prompt before them
 
@@ -106,9 +102,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 @pytest.mark.parametrize("flags", WAYS, ids=str)
-def test_swaps_in_mid_run_change_no_token_and_help_as_much_as_they_should(
-    pair: TinyPair, flags: dict[str, Any]
-) -> None:
+def test_swaps_in_mid_run_change_no_token_and_help(pair: TinyPair, flags: dict[str, Any]) -> None:
     config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=150, **flags)
     shares = (0.3, 0.0, 0.6, 1.0)
     versions = [packed(between(pair, share)) for share in shares]
@@ -269,9 +263,7 @@ class Read:
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_lessons_carry_the_logits_that_decided_each_token(
-    pair: TinyPair, mode: str, every: int
-) -> None:
+def test_lessons_carry_the_deciding_logits(pair: TinyPair, mode: str, every: int) -> None:
     """No later forward has overwritten them; if there is no room, none are read."""
     config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=60, mode=mode, lookahead=3)
     outlet = Recorded(lambda asked: asked % every == 0)

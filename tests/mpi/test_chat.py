@@ -44,9 +44,7 @@ def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, st
     return [json.loads(line)["text"] for line in lines]
 
 
-def test_answers_of_a_chat_are_those_of_a_run_from_scratch_in_every_mode(
-    pair: TinyPair, tmp_path: Path
-) -> None:
+def test_answers_of_a_chat_are_those_of_a_run(pair: TinyPair, tmp_path: Path) -> None:
     lines = ["one", "two", "/mode sd", "three", "/mode ar", "four", "/stats", "/quit"]
     done = subprocess.run(
         ["launch/chat.sh", *models(pair)],

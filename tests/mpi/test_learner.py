@@ -58,9 +58,7 @@ def alone(pair: TinyPair) -> str:
     return token_digest(decoder.records.token_arrays(), 60)
 
 
-def test_versions_arrive_in_mid_run_and_tokens_stay_the_target_s(
-    pair: TinyPair, alone: str, tmp_path: Path
-) -> None:
+def test_versions_arrive_and_tokens_stay(pair: TinyPair, alone: str, tmp_path: Path) -> None:
     flags = ["--mode=ssd", "--fan_out=uniform:2", "--learn=publish_s=0"]
     done = launched(pair, tmp_path, 4, *LEARNING, *flags, trainer="versions")
     row = done.row

@@ -110,9 +110,7 @@ def runs(recording: Path, tmp_path_factory: pytest.TempPathFactory) -> Together:
 
 
 @pytest.mark.parametrize("name", GEMM)
-def test_the_row_keeps_its_contract_and_follows_from_the_raw_rounds(
-    runs: Together, name: str
-) -> None:
+def test_the_row_follows_from_the_raw_rounds(runs: Together, name: str) -> None:
     done, (np_, _, scenario) = runs[name], GEMM[name]
     row, arrays = done.row, done.arrays
     assert done.err == "" and done.saved == [row] and row.keys() == set(KEYS)

@@ -61,9 +61,7 @@ def agreement(student: Student, examples: Sequence[Example]) -> float:
     return float(right / count)
 
 
-def test_a_learner_agrees_more_on_prompts_that_it_has_not_seen(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_agrees_more_and_more(pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the stream's prompts come again later, as on a shift whose prompts resemble.
 
     In float32 on every processor: with bfloat16 products a model this small learned too little.
@@ -120,9 +118,8 @@ def answers_of_nothing() -> Example:
         ([-3, -4, -3, -4, -3, -4, -3, -4], -18.5),
     ],
 )
-def test_a_version_is_published_where_its_gain_is_above_two_errors_of_eight_sequences(
-    pair: TinyPair, gains: list[float], errors: float
-) -> None:
+def test_clear_gains_are_published(pair: TinyPair, gains: list[float], errors: float) -> None:
+    """Above two errors of eight sequences."""
     learner = Learner(student(pair))
     hold(learner, gains)
     is_enough = len(gains) >= 8
@@ -137,9 +134,7 @@ def test_a_version_is_published_where_its_gain_is_above_two_errors_of_eight_sequ
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, -7e4], ids=str)
-def test_weights_that_are_no_numbers_as_they_are_stored_are_not_published(
-    pair: TinyPair, value: float
-) -> None:
+def test_weights_that_overflow_are_not_published(pair: TinyPair, value: float) -> None:
     learner = Learner(student(pair))
     hold(learner, gains=[3, 4, 3, 4] * 2)
     with torch.no_grad():
@@ -148,9 +143,7 @@ def test_weights_that_are_no_numbers_as_they_are_stored_are_not_published(
     assert learner.student.is_finite and learner.counts.published == 0
 
 
-def test_a_version_that_agrees_less_is_refused_and_after_three_the_last_one_is_restored(
-    pair: TinyPair,
-) -> None:
+def test_three_worse_versions_restore_the_last_one(pair: TinyPair) -> None:
     learner = Learner(student(pair))
     for example in answers(pair, 64, 0):
         learner.memory.add(example)

@@ -74,9 +74,7 @@ def test_the_line(given: dict[str, Any], line: str) -> None:
         ("bridges2_shared", {"ranks": 4}, "--gpus=v100-32:4 --ntasks=4 "),
     ],
 )
-def test_what_a_script_says_itself_is_not_repeated(
-    name: str, given: dict[str, Any], line: str
-) -> None:
+def test_a_script_s_own_lines_are_kept(name: str, given: dict[str, Any], line: str) -> None:
     asked = request(name, partition=None, **given)
     assert shlex.join(asked.command()) == f"sbatch {line}launch/{name}.sh"
 

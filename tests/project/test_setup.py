@@ -120,9 +120,7 @@ def test_installs_again_when_something_changed(machine: Machine) -> None:
         ("--pair=8b/1b --mode=sd", ""),
     ],
 )
-def test_models_with_weights_bring_their_libraries(
-    machine: Machine, flags: str, needs: str
-) -> None:
+def test_models_with_weights_bring_libraries(machine: Machine, flags: str, needs: str) -> None:
     extra, _, wheel = needs.partition(" ")
     for _ in range(2):
         machine.setup(*flags.split(), MPIRUN="given")

@@ -196,9 +196,7 @@ def test_prompts_of_clients_that_have_left_hold_nobody_up(words: Tokenizer) -> N
     [b"", b"POST /v1/completions HTT", b"\x16\x03\x01\x02\x00\x01", b"\0" * 70000],
     ids=["silence", "a slow head", "TLS", "zeros"],
 )
-def test_a_client_without_a_request_is_cut(
-    words: Tokenizer, monkeypatch: pytest.MonkeyPatch, noise: bytes
-) -> None:
+def test_silence_is_cut(words: Tokenizer, monkeypatch: pytest.MonkeyPatch, noise: bytes) -> None:
     with serving(words, Script([LETTER, STOP])) as rig:
         with monkeypatch.context() as patch, rig.connect() as connection:
             patch.setattr(front, "HEAD_S", 0.3)
@@ -207,9 +205,7 @@ def test_a_client_without_a_request_is_cut(
         assert is_well(rig)
 
 
-def test_a_body_that_does_not_arrive_is_408(
-    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_never_comes_is_408(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(words, Script([LETTER, STOP])) as rig:
         with monkeypatch.context() as patch, rig.connect() as connection:
             patch.setattr(app, "BODY_S", 0.3)
@@ -230,9 +226,7 @@ def slow_reader(rig: Rig, body: bytes, path: str) -> socket.socket:
     return sent(reader, f"POST {path}", body)
 
 
-def test_a_reader_that_does_not_read_is_cut_and_its_request_cancelled(
-    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deaf_reader_is_cut(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server holds at most two buffers for it, and the others go on."""
     monkeypatch.setattr(front, "WRITE_S", 0.5)
     answer = [LETTER] * 200_000  # 25 s long at least, and the client is cut after .5 s
@@ -250,9 +244,7 @@ def test_a_reader_that_does_not_read_is_cut_and_its_request_cancelled(
         assert is_well(rig)
 
 
-def test_the_buffered_end_of_an_answer_is_not_cut(
-    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffered_end_is_not_cut(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "HEAD_S", 0.7)
     script = Script([LETTER] * 12_000, burst=40, context=20_000)
     body = chat(max_tokens=12_000, logprobs=True)  # some 700 KB of JSON
@@ -262,9 +254,7 @@ def test_the_buffered_end_of_an_answer_is_not_cut(
         assert len(answered(slow)[1]["choices"][0]["logprobs"]["content"]) == 12_000
 
 
-def test_idle_connections_keep_nobody_out(
-    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_clients_keep_nobody_out(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "REQUESTS", 4)
     monkeypatch.setattr(front, "HEAD_S", 1000.0)
     with serving(words, Script([LETTER, STOP])) as rig:
@@ -275,9 +265,7 @@ def test_idle_connections_keep_nobody_out(
             one.close()
 
 
-def test_where_every_connection_is_busy_a_new_one_is_told(
-    words: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_connections_are_said(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "REQUESTS", 2)
     gate = threading.Event()
     with serving(words, Script([LETTER], gate=gate.is_set)) as rig:
@@ -342,9 +330,7 @@ def test_a_message_is_one_line_and_comes_back() -> None:
             unpack(line)
 
 
-def test_a_cancel_that_follows_prompts_is_read_within_two_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cancel_is_read_within_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_CHUNK", 1 << 14)  # less than a socket holds
     ours, theirs = socket.socketpair()
     with ours:

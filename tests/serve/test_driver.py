@@ -297,9 +297,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
-    pair: TinyPair, mode: str
-) -> None:
+def test_a_request_s_mode_decodes_its_rounds(pair: TinyPair, mode: str) -> None:
     prompt = [5, 6, 7]
     asked = Submit(0, prompt, 60, mode=mode), Submit(1, prompt, 60)
     mail = Script((0, asked[0]), (200, asked[1]))
@@ -313,9 +311,7 @@ def test_a_mode_that_a_request_asks_for_decodes_its_rounds_and_changes_no_token(
 
 @pytest.mark.parametrize("mode", ["inline", "ssd", "tree", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_request_limits_its_drafts_in_a_mixed_batch(
-    pair: TinyPair, mode: str, temperature: float
-) -> None:
+def test_a_request_limits_its_drafts(pair: TinyPair, mode: str, temperature: float) -> None:
     """Limits change no token, of no request; drafted tokens keep to them."""
     limits = [0, 1, None, 2, 0]
     asked = [
@@ -337,9 +333,7 @@ def test_a_request_limits_its_drafts_in_a_mixed_batch(
             assert (ends[n].drafted > 0) == (limit > 0) or mode == "auto"
 
 
-def test_no_branch_grows_for_a_request_that_is_not_drafted(
-    pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undrafted_requests_grow_nothing(pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     limits, fill = list[int | None](), SpeculationCache.fill
 
     def watched(cache: Any, batch: Any, speculation: Any, branches: Any) -> None:

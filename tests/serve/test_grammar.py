@@ -158,9 +158,7 @@ def test_every_answer_meets_its_grammar_and_all_modes_are_equal(
 
 
 @pytest.mark.parametrize("mode", ["ssd", "inline tree"])
-def test_a_preempted_answer_and_a_draft_of_fewer_tokens_meet_theirs(
-    narrow: TinyPair, mode: str
-) -> None:
+def test_a_preempted_answer_and_a_narrow_draft_meet_theirs(narrow: TinyPair, mode: str) -> None:
     item = {"enum": ["hello", "hell", "x y"]}
     schema = json.dumps({"type": "array", "items": item, "minItems": 16, "maxItems": 18})
     grammar, words = make_grammar("x", "json", schema), load_tokenizer(str(narrow.target))

@@ -52,9 +52,7 @@ def test_a_conversation_is_not_computed_again(pair: TinyPair, mode: str) -> None
 
 
 @pytest.mark.parametrize(("mode", "prefix_cache"), [("ssd", False), ("ssd", True), ("ar", True)])
-def test_a_request_is_told_how_many_tokens_of_its_prompt_were_cached(
-    pair: TinyPair, mode: str, prefix_cache: bool
-) -> None:
+def test_cached_tokens_are_counted(pair: TinyPair, mode: str, prefix_cache: bool) -> None:
     asked = Submit(0, SYSTEM, 4), Submit(1, [*SYSTEM, 5], 4), Submit(2, SYSTEM[:128], 9)
     mail = Script(*((99 * n, one) for n, one in enumerate(asked)), (198, Submit(3, [5], 9)))
     run(pair, mode, mail, Serving(prefix_cache=prefix_cache))
@@ -100,9 +98,8 @@ class Wild(Goodput):
         ("tree", 448, False),
     ],
 )
-def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_own_jobs(
-    pair: TinyPair, mode: str, kv_tokens: int, is_wild: bool
-) -> None:
+def test_shared_beginnings(pair: TinyPair, mode: str, kv_tokens: int, is_wild: bool) -> None:
+    """Requests that come and go with one beginning have the tokens of their own jobs."""
     dice, count = random.Random(kv_tokens), 24 if is_wild else 14
     asked = []
     for n in range(count):
@@ -111,8 +108,7 @@ def test_requests_that_come_and_go_with_one_beginning_have_the_tokens_of_their_o
         late = 2.0 * n + 30 if n % 13 == 12 else None
         asked.append(Submit(n, prompt, 75 if n % 2 else 95, deadline_s=late))
     mail = Script(
-        *((2 * one.id, one) for one in asked),
-        *((2 * n + 7, Cancel(n)) for n in range(3, count, 5)),
+        *((2 * one.id, one) for one in asked), *((2 * n + 7, Cancel(n)) for n in range(3, count, 5))
     )
     goodput = Wild() if is_wild else None
     serving, clock = Serving(kv_tokens=kv_tokens), lambda: float(mail.turn)

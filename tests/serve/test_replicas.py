@@ -65,9 +65,7 @@ def test_a_file_that_is_no_entry_is_passed_over(tmp_path: Path, change: dict[str
     assert replicas.read(tmp_path) == [TWO]
 
 
-def test_a_member_keeps_its_entry_until_it_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_keeps_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_KEEP_S", 0.05)
     folder = tmp_path / "not" / "yet"
     with Member(str(folder), "node1", 8001, 600.0, {}) as found:
@@ -82,9 +80,8 @@ def test_a_member_keeps_its_entry_until_it_leaves(
     assert os.listdir(folder) == []
 
 
-def test_it_registers_when_it_takes_requests_and_leaves_before_it_ends(
-    pair: TinyPair, tmp_path: Path
-) -> None:
+def test_it_registers_and_leaves(pair: TinyPair, tmp_path: Path) -> None:
+    """When it takes requests, and before it ends."""
     folder, gate = tmp_path / "replicas", tmp_path / "gate"
     flags, env = f"--register={folder}", {"FAKE_GATE": str(gate), "FAKE_RUNNING": "4"}
     with started(pair, tmp_path, flags, **env) as serving:

@@ -84,9 +84,7 @@ def test_the_device_draws_the_hosts_tokens(
     assert mode == "ar" or "backup" in flags or 0 < expected.accepted < 4  # some of both
 
 
-def test_draws_that_are_wrong_would_be_found(
-    pair: TinyPair, gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_draws_are_found(pair: TinyPair, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The premise of the test above: a wrong draw changes the tokens."""
     expected = decode(pair, "ar", **FLAGS)
 

@@ -35,9 +35,7 @@ def alone(pair: TinyPair) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("batch", [2, 5])
-def test_a_batch_does_not_change_an_answer(
-    pair: TinyPair, alone: dict[int, list[int]], batch: int
-) -> None:
+def test_batches_change_no_answer(pair: TinyPair, alone: dict[int, list[int]], batch: int) -> None:
     assert decode(pair, "ar", batch_size=batch).tokens == alone
 
 
@@ -67,9 +65,7 @@ def test_a_target_that_reads_another_row_would_be_found(
     assert decode(pair, "sd", num_drafts=0).tokens != alone
 
 
-def test_a_stop_token_ends_an_answer_in_every_mode(
-    pair: TinyPair, alone: dict[int, list[int]]
-) -> None:
+def test_a_stop_token_ends_every_mode(pair: TinyPair, alone: dict[int, list[int]]) -> None:
     stop = alone[0][TOKENS // 2]
     want = {n: tokens[: (*tokens, stop).index(stop) + 1] for n, tokens in alone.items()}
     assert len(want[0]) <= TOKENS // 2 + 1
@@ -111,9 +107,7 @@ def test_a_draft_of_another_vocabulary_is_sampled_from_as_well(
 
 @pytest.mark.parametrize("flags", [{}, {"temperature": 1.0}])
 @pytest.mark.parametrize("mode", ["ar", "sd"])
-def test_logits_that_are_no_numbers_end_a_run(
-    tmp_path: Path, mode: str, flags: dict[str, Any]
-) -> None:
+def test_logits_without_numbers_end_it(tmp_path: Path, mode: str, flags: dict[str, Any]) -> None:
     """The first of equal ones, token 0, would answer any prompt."""
     damaged = tiny_pair(tmp_path, vocab=V)
     path = damaged.target / "model.safetensors"

@@ -20,9 +20,7 @@ def lines(path: Path, *entries: object) -> Path:
     return path
 
 
-def test_a_prompt_is_a_users_message_where_there_is_a_template(
-    words: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_prompt_is_a_users_message_of_a_template(words: Tokenizer, tmp_path: Path) -> None:
     (found,) = read_prompts(text_config(prompt="hello"), words)
     assert found.tokens == tuple(words.chat([{"role": "user", "content": "hello"}]))
     assert found.entry == {"prompt": "hello"}
@@ -32,10 +30,7 @@ def test_a_prompt_is_a_users_message_where_there_is_a_template(
 
 
 def test_a_file_holds_prompts_and_conversations(words: Tokenizer, tmp_path: Path) -> None:
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hello"},
-    ]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     path = lines(tmp_path / "p.jsonl", {"prompt": "hello"}, {"messages": messages})
     text = path.read_text().replace("\n", "\r\n\n")  # blank lines count for nothing
     path.write_text(f"\ufeff{text}", "utf-8", newline="")
@@ -73,9 +68,7 @@ def test_token_ids_need_no_tokenizer() -> None:
         (b"[" * 100_000, "line 2: is no JSON"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(
-    words: Tokenizer, tmp_path: Path, line: bytes, message: str
-) -> None:
+def test_a_bad_line_is_named(words: Tokenizer, tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "hello"}\n' + line + b"\n")
     with pytest.raises(ConfigError, match=message):

@@ -26,9 +26,7 @@ ALL = pytest.param(64, 128, 4, marks=[pytest.mark.long, pytest.mark.slow])
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("count", "tokens", "batch"), [(3, 16, 3), ALL])
-def test_the_tokens_are_those_of_transformers(
-    way: str, count: int, tokens: int, batch: int
-) -> None:
+def test_tokens_are_those_of_transformers(way: str, count: int, tokens: int, batch: int) -> None:
     assert open_checkpoint("smollm2").sha256 == REFERENCE["sha256"]
     prompts = [",".join(map(str, prompt)) for prompt in REFERENCE["prompts"][:count]]
     config = RunConfig(

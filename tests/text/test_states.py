@@ -104,9 +104,7 @@ def test_sampled_answers_follow_the_target(few: Family, kind: str, count: int) -
         ("mlp", {**INLINE, "workload": "gemm", "forward": "transformer"}, "allowed: workload=text"),
     ],
 )  # fmt: skip
-def test_what_cannot_draft_in_time_is_refused(
-    tiny: Family, kind: str, flags: dict[str, Any], told: str
-) -> None:
+def test_late_drafts_are_refused(tiny: Family, kind: str, flags: dict[str, Any], told: str) -> None:
     models = {"target": str(tiny.target), "draft": str(tiny.drafts[kind]), "backend": "numpy"}
     text = {"workload": "text", "prompt_ids": "1,2", "num_tokens": 4}
     with pytest.raises(ConfigError, match=told):
@@ -117,9 +115,7 @@ def test_what_cannot_draft_in_time_is_refused(
 
 
 @pytest.mark.parametrize(("kind", "kv_tokens"), [("mlp", 0), ("medusa", 320), ("eagle", 320)])
-def test_a_server_s_answers_are_those_of_jobs_of_their_own(
-    tiny: Family, kind: str, kv_tokens: int
-) -> None:
+def test_a_server_answers_as_jobs_do(tiny: Family, kind: str, kv_tokens: int) -> None:
     """Prompts are stored in rounds of others, and again where pages ran out."""
     pair = pair_of(tiny, kind)
     count = 60 if kv_tokens else 20
@@ -134,9 +130,7 @@ def test_a_server_s_answers_are_those_of_jobs_of_their_own(
 
 
 @pytest.mark.parametrize(("kind", "forwards"), [("medusa", 1), ("mlp", 4), ("eagle", 4)])
-def test_a_round_s_forwards_and_bytes_are_counted_as_they_are(
-    tiny: Family, kind: str, forwards: int
-) -> None:
+def test_forwards_and_bytes_are_counted(tiny: Family, kind: str, forwards: int) -> None:
     told = config(pair_of(tiny, kind), **INLINE, lookahead=4)
     job = resolve(told, 1, backend="numpy", memory_bytes=None)
     shard = job.draft_shard

@@ -37,9 +37,7 @@ def of_bytes(text: str) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 263), max_size=30), st.text(max_size=9))
-def test_pieces_are_whole_characters_and_add_up_to_the_text_of_all(
-    tokens: list[int], text: str
-) -> None:
+def test_pieces_are_whole_characters_of_the_text(tokens: list[int], text: str) -> None:
     found = pieces(TOKENIZERS[0], of_bytes(text))
     assert "".join(found) == text
     assert not any("\ufffd" in piece for piece in found) or "\ufffd" in text
@@ -48,9 +46,7 @@ def test_pieces_are_whole_characters_and_add_up_to_the_text_of_all(
 
 
 @given(st.data(), st.lists(st.text("helo", min_size=1, max_size=4), max_size=3))
-def test_a_text_is_cut_in_front_of_its_first_stop_however_it_is_split(
-    data: st.DataObject, stops: list[str]
-) -> None:
+def test_a_text_is_cut_before_its_first_stop(data: st.DataObject, stops: list[str]) -> None:
     """The tiny vocabulary has tokens of one letter and of several."""
     tokens = data.draw(
         st.lists(st.sampled_from([*of_bytes("helo"), *range(259, 264)]), max_size=12)
