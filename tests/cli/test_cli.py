@@ -108,20 +108,6 @@ def test_a_bad_configuration_is_one_line_and_exit_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_the_first_rank_of_a_launcher_speaks(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The others leave later: mpirun ends every rank when one has left with an error."""
-    slept: list[float] = []
-    monkeypatch.setattr("mpissd.__main__.time.sleep", slept.append)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
-        assert main(["run", "--mode=sdd"]) == 2
-        assert capfd.readouterr().err.count("\n") == lines
-        assert len(slept) == int(rank)
-
-
 def test_a_dry_run_knows_the_memory_that_ranks_of_one_host_share(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""A rank that dies, stops or raises ends the job, is named once, and nothing is left of the job."""
+"""A rank that dies, stops or raises ends the job, is named once, and nothing is left of the job. A
+refusal is one line, with exit code 2, and writes nothing. With --on_draft_loss=ar the targets go on
+without their draft if the launcher lets them."""
 
 import os
 import signal
@@ -7,10 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.mpi.harness import Started, launch, needs_mpi, start
+from mpissd.common.row import Row
+from mpissd.lab.gates import violations
+from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
 from tests.mpi.struck import Strike, faults_of
+from tests.needs import lack
 
 pytestmark = needs_mpi
 
@@ -89,3 +95,122 @@ def test_an_exception_on_the_lead_ends_every_rank(tmp_path: Path) -> None:
     )
     assert not (tmp_path / "out" / "runs.jsonl").exists()
     assert not list((tmp_path / "out" / "rounds").iterdir())
+
+
+EMULATED = ("--backend=emulated", "--device=null")
+
+
+def test_it_is_said_once_and_nothing_is_written(tmp_path: Path) -> None:
+    flags = "--backend=emulated", "--device=v100-32", "--pair=70b/1b"
+    done = launch(2, *flags, folder=tmp_path / "out")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "needs 136.9 GB a rank and 1.1 GB to spare; the device has 32.0 GB" in done.lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rank_that_speaks_is_heard_where_it_is_the_last(tmp_path: Path) -> None:
+    """mpirun ends every rank when one has left with an error; rank 0 imports slowly here."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
+        "    time.sleep(1)\n"
+    )
+    flags = (*EMULATED, "--mode=sdd")
+    env = {"PYTHONPATH": str(slow)}
+    done = launch(3, *flags, folder=tmp_path / "out", direct=True, env=env)
+    assert done.code == 2
+    assert len(done.lines) == 1 and "unknown mode 'sdd'" in done.lines[0]
+
+
+def test_a_folder_that_only_the_lead_finds_unwritable(tmp_path: Path) -> None:
+    """Detected when MPI runs already: every rank exits cleanly."""
+    (tmp_path / "rounds").write_text("a file where a folder has to be")
+    done = launch(3, *EMULATED, folder=tmp_path)
+    assert done.code == 2 and done.out == ""
+    assert len(done.lines) == 1 and "cannot be written" in done.lines[0]
+    assert "Traceback" not in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["rounds"]
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_a_launcher_that_is_not_this_mpi_s(rank: str, lines: int, tmp_path: Path) -> None:
+    """Two processes were started, each of which believes to be the only one."""
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank}
+    flags = (*EMULATED, "--mode=ar", f"--out={tmp_path / 'out'}")
+    program = '. launch/env.sh; exec "$PYTHON" -m mpi4py -m mpissd run "$@"'
+    with Started(["bash", "-c", program, "python", *flags], env) as job:
+        done = Job(*job.finish(), tmp_path)
+    assert (done.code, done.out, len(done.lines)) == (2, "", lines)
+    assert all("it started 2 processes, but MPI sees 1" in line for line in done.lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
+    done = ended(start(2, "mpissd", "run", *EMULATED, "--dry_run", f"--out={tmp_path / 'out'}"))
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Forwards take some ms, in which a rank sleeps: four ranks share two cores without a stir.
+BASE = ["--pair=8b/1b", "--backend=emulated", "--device=h100", "--progress=off"]
+FIRST = [*BASE, "--mode=ssd", "--seed=11"]
+SECOND = [*BASE, "--mode=ssd", "--rounds=50", "--seed=12", "--lookahead=3"]
+OWN = "outcome_digest token_digest num_tokens accept_histogram hit_rate rank_digests".split()
+
+
+def test_two_at_once_are_two_alone_and_one_that_fails_is_ended_alone(tmp_path: Path) -> None:
+    alone = launch(2, *SECOND, folder=tmp_path / "alone", direct=True).row
+    both = [
+        Started(["launch/local.sh", "2", *flags, f"--out={tmp_path}"])
+        for flags in ([*FIRST, "--rounds=2000"], SECOND)
+    ]
+    with both[0] as lost, both[1] as kept:
+        os.kill(lost.rank(1), signal.SIGKILL)
+        code, _, _ = lost.finish()
+        found = Job(*kept.finish(), tmp_path)
+        assert lost.is_gone() and kept.is_gone()
+    assert code != 0
+    assert {key: found.row[key] for key in OWN} == {key: alone[key] for key in OWN}
+    assert [row["run_id"] for row in found.saved] == [found.row["run_id"]]
+
+
+JOB = "--backend=emulated --device=null --pair=toy --rounds=800 --progress=off".split()
+RECOVERING = f"{os.environ.get('MPIRUN', 'mpirun').split()[0]} --enable-recovery"
+NEEDED = "allowed: on_draft_loss=abort, or mpirun --enable-recovery of Open MPI 5 on one host"
+
+
+def is_open_mpi_5() -> bool:
+    done = ended(Started(["bash", "-c", ". launch/env.sh; $MPIRUN --version"]))
+    return "(Open MPI) 5" in done.out
+
+
+def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
+    if not is_open_mpi_5():
+        lack("Open MPI 5: it alone keeps survivors")
+    folder, strike = tmp_path / "out", {"STRIKE": "2 kill growth 1500", "MPIRUN": RECOVERING}
+    told = ["tests.mpi.struck", "run", *JOB, "--on_draft_loss=ar", f"--out={folder}"]
+    done = ended(start(3, *told, env={**strike, "STRUCK": str(tmp_path / "struck")}), folder)
+    row, arrays = Row.from_dict(done.row), done.arrays
+    assert len(done.lines) == 1 and done.lines[0].startswith("mpissd: rank 2 (")
+    assert done.lines[0].endswith("the targets go on with K=0 (--on_draft_loss=ar)")
+    lost = row["draft_lost_round"]
+    assert 0 < lost < 800 and row["num_rounds"] == 800
+    drafted = arrays["sequences"][:, 7]
+    assert (drafted[:lost] > 0).all() and not drafted[lost:].any()
+    assert row["predicted_tok_per_s"] is None and row["phases_us"]["draft"] is None
+    assert row["rank_digests"][2] is None and None not in row["rank_digests"][:2]
+    assert not violations(row, arrays)
+    forged = row | {"draft_lost_round": lost + 5}
+    assert any("backup_lookahead" in line for line in violations(forged, arrays))
+    forged = row | {"draft_lost_round": lost - 5}
+    assert any("draft_lost_round" in line for line in violations(forged, arrays))
+    alone = launch(2, *JOB, "--mode=ar", folder=tmp_path / "ar", direct=True)
+    assert row["token_digest"] == alone.row["token_digest"]
+    assert np.array_equal(alone.arrays["tokens"], arrays["tokens"][:800])
+
+
+def test_a_launcher_that_keeps_nobody_is_refused_at_start(tmp_path: Path) -> None:
+    done = launch(3, *JOB, "--on_draft_loss=ar", folder=tmp_path, direct=True)
+    assert done.code == 2 and len(done.lines) == 1 and done.lines[0].endswith(NEEDED)

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mpissd.common.config import parse_flags
 from mpissd.common.records import token_digest
 from mpissd.engine.model.transformer.checkpoint import packed
 from tests.loop.test_swaps import between, share_embedding
 from tests.mpi.harness import Job, ended, needs_mpi, start
-from tests.text_config import finished
+from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = needs_mpi
@@ -50,12 +49,8 @@ def launched(pair: TinyPair, tmp_path: Path, num_ranks: int, *flags: str, traine
 @pytest.fixture(scope="module")
 def alone(pair: TinyPair) -> str:
     """The digest of the target's own tokens."""
-    told = {
-        "target": pair.target, "workload": "text", "backend": "numpy", "mode": "ar",
-        "prompt_ids": PROMPTS, "num_tokens": 60, "context": 128,
-    }  # fmt: skip
-    decoder = finished(parse_flags({name: str(value) for name, value in told.items()}))
-    return token_digest(decoder.records.token_arrays(), 60)
+    config = text_config(pair, mode="ar", prompt_ids=PROMPTS, num_tokens=60, context=128)
+    return token_digest(finished(config).records.token_arrays(), 60)
 
 
 def test_versions_arrive_and_tokens_stay(pair: TinyPair, alone: str, tmp_path: Path) -> None:

@@ -1,13 +1,128 @@
-"""Two nodes: nothing assumes that all ranks share a host."""
+"""Two nodes: nothing assumes that all ranks share a host.
 
+Two hosts on one machine are network namespaces, joined by a virtual cable. Each has a name, a
+network and a /dev/shm of its own, so that ranks on it reach the others only by TCP. mpirun starts
+its daemon there by an agent that does what ssh would. Needs root.
+"""
+
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.mpi.harness import DIRECT, Started, ended, launch, needs_mpi
-from tests.mpi.nodes import Hosts, two_hosts, why_not
-from tests.needs import needs
+from tests.needs import missing, needs
+
+AGENT = """#!/bin/sh
+# [options] HOST COMMAND…
+while :; do case $1 in -*) shift ;; *) break ;; esac; done
+case $1 in
+{cases}
+    *) echo "there is no host $1" >&2; exit 255 ;;
+esac
+shift
+exec ip netns exec "$name" unshare --uts --mount --ipc sh -c '
+    hostname "$0" && mount -t tmpfs none /dev/shm && exec "$@"' "$name" sh -c "$*"
+"""
+
+
+def why_not() -> str | None:
+    """Name the needs of such hosts that this machine lacks; None if it has all."""
+    if os.geteuid() != 0:
+        return "root, for network namespaces"
+    if programs := missing("ip", "unshare"):
+        return programs
+    name = f"mpissd{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces ({made.stderr.strip()})"
+    run = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "--ipc", "true"]
+    tried = subprocess.run(run, capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return f"namespaces ({tried.stderr.strip()})" if tried.returncode else None
+
+
+class Hosts:
+    """Their names and addresses, and the program that starts a command on one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.names = [f"mpissd{os.getpid()}n{n}" for n in range(2)]
+        self.addresses = [f"10.77.{os.getpid() % 250}.{n + 1}" for n in range(2)]
+        self.agent = folder / "agent"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For mpirun: two slots on each, ranks dealt in turn (0 and 2 here, 1 and 3 there)."""
+        hosts = ",".join(f"{address}:2" for address in self.addresses)
+        return {
+            "PRTE_MCA_plm_ssh_agent": str(self.agent),
+            "OMPI_MCA_plm_rsh_agent": str(self.agent),
+            "MPIRUN": f"mpirun --host {hosts} --map-by node",
+        }
+
+    def command(self, *command: str) -> list[str]:
+        """This command on the first host; the caller quotes it."""
+        return [str(self.agent), self.addresses[0], *command]
+
+    def make(self) -> None:
+        """Namespaces, cable and agent."""
+        cables = [f"mps{os.getpid() % 100000}v{n}" for n in range(2)]
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for name, address, cable in zip(self.names, self.addresses, cables, strict=True):
+            _ip("link", "set", cable, "netns", name)
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            _ip("-n", name, "link", "set", cable, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        cases = "\n".join(
+            f"    {address} | {name}) name={name} ;;"
+            for name, address in zip(self.names, self.addresses, strict=True)
+        )
+        self.agent.write_text(AGENT.replace("{cases}", cases))
+        self.agent.chmod(0o755)
+
+    def alive(self) -> list[int]:
+        """Processes on either host."""
+        found = []
+        for name in self.names:
+            told = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            found += [int(pid) for pid in told.stdout.split()]
+        return found
+
+    def end(self) -> None:
+        """Ends the processes there, and removes the hosts."""
+        end = time.monotonic() + 10
+        while (left := self.alive()) and time.monotonic() < end:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.05)
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    """Made, and taken away whatever happens."""
+    hosts = Hosts(folder)
+    try:
+        hosts.make()
+        yield hosts
+    finally:
+        hosts.end()
+
 
 LACK = why_not()
 pytestmark = [*needs_mpi, needs(LACK or "", not LACK)]

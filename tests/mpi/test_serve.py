@@ -10,7 +10,7 @@ import pytest
 
 from mpissd.serve.protocol import Cancel, Stats, Submit
 from tests.mpi.harness import needs_mpi
-from tests.mpi.test_draft_loss import is_open_mpi_5
+from tests.mpi.test_faults import RECOVERING, is_open_mpi_5
 from tests.needs import lack
 from tests.serve.front import pid_of, serving
 from tests.serve.test_driver import alone as tokens_of
@@ -67,9 +67,6 @@ def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: 
         assert ends[n].reason in ("length", "stop")
     if mode == "ssd":
         assert sum(end.hits for end in ends.values()) > 0
-
-
-RECOVERING = f"{os.environ.get('MPIRUN', 'mpirun').split()[0]} --enable-recovery"
 
 
 def test_a_killed_draft_costs_the_speculation_alone(pair: TinyPair, tmp_path: Path) -> None:

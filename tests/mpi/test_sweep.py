@@ -1,15 +1,22 @@
-"""Sweeps under mpirun: rows as `run` makes them, resumed, shared out, and never stopped by one."""
+"""Sweeps under mpirun: rows as `run` makes them, resumed, shared out, and never stopped by one.
+
+As a program (`python -m mpi4py -m tests.mpi.test_sweep sweep --grid=…`) it is mpissd on a machine
+whose rank 1 has no memory for buffers of more than 24 rows.
+"""
 
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.common.row import flat
+from mpissd.engine.backend.profile import EmulatedBackend
 from mpissd.engine.spec.acceptance import named_hit_law
 from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
 
@@ -120,7 +127,7 @@ def test_what_goes_wrong_with_one_configuration_is_agreed_and_recorded(tmp_path:
     configurations with fewer rows are measured."""
     grid = "--grid=mode=ar,sd,ssd; lookahead=2; batch_size=1,8; fan_out=uniform:2"
     flags = [grid, *NULL, "--repeats=1"]
-    found = sweep(2, *flags, folder=tmp_path, module="tests.mpi.sweep_job")
+    found = sweep(2, *flags, folder=tmp_path, module="tests.mpi.test_sweep")
     assert found.code in (2, 3), found.err
     failed = rows_in(tmp_path, "failed")
     assert {row["error"] for row in failed} == {"rank 1: 48 rows wanted, 24 free"}
@@ -142,3 +149,26 @@ def test_a_dry_run_lists_the_plan(tmp_path: Path) -> None:
     assert "mode=ar" in lines[0] and "FAILS: " in lines[1] and "FAILS" not in lines[2]
     assert lines[3].startswith("3 configurations x 3 repeats = 9 measurements on T=1, D=1")
     assert not (tmp_path / "none").exists()
+
+
+MOST_ROWS = 24
+
+
+def forget_memory() -> None:
+    """On this rank, from now on."""
+    full = EmulatedBackend.activation
+
+    def activation(self: EmulatedBackend, rows: int, width: int) -> Any:
+        if rows > MOST_ROWS:
+            raise MemoryError(f"{rows} rows wanted, {MOST_ROWS} free")
+        return full(self, rows, width)
+
+    EmulatedBackend.activation = activation  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 1:
+        forget_memory()
+    sys.exit(main(sys.argv[1:]))

@@ -1,16 +1,23 @@
-"""Text to tokens and back, from a Hugging Face folder and from a GGUF file."""
+"""Text to tokens and back, from a Hugging Face folder and from a GGUF file; text while it arrives:
+only whole characters, and nothing after a stop; prompts from flags and files."""
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from gguf import GGUFWriter
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.workload.text import TextEndings
+from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, load_tokenizer, read_prompts
 from tests.text import tiny
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -147,3 +154,154 @@ def test_a_gguf_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None
 def test_a_template_that_fails_is_refused(tmp_path: Path, template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
+
+
+END = 1  # <|e|>
+
+
+def pieces(tokenizer: Tokenizer, tokens: Sequence[int], *stops: Collection[Any]) -> list[str]:
+    """The text that each token completes, and the rest at the end. stops: strings, then tokens."""
+    text = AnswerText(tokenizer, *stops or ((), ()))
+    return [*(text.push(token) for token in tokens), text.flush()]
+
+
+def of_bytes(text: str) -> list[int]:
+    return [tiny.of_byte(byte) for byte in text.encode()]
+
+
+@given(st.lists(st.integers(0, 263), max_size=30), st.text(max_size=9))
+def test_pieces_are_characters_of_the_text(words: Tokenizer, tokens: list[int], text: str) -> None:
+    found = pieces(words, of_bytes(text))
+    assert "".join(found) == text
+    assert not any("\ufffd" in piece for piece in found) or "\ufffd" in text
+    assert "".join(pieces(words, tokens)) == words.decode(tokens)
+    assert pieces(words, of_bytes("é")[:1]) == ["", "\ufffd"]
+
+
+@given(st.data(), st.lists(st.text("helo", min_size=1, max_size=4), max_size=3))
+def test_a_text_ends_before_its_first_stop(
+    words: Tokenizer, data: st.DataObject, stops: list[str]
+) -> None:
+    """The tiny vocabulary has tokens of one letter and of several."""
+    letters = st.sampled_from([*of_bytes("helo"), *range(259, 264)])
+    tokens = data.draw(st.lists(letters, max_size=12))
+    text, shown, all_of_it = AnswerText(words, stops, {END}), "", ""
+    for n, token in enumerate(tokens, 1):
+        shown += text.push(token)
+        all_of_it = words.decode(tokens[:n])
+        ends = [at for stop in stops if (at := all_of_it.find(stop)) >= 0]
+        assert (text.ended == "stop") == bool(ends)
+        assert len(shown) <= min(ends, default=len(all_of_it))
+        if ends:
+            assert shown == all_of_it[: min(ends)] and text.flush() == ""
+            return
+    assert shown + text.flush() == all_of_it
+
+
+def test_a_stop_token_ends_the_text_and_gives_what_was_held(words: Tokenizer) -> None:
+    found = pieces(words, [*of_bytes("a"), END, *of_bytes("b")], ["ab"], {END})
+    assert found == ["", "a", "", ""]
+
+
+def test_endings_count_the_tokens_up_to_the_one_that_ends(words: Tokenizer) -> None:
+    endings = TextEndings(words, ["lo\n"], {END}, {7: 99, 8: 99, 9: 5})
+    assert endings.kept(7, 0, of_bytes("hel")) is None
+    assert endings.kept(8, 0, [5, END, 9]) == 2
+    assert endings.kept(7, 3, of_bytes("lo\nxx")) == 3
+    assert endings.kept(7, 0, of_bytes("\n")) is None  # an id that is used again starts afresh
+    assert [endings.kept(9, 0, [3, 4]), endings.kept(9, 2, [3, 4, 5, END])] == [None, 3]
+
+
+def test_without_stop_strings_no_tokenizer_is_needed() -> None:
+    endings = TextEndings(None, [], {END}, {0: 99})
+    assert [endings.kept(0, 0, [3, 4]), endings.kept(0, 2, [END])] == [None, 1]
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        TextEndings(None, ["x"], {END}, {})
+
+
+def test_decoders_that_drop_a_first_space_keep_the_spaces_between(tmp_path: Path) -> None:
+    """A SentencePiece vocabulary marks words by ▁, and its decoder strips the first."""
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "c": 2}, "c"))
+    raw.decoder = tokenizers.decoders.Metaspace()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert "".join(pieces(load_tokenizer(str(tmp_path)), [0, 1, 2, 1])) == "a bc b"
+
+
+def asked(**flags: str) -> RunConfig:
+    return parse_flags({"workload": "text", **flags})
+
+
+def lines(path: Path, *entries: object) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def test_a_prompt_is_a_users_message_of_a_template(words: Tokenizer, tmp_path: Path) -> None:
+    (found,) = read_prompts(asked(prompt="hello"), words)
+    assert found.tokens == tuple(words.chat([{"role": "user", "content": "hello"}]))
+    assert found.entry == {"prompt": "hello"}
+    plain = load_tokenizer(str(tiny.write(tmp_path, chat_template=None)))
+    (found,) = read_prompts(asked(prompt="hello"), plain)
+    assert found.tokens == tuple(plain.encode("hello"))
+
+
+def test_a_file_holds_prompts_and_conversations(words: Tokenizer, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    path = lines(tmp_path / "p.jsonl", {"prompt": "hello"}, {"messages": messages})
+    text = path.read_text().replace("\n", "\r\n\n")  # blank lines count for nothing
+    path.write_text(f"\ufeff{text}", "utf-8", newline="")
+    one, two = read_prompts(asked(prompts=str(path)), words)
+    assert one.tokens == tuple(words.chat(messages[1:]))
+    assert two.tokens == tuple(words.chat(messages))
+
+
+def test_token_ids_need_no_tokenizer() -> None:
+    found = read_prompts(asked(prompt_ids="1,2,3; 4,5"), None, context=4, vocab=6)
+    assert [prompt.tokens for prompt in found] == [(1, 2, 3), (4, 5)]
+    for ids, message in (
+        ("1;", "prompt 2: ''"),
+        ("1,-2", "prompt 1"),
+        ("1;5,6", "prompt 2: token 6: allowed: 0..5"),
+        ("1,2,3,4", "prompt 1: 4 tokens: allowed: at most 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_prompts(asked(prompt_ids=ids), None, context=4, vocab=6)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 2: is no JSON"),
+        (b'{"prompt": "\xff"}', "line 2: is no UTF-8 text .byte 13"),
+        (b'{"prompt": "a", "messages": []}', "line 2: allowed:"),
+        (b'{"prompt": " \\n"}', "line 2: is empty"),
+        (b'{"prompt": null}', "line 2: null is no text"),
+        (b'{"prompt": "\\ud800"}', "line 2: is no UTF-8 text"),
+        (b'{"messages": []}', "line 2: messages: allowed"),
+        (b'{"messages": [{"role": "user"}]}', "line 2: message 1: null is no text"),
+        (b'{"messages": [{"role": "user", "content": ""}]}', "line 2: message 1: is empty"),
+        (b'{"prompt": "' + b"x" * 90 + b'"}', "line 2: 1.. tokens: allowed: at most 99"),
+        (b"[" * 100_000, "line 2: is no JSON"),
+    ],
+)
+def test_a_bad_line_is_named(words: Tokenizer, tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "hello"}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(asked(prompts=str(path)), words, context=100)
+
+
+def test_no_prompt_and_no_file_are_refused(words: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prompt: needed with workload=text"):
+        read_prompts(asked(), words)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_prompts(asked(prompts=str(tmp_path / "none.jsonl")), words)
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        read_prompts(asked(prompts=str(lines(tmp_path / "none.jsonl"))), words)
+
+
+def test_stop_strings_are_one_or_a_json_list() -> None:
+    assert asked().stop_strings == ()
+    assert asked(stop="a,b").stop_strings == ("a,b",)
+    assert asked(stop="[x]").stop_strings == ("[x]",)
+    assert asked(stop='["\\n\\n", "#"]').stop_strings == ("\n\n", "#")
