@@ -44,8 +44,14 @@ def call(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
+
+
+def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs this Python at the root of the repository; options: of subprocess.run."""
+    told = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240, **options}
+    return subprocess.run([sys.executable, *map(str, words)], **told)
 
 
 def until(true: Callable[[], object], wait_s: float = 60.0, what: object = "it") -> None:

@@ -5,7 +5,6 @@ A module that no layer lists fails here: add it to its layer.
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.scripts import ROOT, python
 
 # By the longest prefix that fits. A module imports from its own layer and from those below.
 LAYERS = {
@@ -201,9 +200,7 @@ def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
         "        sys.exit(f'{name} starts {loud[0]}')\n"
         "print(json.dumps([m for m in sys.modules if m.split('.')[0] == 'mpissd']))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr[-500:]
     assert set(json.loads(done.stdout)) == set(quiet)  # only quiet modules were imported
 

@@ -18,8 +18,8 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of
 from tests.refusals import refused
+from tests.scripts import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = ("run", "--dry_run=2", "--backend=emulated", "--device=null")
 
 
@@ -149,18 +149,12 @@ def test_arguments_are_judged_without_mpi_and_with_one_thread(tmp_path: Path) ->
     environ = {k: v for k, v in os.environ.items() if "NUM_THREADS" not in k}
     root = str(Path(cli.__file__).parents[2])
     for flags, code in (((*HERE, "--out=a/b"), 0), ((*HERE, "--mode=x"), 2)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *flags],
-            env={**environ, "PYTHONPATH": root},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        env = {**environ, "PYTHONPATH": root}
+        done = python("-c", program, *flags, env=env, cwd=tmp_path, check=True)
         assert json.loads(done.stdout) == [code, "1", []]
     assert list(tmp_path.iterdir()) == []
     program = "import sys, mpissd.__main__; sys.exit('numpy' in sys.modules)"  # for --help
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
+    assert python("-c", program).returncode == 0
 
 
 def test_a_python_without_the_packages_is_told_which_one_has_them(tmp_path: Path) -> None:
@@ -169,9 +163,7 @@ def test_a_python_without_the_packages_is_told_which_one_has_them(tmp_path: Path
     run = "import runpy, sys; sys.modules['numpy'] = None; sys.argv[1:] = ['compare']"
     run += "; runpy.run_module('mpissd', None, '__main__')"
     for use in ("pip install . there, or make venv", f"use {venv}"):
-        done = subprocess.run(
-            [sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
+        done = python("-c", run, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr == f"mpissd: {sys.executable} has no numpy: {use}\n"
         venv.parent.mkdir(parents=True, exist_ok=True)
@@ -182,15 +174,8 @@ def test_a_python_without_the_packages_is_told_which_one_has_them(tmp_path: Path
 def test_nobody_reads_stdout(words: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "mpissd", *words.split()],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": write, "stderr": subprocess.PIPE}
+    done = python("-m", "mpissd", *words.split(), capture_output=False, **pipes)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -10,6 +10,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import append_row, check_output, make_output, read_rows
+from tests.scripts import python
 
 
 @pytest.mark.parametrize("judge", [check_output, make_output])
@@ -69,9 +70,7 @@ def test_a_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "import sys, pathlib; from mpissd.common.output import append_row;"
         "append_row(pathlib.Path(sys.argv[1]), {'b': 'x' * 100})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", program, path)
     assert done.returncode != 0 and "written in part" in done.stderr
     assert read_rows(path) == [{"a": 1}]
     append_row(path, {"c": 2})

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from functools import cache
 
 import gguf
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 
 from mpissd.engine.model.transformer.checkpoint import PACKED, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0
 from mpissd.engine.model.transformer.numba_ops import packed
+from tests.scripts import python
 
 OUTPUTS, INPUTS, FIRST = 80, 768, 16
 
@@ -85,8 +84,7 @@ def in_a_process(text: str, name: str, *arguments: object) -> str:
     """Runs Python code where the processor is of one of SETS; returns what it prints."""
     _, cpu, features = SETS[name]
     env = os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
-    command = [sys.executable, "-c", text, *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = python("-c", text, *arguments, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -106,20 +104,14 @@ def test_avx2_gives_the_bits_of_this_processor() -> None:
 def test_rounded_inputs_are_held_until_the_last_output() -> None:
     """glibc overwrites freed memory here, as another thread's product does."""
     text = "from tests.engine import test_packed as t; print(t.digest())"
-    env = os.environ | {"MALLOC_PERTURB_": "165"}
-    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, check=True)
-    assert done.stdout.decode().strip() == digest()
-
-
-def test_ranks_that_compile_two_types_at_once_write_two_files_of_numba_s_cache() -> None:
-    assert len({each._cache._impl.filename_base for each in packed.PRODUCTS.values()}) == 5
+    done = python("-c", text, env=os.environ | {"MALLOC_PERTURB_": "165"})
+    assert done.stdout.strip() == digest()
 
 
 def test_numba_s_switch_turns_avx_off() -> None:
     text = "from mpissd.engine.model.transformer.numba_ops.tiles import HOST; print(HOST)"
-    env = os.environ | {"NUMBA_ENABLE_AVX": "0"}
-    host = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, check=True)
-    assert host.stdout.split() in ([b"sse"], [b"neon"])
+    host = python("-c", text, env=os.environ | {"NUMBA_ENABLE_AVX": "0"})
+    assert host.stdout.split() in (["sse"], ["neon"])
 
 
 COMPILE = """
@@ -131,6 +123,7 @@ binding.get_process_triple = lambda: triple
 from mpissd.engine.model.transformer.numba_ops import tiles
 binding.get_process_triple = own
 from mpissd.engine.model.transformer.numba_ops import packed
+from tests.scripts import python
 module = ir.Module()
 module.triple = triple
 packed.kernel(module, int(kind), int(rows)).linkage = "external"

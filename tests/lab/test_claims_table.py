@@ -1,15 +1,13 @@
 """SSD against the strongest other use of its GPUs: which verdicts hold, and the rows they need."""
 
-from pathlib import Path
 from typing import Any
 
 from mpissd.common.compare import DRIFT
 from mpissd.common.row import Row
 from mpissd.lab.tables.best import setting_of
 from mpissd.lab.tables.claims import Claim, claims, judged
-from tests.scripts import load
+from tests.scripts import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLES = load("docs/tables.py")
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
 FLAT = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)

@@ -1,8 +1,6 @@
 """The markov workload in the real loops: its model pair, the emitted tokens, the ranks that a draft
 counts, and PROPOSALS, the whole rows that tokens were drawn from."""
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +23,7 @@ from mpissd.engine.decode.draft import RankCounts
 from mpissd.engine.spec.sampling import probabilities
 from mpissd.engine.workload.markov import MarkovModel
 from tests.loop.markov_rig import Pair, decode, greedy
+from tests.scripts import python
 
 GREEDY = Pair(temperature=0.0, vocab=12, order=2, lookahead=3, prompt_tokens=3, seed=4)
 
@@ -202,8 +201,7 @@ def test_a_row_is_the_same_in_another_process() -> None:
         "from mpissd.engine.workload.markov import MarkovModel as M;"
         "print(M(40, 2, 7, 0.3).logits((3, 5)).tobytes().hex())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == MODEL.logits((3, 5)).tobytes().hex()
+    assert python("-c", code).stdout.strip() == MODEL.logits((3, 5)).tobytes().hex()
 
 
 def test_divergence_takes_the_draft_away_from_the_target() -> None:

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ from mpissd.common.rounds import Request
 from mpissd.common.trace import LeadPhase, NullLedger
 from tests.loop.harness import Rig, Scenario, SteppedSpeculator
 from tests.needs import needs_linux
+from tests.scripts import python
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST_GROWTH = 1 << 20  # bytes, of all rounds after the first tenth
 MOST_A_ROUND = 1000  # bytes of a round's record, of both ranks
 BATCH = 2
@@ -80,9 +78,7 @@ def test_memory_stays_flat_and_the_record_complete(is_kept: bool) -> None:
     """In a process of its own: memory left by other tests would blur it."""
     num_rounds = 6_000
     program = f"from tests.loop.test_soak import soak; soak({num_rounds}, {is_kept})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1500
-    )
+    done = python("-c", program, timeout=1500)
     assert done.returncode == 0, done.stderr[-500:]
     found = json.loads(done.stdout)
     if not is_kept:

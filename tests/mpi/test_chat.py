@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from mpissd.lab.show import harmless
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
+from tests.scripts import python
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -35,9 +35,8 @@ def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, st
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked))
     flags = [*models(pair)[::2], "--mode=ar", f"--prompts={prompts}", f"--out={folder}"]
-    command = [sys.executable, "-m", "mpi4py", "-m", "mpissd", "run", *flags]
-    command.append(f"--batch_size={len(asked)}")  # no slot is used twice
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    flags.append(f"--batch_size={len(asked)}")  # no slot is used twice
+    done = python("-m", "mpi4py", "-m", "mpissd", "run", *flags)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     lines = (folder / "text" / f"{row['run_id']}.jsonl").read_text("utf-8").splitlines()

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.ops.slurm import Request, read_header
 from mpissd.serve.config import DRAIN_S
+from tests.scripts import ROOT, call
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("slurm", "array", "replica", "bridges2_shared", "bridges2_8gpu", "bridges2_h100")
 WARNING_S = {"replica": int(1.2 * DRAIN_S)}  # it drains meanwhile
 
@@ -89,13 +88,7 @@ def test_every_script_is_a_request_that_is_taken(name: str) -> None:
 
 def submit(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Where there is no Slurm."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "submit.py"), *words],
-        env={"PATH": "/nowhere", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return call(ROOT, sys.executable, "launch/submit.py", *words, PATH="/nowhere", **env)
 
 
 H100 = ("--ranks=5", "--partition=GPU", "--gpu_type=h100-80")

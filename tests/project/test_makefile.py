@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import call, fake_tools
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import ROOT, call, fake_tools
 
 # As Python it refuses what has "bad" in it, as `mpissd run --dry_run` does; as mpirun it prints its
 # arguments and environment.

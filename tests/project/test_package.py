@@ -2,13 +2,11 @@
 
 import configparser
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.needs import lack
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import until
+from tests.scripts import ROOT, until
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
 
 # "-c" runs the real Python, "-m venv DIR" makes a copy of this script, "-m pip" is logged and ends

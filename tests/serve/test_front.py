@@ -18,14 +18,13 @@ import pytest
 from mpissd.cli.arguments import parse
 from tests.needs import module
 from tests.refusals import refused
-from tests.scripts import until
+from tests.scripts import ROOT, until
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
 from mpissd.serve import front  # noqa: E402
 from tests.serve.rig import answered, sent  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 FAKE = f"{sys.executable} -m tests.serve.fake_mpirun"
 SHUT = {"FAKE_GATE": "/no/such/file"}  # no request ends
 
