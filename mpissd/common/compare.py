@@ -9,7 +9,7 @@ Rows are paired by their seeds, which fix the draws, and several pairs of one se
 the mean of their logarithms; if rows of 400 rounds share three seeds, shorter rows are left out.
 Fewer than three common seeds give a ratio without an interval. docs/definitions.md has the rules.
 
-tests/common/test_compare_levels.py simulates pairs: 95% intervals cover the truth 93 to 97 times in
+tests/common/test_compare.py simulates pairs: 95% intervals cover the truth 93 to 97 times in
 100. The comparison draws no random numbers: the same rows give the same text.
 """
 

@@ -94,14 +94,6 @@ def test_refuses_a_bad_count(box: Path, bad: str) -> None:
     assert bad in done.stderr
 
 
-def test_a_refused_flag_starts_no_mpirun(box: Path) -> None:
-    done = make_run(box, "MODE=bad", "TP=3")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[0] == "one line"
-    dry_run = json.loads((box / "dry_runs").read_text())
-    assert dry_run == ["-m", "mpissd", "run", "--dry_run=4", "--mode=bad"]
-
-
 def test_ctrl_c_while_python_starts_leaves_no_traceback(box: Path) -> None:
     tools = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun"}
     # A shell that runs this in the background has SIGINT ignored, which no trap changes.

@@ -1,5 +1,7 @@
-"""launch/setup.sh against a private PATH: fake nvidia-smi, fake Python, nothing is downloaded."""
+"""launch/setup.sh against a private PATH: fake nvidia-smi, fake Python, nothing is downloaded. What
+`pip install` brings: each file of mpissd/ that is not Python is listed in setup.cfg."""
 
+import configparser
 import os
 import shutil
 import signal
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import lack
 from tests.scripts import ROOT, until
 
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
@@ -163,3 +166,31 @@ def test_no_usable_python(machine: Machine, answer: str, message: str) -> None:
     _, err = machine.setup(code=1)
     assert message in err
     assert not (machine.home / ".venv").exists()
+
+
+@pytest.fixture(scope="module")
+def data() -> set[str]:
+    """The files of the package that are not Python, below mpissd/."""
+    told = subprocess.run(
+        ["git", "ls-files", "mpissd"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if told.returncode:
+        lack("a clone with its git")
+    found = {name.partition("/")[2] for name in told.stdout.split() if not name.endswith(".py")}
+    assert {"py.typed", "engine/backend/profiles/h200.json"} <= found
+    return found
+
+
+def test_each_pattern_finds_files_and_together_they_find_all(data: set[str]) -> None:
+    """setuptools splits a value at its newlines if it has one, and if not at its commas."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    value = config["options.package_data"]["mpissd"]
+    parts = value.splitlines() if "\n" in value else value.split(",")
+    package = ROOT / "mpissd"
+    found = {
+        pattern: {str(path.relative_to(package)) for path in package.glob(pattern)}
+        for pattern in filter(None, map(str.strip, parts))
+    }
+    assert [pattern for pattern, names in found.items() if not names] == []
+    assert data - set[str]().union(*found.values()) == set()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
-from mpissd.engine.decode.draft import SpeculationCache
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.decode.scheduler import Room, Scheduler
@@ -331,19 +330,6 @@ def test_a_request_limits_its_drafts(pair: TinyPair, mode: str, temperature: flo
             assert ends[n].drafted <= most * ends[n].rounds
             assert ends[n].accepted <= limit * ends[n].rounds
             assert (ends[n].drafted > 0) == (limit > 0) or mode == "auto"
-
-
-def test_undrafted_requests_grow_nothing(pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, fill = list[int | None](), SpeculationCache.fill
-
-    def watched(cache: Any, batch: Any, speculation: Any, branches: Any) -> None:
-        rows = branches.lanes.rows.tolist()
-        limits.extend(batch.sequences[row].request.lookahead for row in rows)
-        fill(cache, batch, speculation, branches)
-
-    monkeypatch.setattr(SpeculationCache, "fill", watched)
-    run(pair, "ssd", Script(*((0, Submit(n, [5, n], 20, lookahead=n)) for n in range(2))))
-    assert set(limits) == {1}
 
 
 def test_a_draft_rests_while_no_request_lets_it_draft(pair: TinyPair) -> None:

@@ -260,16 +260,6 @@ def test_the_leads_refusal_has_its_status(words: Tokenizer) -> None:
                 client(rig).completions.create(model="tiny", prompt="x", stream=stream)
 
 
-def test_an_answer_that_is_left_is_cancelled(words: Tokenizer) -> None:
-    script = Script([tiny.of_byte(65)] * 40_000, pace_s=0.02, context=99_999)
-    with serving(words, script) as rig:
-        asked = {"model": "tiny", "prompt": "x", "max_tokens": 40_000, "stream": True}
-        stream = client(rig).completions.create(**asked)
-        next(iter(stream))
-        stream.close()
-        until(lambda: script.ended == {1: "cancelled"} and rig.lead.outstanding == 0)
-
-
 def test_the_job_dies_under_its_answers(words: Tokenizer) -> None:
     script = Script([tiny.of_byte(65)] * 390, pace_s=0.02, dies_after=3)
     with serving(words, script) as rig:

@@ -125,20 +125,3 @@ def test_shared_beginnings(pair: TinyPair, mode: str, kv_tokens: int, is_wild: b
     assert {end.reason for end in ends.values()} >= {"length", "cancelled"}
     assert sum(end.reason == "length" for end in ends.values()) >= count // 2
     assert (mode, is_wild) != ("ssd", False) or sum(end.hits for end in ends.values()) > 20
-
-
-def test_a_prompt_that_comes_as_another_one_joins_shares_its_pages(pair: TinyPair) -> None:
-    cached = list[int]()  # of prompts that are placed by the outcome in which the first one joins
-    for turn in range(1, 9):
-        mail = Script((0, Submit(0, SYSTEM, 30)), (turn, Submit(1, [*SYSTEM, 5], 4)))
-        with Loops(*in_one_process(config(pair, mode="ar"), Serving())) as loops:
-            enter = loops.worker.enter
-
-            def noted(batch: Any, change: Any, loops: Loops = loops, enter: Any = enter) -> None:
-                enter(batch, change)
-                if change.started and change.placed:
-                    cached.append(loops.worker.adopted[1])
-
-            loops.worker.enter = noted  # type: ignore[method-assign]
-            served(loops, mail)
-    assert cached and set(cached) == {128}
