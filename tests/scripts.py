@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# A profile without measurements: the datasheet of an H100, under which committed rows ran.
+DATASHEET = str(ROOT / "results/emulated-predictions/h100.json")
 
 
 def load(path: str) -> Any:
@@ -52,6 +54,16 @@ def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs this Python at the root of the repository; options: of subprocess.run."""
     told = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240, **options}
     return subprocess.run([sys.executable, *map(str, words)], **told)
+
+
+def refused(capfd: Any, *words: object) -> str:
+    """Returns the one line that a refused command prints; it ends with exit code 2."""
+    from mpissd.__main__ import main
+
+    assert main([*map(str, words)]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("mpissd: ") and err.count("\n") == 1
+    return err
 
 
 def until(true: Callable[[], object], wait_s: float = 60.0, what: object = "it") -> None:

@@ -1,16 +1,22 @@
-"""A pair of tiny random transformers as Hugging Face folders; the draft is a disturbed target."""
+"""A pair of tiny random transformers as Hugging Face folders; the draft is a disturbed target.
+
+A hidden state is a strong hint of the next tokens only to a draft that was trained, so drafts on
+states have their target's LM head and small layers: their drafts are near its likely tokens anyway.
+"""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from mpissd.engine.model.transformer.checkpoint import tensors
-from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, tensors
+from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from tests.weight_files import CONFIG, write_folder
 
 
 @dataclass(frozen=True)
@@ -24,22 +30,10 @@ class TinyPair:
 def config(
     layers: int, *, vocab: int, heads: int, kv_heads: int, hidden: int, head_dim: int = 16
 ) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    told = {"head_dim": head_dim, "vocab_size": vocab, "max_position_embeddings": 1024}
+    return {**CONFIG, "architectures": ["LlamaForCausalLM"], **sizes, **attention, **told}
 
 
 def tiny_pair(
@@ -67,27 +61,45 @@ def tiny_pair(
     folder.mkdir(parents=True, exist_ok=True)
     where = folder / "config.json"
     where.write_text(json.dumps(told))
-    target, other = (_weights(str(where), seed + n) for n in range(2))
+    made = (open_checkpoint(str(where), seed + n) for n in range(2))
+    target, other = (
+        {name: np.array(of.read(name)) for name, _ in tensors(of.config)} for of in made
+    )
     for weights in (target, other):
         weights["lm_head.weight"] *= scale
-    draft = {name: _mixed(target[name], other[name], noise) for name in target}
+    draft = {
+        name: ((1 - noise) * own + noise * other[name]).astype(np.float32)
+        for name, own in target.items()
+    }
     if head_ids is not None:
         ids = np.array(head_ids, np.int32)
         draft["lm_head.weight"] = draft["lm_head.weight"][ids]
         draft["head_ids"] = ids  # type: ignore[assignment]
-    for name, weights in (("target", target), ("draft", draft)):
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(told))
-        save_file(weights, folder / name / "model.safetensors")
-    return TinyPair(folder / "target", folder / "draft")
+    both = {"target": target, "draft": draft}
+    return TinyPair(*(write_folder(folder / name, told, both[name]) for name in both))
 
 
-def _weights(where: str, seed: int) -> dict[str, NDArray[np.float32]]:
-    checkpoint = open_checkpoint(where, seed)
-    return {name: np.array(checkpoint.read(name)) for name, _ in tensors(checkpoint.config)}
+KINDS = ("medusa", "mlp", "eagle")
 
 
-def _mixed(
-    own: NDArray[np.float32], other: NDArray[np.float32], share: float
-) -> NDArray[np.float32]:
-    return ((1 - share) * own + share * other).astype(np.float32)
+def state_draft(
+    target: Path, kind: str, folder: Path, *, layers: int = 1, ids: Any = None, scale: float = 0.3
+) -> Path:
+    """Writes a draft of this kind; layers: Medusa's heads. ids: the tokens that it knows."""
+    told = json.loads((target / "config.json").read_text())
+    about = {"kind": kind, "embedding": "target", "head": "target"}
+    told |= {"num_hidden_layers": layers, "mpissd": about}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(told))
+    config = config_of(str(folder / "config.json"))
+    random = np.random.default_rng(len(kind))
+    weights: dict[str, NDArray[Any]] = {}
+    for name, size in tensors(config):
+        if name not in (EMBEDDING, HEAD):
+            spread = scale / size[-1] ** 0.5
+            values = random.normal(0, spread, size) if len(size) == 2 else np.ones(size)
+            weights[name] = values.astype(np.float32)
+    if ids is not None:
+        weights["head_ids"] = np.array(ids, np.int32)
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -17,8 +17,7 @@ from mpissd.cli.arguments import Command
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of
-from tests.refusals import refused
-from tests.scripts import ROOT, python
+from tests.scripts import ROOT, python, refused
 
 HERE = ("run", "--dry_run=2", "--backend=emulated", "--device=null")
 

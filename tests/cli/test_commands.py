@@ -12,7 +12,7 @@ from mpissd.__main__ import main
 from mpissd.cli import arguments as cli
 from mpissd.cli.arguments import ProbeConfig
 from mpissd.engine.job import resolve
-from tests.refusals import refused
+from tests.scripts import refused
 from tests.tiny_pair import tiny_pair
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"

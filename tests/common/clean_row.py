@@ -76,7 +76,6 @@ def make_row(rounds: Rounds) -> Line:
     num_tokens = int((rows[:, 3] + 1).sum())
     wall_s = round(float(round_s.sum()), 6)
     t_target, t_draft = median(rounds["t_target_s"]), median(rounds["draft_rounds"][:, 1])
-    assert t_target is not None and t_draft is not None
     closure = lead[:, 2:].sum(axis=1) * 1e-9 / round_s
     rate = round(num_tokens / wall_s, 3)
     floor_bytes, read = 8.0e9, 4.5e12

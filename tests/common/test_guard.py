@@ -45,7 +45,6 @@ def two_ranks(then: str, inside: Sequence[str] = ()) -> list[subprocess.Popen[st
     for one in ranks:
         assert one.stdout is not None and one.stdout.readline() == "joined\n"
     for one in ranks:
-        assert one.stdin is not None
         one.stdin.write("\n")
         one.stdin.flush()
     return ranks

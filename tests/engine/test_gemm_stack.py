@@ -13,7 +13,7 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import GemmStack, GemmWeights
-from tests.thread_group import ThreadGroup, on_ranks
+from tests.thread_group import on_ranks
 
 ROWS, MOST = 5, 8
 GATED = ModelShape("gated", 3, 24, 12, 12, 4, 36, True, 96)  # q is 48 wide, hidden is 24
@@ -37,11 +37,6 @@ def forward(stack: GemmStack, rows: int = ROWS) -> GemmStack:
     return stack
 
 
-def sharded(shape: ModelShape, options: ForwardOptions, tp: int) -> list[GemmStack]:
-    """The stacks of T ranks after one forward, in rank order."""
-    return on_ranks(tp, lambda group: forward(build(shape, options, group)))
-
-
 def hidden(stack: GemmStack) -> NDArray[np.float32]:
     return np.array(stack.buffers.hidden[:ROWS])
 
@@ -52,10 +47,9 @@ def hidden(stack: GemmStack) -> NDArray[np.float32]:
 def test_the_shards_add_up_to_the_whole(tp: int, shape: ModelShape, fuse: bool) -> None:
     options = ForwardOptions(fuse=fuse)
     whole = forward(build(shape, options, SoloGroup()))
-    stacks = sharded(shape, options, tp)
+    stacks = on_ranks(tp, lambda group: forward(build(shape, options, group)))
     for stack in stacks:
         np.testing.assert_allclose(hidden(stack), hidden(whole), rtol=2e-4, atol=2e-5)
-        assert isinstance(stack.group, ThreadGroup)
         assert stack.group.num_reduces == 2 * shape.num_layers
         assert stack.candidates.ids[:ROWS].tolist() == whole.candidates.ids[:ROWS].tolist()
     # q of all ranks side by side is q of the whole.

@@ -102,7 +102,6 @@ def test_equal_logits_go_to_the_lower_token(data: st.DataObject) -> None:
     k = data.draw(st.integers(1, min(width, 30)))
     dice = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     ops = RIG.stack.weights.ops
-    assert ops is not None
     logits = ops.logits(rows, width)
     logits.scores[:, :width] = dice.integers(-3, data.draw(st.integers(-2, 90)), (rows, width))
     ids, values = np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32)

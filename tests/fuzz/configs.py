@@ -72,7 +72,6 @@ def judged(flags: Flags, world_size: int) -> RunConfig:
     memory = load_profile(config.device).memory_bytes
     tp = check_world(world_size, config.drafts, config.groups)
     resolve(config, tp, backend=config.backend, memory_bytes=memory)
-    assert isinstance(config, RunConfig)
     return config
 
 

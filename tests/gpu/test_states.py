@@ -19,8 +19,7 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import use_megakernel
-from tests.tiny_pair import config
-from tests.tiny_states import KINDS
+from tests.tiny_pair import KINDS, config
 
 pytestmark = pytest.mark.gpu
 V, LENGTH, HEADS = 101, 40, 3

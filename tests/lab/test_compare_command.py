@@ -7,7 +7,7 @@ import pytest
 
 from mpissd.__main__ import main
 from tests.common.tables_model import sd, write
-from tests.refusals import refused
+from tests.scripts import refused
 
 
 def at(second: int) -> dict[str, Any]:

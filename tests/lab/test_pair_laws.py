@@ -111,7 +111,6 @@ def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> N
     reached = counts[::-1].cumsum()[::-1]
     hazards = next(law for source, law in made.acceptance.items() if source.name == "CACHE").hazards
     assert hazards == pytest.approx(reached[1:] / reached[:-1], abs=5e-5)
-    assert at.rejected is not None and at.complete is not None
     law = made.hit_law
     for end, fit in ((False, at.rejected), (True, at.complete)):
         for width in (1, 3, 9):

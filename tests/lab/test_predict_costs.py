@@ -33,7 +33,7 @@ from mpissd.lab.predict.derive import (
     with_derived,
 )
 from mpissd.lab.predict.search import survey
-from tests.datasheet import DATASHEET
+from tests.scripts import DATASHEET
 
 
 def curve(points: dict[int, float]) -> Any:
@@ -62,7 +62,6 @@ def test_profiles_are_emulated(device: str, tp: int, drafts: int, options: dict[
     job = resolve(config, tp, backend="emulated", memory_bytes=None)
     backend = EmulatedBackend(load_profile(device))
     costs = DeviceCosts.from_profile(backend.profile, job)
-    assert job.draft is not None
     wide = job.target_buckets()[-1]
     for rows in job.target_buckets():
         cost = Shard(job.target, tp).cost(rows, 3, backend.itemsize, job.options, wide)
@@ -204,7 +203,6 @@ def shard(pair: str, tp: int) -> Shard:
 
 def seconds(profile: Profile, of: Shard, rows: int) -> float:
     curve = profile.measured(of.cost(rows, 1, 2, FUSED))
-    assert curve is not None
     return curve(rows)
 
 

@@ -231,7 +231,6 @@ class VirtualRun:
         job = self.job
         if job.lookahead == 0:
             return slowed(Speculator(), self.lead, ask=HOST.lead_send), None
-        assert self.device.draft is not None
         lists = dict(self.device.lists).get(job.draft_options.top_k)
         forwards = VirtualForwards(self.draft, self.device.draft, lists)
         drafter = drafter_of(job, forwards, self.draft)

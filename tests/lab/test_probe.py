@@ -20,7 +20,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.probe.measure import FORWARD_ROWS, GroupProbe
 from mpissd.lab.probe.report import TABLES, check_name, fit, profile_name, save_profile
-from tests.datasheet import DATASHEET
+from tests.scripts import DATASHEET
 
 WAITER = Waiter(30.0, spin=False)
 TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, True, 128)

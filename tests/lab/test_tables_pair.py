@@ -12,7 +12,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.pair import check_alike
 from tests.common.tables_model import ar, sd, write
-from tests.refusals import refused
+from tests.scripts import refused
 
 
 def test_rows_are_found_under_a_folder_and_count_once(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, covered, derived_from
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.probe.measure import TRANSFORMER_ROWS, GroupProbe, contexts
-from tests.datasheet import DATASHEET
+from tests.scripts import DATASHEET
 
 TINY = "gen:layers=2,hidden=64,ffn=96,heads=4,kv_heads=2,vocab=64"
 BATCHES, CONTEXTS = (1, 8), (64, 500, 2000)

@@ -16,8 +16,7 @@ from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests.needs import module
-from tests.tiny_pair import tiny_pair
-from tests.tiny_states import KINDS
+from tests.tiny_pair import KINDS, tiny_pair
 
 torch = module("torch", "PyTorch")
 module("safetensors", "safetensors")

@@ -128,7 +128,6 @@ class Decoding(RemoteSpeculator):
         self.case, self.choices, self._last = case, choices, last
         drafts, target = (case.workers or _markov)(case)
         self.worker, judge = drafts.oracle, target.oracle
-        assert isinstance(self.worker, Watching) and isinstance(judge, Judging)
         self.worker.decoding, judge.decoding = self, self
         self.drafter = Drafter(drafts, pair.policy, pair.batch, WAITER)
         self.loop = TargetLoop(target, self, None, pair.batch, WAITER)
@@ -260,9 +259,7 @@ def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[
     stack = [prefix]
     while stack:
         choices = Choices(stack.pop(), len(prefix), case)
-        with (
-            mock.patch.object(oracle, "uniforms", choices.uniforms),
-        ):
+        with mock.patch.object(oracle, "uniforms", choices.uniforms):
             decoding = Decoding(case, choices, last)
             yield from decoding.run()
         served.add(decoding.served)

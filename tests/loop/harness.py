@@ -289,7 +289,6 @@ class SteppedSpeculator(Speculator):
         self._asked = outcome
 
     def answer(self, round_: int, count: int) -> Speculation:
-        assert self._asked is not None
         log, drafter = self._rig.draft_forwards.log, self._rig.drafter
         before = len(log)
         speculation = drafter.answer(self._asked)

@@ -87,7 +87,6 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     """A whole model with the weights of a run."""
     workload, backend = job.workload, open_backend("numpy", device="h100", local_rank=0)
     shard = job.draft_shard if drafts else job.target_shard
-    assert shard is not None
     return Stepper(
         backend,
         SoloGroup(),

@@ -60,7 +60,6 @@ class Engine:
 
     @property
     def client(self) -> DraftClient:
-        assert self.asked.client is not None
         return self.asked.client
 
     def call(self, rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
@@ -148,7 +147,6 @@ def test_tokens_are_the_targets_always(engine: Engine, pair: TinyPair, fault: st
 
     client, counts, rng = engine.client, engine.client.counts, random.Random(3)
     process, is_faulty, before = client._process, False, 0
-    assert process is not None
     waiting, running, texts = [*range(8)], list[int](), [[n + 1, 7, 2 * n, 5] for n in range(8)]
     drafted: dict[int, list[int]] = {}
     while waiting or running:
@@ -260,7 +258,6 @@ def test_a_protocol_breaker_is_left(flags: str, event: int, bonus: int, token: i
     client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
     until(lambda: client._open() is not None, START_S)
     peer, process = client._socket, client._process
-    assert peer is not None and process is not None
     sent, prompt = map(SHAPE.message, (Kind.OUTCOME, Kind.PROMPT))
     prompts = {(0, 0): Request(0, bonus, 0, (1, token, bonus))}
     outcome = Outcome(-1, np.array([[0, 0, event, 0, bonus]], np.int32), prompts)

@@ -278,7 +278,6 @@ class FirstQ(Watched):
 
     def _other(self, proposal: oracle.Proposal, u: float) -> oracle.Proposal:
         token, _, _ = super()._other(proposal, u)
-        assert proposal[2] is not None
         return token, float(sampling.recorded(proposal[2])[token]), proposal[2]
 
 

@@ -88,7 +88,6 @@ PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2,
 def test_rows_that_come_late_change_nothing() -> None:
     def late(lead: LeadEnd, draft: DraftEnd) -> None:
         inbox, polls = lead._proposals, [0]
-        assert inbox is not None
         arrived, release = inbox.arrived, inbox.release
 
         def arrived_late() -> bool:

@@ -174,7 +174,6 @@ class DueEnd(ScriptedEnd):
 
     def send_speculation(self, speculation: Speculation) -> None:
         super().send_speculation(speculation)
-        assert self.ready_at is not None
         self.waits.append((self.ready_at, self.clock.begun))
         self.due, self.ready_at = self.clock.now + self.dice.choice(DUE), None
         self.clock.advance(0)

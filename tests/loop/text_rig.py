@@ -176,7 +176,6 @@ class JudgedText(Judging, LogitsTarget):
         if not self.forgets_path:
             return super()._masked(sequence, start, node)
         grammar = self.grammar(sequence)
-        assert grammar is not None
         return grammar.masked(self.logits_of(start + node), sequence.answer)
 
     def _target_row(
@@ -193,7 +192,6 @@ class JudgedText(Judging, LogitsTarget):
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     """New workers over models that are made once; their slots of earlier workers are released."""
     pair = case.pair
-    assert isinstance(pair, TextPair)
     told = pair.target_where, pair.batch, pair.K
     target = stepper_of(pair.target_where, *told, "target")
     draft = stepper_of(pair.draft_where, *told, "draft")

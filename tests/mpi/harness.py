@@ -120,7 +120,6 @@ class Started:
         self._end()
         self.process.wait(30)
         for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
             stream.close()
 
     def alive(self) -> list[int]:
@@ -161,7 +160,6 @@ class Started:
 
     def read_until(self, text: str) -> None:
         """Reads stderr up to `text`."""
-        assert self.process.stderr is not None
         said = ""
         while text not in said:
             found = self.process.stderr.read(1)

@@ -1,17 +1,23 @@
-"""The ranks of a server: requests that join and leave, and ranks that rest in between."""
+"""The ranks of a server: requests that join and leave, and ranks that rest in between. A chat with
+real ranks in every mode, and the answers of a run."""
 
+import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mpissd.lab.show import harmless
 from mpissd.serve.protocol import Cancel, Stats, Submit
-from tests.mpi.harness import needs_mpi
+from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.mpi.test_faults import RECOVERING, is_open_mpi_5
 from tests.needs import lack
+from tests.scripts import python
 from tests.serve.front import pid_of, serving
 from tests.serve.test_driver import alone as tokens_of
 from tests.text import tiny
@@ -113,3 +119,44 @@ def test_a_killed_target_ends_the_job_soon(pair: TinyPair, tmp_path: Path) -> No
             server.ends([0], 12.0)
         finally:
             server.job.finish()
+
+
+NUM_TOKENS = 24
+
+
+def models(pair: TinyPair) -> list[str]:
+    return [f"--target={pair.target}", f"--draft={pair.draft}", f"--num_tokens={NUM_TOKENS}"]
+
+
+def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, str]]]) -> list[str]:
+    """The answers of a run of its own, without drafts, each from an empty cache."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked))
+    flags = [*models(pair)[::2], "--mode=ar", f"--prompts={prompts}", f"--out={folder}"]
+    flags.append(f"--batch_size={len(asked)}")  # no slot is used twice
+    done = python("-m", "mpi4py", "-m", "mpissd", "run", *flags)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    lines = (folder / "text" / f"{row['run_id']}.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+def test_answers_of_a_chat_are_those_of_a_run(pair: TinyPair, tmp_path: Path) -> None:
+    lines = ["one", "two", "/mode sd", "three", "/mode ar", "four", "/stats", "/quit"]
+    done = subprocess.run(
+        ["launch/chat.sh", *models(pair)],
+        input="".join(f"{line}\n" for line in lines),
+        cwd=ROOT,
+        env={**os.environ, **ALWAYS},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    history: list[dict[str, str]] = []
+    for text, mode in (("one", "ssd"), ("two", "ssd"), ("three", "sd"), ("four", "ar")):
+        asked = [*history, {"role": "user", "content": text}]
+        (answer,) = answered(pair, tmp_path, [asked])
+        assert f"{mode}> {text}\n{harmless(answer)}\n" in done.stdout
+        history = [*asked, {"role": "assistant", "content": answer}]
+    assert "128 of them in the KV cache" in done.stdout

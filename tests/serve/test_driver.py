@@ -96,7 +96,6 @@ def served(
 
 def room_of(loops: Loops) -> Room:
     job, pages = loops.job, loops.target_stepper.pages
-    assert pages is not None
     sizes, ahead = pages.sizes, job.lookahead + 1
     return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 

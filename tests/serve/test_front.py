@@ -17,8 +17,7 @@ import pytest
 
 from mpissd.cli.arguments import parse
 from tests.needs import module
-from tests.refusals import refused
-from tests.scripts import ROOT, until
+from tests.scripts import ROOT, refused, until
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
@@ -37,7 +36,6 @@ class Serving:
 
     def read(self) -> str:
         """Reads the line that is printed when requests are taken."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.match(r"http://127\.0\.0\.1:(\d+)/v1 serves ", line)
         self.port = int(found[1]) if found else 0
@@ -212,7 +210,6 @@ def test_a_launcher_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPat
     async def code() -> int:
         words = (sys.executable, "-c", f"{deaf}; time.sleep(99)")
         made = await asyncio.create_subprocess_exec(*words, stdout=-1)
-        assert made.stdout is not None
         await made.stdout.readline()
         return await front.ended(made)
 

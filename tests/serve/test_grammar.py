@@ -23,8 +23,7 @@ from mpissd.serve.protocol import Submit
 from tests.needs import module
 from tests.serve.test_driver import Script, served
 from tests.text import tiny
-from tests.tiny_pair import TinyPair, tiny_pair
-from tests.tiny_states import KINDS, state_draft
+from tests.tiny_pair import KINDS, TinyPair, state_draft, tiny_pair
 
 module("llguidance", "grammars")
 COUNT = int(os.environ.get("MPISSD_GRAMMARS", "50"))

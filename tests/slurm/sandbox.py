@@ -13,10 +13,10 @@ import socket
 import stat
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from tests.scripts import until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
 START_S = 30.0  # of a daemon; a second on an idle machine
@@ -101,7 +101,7 @@ class Sandbox:
             self._start_munge()
             self._start("slurmctld", "-D")
             self._start("slurmd", "-D")
-            wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), "an idle node")
+            until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), START_S, "an idle node")
             undo.pop_all()
         return self
 
@@ -120,7 +120,8 @@ class Sandbox:
         wanted = {f"SLURM_CONF={self.env['SLURM_CONF']}"}
         if job:
             wanted.add(f"SLURM_JOB_ID={job}")
-        return [pid for pid in all_processes() if wanted <= environ(pid)]
+        pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        return [pid for pid in pids if wanted <= environ(pid)]
 
     def _write(self) -> None:
         for name in ("state", "spool", "dev", "munge"):
@@ -147,7 +148,7 @@ class Sandbox:
         key.write_bytes(os.urandom(128))
         files = [f"--{name}-file={folder / name}" for name in ("key", "log", "pid", "seed")]
         self._start("munged", "--foreground", "--force", f"--socket={folder / 'socket'}", *files)
-        wait_until((folder / "socket").exists, "munge's socket")
+        until((folder / "socket").exists, START_S, "munge's socket")
 
     def _start(self, program: str, *arguments: str) -> None:
         found = which(program)
@@ -169,7 +170,8 @@ class Sandbox:
         """Jobs first, by their own Slurm; then the daemons; then whatever is left."""
         if len(self._daemons) > 1:
             self.ask("scancel", "--full", "--user=root")
-            deadline(lambda: not self.ask("squeue", "-h"), 15.0)
+            with suppress(AssertionError):
+                until(lambda: not self.ask("squeue", "-h"), 15.0)
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in reversed(self._daemons):
@@ -188,11 +190,6 @@ class Sandbox:
         self._held.close()
 
 
-def all_processes() -> list[int]:
-    """Of this machine."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-
-
 def environ(pid: int) -> set[str]:
     """A process's environment, name=value; empty if it is gone."""
     try:
@@ -200,16 +197,3 @@ def environ(pid: int) -> set[str]:
     except OSError:
         return set()
     return set(told.decode(errors="replace").split("\0"))
-
-
-def deadline(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether the condition came true in time."""
-    end = time.monotonic() + seconds
-    while not (held := bool(condition())) and time.monotonic() < end:
-        time.sleep(0.05)
-    return held
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = START_S) -> None:
-    """Fails where the condition does not come true in time."""
-    assert deadline(condition, seconds), f"no {what} in {seconds:.0f} s"

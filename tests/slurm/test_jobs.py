@@ -18,7 +18,8 @@ import pytest
 
 from mpissd.common.row import flat
 from tests.mpi.harness import needs_mpi
-from tests.slurm.sandbox import Sandbox, deadline, wait_until
+from tests.scripts import until
+from tests.slurm.sandbox import Sandbox
 
 pytestmark = [*needs_mpi, pytest.mark.slurm]
 
@@ -66,7 +67,6 @@ class Job:
     def number(self) -> str:
         """Slurm's, once it is submitted."""
         if not self.said:
-            assert self.waiting.stdout is not None
             self.said.append(self.waiting.stdout.readline())
         return self.said[0].split()[-1]
 
@@ -96,7 +96,7 @@ class Job:
 
     def says(self, text: str) -> None:
         """Waits until the log holds a text."""
-        wait_until(lambda: text in self.log, f"{text!r} in {self.log[-2000:]!r}", WAIT_S)
+        until(lambda: text in self.log, WAIT_S, f"{text!r} in {self.log[-2000:]!r}")
 
     @property
     def processes(self) -> list[int]:
@@ -149,10 +149,10 @@ def queue(slurm: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Queue:
 def test_scancel_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
     job = queue.cancelled
     job.says("--device=h100")
-    wait_until(lambda: len(job.processes) >= 4, "mpirun and its ranks")
+    until(lambda: len(job.processes) >= 4, 30, "mpirun and its ranks")
     job.cancel()
-    assert deadline(lambda: not job.processes, 10), job.log[-2000:]
-    wait_until(lambda: job.state == "CANCELLED", "its state")
+    until(lambda: not job.processes, 10, job.log[-2000:])
+    until(lambda: job.state == "CANCELLED", 30, "its state")
     assert [row["mode"] for row in job.rows] == ["sd"]
     assert job.log.count("job: run on") == 2
 
@@ -160,7 +160,7 @@ def test_scancel_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
 def test_the_time_limit_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
     job = queue.warned
     assert job.code == 128 + signal.SIGTERM
-    assert deadline(lambda: not job.processes, 10)
+    until(lambda: not job.processes, 10)
     assert [row["mode"] for row in job.rows] == ["sd"]
     assert f"job: ended by a signal; the rows so far are in {job.folder}/out" in job.log
 
@@ -181,7 +181,7 @@ def test_an_array_goes_on_where_scancel_ended_it(slurm: Sandbox, tmp_path: Path)
     flags = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--rounds=60", "--repeats=1")
     words = ("--array=0-1", "--ntasks=2", "launch/array.sh", f"--grid={grid}", *flags)
     job = Job.submit(slurm, tmp_path, *words)
-    wait_until(lambda: len(job.rows) >= 3, "rows", WAIT_S)
+    until(lambda: len(job.rows) >= 3, WAIT_S, "rows")
     job.cancel()
     assert job.code != 0
     before = job.rows

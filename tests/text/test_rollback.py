@@ -94,7 +94,6 @@ class Walk:
 
 
 def verify(worker: Worker, walk: Walk, speculation: Speculation) -> None:
-    assert isinstance(worker, TargetWorker)
     worker.fill(walk.batch, range(len(walk.batch)), WAITER)
     worker.upload(walk.batch, speculation)
     worker.launch()
@@ -104,7 +103,6 @@ def verify(worker: Worker, walk: Walk, speculation: Speculation) -> None:
 def draft(worker: Worker, walk: Walk, speculation: Speculation) -> None:
     """A draft's work in a round: it backs some rows up, which are then served, and has a glue or
     not; others served the other rows."""
-    assert isinstance(worker, DraftWorker)
     dice, batch = walk.dice, walk.batch
     rows = [row for row in range(len(batch)) if dice.random() < 0.5]
     if rows:
@@ -135,7 +133,6 @@ def check(worker: Worker, walk: Walk, scratch: Stepper) -> int:
     """Compares the stored tokens' KV with a cache that is filled from the beginning."""
     compared = 0
     batch = walk.batch
-    assert isinstance(worker.stepper, Stepper)
     for one, last in zip(batch.sequences, batch.last().tolist(), strict=True):
         assert len(one.tokens) == last + 1
         slot = one.slot

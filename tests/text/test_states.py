@@ -23,8 +23,7 @@ from tests.serve.test_driver import Script, Submit, ThreeRows, all_returned, pro
 from tests.serve.test_driver import alone as alone_by_itself
 from tests.text.decoded import V, config, decode
 from tests.text_config import text_config
-from tests.tiny_pair import TinyPair, tiny_pair
-from tests.tiny_states import KINDS, state_draft
+from tests.tiny_pair import KINDS, TinyPair, state_draft, tiny_pair
 
 TOKENS, HEADS = 60, 5
 INLINE = {"mode": "sd", "num_drafts": 0}
