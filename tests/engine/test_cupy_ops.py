@@ -17,6 +17,7 @@ from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
     FORKED,
     Rig,
+    check_growing,
     check_lanes,
     check_rows_alone,
     check_stages,
@@ -80,6 +81,10 @@ def test_a_tree_is_its_paths(gpu: Any) -> None:
 @pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
 def test_every_stage_of_a_chained_round_is_its_twins(gpu: Any, tree: Tree) -> None:
     check_stages(gpu, tree)
+
+
+def test_every_stage_of_chained_growth_is_its_twins(gpu: Any) -> None:
+    check_growing(gpu)
 
 
 @pytest.mark.parametrize("width, k", [(101, 1), (5000, 5)])

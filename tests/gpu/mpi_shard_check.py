@@ -138,7 +138,7 @@ def check(backend: Backend, group: Group, choice: str, shape: ModelShape, fuse: 
         agree = agree and len(set(COMM.allgather(out.tobytes()))) == 1
         agree = agree and len(set(COMM.allgather(sharded.stack.candidates.ids.tobytes()))) == 1
     top = ids_are_best(sharded, whole, bound)
-    captured = bool(getattr(sharded._current, "captured", False))
+    captured = bool(getattr(sharded.current, "captured", False))
     what = f"{shape.name} {'fused' if fuse else 'seven'} {'graph' if captured else 'eager'}"
     note = f"error {worst:.1e} of {bound:.1e}, ranks {'agree' if agree else 'DIFFER'}"
     note += f", ids {'right' if top else 'WRONG'}"

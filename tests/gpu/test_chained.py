@@ -15,7 +15,7 @@ from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.spec.tree import Tree
-from tests.gpu.transformer_rig import FORKED, check_stages, use_megakernel
+from tests.gpu.transformer_rig import FORKED, check_growing, check_stages, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -60,8 +60,11 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
     config = parse_flags({name: str(value) for name, value in told.items()})
     with opened(config) as session:
         rank = Rank(session)
-        assert not chains or rank.chained is not None
         rank.chained = rank.chained if chains else None
+        if rank.draft is not None:
+            rank.draft.growth = rank.draft.growth if chains else None
+        is_led = session.topology.num_drafts and rank.target  # the draft's rank grows
+        assert not chains or is_led or rank.chained or (rank.draft and rank.draft.growth)
         records = RoundRecords(session.job.lookahead)
 
         def drive(loop: TargetLoop) -> None:
@@ -121,3 +124,7 @@ def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, 
 @pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
 def test_every_stage_is_its_twins(backend: Any, tree: Tree) -> None:
     check_stages(backend, tree)
+
+
+def test_every_stage_of_chained_growth_is_its_twins(backend: Any) -> None:
+    check_growing(backend)

@@ -104,7 +104,7 @@ def test_a_graph_replays_what_eager_runs(gpu: None) -> None:
         assert np.array_equal(first, second)
         assert np.array_equal(*(model.results().ids for model in models))
         assert models[0].elapsed_s() > 0
-    assert models[0]._current._graph and not models[1]._current._graph
+    assert models[0].current._graph and not models[1].current._graph
     graph.close()
     eager.close()
 

@@ -23,6 +23,7 @@ from mpissd.engine.model.transformer.chained import BEFORE, SLOT, Ends, Sheet, S
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
+from mpissd.engine.model.transformer.growing import GrowthSheet
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.spec.tree import Branched, Tree
 from mpissd.engine.workload.sequence import Batch, Placement
@@ -247,6 +248,31 @@ def check_stages(backend: Any, tree: Tree) -> None:
             part[...] = value
         Stage(number, turn, sheet, twins[0] if drafts else None, twins[1], None, firsts, ids).run()
         assert all(map(np.array_equal, found, parts)), f"stage {number}"
+
+
+def check_growing(backend: Any) -> None:
+    """Every stage of chained growth writes on the device what its twin writes on the host."""
+    rig, rng = Rig(backend, tiny("llama"), max_rows=16), np.random.default_rng(0)
+    sheet = GrowthSheet(backend.host_ints(1 + 9 * 11), 9)
+    ids = np.arange(101, dtype=np.int32)[::-1].copy()
+    parts = sheet.ints, rig.stack.pages.seats.rows, rig.stack.buffers.tokens
+    for k, known in product((1, 3), (None, ids)):
+        ends = Ends.of(rig.stack, k)
+        best = rng.permuted(np.tile(np.arange(4, dtype=np.int32), (16, 1)), axis=1)[:, :k]
+        backend.from_host(best, ends.best.ids)
+        sheet.tokens[...] = rng.integers(-1, 2, sheet.tokens.shape)
+        sheet.picks[...] = rng.integers(0, [[9], [max(1, k - 1)], [4]], sheet.picks.shape)
+        sheet.picks[2] = -1 if k == 1 else sheet.picks[2]
+        sheet.step[0] = k
+        before = [part.copy() for part in parts]
+        rig.ops.grow(sheet, 8, ends, known if known is None else rig.ops.ids(known))
+        backend.synchronize()
+        found = [part.copy() for part in parts]
+        for part, value in zip(parts, before, strict=True):
+            part[...] = value
+        on_host = replace(ends.best, ids=backend.to_host(ends.best.ids))
+        sheet.run(8, replace(ends, best=on_host), known)
+        assert all(map(np.array_equal, found, parts)), (k, known)
 
 
 def check_rollback(rig: Rig, count: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from mpissd.common.errors import FaultError
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.decode.chained import ChainedTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.engine.model.transformer.growing import ChainedGrowth
 from mpissd.lab.measure import run
 from tests.text.decoded import PROMPTS, V
 from tests.tiny_pair import TinyPair, config, tiny_pair
@@ -35,6 +38,14 @@ def decode(most: int | None = None, **flags: Any) -> Decoder:
 def text(pair: TinyPair, **flags: Any) -> dict[str, Any]:
     models = {"target": str(pair.target), "draft": str(pair.draft)}
     return {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": TOKENS, **models, **flags}
+
+
+def imposed(folder: Path) -> dict[str, Any]:
+    """Flags of random models whose outcomes are imposed."""
+    shape = folder / "config.json"
+    shape.write_text(json.dumps(config(1, vocab=49152, heads=2, kv_heads=1, hidden=32)))
+    models = dict.fromkeys(("target", "draft"), str(shape))
+    return {"forward": "transformer", "context": 20, **models}
 
 
 @pytest.fixture
@@ -101,15 +112,40 @@ def test_imposed_outcomes_stay(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    shape = tmp_path / "config.json"
-    shape.write_text(json.dumps(config(1, vocab=49152, heads=2, kv_heads=1, hidden=32)))
-    models = dict.fromkeys(("target", "draft"), str(shape))
-    told = {"forward": "transformer", "context": 20, **models, **flags}
-    rounds = 24
+    told, rounds = {**imposed(tmp_path), **flags}, 24
     found = decode(rounds, **told).records.sequences()
     assert 0 < chained["ahead"] < chained["rounds"] > 5
     monkeypatch.setattr(NumpyBackend, "chains", False)
     assert found.tolist() == decode(rounds, **told).records.sequences().tolist()
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"lookahead": 1}, {"lookahead": 5, "fan_out": "geometric:9"},
+    {"batch_size": 3, "fan_out": "list:3,1,0", "lookahead": 2},
+    {"workload": "replay", "recording": str(REPLAYS), "batch_size": 2, "draft": None},
+    {"workload": "gemm", "alpha": 0.7, "lookahead": 3, "draft": None},
+], ids=str)  # fmt: skip
+def test_chained_growth_has_the_rounds_of_stepwise_growth(
+    pair: TinyPair, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether an outcome arrives before, amid or after the steps that were launched ahead."""
+    told = text(pair, mode="ssd", num_drafts=1, **flags)
+    if "draft" in flags:
+        told |= {"prompt_ids": None, **imposed(tmp_path)}
+    expected = decode(40, **told)
+    left, launch, dice = list[int](), ChainedGrowth.launch, Random(0)
+
+    def counted(self: ChainedGrowth) -> None:
+        launch(self)
+        left.append(self.left)
+
+    monkeypatch.setattr(NumpyBackend, "chains", True)
+    monkeypatch.setattr(ChainedGrowth, "launch", counted)
+    monkeypatch.setattr(DraftEnd, "outcome_arrived", lambda self: dice.random() < 0.3)
+    found = decode(40, **told)
+    assert len(left) > 20 and (max(left) == 2 or told.get("lookahead") == 1)
+    assert found.tokens == expected.tokens
+    assert found.records.sequences().tolist() == expected.records.sequences().tolist()
 
 
 def test_a_round_that_is_dropped_leaves_nothing(pair: TinyPair, chained: dict[str, int]) -> None:

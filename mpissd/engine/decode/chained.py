@@ -25,6 +25,7 @@ from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards, Index
+from mpissd.engine.model.transformer.growing import ChainedGrowth
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.oracle import Proposals, Rollout
@@ -58,15 +59,27 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
     is_jit = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
     if job.serving or job.config.drafts or (job.lookahead and (draft is None or not is_jit)):
         return False
-    workers = [worker for worker in (draft, target) if worker is not None]
-    steppers = [worker.stepper for worker in workers if worker.oracle.chains]
-    known = [one for one in steppers if isinstance(one, Stepper)]
-    return len(known) == len(workers) and all(
-        isinstance(one.stack, TransformerStack)
-        and one.backend.chains
-        and (one.stack.group.capturable or not one.backend.capture)
-        for one in known
-    )
+    return all(_chains(worker) for worker in (draft, target) if worker is not None)
+
+
+def _chains(worker: DraftWorker | TargetWorker) -> bool:
+    """Returns whether the device may decide the worker's tokens."""
+    one = worker.stepper
+    if not (worker.oracle.chains and isinstance(one, Stepper) and one.backend.chains):
+        return False
+    is_captured = one.stack.group.capturable or not one.backend.capture
+    return isinstance(one.stack, TransformerStack) and is_captured
+
+
+def chained_growth(job: Job, draft: DraftWorker) -> ChainedGrowth | None:
+    """Returns the programs by which a draft rank's device joins the steps of its growth, or None if
+    the host must grow."""
+    others, stepper = job.serving or job.config.learners or job.tree_lanes, draft.stepper
+    if others or not (job.config.drafts and job.fan_out and _chains(draft)):
+        return None
+    assert isinstance(stepper, Stepper)
+    lanes = {job.config.batch_size * sum(fan_out) for fan_out in job.fan_outs.lists}
+    return ChainedGrowth(stepper, lanes, job.lookahead)
 
 
 class ChainedTarget(TargetWorker):

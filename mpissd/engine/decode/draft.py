@@ -10,7 +10,6 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from time import perf_counter
 from typing import Any
 
@@ -76,15 +75,12 @@ class SpeculationCache:
 
     def fill(self, batch: Batch, speculation: Speculation, branches: Branches) -> None:
         """Replaces the contents: each lane answers one outcome of this speculation."""
-        self.branches, round_ = branches, repeat(speculation.round)
-        (rows, k), first = branches.lanes.lists, branches.rollout.first.tolist()
-        names = batch.identity[:, :2].tolist()
-        if len(names) == 1:
-            keys = zip(round_, repeat(names[0][0]), repeat(names[0][1]), k, first)
-        else:
-            ids, epochs = [names[row][0] for row in rows], [names[row][1] for row in rows]
-            keys = zip(round_, ids, epochs, k, first, strict=False)
-        self._lanes = {key: lane for lane, key in enumerate(keys)}
+        self.branches, names = branches, batch.identity[:, :2].tolist()
+        columns = branches.lanes.rows, branches.lanes.k, branches.rollout.first
+        self._lanes = {
+            (speculation.round, *names[row], k, first): lane
+            for lane, (row, k, first) in enumerate(zip(*(c.tolist() for c in columns), strict=True))
+        }
 
     def lookup(self, batch: Batch, outcome: Outcome) -> list[int | None]:
         """Returns the lane that answers each live sequence, or None for a miss."""
@@ -217,6 +213,7 @@ class Drafter:
             if len(tokens) >= self._most or self.worker.oracle.tree.num_lanes:
                 lanes[row] = None
         mark(DraftPhase.LOOKUP)
+        yield from self.settling()
         rollouts = []
         if self._most and (hits := cache.prune(lanes)) is not None:
             self._steps_ready = hits.steps
@@ -347,11 +344,15 @@ class Drafter:
             yield from self._fill(every)  # others come with the glue
         self._growth_start = perf_counter()
         self.worker.launch_glue(self.batch, speculation)
+        branches = self.worker.grow_ahead(self.batch, speculation, fan_outs, self._most)
         yield
         self.ledger.mark(DraftPhase.GLUE)
-        branches = self.worker.oracle.branches(self.batch, speculation, fan_outs)
+        if branches is None:
+            branches = self.worker.oracle.branches(self.batch, speculation, fan_outs)
+            self.worker.place_branches(self.batch, branches)
+        else:
+            self.worker.collect_step([])  # their first tokens
         self.cache.fill(self.batch, speculation, branches)
-        self.worker.place_branches(self.batch, branches)
         self.ledger.mark(DraftPhase.KEYS)
         return True
 
@@ -394,6 +395,13 @@ class Drafter:
         if not self.growing:
             self._growth_s = perf_counter() - self._growth_start
         self.ledger.mark(DraftPhase.GROW)
+
+    def settling(self) -> Steps[None]:
+        """Ends the growth steps that are under way, before any other forward."""
+        while (growth := self.worker.growth) is not None and growth.left:
+            yield
+            self.worker.collect_step([])
+            self.ledger.mark(DraftPhase.GROW)
 
     def change(self, version: int) -> None:
         """Drafts by the weights of this version from the next answer on.

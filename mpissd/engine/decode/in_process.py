@@ -24,7 +24,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, queue_link
-from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
+from mpissd.engine.decode.chained import ChainedTarget, chained_forwards, chained_growth
 from mpissd.engine.decode.draft import Drafter, link_shape, make_drafter
 from mpissd.engine.decode.learning import Updates
 from mpissd.engine.decode.round import RoundResult, Sequences, TargetLoop, serve
@@ -107,7 +107,9 @@ class Loops:
         if job.config.drafts:
             patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
             lead, end = queue_link(link_shape(job), waiter, patient)
-            remote = make_drafter(job, self._draft_worker(), patient)
+            worker = self._draft_worker()
+            worker.growth = chained_growth(job, worker)
+            remote = make_drafter(job, worker, patient)
             self._threads.append(Thread(target=self._serve, args=(end, remote), daemon=True))
             self._threads[-1].start()
             return target, RemoteSpeculator(lead)

@@ -348,7 +348,8 @@ class Sequences:
 def draft_rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None = None) -> Turns[None]:
     """Serves one group, round by round, until an outcome carries the stop flag.
 
-    The link is polled between growth steps, so an outcome waits for at most one of them.
+    The link is polled between growth steps, so an outcome waits for at most one of them; of steps
+    that the device joins, for the one that runs and the next one.
     """
     for round_ in count(-1):  # The first outcome, of round -1, only admits sequences.
         if not link.outcome_arrived():
@@ -357,6 +358,7 @@ def draft_rounds(link: DraftEnd, drafter: Drafter, updates: Updates | None = Non
         mark = drafter.ledger.mark
         mark(DraftPhase.WAIT)
         if stop:
+            yield from drafter.settling()
             drafter.worker.leave(drafter.batch)  # ends the pass
             return
         # Answers v = (k, t*): branches of the cache for hits, the backup for misses.

@@ -82,7 +82,7 @@ class Stepper(Forwards):
 
     buckets: the compiled row counts, rising. pages: of the model's KV cache, None for a model that
     keeps none. draws: what draws tokens from the last forward's logits on the device; None: the
-    host does.
+    host does. current: the program that was launched last, or the one to wait for.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Stepper(Forwards):
         self.draws = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)
         self._uploaded: tuple[int, int, Ints] = 0, 1, np.zeros(0, np.int32)
-        self._current: Program
+        self.current: Program
         if compiled:
             self.compile()
 
@@ -139,7 +139,7 @@ class Stepper(Forwards):
                 body, cost = self.stack.body(rows, k), self.cost(rows, k)
                 program = self.backend.program(body, cost, capturable=capturable)
                 self._programs[rows, k] = program
-        self._current = self._programs[self.buckets[0], 1]
+        self.current = self._programs[self.buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
         """Returns a stepper that shares this one's programs but uses only these buckets.
@@ -150,7 +150,7 @@ class Stepper(Forwards):
         part = copy.copy(self)
         part.buckets = sorted(set(buckets))
         part._shares = True
-        part._current = self._programs[part.buckets[0], 1]
+        part.current = self._programs[part.buckets[0], 1]
         return part
 
     @property
@@ -190,16 +190,16 @@ class Stepper(Forwards):
         self.stack.place(places)
         bucket, k = self.bucket(rows), self.options.top_k if lists else 1
         self._uploaded = bucket, k, tokens
-        self._current = self._programs[bucket, k]
+        self.current = self._programs[bucket, k]
 
     def launch(self) -> None:
-        self._current.launch()
+        self.current.launch()
 
     def wait(self, waiter: Waiter) -> None:
-        self._current.wait(waiter)
+        self.current.wait(waiter)
 
     def elapsed_s(self) -> float:
-        return self._current.elapsed_s()
+        return self.current.elapsed_s()
 
     def results(self) -> Results:
         """Returns the candidates of the last uploaded rows, from the last finished forward.

@@ -18,7 +18,7 @@ from mpissd.common import guard
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
-from mpissd.engine.decode.chained import ChainedTarget, chained_forwards
+from mpissd.engine.decode.chained import ChainedTarget, chained_forwards, chained_growth
 from mpissd.engine.decode.draft import Drafter, draft_workers, link_shape, make_drafter
 from mpissd.engine.decode.learning import Updates
 from mpissd.engine.decode.round import TargetLoop, follow, serve
@@ -48,6 +48,8 @@ class Rank:
         # One draft worker and one link for each target group; inline: one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.chained = chained_forwards(job, self.target, self.draft, topology.group.bcast)
+        if self.draft is not None:
+            self.draft.growth = chained_growth(job, self.draft)
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -186,11 +186,6 @@ class Lanes:
     k: Ints
     place: Ints
 
-    @cached_property
-    def lists(self) -> tuple[list[int], list[int]]:
-        """Pair (rows, k) as lists, cached because the same lanes serve many rounds."""
-        return self.rows.tolist(), self.k.tolist()
-
 
 class Branches(NamedTuple):
     """One lane for each bonus candidate, and the rollout that grows these lanes."""
@@ -305,6 +300,15 @@ class DraftOracle(Oracle, ABC):
         fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that
         was served after k accepted tokens (in a tree: a child of node k) is never one of them.
         """
+
+    def ahead(
+        self, batch: Batch, speculation: Speculation, fan_outs: FanOuts
+    ) -> tuple[Branches, Ints | int]:
+        """Returns (`branches` before the glue is over, growing.GrowthSheet.picks), of chains.
+
+        Tokens are −1 unless they are imposed; only then `picks` are read.
+        """
+        return self.branches(batch, speculation, fan_outs), 0
 
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:

@@ -20,7 +20,7 @@ from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.spec import sampling
-from mpissd.engine.spec.fanout import FanOuts
+from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.spec.lookup import LONGEST
 from mpissd.engine.workload.base import (
     WARM_TOKENS,
@@ -31,9 +31,11 @@ from mpissd.engine.workload.base import (
 )
 from mpissd.engine.workload.grammar import Grammars, read_grammar
 from mpissd.engine.workload.oracle import (
+    Branches,
     Case,
     Draws,
     Lane,
+    Lanes,
     Logits,
     Proposal,
     Proposals,
@@ -265,6 +267,21 @@ class LogitsDraft(SampledDraft):
         self.chains = not samples and heads is None
         self._heads = heads or 1
         self._is_replaced = False
+
+    def ahead(
+        self, batch: Batch, speculation: Speculation, fan_outs: FanOuts
+    ) -> tuple[Branches, Ints | int]:
+        fans, trunk = list[int](), list[tuple[int, int, int]]()
+        for row, source in enumerate(speculation.source.tolist()):
+            served = [*batch.sequences[row].served, -1]
+            fans += fan_outs.behind(source)[: len(served)]
+            trunk += [(row, k, token) for k, token in enumerate(served)]
+        lines, place = lanes_of(fans)
+        rows, k, after = np.array(trunk, np.int32)[lines].T
+        tokens = np.full((len(lines), 1 + self.lookahead), -1, np.int32)
+        rollout = Rollout(np.zeros(0, np.int64), tokens[:, 0], tokens[:, 1:])
+        lanes = Lanes(rows.astype(np.int64), k, place)
+        return Branches(lanes, rollout), np.array([lines, place, after])
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
         best = self._stepper.results().ids[0].tolist()

@@ -17,6 +17,8 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
+from mpissd.engine.model.transformer.growing import ChainedGrowth
+from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
@@ -228,7 +230,12 @@ class TargetWorker(Worker[TargetOracle]):
 
 
 class DraftWorker(Worker[DraftOracle]):
-    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
+    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline.
+
+    growth: the programs of growth whose steps the device joins (None: the host does).
+    """
+
+    growth: ChainedGrowth | None = None
 
     def launch_glue(self, batch: Batch, speculation: Speculation) -> None:
         """Starts the forward that scores the served trunk, N+1 rows a sequence."""
@@ -251,11 +258,29 @@ class DraftWorker(Worker[DraftOracle]):
         if self.placement is not None:
             rollout.places = batch.lanes(lanes.rows, lanes.k, lanes.place)
 
+    def grow_ahead(
+        self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, steps: int
+    ) -> Branches | None:
+        """Launches the first of `steps` steps behind the glue; returns the branches, whose first
+        tokens are known after the next wait. None: they are to be grown step by step."""
+        if self.growth is None or batch.forced:
+            return None
+        branches, picks = self.oracle.ahead(batch, speculation, fan_outs)
+        self.place_branches(batch, branches)
+        assert branches.rollout.places is not None, "a lane without a place"
+        places = batch.step(branches.rollout.places, 0)
+        is_begun = self.growth.begin(branches.rollout, places, picks, steps)
+        return branches if is_begun else None
+
     def launch_step(self, batch: Batch, rollouts: Sequence[Rollout]) -> None:
         """Starts one forward that grows every lane of every rollout by one level of its tree.
 
-        Committed tokens that the cache lacks come first in it.
+        Committed tokens that the cache lacks come first in it. Of growth that the device joins,
+        it starts the step after the one that runs.
         """
+        if self.growth is not None and self.growth.left:
+            self.growth.launch()
+            return
         tokens = [rollout.inputs for rollout in rollouts]
         self._first_row, places = 0, None
         if self.placement is not None:
@@ -275,7 +300,10 @@ class DraftWorker(Worker[DraftOracle]):
 
     def collect_step(self, rollouts: Sequence[Rollout]) -> None:
         """Stores the tokens of the finished step in the rollouts (DraftOracle.collect)."""
-        self.oracle.collect(rollouts, self._first_row)
+        if self.growth is not None and self.growth.left:
+            self.growth.collect()
+        else:
+            self.oracle.collect(rollouts, self._first_row)
 
     def forget(self, batch: Batch) -> None:
         """Forgets the stored tokens of every sequence: the model's weights have changed.

@@ -21,6 +21,7 @@ SKINNY = ("types", "ampere", "arithmetic", "skinny")
 LATE = ("types", "ampere", "arithmetic", "late")
 ATTENTION = ("types", "ampere", "arithmetic", "cache", "splits", "attend", "attention")
 CHAINED = ("types", "ampere", "chained")
+GROW = ("types", "ampere", "grow")
 DRAW = ("types", "ampere", "draw")
 WHOLE = (  # for 9.0 or more
     "types", "system", "ampere", "hopper", "inbox", "arithmetic", "cache", "splits", "attend",

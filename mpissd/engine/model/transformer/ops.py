@@ -160,6 +160,10 @@ class Ops(Protocol):
     def chained(self, stage: Any) -> None:
         """Computes a chained.Stage between two forwards that the device chains."""
 
+    def grow(self, sheet: Any, rows: int, draft: Any, ids: Array) -> None:
+        """Computes a stage of growing.GrowthSheet between two forwards."""
+        sheet.run(rows, draft, ids)
+
     def spread(self, group: Group, ints: HostArray, count: int) -> None:
         """Sets the first `count` ints of every rank to rank 0's."""
         every = np.empty((group.size, count), np.int32)

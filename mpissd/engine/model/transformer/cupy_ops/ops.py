@@ -496,6 +496,14 @@ class CupyOps(Ops):
         args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
         self.launcher.launch("chained", kernels.CHAINED, (1,), (_CHAINED_THREADS,), args)
 
+    def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
+        """Computes a stage by grow.cu, which reads and writes page-locked host memory."""
+        best, most, most_seats = draft.best.ids, sheet.places.shape[1], draft.seats.rows.shape[1]
+        host = [np.uintp(x.ctypes.data) for x in (sheet.ints, draft.tokens, draft.seats.ints)]
+        reads = np.int32(rows), np.int32(most), host[0], ids, best, np.int32(best.shape[1])
+        args = *reads, *host[1:], np.int32(most_seats)
+        self.launcher.launch("grow", kernels.GROW, (1,), (_CHAINED_THREADS,), args)
+
     def spread(self, group: Group, ints: Any, count: int) -> None:
         if count not in self._spread:
             self._spread[count] = self.launcher.empty((1 + group.size, count), np.int32)
