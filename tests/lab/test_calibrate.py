@@ -90,8 +90,9 @@ def test_growth_shows_its_parts_and_an_outcome_that_waited_shows_its_reading() -
     waits = np.where(np.isin(np.arange(N), [3, 6]), waits + 700, waits)  # after a growth step
     rows = {"num_jit": ~hits, "steps_ready": np.where(hits, K, 0), "t_growth_s": growth_s}
     told = job("ssd", fan_out="uniform:2")
-    found = costs(told, lead(draft_wait=waits), draft(rows, 2.08e-3, **us))
+    found = costs(told, lead(draft_wait=waits), draft(rows, 3.02e-3, **us))
     parts = {"draft_assemble": 30, "step": 50, "glue": 60, "keys": 70, "draft_read": 8, "link": 46}
+    parts["joined"] = 30  # growth steps of 10 branches took 20 µs more than in series
     assert {name: found[name] for name in parts} == parts
     # Without a full miss the growth itself shows the step: here of 10 branches, 3 ms in series.
     all_hit = draft({**rows, "num_jit": 0, "steps_ready": K}, 3.09e-3, **us)

@@ -393,11 +393,13 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
     batch, lanes = job.config.batch_size, job.config.batch_size * job.fan_outs.branches
     wide = np.array([len(nodes) for nodes in job.tree.inner[: job.lookahead]])  # rows, by level
     backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
+    if draft.grow_s is not None:
+        grown = costs["step"] = draft.grow_s - _forward_s(device.draft, lanes * wide).mean()
     if len(missed) and backup:
         step_s = (np.median(missed) - assemble) / backup
         costs["step"] = step_s - _forward_s(device.draft, batch * wide).mean()
-    elif draft.grow_s is not None:
-        costs["step"] = draft.grow_s - _forward_s(device.draft, lanes * wide).mean()
+        if draft.grow_s is not None:
+            costs["joined"] = costs["step"] - max(0.0, grown)
     if (is_grown := draft.seconds(DraftPhase.GLUE) > 0).any():
         glue = device.lists[-1][1] if device.lists else device.draft
         glue_s = np.median(draft.seconds(DraftPhase.GLUE)[is_grown])

@@ -12,7 +12,7 @@ HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trac
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
                   GLUE        glue_s + glue                  KEYS   keys + keys_lane · b·ΣF
-                  GROW        Σ over the steps of (draft_s + step)
+                  GROW        Σ over the steps of (draft_s + step − joined)
                   WAIT        draft_read, beyond idle time
 """
 
@@ -49,7 +49,8 @@ class HostCosts:
     where ranks do not wait for each other, as on the emulated backend). glue, step: the host's part
     of a glue forward and of one draft step (launch, delay of the wait's end, collect). keys_lane:
     for each of the b·ΣF lanes (0 in a job's own costs, whose keys were measured with the same
-    fan-out). wake: the delay with which a wait for the target's forward ends.
+    fan-out). joined: seconds by which a growth step is shorter than a backup's, where the device
+    joins growth steps. wake: the delay with which a wait for the target's forward ends.
     """
 
     lead_send: float = 0.0
@@ -73,6 +74,7 @@ class HostCosts:
     keys: float = 0.0
     keys_lane: float = 0.0
     step: float = 0.0
+    joined: float = 0.0
     wake: float = 0.0
 
     def __post_init__(self) -> None:
@@ -121,10 +123,10 @@ class HostCosts:
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
         """Reads what to_dict made; raises ConfigError for a field that is missing or unknown.
 
-        lead_upload may be missing: profiles older than the phase UPLOAD count it in lead_launch.
+        lead_upload and joined may be missing: older profiles count the former in lead_launch.
         """
         names = [field.name for field in fields(cls)]
-        values = {"lead_upload": 0.0, **values}
+        values = {"lead_upload": 0.0, "joined": 0.0, **values}
         for name in values:
             if name not in names:
                 raise unknown("host cost", name, names)

@@ -97,7 +97,8 @@ class Grid:
             after_hit = np.array([sum(job.fan_out) for job in jobs])[:, None, None]
             after_miss = np.array([sum(job.fan_out_miss) for job in jobs])[:, None, None]
             lanes = won * after_hit + missed * after_miss
-            step_s = device.draft_s(padded(np.maximum(lanes, 1), compiled), largest) + host.step
+            step_s = device.draft_s(padded(np.maximum(lanes, 1), compiled), largest)
+            step_s += host.step - host.joined
             for n, job in enumerate(jobs):
                 if job.tree.num_lanes:  # the mean of its levels
                     at, wide = [n] * job.lookahead, np.array([len(of) for of in job.tree.inner])
