@@ -64,9 +64,7 @@ class PlanConfig(Checked):
         "device profile: a name or a file, or several of one device, separated by commas (default: "
         "h100; with rows: of each row's device)",
     )
-    gpus: int = flag(
-        2, integer(1), "most GPUs to use; above break-even a draft, or SSD, is their fastest use"
-    )
+    gpus: int = flag(2, integer(1), "most GPUs to use")
     trees: bool = flag(
         False, switch, "weigh trees as well, of up to 16 drafted tokens (sd) or 12 (ssd)"
     )

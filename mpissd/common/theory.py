@@ -19,12 +19,7 @@ def expected_tokens(alpha: float, lookahead: int) -> float:
 
     It sums the series, so that alpha = 1 gives K+1 and no precision is lost near it.
     """
-    return expected_tokens_from_rates([alpha] * lookahead)
-
-
-def expected_tokens_from_rates(hazards: Sequence[float]) -> float:
-    """Returns 1 + Σ_i Π_{j≤i} a_j for hazards a_i = P(x_i accepted | x_1..x_{i−1} accepted) [D]."""
-    return math.fsum(k * p for k, p in enumerate(accept_probabilities(hazards))) + 1.0
+    return math.fsum(alpha**k for k in range(lookahead + 1))
 
 
 def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:

@@ -82,13 +82,13 @@ def test_a_plan_is_one_that_runs(flags: tuple[str, ...], capfd: pytest.CaptureFi
 def test_a_plan_is_of_one_sequence_and_of_all_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     """Two GPUs: one sequence is fastest over both, two on one GPU each give more together."""
     told, out = plan(capfd, "--profile=h200", "--fuse", "--alpha=.7", "--gpus=2")
-    best, most = told["best"], told["most_tok_per_s"]
     copies = [(2 // (c["tp"] + c["num_drafts"])) * c["tok_per_s"] for c in told["judged"]]
-    assert most["tok_per_s"] == max(copies) > best["tok_per_s"] and most["copies"] == 2
+    most = re.search(r"most tok/s of all 2 GPUs: (.*) T=1 × 2, ([0-9.]+) tok/s", out)
+    assert most is not None and float(most[2]) == pytest.approx(max(copies), abs=0.1)
+    assert max(copies) > told["best"]["tok_per_s"]
     assert told["best"] == told["judged"][0] and not told["unjudged"]
     names = {f"{mode} T={tp}" for mode in ("AR", "SD inline", "lookup") for tp in (1, 2)}
     assert all(f"{name} " in out for name in (*names, "SD T=1 D=1", "SSD T=1 D=1"))
-    assert command_line(out.split("2 such jobs: ")[1], "run")[0] == most["tp"] == 1
 
 
 def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import brentq
 
 from mpissd.__main__ import main
-from mpissd.common import theory
 from mpissd.common.config import AUTO_TREE, RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
@@ -173,36 +171,6 @@ def test_memory_and_heads_limit_t() -> None:
         placements(config, load_profile("h100"), 0)
     with pytest.raises(ConfigError, match="needs a pair"):
         placements(RunConfig(), load_profile("h100"), 1)
-
-
-def test_break_even_alpha_is_theory_s_for_sd() -> None:
-    """One GPU, K = 1 … 16 for both; a lookup of no acceptance is slower than AR."""
-    device = DeviceCosts.from_points({1: 1.0, 40: 1.4}, {1: 0.3, 40: 0.3})
-    places = [Placement(1, device, (0,))]
-    for alpha in (0.25, 0.9):
-        found = plan(RunConfig(pair="8b/1b", alpha=alpha, acceptance_fast="alpha:0"), places, 1)
-        drafting = next(c for c in found.judged if c.mode == "sd")
-        k = drafting.lookahead
-        cost = float(device.verify(k + 1)) + k * 0.3
-        wanted = brentq(lambda a, k, t: theory.expected_tokens(a, k) - t, 0, 1, (k, cost))
-        assert found.break_even_alpha == pytest.approx(wanted, abs=1e-3)
-        assert found.best.mode == ("ar" if alpha < wanted else "sd")
-
-
-def test_break_even_p_hit_is_where_ssd_ties() -> None:
-    config = RunConfig(pair="8b/1b", alpha=0.8, p_hit=0.9)
-    places = placements(config, load_profile("h100"), 2)
-    advice = plan(config, places, 2)
-    assert advice.best.mode == "ssd" and advice.break_even_p_hit is not None
-    ssd, place = advice.best, next(p for p in places if p.tp == advice.best.tp)
-    flags = {"pair": "8b/1b", "alpha": "0.8", "p_hit": str(advice.break_even_p_hit)}
-    tie = resolve(parse_flags({**flags, **ssd.flags()}), ssd.tp, backend="emulated",
-                  memory_bytes=None)  # fmt: skip
-    assert advice.rival is not None
-    host = place.host(ssd.method)
-    assert host is not None
-    found = expected(tie, place.device, host).tok_per_s[0]
-    assert found == pytest.approx(advice.rival.tok_per_s, rel=1e-3)
 
 
 def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:

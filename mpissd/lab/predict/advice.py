@@ -29,7 +29,7 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind
 from mpissd.engine.spec.acceptance import hit_law_of, load_laws
-from mpissd.lab.predict.advisor import Advice, Copies
+from mpissd.lab.predict.advisor import Advice, most_in_all
 from mpissd.lab.predict.search import LOOKUP, Choice, Survey, cut_law, job_of, runnable, weigh
 from mpissd.lab.tables.best import Use as Measured
 from mpissd.lab.tables.best import is_row, method_of, mode_of
@@ -58,7 +58,6 @@ def report(
     JSON is sorted, fastest first; its best is null if a use that would fit could not be judged.
     """
     best = None if advice.missing else advice.best
-    most = None if advice.missing else Copies.most(advice.judged, gpus)
     lines = heading(run, profile, gpus)
     if advice.missing:
         names = ", ".join(map(str, advice.missing))
@@ -75,23 +74,21 @@ def report(
             line += f"   measured {use.tok_per_s:.1f} ({off:+.0%}; {count})"
         mark = "≈" if choice in level else " "
         lines.append(f" {'→' if choice == best and not level else mark} {line}")
-    notes = _notes(advice, placed, gpus, most)
+    notes = _notes(advice, placed)
+    if best is not None and gpus > 1:
+        most, copies = most_in_all(advice.judged, gpus)
+        each = f", {most.tok_per_s:.1f} for each of {copies} copies" * (copies > 1)
+        name = f"{Family.of(most)}" + f" × {copies}" * (copies > 1)
+        rate = f"{copies * most.tok_per_s:.1f} tok/s{each}{_mark(most)}"
+        notes.insert(0, f"most tok/s of all {_counted(gpus, 'GPU')}: {name}, {rate}")
     if level:
         names = ", ".join(str(Family.of(choice)) for choice in level)
         notes.insert(0, f"≈ no difference, by the predictor's error or measured rows: {names}")
-    for what in ("alpha", "p_hit"):
-        value = getattr(advice, f"break_even_{what}")
-        if value is not None or not advice.missing:
-            known = "none" if value is None else f"{value:.3f}"
-            notes.append(f"break-even {what}: {known}{_mark(*advice.judged)}")
     if not advice.missing:
         notes += [
             f"→ probe first, {Family.of(use)} is derived: {_probe(run, use)}"
             for use in advice.to_probe
         ] or [f"→ run it: {_command(run, advice.best)}"]
-    if most is not None and most.copies > 1 and not most.choice.derived:
-        jobs = _counted(most.copies, "such job")
-        notes.append(f"most tok/s, {jobs}: {_command(run, most.choice)}")
     notes += verdicts(run, profile, placed, advice, measured)
     numbers = {
         "best": None if best is None else asdict(best),
@@ -101,9 +98,6 @@ def report(
         "measured": {str(family): use.tok_per_s for family, use in measured.items()},
         "too_large": [asdict(family) for family in placed.too_large],
         "probe_first": [asdict(Family.of(choice)) for choice in advice.to_probe],
-        "break_even_alpha": advice.break_even_alpha,
-        "break_even_p_hit": advice.break_even_p_hit,
-        "most_tok_per_s": None if most is None else most.to_dict(),
     }
     return [*lines, *(f"   {note}" for note in notes)], numbers
 
@@ -220,13 +214,9 @@ def _mark(*choices: Choice) -> str:
     return " (derived)" * any(choice.derived for choice in choices)
 
 
-def _notes(advice: Advice, placed: Survey, gpus: int, most: Copies | None) -> list[str]:
-    """Returns the use with the most tok/s, and the origin of derived times."""
+def _notes(advice: Advice, placed: Survey) -> list[str]:
+    """Returns the legend of SSD, the origin of derived times, and the uses that do not fit."""
     notes = []
-    if most is not None and gpus > 1:
-        each = f", {most.choice.tok_per_s:.1f} for each of {most.copies} copies" * (most.copies > 1)
-        rate = f"{most.tok_per_s:.1f} tok/s{each}{_mark(most.choice)}"
-        notes.append(f"most tok/s of all {_counted(gpus, 'GPU')}: {most}, {rate}")
     if advice.first("ssd") is not None:
         notes.append(_LEGEND)
     sources: dict[str, list[str]] = {}

@@ -512,18 +512,13 @@ def weigh(
             alike.setdefault((choice.tp, choice.method), []).append((choice, job))
     weighed = []
     for (tp, method), members in alike.items():
-        grid = grid_of([job for _, job in members], by_tp[tp], method)
-        means = expect(grid, quick=quick)
+        place = by_tp[tp]
+        host = place.host(method)
+        assert host is not None, method
+        means = expect(Grid.of([job for _, job in members], place.device, host), quick=quick)
         columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
         for (choice, _), rate, round_s, hits in zip(members, *columns, strict=True):
             rates = {"tok_per_s": rate, "round_us": round_s * 1e6}
             hit_rate = hits if choice.fan_out is not None else None
             weighed.append(replace(choice, **rates, hit_rate=hit_rate))
     return weighed
-
-
-def grid_of(jobs: Sequence[Job], place: Placement, method: tuple[str, int]) -> Grid:
-    """Returns jobs of one method, (mode, D), on a placement that judges it."""
-    host = place.host(method)
-    assert host is not None, method
-    return Grid.of(jobs, place.device, host)
