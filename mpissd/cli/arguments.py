@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,20 @@ from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 _ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
 
 
+def _file_name(name: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}", words(name, text)):
+        allowed = "letters, digits and ._@+- (at most 120), a letter or digit first"
+        raise ConfigError(f"{name}={text!r}: allowed: {allowed}")
+    return text
+
+
 @dataclass(frozen=True)
 class ProbeConfig(Checked):
     """Flags of `probe`: a run's flags (mode=ar: no draft), and the profile's name."""
 
     run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
     name: str | None = flag(
-        None, words, "name of the profile (default: made of device, T and pair)"
+        None, _file_name, "name of the profile (default: made of device, T and pair)"
     )
 
     @classmethod
@@ -138,9 +146,7 @@ SPECS = {
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
     "plan": Spec(PlanConfig, "Advises how to run on given GPUs; with mode, predicts a run."),
     "compare": Spec(
-        CompareConfig,
-        "Compares results: a pair, the best methods, claims.",
-        ("a", "b"),
+        CompareConfig, "Compares results: a pair, the best methods, claims.", ("a", "b")
     ),
     "pair": Spec(
         PairConfig,

@@ -138,16 +138,19 @@ def _stepper(worker: Any) -> Stepper:
     return stepper
 
 
-def _forwards(
-    stepper: Stepper, rows: int, session: Session, *, lists: bool = False
+def forwards(
+    stepper: Stepper, rows: int, sequences: int, waiter: Waiter, *, lists: bool = False
 ) -> Iterator[float]:
-    """Runs a forward of `rows` rows for each value that is asked for: its device seconds."""
+    """Runs a forward of `rows` rows for each value that is asked for: its device seconds.
+
+    The rows are uploaded each time, because forwards of other row counts may run in between.
+    """
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
-    places = timed_places(rows, session.job.config.batch_size, stepper.options)
+    places = timed_places(rows, sequences, stepper.options)
     while True:
         stepper.upload(rows, tokens, places, lists=lists)
         stepper.launch()
-        stepper.wait(session.waiter)
+        stepper.wait(waiter)
         yield stepper.elapsed_s()
 
 
@@ -156,15 +159,16 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> floa
 
     They are repeated more often where other work may slow a host's cores.
     """
-    forwards, start = _forwards(stepper, rows, session, lists=lists), perf_counter()
-    next(forwards)
+    batch, start = session.job.config.batch_size, perf_counter()
+    timed = forwards(stepper, rows, batch, session.waiter, lists=lists)
+    next(timed)
     repeats, first_s = _REPEATS, perf_counter() - start
     if session.backend.info.kind == "cpu" and stepper.options.capacity:
         if stepper.stack.group.size > 1:  # the same number on every rank of the forward
             first_s = session.topology.group.bcast(first_s)
         repeats = int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
-    times = [next(forwards) for _ in range(repeats)]
-    stepper.release(range(session.job.config.batch_size))
+    times = [next(timed) for _ in range(repeats)]
+    stepper.release(range(batch))
     return float(np.median(times))
 
 
@@ -218,8 +222,9 @@ def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunC
         """Returns the least CPU seconds by rows: the turns of other processes do not count."""
         if stepper is None:
             return {}
-        forwards, seconds = [_forwards(stepper, n, session) for n in sizes], list[float]()
-        for each in forwards * turns:
+        each_size = [forwards(stepper, n, 1, session.waiter) for n in sizes]
+        seconds = list[float]()
+        for each in each_size * turns:
             start = thread_time()
             next(each)
             seconds.append(thread_time() - start)

@@ -1,6 +1,6 @@
-"""Measures forwards by rows and all-reduces by bytes, and checks their data.
+"""Measures forwards by rows, and all-reduces by bytes, whose sums it checks.
 
-Launches are sampled within a time budget. A rank that finds wrong data continues, so that the
+Launches are sampled within a time budget. A rank that finds a wrong sum continues, so that the
 others are not left waiting in a collective: it adds a line to `faults`, and all ranks stop together
 at the end of the stage.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard, ReadOut
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
-from mpissd.engine.workload.sequence import timed_places
+from mpissd.lab.measure.calibrate import forwards
 
 Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
 
@@ -62,20 +63,6 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
     counts = {str(at): len(taken) for at, taken in times.items()}
     about = {**identity, "from": source}
     return {**about, "seconds": seconds, "spread": spread, "num_launches": counts}
-
-
-def different(computed: Any, wanted: Any, tolerance: float, what: str) -> list[str]:
-    """Returns a line if an element is off by more than `tolerance`, or NaN, or the shapes differ;
-    [] if all agree."""
-    computed, wanted = np.asarray(computed, np.float64), np.asarray(wanted, np.float64)
-    if computed.shape != wanted.shape:
-        return [f"{what}: shape {computed.shape}, expected {wanted.shape}"]
-    wrong = ~(np.abs(computed - wanted) <= tolerance)  # NaN counts as wrong.
-    if not wrong.any():
-        return []
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    where = f"at {list(at)} {computed[at]:g}, expected {wanted[at]:g} ± {tolerance:.1g}"
-    return [f"{what}: {int(wrong.sum())} of {wrong.size} values are wrong, {where}"]
 
 
 class GroupProbe:
@@ -119,15 +106,11 @@ class GroupProbe:
             self._comm.Allreduce(MPI.IN_PLACE, taken, op=MPI.MIN)
         return by_point
 
-    def _launched(self, launch: Callable[[], None], program: Program | Stepper) -> Any:
-        """Returns a function that launches, waits and returns the device's seconds."""
-
-        def once() -> float:
-            launch()
-            program.wait(self._waiter)
-            return program.elapsed_s()
-
-        return once
+    def _once(self, program: Program) -> float:
+        """Launches a program and waits; returns the device's seconds."""
+        program.launch()
+        program.wait(self._waiter)
+        return program.elapsed_s()
 
     def forwards(
         self,
@@ -156,21 +139,9 @@ class GroupProbe:
             weights=model[1],
         )
 
-        def forward(rows: int) -> Any:
-            tokens = np.arange(rows, dtype=np.int32)
-            places = timed_places(rows, sequences, options)
-
-            # Uploaded each time, because forwards of other row counts run in between.
-            def launch() -> None:
-                stepper.upload(rows, tokens, places)
-                stepper.launch()
-
-            return self._launched(launch, stepper)
-
         try:
-            taken = self.times({rows: forward(rows) for rows in stepper.buckets})
-            if self._real:
-                self._check_forward(stepper)
+            timed = {n: forwards(stepper, n, sequences, self._waiter) for n in stepper.buckets}
+            taken = self.times({rows: partial(next, each) for rows, each in timed.items()})
             if self._real and options.top_k > 1 and not self.read_outs:
                 self.read_outs = self._lists(stepper)
         finally:
@@ -178,24 +149,6 @@ class GroupProbe:
         which = vars(shard.key(sequences, options)) | {"params": shard.num_params(options)}
         which |= {"kernel": stepper.kernel, "most_rows": most_rows}
         return entry(which, self._source, taken)
-
-    def _check_forward(self, stepper: Stepper) -> None:
-        """Checks that the hidden vectors are finite, not all equal, and the same on every rank."""
-        rows = stepper.buckets[-1]
-        places = timed_places(rows, 1, replace(stepper.options, context=0))
-        stepper.upload(rows, np.arange(rows, dtype=np.int32), places)
-        stepper.launch()
-        stepper.wait(self._waiter)
-        hidden = self._backend.to_host(stepper.stack.buffers.hidden)[:rows]
-        what = f"{stepper.shard.shape.name}: hidden vectors of {rows} rows"
-        spread = float(hidden.std())
-        if not np.isfinite(hidden).all():
-            self._faults.append(f"{what}: not finite")
-        elif not spread:
-            self._faults.append(f"{what}: all equal")
-        leads = self._comm.bcast(hidden[:, :64])
-        what = f"{what}: unlike the lead's"
-        self._faults += different(hidden[:, :64], leads, 0.01 * spread, what)
 
     def _lists(self, stepper: Stepper) -> list[Entry]:
         """Measures the choice and copy of 1 … 64 candidates a row, of the last forward's logits.
@@ -218,7 +171,7 @@ class GroupProbe:
                         out.issue(find, n, k)
 
                 program = self._backend.program(body, _NOTHING)
-                taken |= self.times({rows: self._launched(program.launch, program)}, length)
+                taken |= self.times({rows: partial(self._once, program)}, length)
                 program.close()
             identity = {"columns": columns, "forward": kind, "candidates": k}
             entries.append(entry(identity, self._source, taken))
@@ -227,7 +180,7 @@ class GroupProbe:
     def empty(self) -> Entry:
         """Measures the device's time of an empty program."""
         program = self._backend.program(lambda: None, _NOTHING)
-        taken = self.times({1: self._launched(program.launch, program)})[1]
+        taken = self.times({1: partial(self._once, program)})[1]
         program.close()
         return {"what": "empty", "from": self._source, "device_s": float(np.median(taken))}
 
@@ -249,7 +202,7 @@ class GroupProbe:
         """
         most, itemsize = rows[-1], self._backend.itemsize
         weights = source.weights(self._backend, shard, options, max_rows=most, seed=1)
-        forwards = []
+        entries = []
         for batch in batches:
             for context in contexts(options.context, ends=ends):
                 past = replace(options, context=context, capacity=context + most)
@@ -259,8 +212,8 @@ class GroupProbe:
                 fits = self._comm.allreduce(room is None or needed <= room, op=MPI.LAND)
                 if fits:
                     model = source, weights
-                    forwards.append(self.forwards(group, shard, past, rows, batch, model=model))
-        return forwards
+                    entries.append(self.forwards(group, shard, past, rows, batch, model=model))
+        return entries
 
     def all_reduces(self, group: Group, hidden: int) -> Entry:
         """Measures the group's all-reduce of ROWS hidden vectors and of 1 MB, as forwards run it.
@@ -296,18 +249,18 @@ class GroupProbe:
         place, ranks = np.arange(rows * width).reshape(rows, width), range(self._comm.size)
         parts = [((place * 7 + r * 13) % 33 - 16).astype(np.float32) / 64 for r in ranks]
         mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)
-        timed = self._launched(program.launch, program)
 
         def check(what: str) -> None:
             for buffer in buffers if self._real else ():
-                self._faults += different(backend.to_host(buffer), sum(parts), 0.0, what)
+                if wrong := int((backend.to_host(buffer) != sum(parts)).sum()):  # NaN is wrong
+                    self._faults.append(f"{what}: {wrong} of {rows * width} values are wrong")
 
         def once() -> float:
             if self._real:
                 for buffer in buffers:
                     backend.from_host(mine, buffer)
                 self._waiter.until(self._comm.Ibarrier().Test, "the ranks of an all-reduce")
-            return float(timed())
+            return self._once(program)
 
         what = f"all-reduce {group.name} of {size} B"
         once()

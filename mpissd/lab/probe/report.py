@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from mpissd.lab.predict.costs import HostCosts
 from mpissd.lab.probe.measure import Entry
 
 TABLES = ("bandwidths", "forwards", "shards", "read_outs", "all_reduces", "launches")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,119}")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 24, 32, 64)
 Tables = Mapping[str, Sequence[Entry]]
 
@@ -43,15 +42,6 @@ def profile_name(job: Job, info: DeviceInfo) -> str:
             word = f"{word[:31]}-{hashlib.sha256(part.encode()).hexdigest()[:8]}"
         plain.append(word)
     return "-".join(plain)
-
-
-def check_name(name: str) -> None:
-    """Raises ConfigError if a profile's name is not a plain file name."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"name={name!r}: allowed: letters, digits and ._@+- (at most 120), a letter or digit "
-            "first"
-        )
 
 
 def fit(
@@ -145,17 +135,17 @@ def print_table(
 ) -> None:
     """Prints all measurements; `places`: of the ranks, from Topology.place."""
     lines = [*_lines(tables)]
-    lines += [("" if n else "not known", note) for n, note in enumerate(notes)]
-    for n, each in enumerate(host):  # the lead's part of a round, the link one way, the forward
+    lines += [("not known", note) for note in notes]
+    for each in host:  # the lead's part of a round, the link one way, the largest forward
         costs = HostCosts.from_dict(each["seconds"])
         rows, seconds = max(each["job_forwards"]["verify"].items(), key=lambda point: int(point[0]))
         way = f"{each['mode']} T={each['tp']} D={each['num_drafts']} b={each['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
-        lines.append(("" if n else "host", f"{way}: {lead}; M={rows} {_us(seconds)} µs"))
+        lines.append(("host", f"{way}: {lead}; M={rows} {_us(seconds)} µs"))
     for place in places:
-        where = f"{place['host']}  {place['device']}"
-        where += f"  {place['bus_id']}" if place["bus_id"] else f"  {place['cores']} cores"
-        lines.append((f"rank {place['rank']}", f"{place['role']:6} {where}"))
+        where = place["bus_id"] or f"{place['cores']} cores"
+        at = f"{place['role']:6} {place['host']}  {place['device']}  {where}"
+        lines.append((f"rank {place['rank']}", at))
     print("\n".join(f"{name:>10}  {text}" for name, text in lines), flush=True)
 
 
@@ -165,29 +155,27 @@ def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
         text = "unknown" if rate is None else f"{rate / 1e9:.1f} GB/s"
         yield f"rank {each['rank']}", f"read {text}   over {each['bytes'] / 1e6:.1f} MB"
     for each in tables["forwards"]:
-        seconds = each["seconds"]
-        rows = [str(n) for n in _SHOWN_ROWS if str(n) in seconds]
+        shown = {str(n): s for n in _SHOWN_ROWS if (s := each["seconds"].get(str(n))) is not None}
         limit = "" if each["most_rows"] is None else f", jobs of at most {each['most_rows']} rows"
         if batch := each["sequences"]:
             limit = f", context={each['kv_tokens'] // batch} b={batch}"
         yield "forward", f"{each['model']} T={each['tp']} by {each['kernel']}{limit}"
-        yield "M", "".join(f"{n:>9}" for n in rows)
-        yield "µs", _times(each, rows)
-        if one := seconds[rows[0]]:
-            yield "r(M)", "".join(f"{seconds[n] / one:>9.3f}" for n in rows)
+        yield from _times("M", each, shown)
+        if one := next(iter(shown.values())):
+            yield "r(M)", "".join(f"{seconds / one:>9.3f}" for seconds in shown.values())
     for each in tables["all_reduces"]:
-        sizes = list(each["seconds"])
         yield "all-reduce", f"{each['name']}, {each['ranks']} ranks, graph {each['graph']}"
-        yield "bytes", "".join(f"{size:>9}" for size in sizes)
-        yield "µs", _times(each, sizes)
+        yield from _times("bytes", each, each["seconds"])
     for each in tables["launches"]:
         yield "launch", f"{each['what']}: device {_us(each['device_s'])} µs"
 
 
-def _times(each: Entry, points: Iterable[str]) -> str:
-    """Returns the times in µs; ~ marks an interquartile range above a tenth of the median."""
-    marks = {n: "~" if (each["spread"][n] or 0) > 0.1 else "" for n in points}
-    return "".join(f"{mark + _us(each['seconds'][n]):>9}" for n, mark in marks.items())
+def _times(name: str, each: Entry, shown: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yields points and times; ~ marks an interquartile range above a tenth of the median."""
+    yield name, "".join(f"{point:>9}" for point in shown)
+    marks = ["~" * ((each["spread"][point] or 0) > 0.1) for point in shown]
+    times = zip(marks, shown.values(), strict=True)
+    yield "µs", "".join(f"{mark + _us(seconds):>9}" for mark, seconds in times)
 
 
 def _us(seconds: float) -> str:
