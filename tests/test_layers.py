@@ -75,10 +75,7 @@ STARTS_CUDA = ("mpissd.engine.backend.cupy_",)
 STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported only where they are used
 STARTS_TORCH = (
-    *(
-        f"mpissd.learn.{name}"
-        for name in ("draft evaluate job llama sample train triton_attend").split()
-    ),
+    *(f"mpissd.learn.{name}" for name in ("draft evaluate job llama sample train").split()),
     "mpissd.online.trainer",
 )
 STARTS_HTTP = ("mpissd.serve.app", "mpissd.serve.front", "mpissd.lab.chat")

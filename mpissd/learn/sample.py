@@ -18,11 +18,6 @@ import torch.nn.functional as F
 from mpissd.learn.llama import Blocks, Llama, Tensor
 from mpissd.learn.source import TemplateParts
 
-try:
-    from mpissd.learn import triton_attend
-except ModuleNotFoundError:  # Triton comes with PyTorch for GPUs
-    triton_attend = None  # type: ignore[assignment]
-
 OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
 
@@ -191,10 +186,7 @@ class _Turns:
 def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
     """Returns [n, heads · d]: q [n, heads, d] over the first `seen` of keys, values [n, kv, L, d].
 
-    On a GPU with Triton the query heads of a KV head read its cache once, in one block of rows.
+    The query heads of a KV head are rows of one product, which reads its cache once.
     """
-    is_block = q.shape[-1] in (16, 32, 64, 128) and q.shape[1] <= 16 * keys.shape[1]
-    if q.is_cuda and is_block and triton_attend is not None:
-        return triton_attend.attend(q, keys, values, seen)
-    rows = q.unflatten(1, (keys.shape[1], -1))  # query heads of a KV head, as rows
+    rows = q.unflatten(1, (keys.shape[1], -1))
     return F.scaled_dot_product_attention(rows, keys[:, :, :seen], values[:, :, :seen]).flatten(1)
