@@ -29,8 +29,8 @@ from mpissd.cli import arguments as cli
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, MpissdError, line_of
+from mpissd.common.output import unless_unread
 from mpissd.common.ranks import RanksFlags
-from mpissd.common.sigpipe import unless_unread
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Overdue
 from mpissd.common.workloads import imported
@@ -58,7 +58,7 @@ RANKS = {  # on every rank
     "sweep": "mpissd.lab.sweep.run:execute_sweep",
 }
 ALONE = {  # without MPI
-    "compare": "mpissd.cli.compare:compare",
+    "compare": "mpissd.cli.commands:compare",
     "plan": "mpissd.cli.commands:plan",
     "draft": "mpissd.engine.decode.draft_server:draft",
     "pair": "mpissd.lab.pair.record:pair",

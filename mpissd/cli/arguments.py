@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpissd.common.config import RunConfig
-from mpissd.common.draft_config import DraftConfig
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import (
     Checked,
@@ -23,6 +22,7 @@ from mpissd.common.flags import (
     switch,
     words,
 )
+from mpissd.common.ranks import DraftConfig
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.plan import SweepConfig

@@ -1,4 +1,8 @@
-"""The command `plan`, without MPI: it advises, predicts one configuration, or judges rows."""
+"""The commands `plan` and `compare`, without MPI.
+
+`plan` advises, predicts one configuration, or judges rows. `compare` prints tables and comparisons
+of result rows, as --show selects.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,22 @@ import dataclasses
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from mpissd.cli.arguments import PLANNED, PlanConfig
+from mpissd.cli.arguments import PLANNED, CompareConfig, PlanConfig
 from mpissd.common.config import AUTO_TREE, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.accuracy import judge, profile_of_another_job
-from mpissd.lab.predict.advice import heading, report, with_laws
+from mpissd.lab.predict.advice import heading, report, with_best_tree, with_laws
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
-from mpissd.lab.predict.row import predict_row
+from mpissd.lab.predict.row import judge, predict_row, profile_of_another_job
 from mpissd.lab.predict.search import survey
-from mpissd.lab.predict.trees import with_best_tree
-from mpissd.lab.tables.load import load_rows, read_lines
+from mpissd.lab.tables import best, claims
+from mpissd.lab.tables.load import find_pair, load_rows, of_one_group, read_lines
+from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
@@ -115,3 +119,40 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
         probed = {"pair": "8b/1b", **probed}
     run = dataclasses.replace(config.run, **probed)
     return run if run.laws is None else with_laws(run, "context" in given)
+
+
+def compare(config: CompareConfig) -> int:
+    """Prints what --show names; without it, one result over another, or the best methods.
+
+    Raises ConfigError for results that are missing or cannot be compared.
+    """
+    show, named = config.show, None
+    is_one = config.b is not None or (config.a is not None and "," not in config.a)
+    if (show == "pair" and config.a) or (show is None and is_one):
+        named = find_pair(config.a or config.out, config.b, config.out)
+        show = "pair" if named or show else "best"
+    if show == "pair":
+        if named is None or config.a is None:
+            raise ConfigError(
+                f"compare: a={config.a} b={config.b}: a pair needs two results, each a run id, a "
+                "runs.jsonl or a folder, or one folder that holds two configurations"
+            )
+        print(Pair.of(*named))
+        return 0
+    places_of = config.a or ("results" if show == "claims" else config.out)
+    rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
+    if show == "claims":
+        for group in claims.tables_of(claims.claims(rows)).values():
+            known = group[0].setting
+            pair = f"{known['target']}/{known['draft']}"
+            print(f"{pair}, {known['device_name']}, hits by {group[0].hit_law}:")
+            for claim in group:
+                head = ", LM head" * bool(claim.setting["lm_head"])
+                print(f"  {claim.setting['acceptance']}{head}: {claim}")
+        return 0
+    comparisons = best.compare_methods(rows)
+    if not comparisons:
+        raise ConfigError(f"results {places_of!r}: no rows there")
+    judged = {n: claims.judged(one.setting, rows) for n, one in enumerate(comparisons)}
+    print(best.render(comparisons, judged))
+    return 0

@@ -10,9 +10,10 @@ import fcntl
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ from typing import IO, Any
 from mpissd.common.errors import ConfigError
 
 _LONGEST_LINE = 1 << 24  # bytes
+_UNREAD = 128 + signal.SIGPIPE  # 141, the shell's exit code for a program that SIGPIPE ended
 
 
 def check_output(out: str) -> None:
@@ -154,3 +156,18 @@ def tool(command: str) -> str:
         return f"mpissd {version('mpissd')} {command}"
     except PackageNotFoundError:
         return f"mpissd from a source tree {command}"
+
+
+def unless_unread(command: Callable[[], int]) -> int:
+    """Runs a command and flushes stdout; returns its exit code, or 141 if stdout's reader is gone.
+
+    stdout is /dev/null from then on, or Python would print a second error at exit.
+    """
+    try:
+        try:
+            return command()
+        finally:  # also reached after SystemExit, which --help raises
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD

@@ -1,4 +1,4 @@
-"""A command that starts its own ranks: its flags T and D, and the launcher's command line."""
+"""Commands that answer text: their flags, T and D of those that start ranks, and their launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mpissd.common.config import RunConfig, with_measured, with_text
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Checked, flag, flags_of, integer
+from mpissd.common.flags import Checked, choice, contained, flag, flags_of, integer, words
 from mpissd.common.workloads import readers
 
 _PR_SET_PDEATHSIG = 1
@@ -32,7 +32,31 @@ ANSWERING = frozenset(
 
 
 @dataclass(frozen=True)
-class RanksFlags(Checked):
+class TextFlags(Checked):
+    """Flags of a command whose models answer text."""
+
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds pair=smollm2 if the flags name no model, and that pair's K and fan-out."""
+        return with_measured(with_text({"workload": "text", **super().completed(flags)}))
+
+
+@dataclass(frozen=True)
+class DraftConfig(TextFlags):
+    """Flags of `draft`: those of its models and its rounds, and its socket."""
+
+    run: RunConfig = contained(
+        RunConfig,
+        only="pair target draft mode lookahead fan_out backup backup_lookahead lookup batch_size "
+        "context backend graph deadline_s workload".split(),
+        mode=flag("ssd", choice("sd", "ssd"), "sd: drafts only when asked; ssd: also ahead"),
+        workload=flag("text", choice("text"), "what draft drafts"),
+    )
+    socket: str = flag("mpissd.sock", words, "Unix socket to serve; fd:N: an inherited one")
+
+
+@dataclass(frozen=True)
+class RanksFlags(TextFlags):
     """Flags of the ranks that `chat` and `serve` start; these hold a run's configuration too."""
 
     if TYPE_CHECKING:
@@ -40,11 +64,6 @@ class RanksFlags(Checked):
 
     tp: int = flag(1, integer(1), "target ranks")
     num_drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with an inline draft")
-
-    @classmethod
-    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, and that pair's K and fan-out."""
-        return with_measured(with_text({"workload": "text", **super().completed(flags)}))
 
     def check(self) -> None:
         """Refuses mode=ssd without a draft rank."""

@@ -25,13 +25,12 @@ from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.pair.laws import Outcomes, Ranks, Source, measured
-from mpissd.lab.predict.advice import level_with, verdicts
+from mpissd.lab.predict.advice import level_with, profile_of, verdicts, with_best_tree
 from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import METHODS, host_of
 from mpissd.lab.predict.search import FULL, Placement, Space, candidates, runnable, survey, weigh
 from mpissd.lab.predict.simulation import expected
-from mpissd.lab.predict.trees import profile_of, with_best_tree
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,

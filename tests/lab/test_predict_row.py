@@ -14,9 +14,16 @@ from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.accuracy import errors_of, groups, meets, profile_of_another_job
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.row import forecast_row, job_of_row, predict_row
+from mpissd.lab.predict.row import (
+    errors_of,
+    forecast_row,
+    groups,
+    job_of_row,
+    meets,
+    predict_row,
+    profile_of_another_job,
+)
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables.load import load_rows
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from mpissd.common.draft_config import DraftConfig
 from mpissd.common.errors import ConfigError, MpissdError, ProtocolError
+from mpissd.common.ranks import DraftConfig
 from mpissd.common.rounds import Event, Outcome, Request
 from mpissd.common.wait import Waiter, sharpen_sleep
 from mpissd.engine.backend.registry import choose

@@ -38,10 +38,10 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session, session_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.workload.sequence import timed_places
+from mpissd.lab.predict.advice import profile_of, with_best_tree
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.simulation import expect
-from mpissd.lab.predict.trees import profile_of, with_best_tree
 
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
 _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count

@@ -35,8 +35,15 @@ from mpissd.lab.gates import violations
 from mpissd.lab.measure.beside import measured_beside, verdict
 from mpissd.lab.measure.calibrate import calibrate, choose, host_costs, warm_up
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar
-from mpissd.lab.measure.reports import LeadReport, Measured, draft_report, joined_leads
-from mpissd.lab.measure.row import make_row, round_arrays, write_row
+from mpissd.lab.measure.row import (
+    LeadReport,
+    Measured,
+    draft_report,
+    joined_leads,
+    make_row,
+    round_arrays,
+    write_row,
+)
 from mpissd.lab.measure.tracing import compare_clocks, write_trace
 from mpissd.lab.show import open_terminal, shown
 

@@ -1,4 +1,4 @@
-"""The text of `plan`'s advice, and its JSON.
+"""The text of `plan`'s advice, its JSON, and the choice of --tree=auto.
 
 Every use that was judged is listed, and derived ones are labelled. If a use could not be judged,
 the first line names it, and nothing is called best. Gains within ERROR of 1 are shown as no
@@ -27,10 +27,22 @@ from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import TREE, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import Profile, device_kind
+from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
 from mpissd.engine.spec.acceptance import hit_law_of, load_laws
 from mpissd.lab.predict.advisor import Advice, most_in_all
-from mpissd.lab.predict.search import LOOKUP, Choice, Survey, cut_law, job_of, runnable, weigh
+from mpissd.lab.predict.derive import shipped_profiles, with_hosts
+from mpissd.lab.predict.search import (
+    LOOKUP,
+    Choice,
+    Space,
+    Survey,
+    candidates,
+    cut_law,
+    job_of,
+    placed,
+    runnable,
+    weigh,
+)
 from mpissd.lab.tables.best import Use as Measured
 from mpissd.lab.tables.best import is_row, method_of, mode_of
 from mpissd.lab.tables.load import of_one_group
@@ -41,6 +53,7 @@ ERROR, DERIVED_ERROR = 0.05, 0.2  # differences that count as none
 FEW_HITS = "smollm2"  # the hit model if a pair's file has too few outcomes for its own
 FEWEST_PROMPTS = 8  # for a verdict on a pair
 _LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
+_GAIN = 1.03  # --tree=auto: a tree must promise so many times the best chain's rate
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
 
 
@@ -338,3 +351,65 @@ def _models(run: RunConfig) -> dict[str, str]:
 def _mpirun(ranks: int, command: str, flags: dict[str, str]) -> str:
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     return f"mpirun -np {ranks} python -m mpi4py -m mpissd {command} {text}"
+
+
+def profile_of(device_name: str) -> Profile:
+    """Returns the shipped profile of a device; raises ConfigError if there is none."""
+    kind = device_kind(device_name)
+    if (profile := shipped_profiles().get(kind)) is not None:
+        return profile
+    known = ", ".join(known_profiles())
+    raise ConfigError(f"tree=auto on {kind}: no profile of it: allowed: tree=1..256, or on {known}")
+
+
+def with_best_tree(
+    config: RunConfig, profile: Profile, tp: int, levels: int | None = None
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Returns a configuration of --tree=auto with the fastest tree, or chain, and their rates.
+
+    levels: K, if it is given (None: any). A chain stays unless the best tree is _GAIN as fast.
+    Raises ConfigError if laws, forwards or host costs are not known, or for SSD.
+    """
+    if config.mode == "ar":
+        return replace(config, tree=None), {}
+    if config.mode == "ssd":
+        raise ConfigError(
+            "tree=auto with mode=ssd: predictions err by more than a tree gains: allowed: mode=sd"
+        )
+    if config.workload not in ("gemm", "text", "replay"):
+        raise ConfigError(f"tree=auto with workload={config.workload}: allowed: gemm, text, replay")
+    if config.workload != "gemm" and config.laws is None:
+        raise ConfigError(
+            f"tree=auto with workload={config.workload}: needs laws: a file of `mpissd pair`"
+        )
+    whole = "transformer" if config.is_transformer else config.forward
+    imposed = replace(config, tree=None, workload="gemm", recording=None, forward=whole)
+    if config.laws is not None:
+        imposed = with_laws(imposed, config.context > 0)
+    place = placed(imposed, with_hosts(profile), tp, tp + config.drafts)
+    every = candidates(imposed, place, tp + config.drafts, Space((), ()), trees=True)
+    choices = [
+        choice
+        for choice in every
+        if choice.mode in ("sd", "tree") and choice.num_drafts == config.drafts
+        if levels in (None, choice.lookahead)
+    ]
+    weighed = weigh(choices, imposed, [place])
+    chains = [choice for choice in weighed if choice.tree is None]
+    if not chains:
+        raise ConfigError(
+            f"tree=auto: profile {profile.name!r} has no host costs of SD, D={config.drafts}, or "
+            "no forwards of so many rows: allowed: tree=1..256"
+        )
+    chain, best = (max(those, key=lambda one: one.tok_per_s) for those in (chains, weighed))
+    if best.tok_per_s < _GAIN * chain.tok_per_s:
+        best = chain
+    chosen = {
+        "tree": best.tree,
+        "lookahead": best.lookahead,
+        "tok_per_s": best.tok_per_s,
+        "chain": {"lookahead": chain.lookahead, "tok_per_s": chain.tok_per_s},
+        "profile": profile.name,
+        "acceptance": imposed.acceptance_text,
+    }
+    return replace(config, tree=best.tree, lookahead=best.lookahead), chosen

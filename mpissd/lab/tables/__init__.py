@@ -1,4 +1,4 @@
-"""The read side: what `mpissd compare` (cli/compare.py) prints, from rows and files only.
+"""The read side: what `mpissd compare` (cli/commands.py) prints, from rows and files only.
 
 load       rows, and the rows of a name
 pair       one result over another
