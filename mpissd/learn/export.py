@@ -24,47 +24,16 @@ library_name: mpissd
 license: other
 base_model: {target}
 ---
-# {title} of {target}
+# Draft of {target}
 
-A draft model for speculative decoding with {target}.
-{what}
-It proposes tokens that the target then checks; it is not meant to be used without it.
+A draft model for speculative decoding with {target}. It proposes tokens that the target then
+checks; it is not meant to be used without it. `python -m mpissd distill` trained it on what the
+target wrote: report.json has its shape, training and evaluation, curves.jsonl the losses.
 
-`python -m mpissd distill` made it on {processes} × {device}: the target {source}
-({sequences} conversations, {answered:.3g} million answered tokens), and the draft was trained on
-the target's distributions over them for {steps} steps of all processes. No other text was used;
-the prompts of the evaluation below were not trained on. curves.jsonl has the training's losses,
-some of them on conversations that were held out.
-
-## Format
 `int8-32`: a matrix `X.weight` is int8 [outputs, inputs] and `X.scale` float16
 [outputs, inputs / 32]; a weight is its integer times its block's scale. `head_ids` (int32, rising)
 names the token of each row of the LM head. Norms are float32.
-
-## Evaluation
-Answers of at most {answer} tokens that the target gave at temperature 0. {legend}
-
-{rows}
 """
-_MODEL = """\
-It has {num_layers} layers that started as {origin}, the target's own input embedding (not stored
-here), and an LM head over the {head_vocab} most frequent tokens of its answers{head_origin}:
-{parameters:.1f} million parameters are stored."""
-_STATES = """\
-It reads the last hidden state of {target} after each of its verifications (docs/heads.md of
-mpissd) and is trained {steps_ahead} tokens ahead. Its LM head is that of the target, for the
-{head_vocab} most frequent tokens of its answers; the input embedding is the target's. Neither is
-stored here: {parameters:.2f} million parameters are."""
-_HITS = (
-    "*hits*: the target's own token after the accepted ones is among the draft's F likeliest "
-    "there, the proposed one left out."
-)
-_PLACES = "*agreement*: of the token drafted t places ahead with the answer's."
-_COLUMNS = (
-    "prompts | answers | greedy agreement | overlap at T=1 | tokens a round, K=4 | K=7 | "
-    "hits at K=4, F=4 | F=8 | F=16"
-)
-_STATE_COLUMNS = "prompts | answers | agreement, t = 1 to 4 | overlap at T=1 | tokens a round, K=4"
 _NOTICE = """\
 Draft of {target}
 
@@ -160,33 +129,5 @@ def write_json(path: Path, value: Any) -> None:
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Writes report.json, README.md and NOTICE into the draft's folder."""
     write_json(folder / "report.json", report)
-    on_states = "kind" in report
-    columns = _STATE_COLUMNS if on_states else _COLUMNS
-    rows = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
-    for name, figures in report.get("evaluation", {}).items():
-        by_lookahead = figures["by_lookahead"]
-        four = by_lookahead.get("4", {})
-        if on_states:
-            agreed = ", ".join(map(_number, figures["agreement_by_place"][:4]))
-            numbers = [figures["alpha"], four.get("tokens_per_round")]
-            cells = [agreed, *map(_number, numbers)]
-        else:
-            numbers = [figures["greedy_agreement"], figures["alpha"]]
-            numbers += [four["tokens_per_round"], by_lookahead["7"]["tokens_per_round"]]
-            cells = [*map(_number, numbers + [four["hits"][f] for f in ("4", "8", "16")])]
-        rows.append(f"| {name} | {figures['answers']} | {' | '.join(cells)} |")
-    texts = dict(report)
-    texts["head_origin"] = ", whose rows are the target's" if report["head"] == "target" else ""
-    texts["title"] = f"{report['kind']} draft" if on_states else "Draft"
-    texts["what"] = (_STATES if on_states else _MODEL).format(**texts)
-    texts["legend"] = _PLACES if on_states else _HITS
-    texts["source"] = "wrote its own prompts and answers"
-    if report["on"] is not None:
-        texts["source"] = f"answered the prompts of\n{report['on']}"
-    texts["rows"] = "\n".join(rows)
-    (folder / "README.md").write_text(_CARD.format(**texts))
+    (folder / "README.md").write_text(_CARD.format(**report))
     (folder / "NOTICE").write_text(_NOTICE.format(**report))
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

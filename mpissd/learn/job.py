@@ -39,7 +39,6 @@ from mpissd.learn.train import Group, learn
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
 SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
 LOGITS = 1 << 21  # most logits of a sampling step on a CPU: more would outlast the time in one call
-HELD = 32  # one conversation in so many of the first batch is held out for the curves
 FEWEST = 1 / 64  # answered tokens of the sampled ones, below which a target does not end its turns
 Log = Callable[[str], None]
 
@@ -158,15 +157,11 @@ class Distillation:
         return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _count(self) -> None:
-        """Holds some conversations out; adds up the samples of all processes: conversations,
-        answered tokens, their counts.
+        """Adds up the samples of all processes: conversations, answered tokens, their counts.
 
         Raises ConfigError if fewer tokens were answered than one conversation has, or FEWEST.
         """
-        config, first, num = self.config, self.parts[0], len(self.parts[0].tokens)
-        few = -(-num // HELD)
-        self.held = first.take(slice(0, few))
-        self.parts[0] = first.take(slice(few, num)) if num > 1 else self.held
+        config = self.config
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         sizes = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -229,7 +224,6 @@ class Distillation:
                 config,
                 (lambda point: None) if rank else result.point,
                 save=(lambda draft: None) if rank else result.try_save,
-                held=self.held,
                 group=self.group,
                 until=until,
             )

@@ -24,7 +24,7 @@ WARM_UP = 100  # steps until the learning rate is at its highest
 LEVEL, LAST_RATE = 0.3, 0.01  # share of the time at the full learning rate; its last value
 VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
-EVERY, WATCHED = 50, 250  # steps between two points of the curves, and with held-out figures
+EVERY = 50  # steps between two points of the curves
 NAMES = ("cross_entropy", "tv", "agreement", "state_error")
 REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
 AT_ONCE = 8  # conversations of a forward, where nothing is compiled: more would outlast the time
@@ -88,7 +88,6 @@ def learn(
     observe: Callable[[dict[str, Any]], None],
     *,
     save: Callable[[Any], object] = lambda draft: None,
-    held: Samples | None = None,
     group: Group | None = None,
     until: float = float("inf"),
 ) -> Any:
@@ -96,10 +95,10 @@ def learn(
 
     parts: samples of equal numbers of sequences. plan: the training's length (without the first
     steps, which wait for the compiler), steps, batch, rates and copies. observe: receives the
-    points of the curves. save: receives copies of the draft so far. held: sequences whose losses
-    are in the curves and that are not trained on. until: when the training has to be over, in
-    seconds of time.monotonic(). An error of the device after the first point ends the training
-    early: the draft that it has reached is returned, and the last point has the reason.
+    points of the curves. save: receives copies of the draft so far. until: when the training has
+    to be over, in seconds of time.monotonic(). An error of the device after the first point ends
+    the training early: the draft that it has reached is returned, and the last point has the
+    reason.
     """
     group, tensors = group or Group(), draft.trained
     optimizer, device = draft.optimizer(plan.optimizer), tensors[0].device
@@ -144,20 +143,12 @@ def learn(
                     saved = seconds
                     save(draft.mapped(lambda tensor: tensor.detach()))
             if step % EVERY == 0 or share >= 1:
-                point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1)}
-                point |= {"rate": rate, **_rounded(losses)}
-                is_watched = step == EVERY or step % WATCHED == 0 or share >= 1
-                if held is not None and is_watched:
-                    # With gradients, for which the losses are compiled.
-                    some = draft.losses(held.take(slice(0, most)), num_rows)
-                    point["held"] = _rounded(some)
+                point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1), "rate": rate}
+                values = zip(NAMES, losses, strict=False)
+                point |= {name: round(float(value.detach()), 5) for name, value in values}
                 observe(point)
     except RuntimeError as error:
         if step < EVERY:
             raise
         observe({"stopped": str(error).partition("\n")[0]})
     return draft.mapped(lambda tensor: tensor.detach())
-
-
-def _rounded(losses: Sequence[Any]) -> dict[str, Any]:
-    return {n: round(float(value.detach()), 5) for n, value in zip(NAMES, losses, strict=False)}

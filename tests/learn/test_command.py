@@ -60,8 +60,7 @@ def report_of(out: Path) -> dict[str, object]:
 
 
 def curves_of(out: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
-    return [point for point in found if "held" in point]
+    return [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def test_a_tiny_draft_and_what_is_written_of_it(target: Path, draft: tuple[Path,
     assert f"  {report['sampling_tokens_per_s']} tokens/s together" in told
     found = open_checkpoint(str(out), target=str(target))
     assert found.config.head_vocab == 96 and np.isfinite(found.read("lm_head.weight")).all()
-    assert "started as the target's layers 0,1" in (out / "README.md").read_text()
+    assert "kept the target's layers 0,1" in (out / "NOTICE").read_text()
 
 
 def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
@@ -103,8 +102,7 @@ def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
         alphas.append(report["evaluation"]["again"]["alpha"])  # type: ignore[index]
     assert alphas[1] > alphas[0] + 0.02, alphas
     assert report["sampling_tokens_per_s"] is None, "prompts were read, no conversation sampled"
-    assert report["sequences"] == 38 and 0 < report["answered"] <= 40 * 16 / 1e6  # type: ignore[operator]
-    assert "answered the prompts of" in (out / "README.md").read_text()
+    assert report["sequences"] == 40 and 0 < report["answered"] <= 40 * 16 / 1e6  # type: ignore[operator]
 
 
 def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
@@ -113,7 +111,7 @@ def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
     assert distill(*flags, "--processes=2", "--steps=3", "--held_out=0")[0] == 0
     for shape in shapes.split(","):
         report = report_of(tmp_path / shape)
-        assert report["processes"] == 2 and report["sequences"] == 2 * (128 - 4)
+        assert report["processes"] == 2 and report["sequences"] == 2 * 128
         assert report["steps"] == 3 and report["origin"] == "fresh layers"
         found = open_checkpoint(str(tmp_path / shape), target=str(target))
         assert str(found.config.shape.num_layers) == shape[0]
@@ -134,8 +132,8 @@ def test_too_little_time(target: Path, tmp_path: Path, monkeypatch: pytest.Monke
     flags = "--batch=64 --seconds_training=1 --held_out=0".split()
     given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}.values()
     code, told = distill(f"--target={target}", f"--out={tmp_path}", *given)
-    assert code == 0 and max(sizes[:-1]) == 8, told
-    assert 1 <= report_of(tmp_path)["steps"] == len(sizes) - 1, sizes  # type: ignore[operator]
+    assert code == 0 and max(sizes) == 8, told
+    assert 1 <= report_of(tmp_path)["steps"] == len(sizes), sizes  # type: ignore[operator]
 
 
 BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
