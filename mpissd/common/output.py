@@ -26,18 +26,19 @@ _UNREAD = 128 + signal.SIGPIPE  # 141, the shell's exit code for a program that 
 
 def check_output(out: str) -> None:
     """Raises ConfigError if the folder cannot be made or written; leaves no file."""
-    _check_folder(f"out={out!r}", Path(out).absolute())
+    check_folder(f"out={out!r}", Path(out).absolute())
 
 
 def check_file(flag: str, path: str) -> None:
     """Raises ConfigError if the file that `flag` names cannot be written; leaves no file."""
     file = Path(path).absolute()
-    _check_folder(f"{flag}={path!r}", file.parent)
+    check_folder(f"{flag}={path!r}", file.parent)
     if file.is_dir():
         raise ConfigError(f"{flag}={path!r}: is a folder; allowed: a file")
 
 
-def _check_folder(asked: str, folder: Path) -> None:
+def check_folder(asked: str, folder: Path) -> None:
+    """Raises ConfigError, which names `asked`, if a folder cannot be made or written."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # The name is too long, or a parent folder may not be searched.
@@ -128,24 +129,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for writing that gets the name `path` once the block ends without an error.
+    """Opens a file for writing that replaces `path` once the block ends without an error.
 
-    Until then it has no name if the file system allows that (most on Linux do). On NFS, which does
-    not, it is named PATH.part.
+    Readers see the old file or the new one whole, over NFS as well. Raises OSError.
     """
+    half = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
-    except (AttributeError, OSError):
-        half = path.with_name(f"{path.name}.part")
         with half.open("wb") as file:
             yield file
-        half.rename(path)
-        return
-    with os.fdopen(fd, "wb") as file:
-        yield file
-        file.flush()
-        # With src_dir_fd Python lets the kernel follow the link to the open file.
-        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=0, follow_symlinks=True)
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def tool(command: str) -> str:

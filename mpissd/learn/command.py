@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from pathlib import Path
 
 from mpissd.common.errors import ConfigError, MpissdError
+from mpissd.common.output import check_output
 from mpissd.learn.config import DistillConfig
 
 
@@ -22,13 +22,7 @@ def distill(config: DistillConfig) -> int:
         raise ConfigError("device=cuda: PyTorch finds no GPU: allowed: auto, cpu")
     if config.device != "cpu" and gpus and config.processes > gpus:
         raise ConfigError(f"processes={config.processes}: allowed: 1 to {gpus}, one a GPU")
-    try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.out):
-            pass
-    except OSError as error:
-        why = f"out={config.out}: {error.strerror or error}"
-        raise ConfigError(f"{why}: allowed: a folder that can be written") from error
+    check_output(config.out)
     begun = time.monotonic()
     if config.processes == 1:
         return _work(0, config, "", begun)

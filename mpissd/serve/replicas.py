@@ -1,8 +1,7 @@
 """Several servers: the folder in which they write their addresses, and the command `replicas`.
 
-The folder is all that replicas share: no locks, no clock, no agreed port. There is one file each,
-written under another name and renamed, so that readers see the old or the new one whole, over NFS
-as well. A killed replica leaves its file: HAProxy asks each replica every second whether it is
+The folder is all that replicas share: no locks, no clock, no agreed port. There is one file each. A
+killed replica leaves its file: HAProxy asks each replica every second whether it is
 ready. `replicas` lists them, and makes HAProxy's configuration of them.
 """
 
@@ -17,7 +16,6 @@ import re
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import check_folder, whole_file
 from mpissd.serve.config import ReplicasConfig
 
 SCHEMA = 1
@@ -98,12 +97,10 @@ class Entry:
 
 def write(folder: Path, entry: Entry) -> None:
     """Writes an entry, or replaces it; raises OSError."""
-    made = folder / f".{entry.id}.new"  # only its own replica writes it
-    with made.open("w") as file:
-        file.write(json.dumps({"schema": SCHEMA, **asdict(entry)}) + "\n")
+    with whole_file(folder / f"{entry.id}.json") as file:
+        file.write(f"{json.dumps({'schema': SCHEMA, **asdict(entry)})}\n".encode())
         file.flush()
         os.fsync(file.fileno())
-    made.replace(folder / f"{entry.id}.json")
 
 
 def read(folder: Path) -> list[Entry]:
@@ -160,12 +157,8 @@ class Member:
         self._folder = Path(folder)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="replica", daemon=True)
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):  # without a name, so it is invisible
-                pass
-        except OSError as error:
-            raise ConfigError(f"register={folder}: {error.strerror}: allowed: a folder") from error
+        check_folder(f"register={folder}", self._folder.absolute())
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def __enter__(self) -> Member:
         return self
@@ -198,9 +191,8 @@ class Member:
                     fault = f"register={self._folder}: {error.strerror}: trying on"
                     sys.stderr.write(f"mpissd: serve: {fault}\n")
             self._is_over.wait(_KEEP_S)
-        for name in (f"{self.id}.json", f".{self.id}.new"):
-            with contextlib.suppress(OSError):
-                (self._folder / name).unlink()
+        with contextlib.suppress(OSError):
+            (self._folder / f"{self.id}.json").unlink()
 
 
 def replicas(config: ReplicasConfig) -> int:
@@ -281,17 +273,14 @@ def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
         bind=config.bind,
         servers="\n".join(f"    server {entry.id} {entry.address}" for entry in entries),
     )
-    file = Path(config.haproxy)
-    made = file.with_name(f".{file.name}.new")
+    path = Path(config.haproxy)
     try:
-        if file.exists() and file.read_bytes() == text.encode():
+        if path.exists() and path.read_bytes() == text.encode():
             return False
-        made.write_bytes(text.encode())
-        made.replace(file)
+        with whole_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
-        raise ConfigError(f"haproxy={file}: {error.strerror}: allowed: a file") from error
-    finally:
-        made.unlink(missing_ok=True)
+        raise ConfigError(f"haproxy={path}: {error.strerror}: allowed: a file") from error
     print(f"{config.haproxy}: {' '.join(e.id for e in entries) or 'no replica'}", flush=True)
     return True
 

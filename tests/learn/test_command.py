@@ -147,7 +147,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "kinds": ({}, ["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
     "kinds and shapes": ({}, ["--kinds=mlp", "--shapes=1x8x4x192"], "shapes and kinds: allowed"),
     "layers": ({}, ["--layers=1,0"], "layers=1,0: allowed: rising layer numbers"),
-    "no folder": ({}, ["--out={home}/none.jsonl/draft"], "Not a directory: allowed: a folder"),
+    "no folder": ({}, ["--out={home}/none.jsonl/draft"], "is not a folder"),
     "tokenizer": ({}, ["--target={home}/few"], "its weights 50: allowed: the tokenizer of"),
 }
 

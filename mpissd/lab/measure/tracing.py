@@ -121,7 +121,6 @@ def write_trace(
     text = f'{{"otherData": {json.dumps(about)}, "traceEvents": [\n{lines}\n]}}\n'.encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # an earlier trace of that name
         with whole_file(path) as file:
             file.write(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     except OSError as error:

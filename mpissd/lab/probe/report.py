@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import whole_file
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.profile import SCHEMA, load_profile
 from mpissd.engine.job import Job
@@ -114,16 +114,15 @@ def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
     Raises ConfigError if the folder cannot be written, or the profile could not be read back.
     """
     path = Path(out) / "profiles" / f"{name}.json"
-    half = path.with_name(f".{name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(exist_ok=True)
-        half.write_text(json.dumps({"schema": SCHEMA, "kind": "device", **data}, indent=1) + "\n")
-        load_profile(str(half))
-        os.replace(half, path)
+        with whole_file(path) as file:
+            text = json.dumps({"schema": SCHEMA, "kind": "device", **data}, indent=1)
+            file.write(f"{text}\n".encode())
+            file.flush()
+            load_profile(file.name)
     except OSError as error:
         raise ConfigError(f"out={out!r}: {str(path)!r} cannot be written: {error}") from error
-    finally:
-        half.unlink(missing_ok=True)
     return path
 
 
