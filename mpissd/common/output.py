@@ -142,16 +142,6 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         half.unlink(missing_ok=True)
 
 
-def tool(command: str) -> str:
-    """Returns the name and version of the command that writes a file."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to load
-
-    try:
-        return f"mpissd {version('mpissd')} {command}"
-    except PackageNotFoundError:
-        return f"mpissd from a source tree {command}"
-
-
 def unless_unread(command: Callable[[], int]) -> int:
     """Runs a command and flushes stdout; returns its exit code, or 141 if stdout's reader is gone.
 

@@ -34,7 +34,7 @@ GOOD = json.dumps(dict(ar()))
         (f"{GOOD}\n" + '{"run_id": "x"}\n', 2, "schema None"),
         (f"{GOOD}\n[1, 2]\n", 2, "a list: allowed: a JSON object"),
         (f"{GOOD}\n{json.dumps(dict(ar(tok_per_s=1.0)))}\n", 2, "another row"),
-        (GOOD.encode() + b"\n\n\xff\xfe{}\n", 3, "not UTF-8"),
+        (GOOD.encode() + b"\n\n\xff\xfe{}\n", 3, "no JSON"),
     ],
 )
 def test_a_bad_line_is_named(
@@ -47,7 +47,7 @@ def test_a_bad_line_is_named(
 
 
 def test_a_ratio_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Files count by their last row; one seed has no interval."""
+    """Files count by their last row; one seed has no interval, and two configurations no ratio."""
     write(tmp_path / "a/runs.jsonl", sd("first"), sd("one", tok_per_s=100.0))
     write(tmp_path / "b/runs.jsonl", sd("two", tok_per_s=101.0, world_size=2, fuse=True))
     files = [str(tmp_path / name / "runs.jsonl") for name in "ab"]
@@ -56,6 +56,9 @@ def test_a_ratio_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "a = one: " in out and "b = two: " in out and "differ in: fuse False → True\n" in out
     assert "b over a: 1.01× (no interval: 1 seed)" in out and "few seeds" in out
     assert "per GPU: 0.5" in out
+    write(tmp_path / "b/runs.jsonl", sd("two", fuse=True), sd("three"))
+    assert main(["compare", *files]) == 2
+    assert "2 configurations: allowed: one, or a run id: two, three\n" in (capfd.readouterr().err)
     write(tmp_path / "a/runs.jsonl", sd("x", tok_per_s=99.0), sd("y", seed=1, tok_per_s=100.0))
     write(
         tmp_path / "b/runs.jsonl", sd("u", fuse=True), sd("v", seed=1, fuse=True, tok_per_s=300.0)

@@ -81,7 +81,6 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
         assert entry["tp"] == 2 and entry["from"].startswith("measured: ledgers")
         costs = HostCosts.from_dict(entry["seconds"])
         assert costs.lead_sample > 0 and costs.step >= 0
-        assert entry["job_forwards"]["verify"][str(5 * entry["batch_size"])] > 0
 
 
 def test_wrong_data_end_the_job_and_save_nothing(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+import mpissd
 from mpissd.common.compare import jackknife
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import check_file, tool, whole_file
+from mpissd.common.output import check_file, whole_file
 from mpissd.common.rounds import Source as DraftSource
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
@@ -259,7 +260,7 @@ def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
         "sources": [source.about for source in sources],
         "prompts": min(sum(len(of.accepted) for of in here) for here in every.values()),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "tool": tool("pair"),
+        "tool": f"mpissd {mpissd.__version__} pair",
     }
     laws = [_laws(k, here) for k, here in every.items()]
     return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws, "without": without}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+import mpissd
 from mpissd.common.errors import ConfigError
-from mpissd.common.output import tool
 from mpissd.common.presets import files_of, split_pair
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
@@ -119,7 +119,7 @@ def make(config: PairConfig) -> Recording:
         "temperature": 0,
         "backend": choose(config.backend),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "tool": tool("pair"),
+        "tool": f"mpissd {mpissd.__version__} pair",
     }
     return Recording(vocab, parts, about, known=known_ids(models[1], vocab))
 
@@ -129,15 +129,10 @@ def _opened(
     config: PairConfig, source: ModelSource, options: ForwardOptions, *, slots: int, seed: int
 ) -> Iterator[Model]:
     name = choose(config.backend)
-    backend = open_backend(name, device="h100", local_rank=0)
-    try:
+    with closing(open_backend(name, device="h100", local_rank=0)) as backend:
         model = Model(backend, source, options, rows=_CHUNK[name], slots=slots, seed=seed)
-        try:
+        with closing(model):
             yield model
-        finally:
-            model.close()
-    finally:
-        backend.close()
 
 
 def _counted(verb: str, total: int) -> Any:

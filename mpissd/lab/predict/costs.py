@@ -211,8 +211,7 @@ class DeviceCosts:
         draft: Mapping[Any, float] | None = None,
         lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the costs from measured {rows: seconds} of the target and of the draft, or from
-        what to_dict made.
+        """Makes the costs from measured {rows: seconds} of the target and of the draft.
 
         lists: {k: {rows: seconds}} of the draft's forwards that read k candidates a row.
         """
@@ -242,21 +241,6 @@ class DeviceCosts:
             for k in {1, options.top_k}
         }
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns {"verify": {rows: seconds}, "draft": the same or None, "lists": {k: the same}}.
-
-        This is their form in a profile's JSON.
-        """
-
-        def points(table: RowTable) -> dict[str, float]:
-            return {str(n): s for n, s in zip(table.rows, table.seconds, strict=True)}
-
-        return {
-            "verify": points(self.verify),
-            "draft": None if self.draft is None else points(self.draft),
-            "lists": {str(k): points(table) for k, table in self.lists},
-        }
 
 
 def forwards(

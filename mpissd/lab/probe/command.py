@@ -8,9 +8,8 @@ result is a table on stdout and a device profile in OUT/profiles, which `plan` a
 
 Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
 For host work and link time, each configuration that the ranks allow decodes some rounds, as a run's
-warm-up does, and its costs are read off their ledgers (lab/measure/calibrate); its forwards, timed
-in series, go into the profile as well. A wrong sum ends the job with exit code 3, and nothing is
-saved.
+warm-up does, and its costs are read off their ledgers (lab/measure/calibrate). A wrong sum ends the
+job with exit code 3, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -294,5 +293,4 @@ def _measured(session: Session, source: str) -> Entry | None:
         "context": job.options.context if job.config.is_transformer else 0,
         "forward": "transformer" if job.config.is_transformer else "gemm",
     }
-    forwards = profile.device.to_dict()
-    return {**about, "from": source, "seconds": profile.host.to_dict(), "job_forwards": forwards}
+    return {**about, "from": source, "seconds": profile.host.to_dict()}

@@ -135,12 +135,11 @@ def print_table(
     """Prints all measurements; `places`: of the ranks, from Topology.place."""
     lines = [*_lines(tables)]
     lines += [("not known", note) for note in notes]
-    for each in host:  # the lead's part of a round, the link one way, the largest forward
+    for each in host:  # the lead's part of a round, the link one way
         costs = HostCosts.from_dict(each["seconds"])
-        rows, seconds = max(each["job_forwards"]["verify"].items(), key=lambda point: int(point[0]))
         way = f"{each['mode']} T={each['tp']} D={each['num_drafts']} b={each['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
-        lines.append(("host", f"{way}: {lead}; M={rows} {_us(seconds)} µs"))
+        lines.append(("host", f"{way}: {lead}"))
     for place in places:
         where = place["bus_id"] or f"{place['cores']} cores"
         at = f"{place['role']:6} {place['host']}  {place['device']}  {where}"

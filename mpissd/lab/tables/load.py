@@ -12,7 +12,7 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import READABLE, Row, flat
-from mpissd.lab.tables.pair import siblings
+from mpissd.lab.tables.pair import configurations
 
 Paths = Iterable[str | Path]
 
@@ -63,9 +63,7 @@ def _run_files(paths: Paths) -> Iterator[Path]:
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 text") from error
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: cut off, or no JSON: {error}") from error
     if not isinstance(value, dict):
@@ -101,15 +99,21 @@ def find_rows(named: str | None, out: str) -> list[Row]:
 def find_pair(a: str, b: str | None, out: str) -> tuple[list[Row], list[Row]] | None:
     """Returns the rows of the two configurations to compare, under all their seeds.
 
-    A name (see find_rows) means the configuration of its last row. Without b, a must hold two
-    configurations; if not, None is returned.
+    Each name (see find_rows) must hold one configuration, and raises ConfigError if it holds
+    several. Without b, a must hold two of them; if not, None is returned.
     """
-    rows, sides = find_rows(a, out), list[list[Row]]()
-    if b is not None:
-        for of in (rows, find_rows(b, out)):
-            alike = siblings(of[-1], of)
-            sides.append([row for row in of if row in alike])
-    while b is None and rows and len(sides) < 3:
-        sides.append(siblings(rows[0], rows))
-        rows = [row for row in rows if row not in sides[-1]]
-    return (sides[0], sides[1]) if len(sides) == 2 else None
+    if b is None:
+        sides = configurations(find_rows(a, out))
+        return (sides[0], sides[1]) if len(sides) == 2 else None
+    one, other = (_one_configuration(name, out) for name in (a, b))
+    return one, other
+
+
+def _one_configuration(name: str, out: str) -> list[Row]:
+    sides = configurations(find_rows(name, out))
+    if len(sides) > 1:
+        last = ", ".join(str(side[-1].run_id) for side in sides[-3:])
+        raise ConfigError(
+            f"result {name!r}: {len(sides)} configurations: allowed: one, or a run id: {last}"
+        )
+    return sides[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,15 +85,16 @@ class Pair:
         return "\n".join(wrap.fill(line) for line in lines)
 
 
-def siblings(row: Row, others: Sequence[Row]) -> list[Row]:
-    """Returns the row, and the others of the same configuration and length under any seed."""
-
-    def configuration(one: Row) -> list[Any]:
-        names = (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit")
-        return [*(one.get(name) for name in names if name != "seed"), one.draft_device]
-
-    own = configuration(row)
-    return [row, *(o for o in others if o is not row and o != row and configuration(o) == own)]
+def configurations(rows: Iterable[Row]) -> list[list[Row]]:
+    """Groups rows by configuration and length, whatever their seeds, in order of appearance."""
+    names = [
+        n for n in (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit") if n != "seed"
+    ]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        own = str([*(row.get(name) for name in sorted(names)), row.draft_device])
+        groups.setdefault(own, []).append(row)
+    return [*groups.values()]
 
 
 def check_alike(a: Row, b: Row) -> None:
