@@ -6,7 +6,7 @@
 A table stands between two comments, of which the first holds its command, of mpissd or of a script
 in docs/ or results/:
 
-    <!-- python -m mpissd plan --rows=results/h200-tables -->
+    <!-- python -m mpissd compare results/h200-tables -->
     <!-- end -->
     <!-- python results/drafts/tables.py shipped -->
     <!-- end -->

@@ -64,13 +64,13 @@ PLANNED = (  # flags of a run that apply to every configuration that `plan` weig
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
-    """Flags of `plan`: the device profile and the number of GPUs, or one configuration, or rows."""
+    """Flags of `plan`: the device profile and the number of GPUs, or one configuration."""
 
     profile: str | None = flag(
         None,
         words,
         "device profile: a name or a file, or several of one device, separated by commas (default: "
-        "h100; with rows: of each row's device)",
+        "h100)",
     )
     gpus: int = flag(2, integer(1), "most GPUs to use")
     trees: bool = flag(
@@ -83,12 +83,6 @@ class PlanConfig(Checked):
         lm_head=flag(True, switch, "with the LM head; run needs --lm_head for the same"),
     )
     tp: int | None = flag(None, integer(1), "with mode: target ranks (default: 1)")
-    rows: str | None = flag(
-        None,
-        words,
-        "folders or runs.jsonl, separated by commas: prints the errors of predicting their rows",
-    )
-
     measured: str = flag(
         "results,out",
         words,

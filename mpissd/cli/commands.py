@@ -1,6 +1,6 @@
 """The commands `plan` and `compare`, without MPI.
 
-`plan` advises, predicts one configuration, or judges rows. `compare` prints tables and comparisons
+`plan` advises, or predicts one configuration. `compare` prints tables and comparisons
 of result rows, as --show selects.
 """
 
@@ -21,18 +21,17 @@ from mpissd.lab.predict.advice import heading, report, with_best_tree, with_laws
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
-from mpissd.lab.predict.row import judge, predict_row, profile_of_another_job
+from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import survey
 from mpissd.lab.tables import best, claims
-from mpissd.lab.tables.load import find_pair, load_rows, of_one_group, read_lines
+from mpissd.lab.tables.load import find_pair, load_rows, of_one_group, read_lines, row_files
 from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     """Prints the best configuration for at most --gpus GPUs; the last line is JSON.
 
-    With `mode` it predicts the one configuration that the flags fix, and with `rows` it prints the
-    errors of such predictions.
+    With `mode` it predicts the one configuration that the flags fix.
     """
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
@@ -40,8 +39,6 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
                 f"profile {name!r}: no such file: allowed: what `probe` saved, or "
                 f"{', '.join(known_profiles())}"
             )
-    if config.rows is not None:
-        return _judge(config, config.rows)
     if "mode" in given:
         return _predict(config, given)
     if extra := sorted(given - set(PLANNED) - {"profile", "gpus", "measured", "trees"}):
@@ -76,31 +73,12 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     return 0
 
 
-def _judge(config: PlanConfig, rows: str) -> int:
-    """Prints the three errors of predictions over rows; the last line is JSON."""
-    paths = [path for part in rows.split(",") for path in _run_files(Path(part))]
-    if not paths:
-        raise ConfigError(f"rows {rows!r}: no runs there")
-    table, numbers = judge(load_rows(paths), profile_of_another_job(config.profile))
-    print(table)
-    print_json(numbers)
-    return 0
-
-
-def _run_files(folder: Path) -> list[Path]:
-    """Returns the files of rows in a folder and its subfolders that have rounds."""
-    if folder.is_file():
-        return [folder]
-    kept = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
-    return [p for p in sorted(kept) if b'"num_rounds"' in p.open("rb").readline()]
-
-
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     profile, gpus = load_profile(config.device), config.gpus
     run = _planned(config, profile, given)
     placed = survey(run, profile, gpus)
     advice = advice_of(run, placed.placements, gpus, placed.unjudged, trees=config.trees)
-    files = [path for folder in config.measured.split(",") for path in _run_files(Path(folder))]
+    files = [path for folder in config.measured.split(",") for path in row_files(Path(folder))]
     read = (line for path in files for _, line in read_lines(path))
     rows = {str(row.get("run_id")): Row.from_dict(row) for row in read if isinstance(row, dict)}
     lines, numbers = report(run, profile, gpus, placed, advice, [*rows.values()])

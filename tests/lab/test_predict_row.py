@@ -4,28 +4,29 @@ On committed rows; sampling is kept apart from the model.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
-from mpissd.common.row import Row
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.row import (
+from mpissd.lab.predict.row import predict_row
+from mpissd.lab.predict.simulation import expected
+from mpissd.lab.tables.load import load_rows, row_files
+from results.predictions import (
+    ALL,
     errors_of,
     forecast_row,
     groups,
     job_of_row,
+    main,
     meets,
-    predict_row,
     profile_of_another_job,
 )
-from mpissd.lab.predict.simulation import expected
-from mpissd.lab.tables.load import load_rows
 
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)
 RESULTS = Path(__file__).parents[2] / "results"
@@ -83,19 +84,16 @@ def test_a_draft_on_another_device_needs_its_profile() -> None:
     assert slow is not None and fast is not None and slow < fast
 
 
-def test_plan_judges_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
     """Another device's rows are left out; what cannot be judged is refused in one line."""
-    assert main(["plan", f"--rows={STUDY},{RESULTS / 'h200'}", "--profile=h200"]) == 0
-    *text, last = capsys.readouterr().out.splitlines()
-    numbers = json.loads(last)
-    assert {group["machine"] for group in numbers["groups"]} == {"NVIDIA H200", "emulated"}
-    assert sum(numbers["left_out"].values()) == 152
-    assert "the profile is of NVIDIA H200" in "\n".join(text)
-    for flags, message in (
-        (["--rows=nowhere"], "no runs"),
-        ([f"--rows={STUDY}", "--profile=missing.json"], "no such file"),
-    ):
-        assert main(["plan", *flags]) == 2
+    assert main(f"{STUDY},{RESULTS / 'h200'}", "h200") == 0
+    text = capsys.readouterr().out
+    machines = re.findall(r"^\| (.*?) \|.* all \|", text, re.MULTILINE)
+    assert set(machines) == {"NVIDIA H200", "emulated"}
+    assert sum(map(int, re.findall(r"Without \(c\): (\d+) row", text))) == 152
+    assert "the profile is of NVIDIA H200" in text
+    for words, message in ((("nowhere",), "no runs"), ((str(STUDY), "missing.json"), "missing")):
+        assert main(*words) == 2
         assert message in capsys.readouterr().err
 
 
@@ -115,21 +113,19 @@ WITHOUT = {  # reasons why rows of GPUs have no forecast, and how many rows have
 def test_every_row_of_a_gpu_is_judged_or_counted_with_its_reason() -> None:
     """Products and whole transformers meet their bars where nothing was derived. Servers' rows have
     no rounds."""
-    rows: list[Row] = []
-    for path in sorted(RESULTS.glob("**/*.jsonl")):
-        first = json.loads(path.open().readline() or "{}")
-        if "num_rounds" in first and first.get("schema") is not None:
-            rows += [row for row in load_rows([path]) if row.backend == "cupy"]
+    paths = [p for p in row_files(RESULTS) if b'"schema"' in p.open("rb").readline()]
+    rows = [row for path in paths for row in load_rows([path]) if row.backend == "cupy"]
     judged, left = errors_of(rows, map(profile_of_another_job(None), rows))
     assert len(judged) + sum(left.values()) == len(rows)
     for reason, count in WITHOUT.items():
         assert sum(n for told, n in left.items() if reason in told) == count, (reason, left)
     assert sum(left.values()) == sum(WITHOUT.values())
-    every = {(g["machine"], g["forwards"]): g for g in groups(judged) if g["tp"] is None}
+    every = groups(judged)
     for machine in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
         for forwards in ("products", "whole"):
-            assert meets(every[machine, forwards]), (machine, forwards)
-    assert every["NVIDIA H200", "products"]["rows"] > 900
-    kinds = {forwards for _, forwards in every}
+            assert meets(every.loc[machine, forwards, ALL]), (machine, forwards)
+    assert every.loc[("NVIDIA H200", "products", ALL), ("rows", "")] > 900
+    kinds = set(every.index.get_level_values("forwards"))
     assert kinds == {"products", "products, derived", "whole", "whole, derived"}
-    assert every["NVIDIA H200", "whole, derived"]["without_luck"][0] < 0.09
+    derived = every.loc["NVIDIA H200", "whole, derived", ALL]
+    assert derived["without_luck", 0.5] < 0.09

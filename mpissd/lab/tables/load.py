@@ -61,6 +61,14 @@ def _run_files(paths: Paths) -> Iterator[Path]:
         yield from sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]
 
 
+def row_files(folder: Path) -> list[Path]:
+    """Returns the files of rows in a folder and its subfolders that have rounds, or one file."""
+    if folder.is_file():
+        return [folder]
+    kept = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
+    return [p for p in sorted(kept) if b'"num_rounds"' in p.open("rb").readline()]
+
+
 def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Computes three errors of predictions over result rows; each is measured / predicted - 1.
+
+    results/predictions.py FOLDER[,FOLDER …] [PROFILE]      # docs/predictions.md has its table
+
+    (a) replay  the row's own draws, from its own job's profile (`prediction_error`)
+    (b) mean    the mean under the imposed models, from the same (`expected_tok_per_s`)
+    (c) other   that mean from another job's profile, as `plan` gives a user
+
+(b) and (c) include the luck of the row's draws: the replay over the mean of its own job
+(`sampling_error`). PROFILE: a device's profile, by name or file; several, separated by commas, are
+each used for the rows of their own device (default: the built-in profile of each row's device).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
+from mpissd.engine.backend.profile import Profile, device_kind, load_profile
+from mpissd.engine.job import Job, resolve
+from mpissd.lab.predict.costs import DeviceCosts
+from mpissd.lab.predict.derive import (
+    check_device,
+    derived_from,
+    host_of,
+    shipped_profiles,
+    with_derived,
+)
+from mpissd.lab.predict.row import is_predictable
+from mpissd.lab.predict.simulation import expected
+from mpissd.lab.tables.load import load_rows, row_files
+
+# Largest allowed median and p95 of the size of error (c).
+BARS = {"products": (0.04, 0.10), "whole": (0.05, 0.12)}
+ALL = 1 << 30  # in place of T, of a machine's whole group
+_GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
+_DRAFTED = (
+    *("lookahead", "acceptance", "acceptance_fast"),
+    *("backup", "backup_lookahead", "hit_law"),
+)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted rate, or the reason why there is none.
+
+    tok_per_s: the mean under the imposed models, of all sequences; None if `reason` is given.
+    derived: the profile did not measure all forwards and host costs that were needed, but derived
+    some by a stated rule.
+    """
+
+    tok_per_s: float | None = None
+    reason: str | None = None
+    derived: bool = False
+
+
+def forecast_row(row: Row, profile: Profile, draft_profile: Profile | None = None) -> Forecast:
+    """Predicts the long-run mean rate of a row's configuration on a device.
+
+    row: written by `run`, possibly an earlier version. profile: of the row's device. draft_profile:
+    of the draft ranks' device, if it is of another kind. Raises nothing: if there is no prediction,
+    the forecast has a reason.
+    """
+    drafts = draft_profile or profile
+    try:
+        job = job_of_row(row)
+        for role, name, known in (
+            ("target", row.device_name, profile),
+            ("draft", row.draft_device or row.device_name, drafts),
+        ):
+            if device_kind(name) != known.kind and (role == "target" or row.num_drafts):
+                of = f"the profile is of {known.device_name}"
+                raise ConfigError(f"their {role} ran on {name}, {of}")
+        profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
+        _check_kernels(row, profile, job)
+        check_device(profile, job, drafts)
+        device = DeviceCosts.from_profile(profile, job, drafts)
+        rate = float(expected(job, device, host_of(profile, job)).tok_per_s[0])
+        if not math.isfinite(rate):
+            raise ConfigError("a null device without host costs takes no time")
+    except ConfigError as error:
+        return Forecast(reason=str(error))
+    return Forecast(rate, derived=derived_from(profile, drafts, job) is not None)
+
+
+def job_of_row(row: Row) -> Job:
+    """Returns the job that repeats a row of imposed tokens.
+
+    Flags that the run chose by itself (fan-out lists, models) have the values that the row reports.
+    Raises ConfigError if the imposed models give no mean for the row's rounds.
+    """
+    decided = {
+        "replay": "a recording decides their tokens",
+        "text": "the models' own text decides their tokens",
+    }
+    reasons = {
+        decided.get(row.workload, "their tokens are sampled (markov)"): row.workload != "gemm",
+        "they adapt": row.learned,
+        "their draft was lost": row.draft_lost_round is not None,
+        "several target groups share their drafts": (row.groups or 1) > 1,
+        f"{row.schedule} keeps candidates behind the last served token alone": row.schedule
+        in ("pearl", "amusd"),
+        "they serve late hits as they are, which is retired": row.on_late == "serve",
+    }
+    if reason := next((why for why, applies in reasons.items() if applies), None):
+        raise ConfigError(f"no law's mean: {reason}")
+    flags = {name: row.get(name) for name in _GIVEN}
+    if row.mode == "ar":
+        flags["draft"] = None
+    else:
+        flags |= {name: row.get(name) for name in _DRAFTED} | {"tree": row.tree_nodes}
+    lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
+    if row.tree_nodes:  # by node; their sum is spread over the nodes again
+        lists = [[sum(counts), *[0] * int(row.lookahead)] for counts in lists]
+    if lists:
+        flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
+    if row.forward == "transformer":  # the run's length decides its mean context
+        flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
+    given = {name: value for name, value in flags.items() if value is not None}
+    config = RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **given)
+    job = resolve(config, int(row.tp), backend="emulated", memory_bytes=None)
+    if not is_predictable(job):
+        raise ConfigError("no law's mean: they draft several tokens a forward")
+    return job
+
+
+def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
+    """Raises ConfigError if the row's commit ran other kernels than the probe.
+
+    Rows of whole transformers name their kernel; older rows do not.
+    """
+    provenance = row.provenance or {}
+    commit = str(provenance.get("commit")).removesuffix("+")
+    own, known = str(provenance.get("kernel") or "cuda"), list[str]()
+    if row.backend == "cupy" and row.forward == "transformer":
+        key = job.target_shard.key(job.config.batch_size, job.options)
+        measured = profile.kernels(key, job.target_shard.num_params(job.options))
+        known = [each.kernel for each in measured]
+    if job.draft_options.top_k > 1 and commit in profile.other_lists:
+        raise ConfigError("their commit read lists of candidates in every draft forward")
+    if commit in profile.other_kernels or (known and own not in known):
+        raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")
+
+
+def profile_of_another_job(name: str | None) -> Callable[[Row], Forecast]:
+    """Returns a function that predicts a row from another job's profile, for error (c).
+
+    name: as PROFILE above. Raises ConfigError if there is no such profile.
+    """
+    named = [] if name is None else [*map(load_profile, name.split(","))]
+    own = {p.kind: p for p in named}
+    known = shipped_profiles() | own
+
+    def forecast(row: Row) -> Forecast:
+        kind = device_kind(row.device_name)
+        target = own.get(kind, named[0]) if named else known.get(kind)
+        if target is None:
+            return Forecast(reason=f"no profile of {kind}")
+        return forecast_row(row, target, known.get(device_kind(row.draft_device)))
+
+    return forecast
+
+
+def errors_of(
+    rows: Iterable[Row], forecasts: Iterable[Forecast]
+) -> tuple[pd.DataFrame, Counter[str]]:
+    """Returns the errors of the rows that have all three, and a count of the others by reason.
+
+    forwards: "products" or "whole", followed by ", derived" if the profile did not measure all of
+    them or the host costs. without_luck: (c) after removing the luck of the row's draws.
+    """
+    errors, left = [], Counter[str]()
+    for row, other in zip(rows, forecasts, strict=True):
+        replay, luck = row.prediction_error, row.sampling_error
+        if other.tok_per_s is None:
+            left[str(other.reason)] += 1
+        elif replay is None or not row.expected_tok_per_s or luck is None:
+            left["its own job predicted nothing"] += 1
+        else:
+            error = row.tok_per_s / other.tok_per_s - 1
+            kind = "whole" if row.forward == "transformer" else "products"
+            machine = "emulated" if row.backend == "emulated" else row.device_name
+            forwards, without_luck = (
+                kind + ", derived" * other.derived,
+                (1 + error) / (1 + luck) - 1,
+            )
+            errors.append((machine, forwards, row.tp, replay, error, without_luck))
+    columns = ["machine", "forwards", "tp", "replay", "other", "without_luck"]
+    return pd.DataFrame(errors, columns=columns), left
+
+
+def groups(errors: pd.DataFrame) -> pd.DataFrame:
+    """Returns the number of rows, and median and p95 of the errors' sizes, by machine, forwards, T.
+
+    After a machine's T comes the group of all T. Columns: rows, and (error, .5) and (error, .95).
+    """
+    keys = ["machine", "forwards", "tp"]
+    every = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).abs().groupby(level=keys)
+    judged = every.quantile([0.5, 0.95]).unstack()
+    judged["rows", ""] = every.size()
+    return judged
+
+
+def meets(group: pd.Series) -> bool:
+    """Returns whether a group's errors (c) are within their bar."""
+    bar = BARS[group.name[1].partition(",")[0]]
+    return bool(group["other", 0.5] <= bar[0] and group["other", 0.95] <= bar[1])
+
+
+def table(judged: pd.DataFrame, left: Counter[str]) -> Iterator[str]:
+    """Yields the lines of the groups as Markdown, a line for each group whose (c) over all T
+    misses its bar, and the rows that have no (c)."""
+    yield "| machine | forwards | T | rows | (a) | (c) | (c) without luck |"
+    yield "|---|---|---|---|---|---|---|"
+    for (machine, forwards, tp), group in judged.iterrows():
+        names = ("replay", "other", "without_luck")
+        cells = [f"{group[name, 0.5]:.1%}, {group[name, 0.95]:.1%}" for name in names]
+        first = [machine, forwards, "all" if tp == ALL else str(tp), f"{group['rows', '']:.0f}"]
+        yield f"| {' | '.join([*first, *cells])} |"
+    yield ""
+    for (machine, forwards, tp), group in judged.iterrows():
+        if tp == ALL and not meets(group):
+            median, p95 = BARS[forwards.partition(",")[0]]
+            yield f"{machine}, {forwards}: (c) misses its bar ({median:.0%}, {p95:.0%})."
+    for reason, count in sorted(left.items()):
+        yield f"Without (c): {count} row{'s' * (count > 1)}, {reason}."
+
+
+def main(folders: str, profile: str | None = None) -> int:
+    """Prints the errors of the rows of folders; returns the exit code."""
+    try:
+        paths = [path for part in folders.split(",") for path in row_files(Path(part))]
+        if not paths:
+            raise ConfigError(f"rows {folders!r}: no runs there")
+        rows = load_rows(paths)
+        errors, left = errors_of(rows, map(profile_of_another_job(profile), rows))
+        print("\n".join(table(groups(errors), left)).rstrip())
+    except ConfigError as error:
+        print(f"predictions: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
